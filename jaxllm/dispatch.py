@@ -1,0 +1,180 @@
+"""The one place where an op and a backend become a function.
+
+An op's implementations are plain functions named ``<op>_forward`` and ``<op>_backward`` (or just
+``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
+them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
+returns None; the first of ``arrays`` is the op's main input in either direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jaxllm import ffi
+from jaxllm.backend import Backend, BackendError, Call, record
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """The implementations of one op.
+
+    Attributes:
+        name: The stem of every name that belongs to the op, such as ``"layer_norm"``.
+        reference: The ``jax.numpy`` definition: the ``xla`` backend.
+        xla: What JAX itself ships for a GPU that beats the definition there, if anything.
+        pallas: The Pallas-Triton kernels, if there are any.
+        cuda: The FFI calls to the CUDA kernels, if there are any.
+        preference: What ``auto`` tries on a GPU, in order.
+    """
+
+    name: str
+    reference: ModuleType
+    xla: ModuleType | None = None
+    pallas: ModuleType | None = None
+    cuda: ModuleType | None = None
+    preference: tuple[Backend, ...] = ("cuda", "pallas", "xla")
+
+
+def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: Any) -> Any:
+    """Runs one direction of an op on the implementation that the backend asks for.
+
+    Which device the program will run on is known at lowering only, so both the GPU's and the other
+    devices' implementation are traced, and ``jax.lax.platform_dependent`` keeps the right one.
+
+    Args:
+        op: The op.
+        direction: ``"forward"``, ``"backward"``, or ``""`` where the op has one direction.
+        backend: A resolved backend.
+        *arrays: The implementation's array arguments; None stands for an absent one.
+        **static: The implementation's options; hashable.
+
+    Raises:
+        BackendError: The backend was asked for by name and cannot serve the call.
+    """
+    stem = f"{op.name}_{direction}" if direction else op.name
+    on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
+    elsewhere = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
+
+    def call() -> Call:
+        return Call(
+            stem=stem,
+            shapes=" ".join(_describe(array) for array in jax.tree.leaves(arrays)),
+            on_gpu=on_gpu,
+            elsewhere="error: needs a GPU" if elsewhere == "cuda" else elsewhere,
+            passed_over=passed_over,
+        )
+
+    with record(call, f"{stem}[{on_gpu}]"):
+        return _run(
+            *arrays,
+            op=op,
+            stem=stem,
+            on_gpu=on_gpu,
+            elsewhere=elsewhere,
+            static=tuple(sorted(static.items())),
+        )
+
+
+def _choose(
+    op: Op, stem: str, backend: Backend, arrays: tuple, static: dict[str, Any]
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The implementation to run on a GPU, and why each one before it was passed over."""
+    if backend == "xla" or backend == "auto":
+        # "xla" has two implementations on a GPU: what JAX ships, then the definition.
+        candidates = [name for name in op.preference if backend == "auto" or name == "xla"]
+        if op.xla is not None:
+            candidates.insert(candidates.index("xla"), "xla-gpu")
+    else:
+        candidates = [backend]
+    passed_over = []
+    for name in candidates:
+        reason = _unsupported(op, stem, name, arrays, static)
+        if reason is None:
+            return name, tuple(passed_over)
+        passed_over.append((name, reason))
+    raise BackendError(f"backend {backend!r} cannot serve {stem}: {passed_over[0][1]}")
+
+
+def _module(op: Op, name: str) -> ModuleType | None:
+    return {"cuda": op.cuda, "pallas": op.pallas, "xla-gpu": op.xla, "xla": op.reference}[name]
+
+
+def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
+    module = _module(op, name)
+    if module is None or not hasattr(module, stem):
+        return f"{stem} has no {name} kernel; use backend 'xla' or 'auto'"
+    if name == "cuda" and (reason := ffi.unavailable_reason()):
+        return reason
+    check = getattr(module, f"{op.name}_unsupported", None)
+    return check(*arrays, **static) if check else None
+
+
+@functools.partial(
+    jax.jit, static_argnames=("op", "stem", "on_gpu", "elsewhere", "static"), inline=True
+)
+def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple):
+    # jit, so that an eager call runs where its arrays are; inline, so that a trace sees through it.
+    def implementation(name: str) -> Callable:
+        options = dict(static)
+        if name == "pallas-interpreter":
+            name, options["interpret"] = "pallas", True
+        return functools.partial(getattr(_module(op, name), stem), **options)
+
+    if on_gpu == elsewhere == "xla":
+        return implementation("xla")(*arrays)
+    gpu = implementation(on_gpu)
+    if elsewhere == "cuda":
+        other = functools.partial(_refuse, like=gpu, stem=stem)
+    else:
+        other = implementation(elsewhere)
+    return jax.lax.platform_dependent(*arrays, cuda=gpu, default=other)
+
+
+def _refuse(*arrays, like: Callable, stem: str):
+    """Stands where backend "cuda" meets another platform: traces like the op, refuses to lower."""
+    shapes, tree = jax.tree.flatten(jax.eval_shape(like, *arrays))
+    return tree.unflatten(_refuse_p.bind(*jax.tree.leaves(arrays), shapes=tuple(shapes), stem=stem))
+
+
+_refuse_p = Primitive("jaxllm_refuse")
+_refuse_p.multiple_results = True
+
+
+@_refuse_p.def_abstract_eval
+def _refuse_abstract(*_, shapes, stem):
+    return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
+
+
+def _refuse_lowering(context, *_, shapes, stem):
+    platforms = ", ".join(context.module_context.platforms)
+    raise BackendError(
+        f"backend 'cuda' cannot serve {stem}: it needs an NVIDIA GPU, and this program is compiled "
+        f"for {platforms}; use backend 'auto', 'xla' or 'pallas' there"
+    )
+
+
+def _refuse_batching(arrays, axes, *, shapes, stem):
+    (size,) = {
+        array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
+    }
+    batched = tuple(jax.ShapeDtypeStruct((size, *shape.shape), shape.dtype) for shape in shapes)
+    return _refuse_p.bind(*arrays, shapes=batched, stem=stem), [0] * len(shapes)
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+batching.primitive_batchers[_refuse_p] = _refuse_batching
+
+
+def _describe(array: jax.Array) -> str:
+    """An array's dtype and shape in one word, such as ``bf16[8,768]``."""
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+    dtype = short.get(array.dtype.name, array.dtype.name.replace("int", "i"))
+    return f"{dtype}[{','.join(map(str, array.shape))}]"

@@ -1,0 +1,96 @@
+"""The bridge to the CUDA extension: loads ``_cuda``, registers its FFI targets, calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+try:
+    from jaxllm import _cuda  # type: ignore[attr-defined]
+except ImportError as error:
+    _cuda = None
+    _import_error = error
+
+HOW_TO_BUILD = (
+    "reinstall jaxllm with nvcc >= 12.3 on the PATH: pip install --force-reinstall --no-deps ."
+)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _find_fault() -> str | None:
+    if _cuda is None:
+        if getattr(_import_error, "name", None) == "jaxllm._cuda" or "_cuda" in str(_import_error):
+            return f"the CUDA extension is not built; {HOW_TO_BUILD}"
+        return f"the CUDA extension does not load ({_import_error}); {HOW_TO_BUILD}"
+    built = _cuda.build_facts()["jaxlib"]
+    running = jaxlib.version.__version__
+    # XLA runs handlers of older FFI headers and refuses newer ones, late and obscurely.
+    if _version(built) > _version(running):
+        return (
+            f"the CUDA extension was built for jaxlib {built}, newer than the jaxlib {running} "
+            f"that is installed; {HOW_TO_BUILD}"
+        )
+    return None
+
+
+_fault = _find_fault()
+if _fault is None:
+    for _name, _capsule in _cuda.registrations().items():
+        jax.ffi.register_ffi_target(_name, _capsule, platform="CUDA")
+
+
+def unavailable_reason() -> str | None:
+    """Why the CUDA kernels cannot be called from this process, in a sentence; None if they can."""
+    return _fault
+
+
+def is_available() -> bool:
+    """Whether the CUDA extension is built and fits the installed jaxlib (not: whether a GPU is)."""
+    return _fault is None
+
+
+def build_facts() -> dict[str, str]:
+    """What the extension was built with: CUDA version, architectures, jaxlib; empty if not built."""
+    return dict(_cuda.build_facts()) if _cuda is not None else {}
+
+
+# XLA decodes an attribute by its exact type: a bare Python float would arrive as an f64.
+_ATTRIBUTE_TYPES = {bool: np.bool_, int: np.int64, float: np.float32}
+
+
+def call(
+    stem: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    *arrays: jax.Array,
+    aliases: dict[int, int] | None = None,
+    vmap_method: str = "broadcast_all",
+    **attributes: bool | int | float,
+) -> Any:
+    """Calls the FFI target ``jaxllm_<stem>``.
+
+    Args:
+        stem: The op and direction, such as ``"layer_norm_forward"``.
+        results: Shape and dtype of each result, workspaces included.
+        *arrays: The operands.
+        aliases: Which operand's buffer each result takes over: ``{operand: result}``.
+        vmap_method: What ``jax.vmap`` does; ``"broadcast_all"`` gives every operand and result the
+            new leading axis, and the handler must understand it.
+        **attributes: Static values; int arrives as int64, float as float32, bool as bool.
+
+    Returns:
+        A tuple of arrays, one for each entry of ``results``.
+    """
+    decoded = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in attributes.items()}
+    return jax.ffi.ffi_call(
+        f"jaxllm_{stem}",
+        tuple(results),
+        vmap_method=vmap_method,
+        input_output_aliases=aliases,
+    )(*arrays, **decoded)

@@ -1,0 +1,251 @@
+"""Layer and RMS normalization, alone and fused with the residual addition before them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
+from jaxllm.ops.norm import cuda, pallas, reference
+
+LAYER_NORM = Op("layer_norm", reference=reference, pallas=pallas, cuda=cuda)
+RMS_NORM = Op("rms_norm", reference=reference, pallas=pallas, cuda=cuda)
+ADD_LAYER_NORM = Op("add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
+ADD_RMS_NORM = Op("add_rms_norm", reference=reference, pallas=pallas, cuda=cuda)
+
+
+def layer_norm(
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows D"]:
+    r"""Normalizes each row to zero mean and unit variance, then scales and shifts it.
+
+    .. math::
+        out = \frac{x - \overline{x}}{\sqrt{\overline{(x - \overline{x})^2} + \epsilon}}
+              \cdot scale + bias
+
+    Mean and variance are two-pass and float32 whatever the dtype of ``x``. The gradients of
+    ``scale`` and ``bias`` are summed in a fixed order, so they repeat bit for bit.
+
+    Args:
+        x: The rows; float32, bfloat16 or float16 for the kernels.
+        scale: One factor a column, in the dtype of ``x`` or float32.
+        bias: One offset a column, in the dtype of ``scale``; None for no offset.
+        eps: Added to the variance.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The normalized rows, in the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: An argument is not floating-point, or ``bias`` differs from ``scale`` in dtype.
+        ValueError: ``scale`` or ``bias`` is not as wide as ``x``, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450); llm.c's
+    ``layernorm_forward`` and ``layernorm_backward``.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (8, 768), jnp.bfloat16)
+        >>> out = jaxllm.ops.layer_norm(x, jnp.ones(768), jnp.zeros(768))
+    """
+    bias = _check_weights(x, scale, bias)
+    return _layer_norm(x, scale, bias, eps, resolve(backend))
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows D"]:
+    r"""Divides each row by its root mean square, then scales it.
+
+    .. math::
+        out = \frac{x}{\sqrt{\overline{x^2} + \epsilon}} \cdot scale
+
+    Args:
+        x: The rows; float32, bfloat16 or float16 for the kernels.
+        scale: One factor a column, in the dtype of ``x`` or float32.
+        eps: Added to the mean square.
+        backend: As in :func:`layer_norm`.
+
+    Returns:
+        The normalized rows, in the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: An argument is not floating-point.
+        ValueError: ``scale`` is not as wide as ``x``, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467);
+    llama3.cuda's ``rmsnorm``.
+    """
+    _check_weights(x, scale, None)
+    return _rms_norm(x, scale, eps, resolve(backend))
+
+
+def add_layer_norm(
+    x: Float[Array, "*rows D"],
+    residual: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Adds a branch to the residual stream and normalizes the sum, in one pass over memory.
+
+    Args:
+        x: What a block computed.
+        residual: The stream it is added to, in the shape and dtype of ``x``.
+        scale: As in :func:`layer_norm`.
+        bias: As in :func:`layer_norm`.
+        eps: As in :func:`layer_norm`.
+        backend: As in :func:`layer_norm`.
+
+    Returns:
+        ``(layer_norm(h, scale, bias), h)`` where ``h = x + residual`` is the new stream. The
+        backward pass folds the gradient that arrives along ``h`` into the one through the norm.
+
+    Raises:
+        TypeError: As in :func:`layer_norm`, or ``residual`` differs from ``x`` in dtype.
+        ValueError: As in :func:`layer_norm`, or ``residual`` differs from ``x`` in shape.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    bias = _check_weights(x, scale, bias)
+    _check_residual(x, residual)
+    return _add_layer_norm(x, residual, scale, bias, eps, resolve(backend))
+
+
+def add_rms_norm(
+    x: Float[Array, "*rows D"],
+    residual: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Adds a branch to the residual stream and RMS-normalizes the sum, in one pass over memory.
+
+    Args:
+        x: What a block computed.
+        residual: The stream it is added to, in the shape and dtype of ``x``.
+        scale: As in :func:`rms_norm`.
+        eps: As in :func:`rms_norm`.
+        backend: As in :func:`layer_norm`.
+
+    Returns:
+        ``(rms_norm(h, scale), h)`` where ``h = x + residual`` is the new stream.
+
+    Raises:
+        TypeError: As in :func:`rms_norm`, or ``residual`` differs from ``x`` in dtype.
+        ValueError: As in :func:`rms_norm`, or ``residual`` differs from ``x`` in shape.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    _check_weights(x, scale, None)
+    _check_residual(x, residual)
+    return _add_rms_norm(x, residual, scale, eps, resolve(backend))
+
+
+def _check_weights(x: Array, scale: Array, bias: Array | None) -> Array:
+    """Checks the arguments that all norms share; returns the bias, zeros where there is none."""
+    check_floating(x=x, scale=scale)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to normalize over")
+    check_shape("scale", scale, x.shape[-1:], f"the last axis of x {x.shape}")
+    if bias is None:
+        return jnp.zeros_like(scale)
+    check_floating(bias=bias)
+    check_shape("bias", bias, x.shape[-1:], f"the last axis of x {x.shape}")
+    check_same_dtype("bias", bias, "scale", scale)
+    return bias
+
+
+def _check_residual(x: Array, residual: Array) -> None:
+    check_floating(residual=residual)
+    check_shape("residual", residual, x.shape, "the shape of x")
+    check_same_dtype("residual", residual, "x", x)
+
+
+# Outputs and residuals carry the op's name, so that a remat policy such as
+# jax.checkpoint_policies.save_only_these_names("layer_norm") keeps them and no kernel runs twice.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _layer_norm(x, scale, bias, eps, backend):
+    return _layer_norm_forward(x, scale, bias, eps, backend)[0]
+
+
+def _layer_norm_forward(x, scale, bias, eps, backend):
+    outputs = dispatch(LAYER_NORM, "forward", backend, x, scale, bias, eps=eps)
+    out, mean, rstd = checkpoint_name(outputs, "layer_norm")
+    return out, (x, scale, mean, rstd)
+
+
+def _layer_norm_backward(eps, backend, residuals, dout):
+    return dispatch(LAYER_NORM, "backward", backend, *residuals, dout)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rms_norm(x, scale, eps, backend):
+    return _rms_norm_forward(x, scale, eps, backend)[0]
+
+
+def _rms_norm_forward(x, scale, eps, backend):
+    outputs = dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps)
+    out, rstd = checkpoint_name(outputs, "rms_norm")
+    return out, (x, scale, rstd)
+
+
+def _rms_norm_backward(eps, backend, residuals, dout):
+    return dispatch(RMS_NORM, "backward", backend, *residuals, dout)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _add_layer_norm(x, residual, scale, bias, eps, backend):
+    return _add_layer_norm_forward(x, residual, scale, bias, eps, backend)[0]
+
+
+def _add_layer_norm_forward(x, residual, scale, bias, eps, backend):
+    outputs = dispatch(ADD_LAYER_NORM, "forward", backend, x, residual, scale, bias, eps=eps)
+    out, h, mean, rstd = checkpoint_name(outputs, "add_layer_norm")
+    return (out, h), (h, scale, mean, rstd)
+
+
+def _add_layer_norm_backward(eps, backend, residuals, cotangents):
+    dx, dscale, dbias = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
+    return dx, dx, dscale, dbias
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _add_rms_norm(x, residual, scale, eps, backend):
+    return _add_rms_norm_forward(x, residual, scale, eps, backend)[0]
+
+
+def _add_rms_norm_forward(x, residual, scale, eps, backend):
+    outputs = dispatch(ADD_RMS_NORM, "forward", backend, x, residual, scale, eps=eps)
+    out, h, rstd = checkpoint_name(outputs, "add_rms_norm")
+    return (out, h), (h, scale, rstd)
+
+
+def _add_rms_norm_backward(eps, backend, residuals, cotangents):
+    dx, dscale = dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
+    return dx, dx, dscale
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+_add_layer_norm.defvjp(_add_layer_norm_forward, _add_layer_norm_backward)
+_add_rms_norm.defvjp(_add_rms_norm_forward, _add_rms_norm_backward)

@@ -1,0 +1,49 @@
+"""Shapes of normalization calls: odd ones for tests, real ones for a GPU and benchmarks."""
+
+from __future__ import annotations
+
+import math
+
+from jaxllm.testing import Case, Normal
+
+
+def _case(op: str, name: str, *shape: int, large: bool = False, weights: str | None = None) -> Case:
+    x, weight = Normal(shape, mean=0.5), Normal(shape[-1:], mean=1.0, dtype=weights)
+    fused = op.startswith("add_")
+    inputs = {"x": x} | ({"residual": x} if fused else {}) | {"scale": weight}
+    if op.endswith("layer_norm"):
+        inputs["bias"] = Normal(shape[-1:], dtype=weights)
+    size = math.prod(shape)
+    # Forward: x (and residual) in, out (and h) out. Backward: x, dout (and dh) in, dx out.
+    return Case(
+        op,
+        name,
+        inputs,
+        forward_elements=(4 if fused else 2) * size,
+        backward_elements=(4 if fused else 3) * size,
+        large=large,
+    )
+
+
+_OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+
+CASES = tuple(
+    case
+    for op in _OPS
+    for case in (
+        _case(op, "gpt2_124m", 65536, 768, large=True),
+        _case(op, "llama3_8b", 16384, 4096, large=True),
+        _case(op, "gpt2_1558m", 16384, 1600, large=True),
+        _case(op, "widest", 33, 16384, large=True),
+        _case(op, "wider_than_registers", 5, 33000, large=True),
+        _case(op, "many_odd_rows", 5003, 1000, large=True),
+        _case(op, "gpt2_row", 2, 3, 768),
+        _case(op, "odd_width", 5, 77),
+        _case(op, "float32_weights", 7, 256, weights="float32"),
+        _case(op, "odd_rows_wide", 19, 1032),
+        _case(op, "head_width", 3, 5, 2, 64),
+        _case(op, "one_column", 6, 1),
+        _case(op, "one_row", 40),
+        _case(op, "no_rows", 0, 128),
+    )
+)

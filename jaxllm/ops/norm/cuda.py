@@ -1,0 +1,96 @@
+"""FFI calls to the CUDA normalization kernels in ``cuda/norm``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxllm import ffi
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+# In the backward pass a block adds up the weight gradients of the rows that it visits and writes
+# one partial row of them; a second kernel adds the partial rows. This bounds the blocks, and with
+# them the workspace: a few blocks on each multiprocessor of the largest GPUs.
+_MAX_PARTIAL_ROWS = 640
+
+
+def layer_norm_unsupported(x, *arrays, **_) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if x.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"x has dtype {x.dtype}; the kernel takes {names}"
+    for array in arrays:
+        if array.dtype not in (x.dtype, jnp.float32):
+            return (
+                f"an argument has dtype {array.dtype}; beside x of {x.dtype} the kernel takes "
+                "that dtype or float32"
+            )
+    return None
+
+
+rms_norm_unsupported = layer_norm_unsupported
+add_layer_norm_unsupported = layer_norm_unsupported
+add_rms_norm_unsupported = layer_norm_unsupported
+
+
+def layer_norm_forward(x, scale, bias, *, eps):
+    """Returns ``(out, mean, rstd)``."""
+    results = (_like(x), _row_statistic(x), _row_statistic(x))
+    return ffi.call("layer_norm_forward", results, x, scale, bias, eps=eps)
+
+
+def layer_norm_backward(x, scale, mean, rstd, dout):
+    """Returns ``(dx, dscale, dbias)``."""
+    results = (_like(x), _like(scale), _like(scale), _partial_sums(x, 2))
+    return ffi.call("layer_norm_backward", results, x, scale, mean, rstd, dout)[:3]
+
+
+def rms_norm_forward(x, scale, *, eps):
+    """Returns ``(out, rstd)``."""
+    return ffi.call("rms_norm_forward", (_like(x), _row_statistic(x)), x, scale, eps=eps)
+
+
+def rms_norm_backward(x, scale, rstd, dout):
+    """Returns ``(dx, dscale)``."""
+    results = (_like(x), _like(scale), _partial_sums(x, 1))
+    return ffi.call("rms_norm_backward", results, x, scale, rstd, dout)[:2]
+
+
+def add_layer_norm_forward(x, residual, scale, bias, *, eps):
+    """Returns ``(out, h, mean, rstd)``."""
+    results = (_like(x), _like(x), _row_statistic(x), _row_statistic(x))
+    return ffi.call("add_layer_norm_forward", results, x, residual, scale, bias, eps=eps)
+
+
+def add_layer_norm_backward(h, scale, mean, rstd, dout, dh):
+    """Returns ``(dx, dscale, dbias)``."""
+    results = (_like(h), _like(scale), _like(scale), _partial_sums(h, 2))
+    return ffi.call("add_layer_norm_backward", results, h, scale, mean, rstd, dout, dh)[:3]
+
+
+def add_rms_norm_forward(x, residual, scale, *, eps):
+    """Returns ``(out, h, rstd)``."""
+    results = (_like(x), _like(x), _row_statistic(x))
+    return ffi.call("add_rms_norm_forward", results, x, residual, scale, eps=eps)
+
+
+def add_rms_norm_backward(h, scale, rstd, dout, dh):
+    """Returns ``(dx, dscale)``."""
+    results = (_like(h), _like(scale), _partial_sums(h, 1))
+    return ffi.call("add_rms_norm_backward", results, h, scale, rstd, dout, dh)[:2]
+
+
+def _like(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _row_statistic(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+
+
+def _partial_sums(x: Array, weights: int) -> jax.ShapeDtypeStruct:
+    """The workspace: partial gradients of each of ``weights`` row vectors."""
+    rows = x.size // max(x.shape[-1], 1)
+    return jax.ShapeDtypeStruct((weights, min(rows, _MAX_PARTIAL_ROWS), x.shape[-1]), jnp.float32)

@@ -1,0 +1,324 @@
+"""Pallas-Triton normalization kernels.
+
+A program holds a tile of whole rows, its width rounded up to a power of two as Triton asks; the
+columns past the row's end, and the rows past the last, are masked. Statistics and sums are
+float32. The fused ops pass a residual, the others None: one kernel serves both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_WIDTH = 65536
+_FORWARD_TILE = 4096  # elements that a forward program holds, unless one row is longer
+_BACKWARD_TILE = 4096  # the same of a backward program, which visits several tiles in turn
+_MAX_PROGRAMS = 1024  # of a backward kernel: each writes one partial row of weight gradients
+
+
+def layer_norm_unsupported(x, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if x.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"x has dtype {x.dtype}; the kernel takes {names}"
+    if x.shape[-1] > _MAX_WIDTH:
+        return f"x has rows of {x.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
+    return None
+
+
+rms_norm_unsupported = layer_norm_unsupported
+add_layer_norm_unsupported = layer_norm_unsupported
+add_rms_norm_unsupported = layer_norm_unsupported
+
+
+def layer_norm_forward(x, scale, bias, *, eps, interpret=False):
+    """Returns ``(out, mean, rstd)``."""
+    out, _, mean, rstd = _layer_norm_forward(x, None, scale, bias, eps, interpret)
+    return out, mean, rstd
+
+
+def layer_norm_backward(x, scale, mean, rstd, dout, *, interpret=False):
+    """Returns ``(dx, dscale, dbias)``."""
+    return _layer_norm_backward(x, scale, mean, rstd, dout, None, interpret)
+
+
+def rms_norm_forward(x, scale, *, eps, interpret=False):
+    """Returns ``(out, rstd)``."""
+    out, _, rstd = _rms_norm_forward(x, None, scale, eps, interpret)
+    return out, rstd
+
+
+def rms_norm_backward(x, scale, rstd, dout, *, interpret=False):
+    """Returns ``(dx, dscale)``."""
+    return _rms_norm_backward(x, scale, rstd, dout, None, interpret)
+
+
+def add_layer_norm_forward(x, residual, scale, bias, *, eps, interpret=False):
+    """Returns ``(out, h, mean, rstd)``."""
+    return _layer_norm_forward(x, residual, scale, bias, eps, interpret)
+
+
+def add_layer_norm_backward(h, scale, mean, rstd, dout, dh, *, interpret=False):
+    """Returns ``(dx, dscale, dbias)``."""
+    return _layer_norm_backward(h, scale, mean, rstd, dout, dh, interpret)
+
+
+def add_rms_norm_forward(x, residual, scale, *, eps, interpret=False):
+    """Returns ``(out, h, rstd)``."""
+    return _rms_norm_forward(x, residual, scale, eps, interpret)
+
+
+def add_rms_norm_backward(h, scale, rstd, dout, dh, *, interpret=False):
+    """Returns ``(dx, dscale)``."""
+    return _rms_norm_backward(h, scale, rstd, dout, dh, interpret)
+
+
+# The kernels. `shape` is that of the whole array, (rows, width); a ref is a block of it.
+
+
+def _layer_norm_forward_kernel(
+    x_ref, residual_ref, scale_ref, bias_ref, out_ref, h_ref, mean_ref, rstd_ref, *, shape, eps
+):
+    rows, columns = _masks(shape, x_ref.shape, pl.program_id(0) * x_ref.shape[0])
+    inside = rows[:, None] & columns
+    x = _stream(x_ref, residual_ref, h_ref, inside)
+    mean = jnp.sum(x, axis=1) / shape[1]
+    centred = jnp.where(inside, x - mean[:, None], 0.0)
+    rstd = lax.rsqrt(jnp.sum(centred * centred, axis=1) / shape[1] + eps)
+    out = centred * rstd[:, None] * _load(scale_ref, columns) + _load(bias_ref, columns)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
+    plgpu.store(mean_ref, mean, mask=rows)
+    plgpu.store(rstd_ref, rstd, mask=rows)
+
+
+def _rms_norm_forward_kernel(
+    x_ref, residual_ref, scale_ref, out_ref, h_ref, rstd_ref, *, shape, eps
+):
+    rows, columns = _masks(shape, x_ref.shape, pl.program_id(0) * x_ref.shape[0])
+    inside = rows[:, None] & columns
+    x = _stream(x_ref, residual_ref, h_ref, inside)
+    rstd = lax.rsqrt(jnp.sum(x * x, axis=1) / shape[1] + eps)
+    out = x * rstd[:, None] * _load(scale_ref, columns)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
+    plgpu.store(rstd_ref, rstd, mask=rows)
+
+
+def _layer_norm_backward_kernel(
+    x_ref, scale_ref, mean_ref, rstd_ref, dout_ref, dh_ref,
+    dx_ref, dscale_ref, dbias_ref, *, shape, tile,
+):  # fmt: skip
+    block = (tile, x_ref.shape[1])
+    first_row = pl.program_id(0) * x_ref.shape[0]
+    _, columns = _masks(shape, block, 0)
+    scale = _load(scale_ref, columns)
+
+    def visit(i, sums):
+        dscale, dbias = sums
+        rows, _ = _masks(shape, block, first_row + i * tile)
+        inside = rows[:, None] & columns
+        here = pl.ds(i * tile, tile)
+        x, dout = _load(x_ref.at[here, :], inside), _load(dout_ref.at[here, :], inside)
+        mean, rstd = _load(mean_ref.at[here], rows), _load(rstd_ref.at[here], rows)
+        n = jnp.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
+        g = dout * scale
+        mean_g = jnp.sum(g, axis=1, keepdims=True) / shape[1]
+        mean_gn = jnp.sum(g * n, axis=1, keepdims=True) / shape[1]
+        dx = rstd[:, None] * (g - mean_g - n * mean_gn)
+        if dh_ref is not None:
+            dx += _load(dh_ref.at[here, :], inside)
+        plgpu.store(dx_ref.at[here, :], dx.astype(dx_ref.dtype), mask=inside)
+        return dscale + jnp.sum(n * dout, axis=0), dbias + jnp.sum(dout, axis=0)
+
+    zeros = jnp.zeros(block[1], jnp.float32)
+    dscale, dbias = lax.fori_loop(0, x_ref.shape[0] // tile, visit, (zeros, zeros))
+    plgpu.store(dscale_ref, dscale, mask=columns)
+    plgpu.store(dbias_ref, dbias, mask=columns)
+
+
+def _rms_norm_backward_kernel(
+    x_ref, scale_ref, rstd_ref, dout_ref, dh_ref, dx_ref, dscale_ref, *, shape, tile
+):
+    block = (tile, x_ref.shape[1])
+    first_row = pl.program_id(0) * x_ref.shape[0]
+    _, columns = _masks(shape, block, 0)
+    scale = _load(scale_ref, columns)
+
+    def visit(i, dscale):
+        rows, _ = _masks(shape, block, first_row + i * tile)
+        inside = rows[:, None] & columns
+        here = pl.ds(i * tile, tile)
+        x, dout = _load(x_ref.at[here, :], inside), _load(dout_ref.at[here, :], inside)
+        rstd = _load(rstd_ref.at[here], rows)
+        n = x * rstd[:, None]
+        g = dout * scale
+        dx = rstd[:, None] * (g - n * (jnp.sum(g * n, axis=1, keepdims=True) / shape[1]))
+        if dh_ref is not None:
+            dx += _load(dh_ref.at[here, :], inside)
+        plgpu.store(dx_ref.at[here, :], dx.astype(dx_ref.dtype), mask=inside)
+        return dscale + jnp.sum(n * dout, axis=0)
+
+    zeros = jnp.zeros(block[1], jnp.float32)
+    dscale = lax.fori_loop(0, x_ref.shape[0] // tile, visit, zeros)
+    plgpu.store(dscale_ref, dscale, mask=columns)
+
+
+def _masks(shape, block, first_row):
+    """Which rows and which columns of a block that starts at ``first_row`` are in the array."""
+    rows = first_row + jnp.arange(block[0]) < shape[0]
+    return rows, jnp.arange(block[1]) < shape[1]
+
+
+def _load(ref, mask):
+    """Reads a block as float32, zeros outside the mask."""
+    return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
+
+
+def _stream(x_ref, residual_ref, h_ref, inside):
+    """Reads x; with a residual, adds it, writes the sum, and returns the sum as it was rounded."""
+    x = _load(x_ref, inside)
+    if residual_ref is None:
+        return x
+    h = (x + _load(residual_ref, inside)).astype(h_ref.dtype)
+    plgpu.store(h_ref, h, mask=inside)
+    return h.astype(jnp.float32)
+
+
+# The calls: blocks and grids, and the final sums over partial rows.
+
+
+def _layer_norm_forward(x, residual, scale, bias, eps, interpret):
+    shape = _flat_shape(x)
+    block = _block(shape, _FORWARD_TILE)
+    array, statistic, weight, _ = _specs(block)
+    fused = None if residual is None else array
+    out, h, mean, rstd = _call(
+        functools.partial(_layer_norm_forward_kernel, shape=shape, eps=eps),
+        programs=pl.cdiv(shape[0], block[0]),
+        in_specs=[array, fused, weight, weight],
+        out_specs=[array, fused, statistic, statistic],
+        out_shape=[_flat(x), _flat(residual), _statistic(x), _statistic(x)],
+        tile=block,
+        interpret=interpret,
+    )(_reshape(x, shape), _reshape(residual, shape), scale, bias)
+    rows = x.shape[:-1]
+    return out.reshape(x.shape), _reshape(h, x.shape), mean.reshape(rows), rstd.reshape(rows)
+
+
+def _rms_norm_forward(x, residual, scale, eps, interpret):
+    shape = _flat_shape(x)
+    block = _block(shape, _FORWARD_TILE)
+    array, statistic, weight, _ = _specs(block)
+    fused = None if residual is None else array
+    out, h, rstd = _call(
+        functools.partial(_rms_norm_forward_kernel, shape=shape, eps=eps),
+        programs=pl.cdiv(shape[0], block[0]),
+        in_specs=[array, fused, weight],
+        out_specs=[array, fused, statistic],
+        out_shape=[_flat(x), _flat(residual), _statistic(x)],
+        tile=block,
+        interpret=interpret,
+    )(_reshape(x, shape), _reshape(residual, shape), scale)
+    return out.reshape(x.shape), _reshape(h, x.shape), rstd.reshape(x.shape[:-1])
+
+
+def _layer_norm_backward(x, scale, mean, rstd, dout, dh, interpret):
+    shape = _flat_shape(x)
+    tile = _block(shape, _BACKWARD_TILE)
+    block = _visited_block(shape, tile)
+    programs = pl.cdiv(shape[0], block[0])
+    array, statistic, weight, partial = _specs(block)
+    dx, dscale, dbias = _call(
+        functools.partial(_layer_norm_backward_kernel, shape=shape, tile=tile[0]),
+        programs=programs,
+        in_specs=[array, weight, statistic, statistic, array, None if dh is None else array],
+        out_specs=[array, partial, partial],
+        out_shape=[_flat(x), *[jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)] * 2],
+        tile=tile,
+        interpret=interpret,
+    )(
+        _reshape(x, shape), scale, mean.reshape(-1), rstd.reshape(-1),
+        _reshape(dout, shape), _reshape(dh, shape),
+    )  # fmt: skip
+    dscale, dbias = (partials.sum(axis=0).astype(scale.dtype) for partials in (dscale, dbias))
+    return dx.reshape(x.shape), dscale, dbias
+
+
+def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
+    shape = _flat_shape(x)
+    tile = _block(shape, _BACKWARD_TILE)
+    block = _visited_block(shape, tile)
+    programs = pl.cdiv(shape[0], block[0])
+    array, statistic, weight, partial = _specs(block)
+    dx, dscale = _call(
+        functools.partial(_rms_norm_backward_kernel, shape=shape, tile=tile[0]),
+        programs=programs,
+        in_specs=[array, weight, statistic, array, None if dh is None else array],
+        out_specs=[array, partial],
+        out_shape=[_flat(x), jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)],
+        tile=tile,
+        interpret=interpret,
+    )(_reshape(x, shape), scale, rstd.reshape(-1), _reshape(dout, shape), _reshape(dh, shape))
+    return dx.reshape(x.shape), dscale.sum(axis=0).astype(scale.dtype)
+
+
+def _call(kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret):
+    """``pl.pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
+    if programs == 0:
+        zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
+        return lambda *_: zeros
+    # 32 elements a thread: enough loads in flight, and registers to hold them.
+    warps = pl.next_power_of_2(pl.cdiv(tile[0] * tile[1], 32 * 32))
+    return pl.pallas_call(
+        kernel,
+        grid=programs,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=min(warps, 32), num_stages=1),
+        interpret=interpret,
+    )
+
+
+def _flat_shape(x: Array) -> tuple[int, int]:
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def _flat(x: Array | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(_flat_shape(x), x.dtype)
+
+
+def _reshape(x: Array | None, shape: tuple[int, ...]) -> Array | None:
+    return None if x is None else x.reshape(shape)
+
+
+def _statistic(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((_flat_shape(x)[0],), jnp.float32)
+
+
+def _block(shape: tuple[int, int], elements: int) -> tuple[int, int]:
+    """Rows and columns of a block of about ``elements``: powers of two, whole rows."""
+    width = pl.next_power_of_2(shape[1])
+    return max(1, elements // width), width
+
+
+def _visited_block(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
+    """The rows that one backward program visits, tile after tile."""
+    tiles = max(1, pl.cdiv(pl.cdiv(shape[0], tile[0]), _MAX_PROGRAMS))
+    return tiles * tile[0], tile[1]
+
+
+def _specs(block: tuple[int, int]) -> tuple[pl.BlockSpec, ...]:
+    """How the programs share a whole array, a row statistic, a weight, and partial sums."""
+    return (
+        pl.BlockSpec(block, lambda i: (i, 0)),
+        pl.BlockSpec((block[0],), lambda i: (i,)),
+        pl.BlockSpec((block[1],), lambda i: (0,)),
+        pl.BlockSpec((None, block[1]), lambda i: (i, 0)),
+    )

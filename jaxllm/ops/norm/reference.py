@@ -1,0 +1,118 @@
+r"""Normalization in ``jax.numpy``: the definition of each op, and its derivative by hand.
+
+With :math:`n` the normalized row, :math:`r` its ``rstd``, and :math:`g = scale \cdot dout` the
+gradient that reaches ``n``, the chain rule through mean and variance gives for one row
+
+.. math::
+    dx = r\,(g - \overline{g} - n\,\overline{g n})
+
+where a bar is the mean over the row: ``g`` loses its component along the constant vector (what the
+mean removed) and along ``n`` itself (what the division by the deviation removed). RMS
+normalization removes no mean, so its :math:`\overline{g}` term is absent. Over all rows
+
+.. math::
+    dscale = \sum_{rows} n \cdot dout \qquad dbias = \sum_{rows} dout
+
+Statistics and sums are float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _sum_rows(values: Array, like: Array) -> Array:
+    return values.sum(axis=tuple(range(values.ndim - 1))).astype(like.dtype)
+
+
+def _rounded_sum(x: Array, residual: Array) -> Array:
+    # The backward sees h as it was stored, so its statistics must be those of the stored h; left
+    # alone, XLA computes them from a sum that it has not rounded yet.
+    dtype = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x + residual, dtype.nexp, dtype.nmant)
+
+
+def layer_norm(x, scale, bias, *, eps):
+    """The definition of ``layer_norm``, for JAX to differentiate."""
+    return layer_norm_forward(x, scale, bias, eps=eps)[0]
+
+
+def layer_norm_forward(x, scale, bias, *, eps):
+    """Returns ``(out, mean, rstd)``."""
+    wide = _wide(x)
+    mean = wide.mean(axis=-1)
+    centred = wide - mean[..., None]
+    rstd = lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
+    out = centred * rstd[..., None] * _wide(scale) + _wide(bias)
+    return out.astype(x.dtype), mean, rstd
+
+
+def layer_norm_backward(x, scale, mean, rstd, dout):
+    """Returns ``(dx, dscale, dbias)``."""
+    n = (_wide(x) - mean[..., None]) * rstd[..., None]
+    g = _wide(dout) * _wide(scale)
+    mean_g = g.mean(axis=-1, keepdims=True)
+    mean_gn = (g * n).mean(axis=-1, keepdims=True)
+    dx = rstd[..., None] * (g - mean_g - n * mean_gn)
+    return dx.astype(x.dtype), _sum_rows(n * _wide(dout), scale), _sum_rows(_wide(dout), scale)
+
+
+def rms_norm(x, scale, *, eps):
+    """The definition of ``rms_norm``, for JAX to differentiate."""
+    return rms_norm_forward(x, scale, eps=eps)[0]
+
+
+def rms_norm_forward(x, scale, *, eps):
+    """Returns ``(out, rstd)``."""
+    wide = _wide(x)
+    rstd = lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
+    return (wide * rstd[..., None] * _wide(scale)).astype(x.dtype), rstd
+
+
+def rms_norm_backward(x, scale, rstd, dout):
+    """Returns ``(dx, dscale)``."""
+    n = _wide(x) * rstd[..., None]
+    g = _wide(dout) * _wide(scale)
+    dx = rstd[..., None] * (g - n * (g * n).mean(axis=-1, keepdims=True))
+    return dx.astype(x.dtype), _sum_rows(n * _wide(dout), scale)
+
+
+def add_layer_norm(x, residual, scale, bias, *, eps):
+    """The definition of ``add_layer_norm``, for JAX to differentiate."""
+    return add_layer_norm_forward(x, residual, scale, bias, eps=eps)[:2]
+
+
+def add_layer_norm_forward(x, residual, scale, bias, *, eps):
+    """Returns ``(out, h, mean, rstd)``; the statistics are those of the rounded ``h``."""
+    h = _rounded_sum(x, residual)
+    out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps)
+    return out, h, mean, rstd
+
+
+def add_layer_norm_backward(h, scale, mean, rstd, dout, dh):
+    """Returns ``(dx, dscale, dbias)``; ``dx`` is the gradient of ``x`` and ``residual`` alike."""
+    dx, dscale, dbias = layer_norm_backward(_wide(h), scale, mean, rstd, dout)
+    return (dx + _wide(dh)).astype(h.dtype), dscale, dbias
+
+
+def add_rms_norm(x, residual, scale, *, eps):
+    """The definition of ``add_rms_norm``, for JAX to differentiate."""
+    return add_rms_norm_forward(x, residual, scale, eps=eps)[:2]
+
+
+def add_rms_norm_forward(x, residual, scale, *, eps):
+    """Returns ``(out, h, rstd)``; ``rstd`` is that of the rounded ``h``."""
+    h = _rounded_sum(x, residual)
+    out, rstd = rms_norm_forward(h, scale, eps=eps)
+    return out, h, rstd
+
+
+def add_rms_norm_backward(h, scale, rstd, dout, dh):
+    """Returns ``(dx, dscale)``; ``dx`` is the gradient of ``x`` and ``residual`` alike."""
+    dx, dscale = rms_norm_backward(_wide(h), scale, rstd, dout)
+    return (dx + _wide(dh)).astype(h.dtype), dscale

@@ -1,0 +1,167 @@
+"""What tests and benchmarks share: cases, random inputs, errors and tolerances.
+
+Public, so that an op outside this library can be held to the same contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.typing import ArrayLike, DTypeLike
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# The error that is never held against an implementation: a few roundings in its output dtype.
+FLOORS = {"float64": 1e-13, "float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """A normally distributed input; ``dtype`` None means the dtype under test."""
+
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = 1.0
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """An input of int32 drawn from ``low <= value < high``."""
+
+    shape: tuple[int, ...]
+    high: int
+    low: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One named call of one op: what tests check, and benchmarks time.
+
+    Attributes:
+        op: The name of a function in ``jaxllm.ops``.
+        name: The case's name, such as ``"gpt2_124m"``.
+        inputs: The array arguments by name, in order.
+        static: The keyword arguments.
+        forward_elements: Elements that the forward must move between chip and memory, each large
+            input read once and each large output written once.
+        backward_elements: Likewise for the backward.
+        forward_flops: Floating-point operations of the forward, where they matter (GEMMs).
+        backward_flops: Likewise for the backward.
+        large: Too large for a CPU: run on a GPU only, and timed there.
+    """
+
+    op: str
+    name: str
+    inputs: Mapping[str, Normal | Integers]
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    forward_elements: int = 0
+    backward_elements: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    large: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+    def forward_bytes(self, dtype: DTypeLike) -> int:
+        """Bytes that the forward must move in ``dtype``."""
+        return self.forward_elements * jnp.dtype(dtype).itemsize
+
+    def backward_bytes(self, dtype: DTypeLike) -> int:
+        """Bytes that the backward must move in ``dtype``."""
+        return self.backward_elements * jnp.dtype(dtype).itemsize
+
+
+def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Random arguments for a case, floating ones in ``dtype``; equal seeds give equal values."""
+    keys = jax.random.split(jax.random.key(seed), len(case.inputs))
+    arrays = []
+    for key, spec in zip(keys, case.inputs.values(), strict=True):
+        if isinstance(spec, Integers):
+            arrays.append(jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32))
+        else:
+            values = spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
+            arrays.append(values.astype(spec.dtype or dtype))
+    return tuple(arrays)
+
+
+def cotangents_like(outputs: Any, seed: int = 1) -> Any:
+    """Random normal cotangents in the structure, shapes and dtypes of an op's outputs."""
+    leaves, tree = jax.tree.flatten(outputs)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten(
+        jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    )
+
+
+def error(actual: ArrayLike, expected: ArrayLike) -> float:
+    """How far ``actual`` is from ``expected``: the worse of two relative errors.
+
+    One is in the Euclidean norm, the other the largest deviation over the largest value, which
+    sees a single wrong element or row. NaN or infinity in one place and not the other is an
+    infinite error; so is a difference of shape.
+    """
+    a, e = (np.asarray(value).astype(np.float64) for value in (actual, expected))
+    if a.shape != e.shape or not np.array_equal(np.isfinite(a), np.isfinite(e)):
+        return float("inf")
+    finite = np.isfinite(e)
+    a, e = a[finite], e[finite]
+    if e.size == 0:
+        return 0.0
+    difference = a - e
+    tiny = np.finfo(np.float64).tiny
+    euclidean = np.linalg.norm(difference) / (np.linalg.norm(e) + tiny)
+    largest = np.abs(difference).max() / (np.abs(e).max() + tiny)
+    return float(max(euclidean, largest))
+
+
+def tolerance(dtype: DTypeLike, reference_error: float = 0.0) -> float:
+    """The error an implementation may have: the dtype's floor, or twice the definition's own."""
+    return max(FLOORS[jnp.dtype(dtype).name], 2 * reference_error)
+
+
+def assert_close(
+    actual: Any, expected: Any, dtype: DTypeLike, reference: Any = None, what: str = ""
+) -> None:
+    """Checks every array of a structure against its expected value.
+
+    Args:
+        actual: What the implementation gave.
+        expected: The same in higher precision.
+        dtype: The dtype under test; chooses the floor.
+        reference: What the definition gave in ``dtype``, if its error should widen the tolerance.
+        what: Begins the error message.
+
+    Raises:
+        AssertionError: An error is above its tolerance; the message has both numbers.
+    """
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    references = jax.tree.leaves(reference) if reference is not None else [None] * len(actual)
+    assert len(actual) == len(expected) == len(references), f"{what}: unequal numbers of arrays"
+    for i, (a, e, r) in enumerate(zip(actual, expected, references, strict=True)):
+        found = error(a, e)
+        allowed = tolerance(dtype, error(r, e) if r is not None else 0.0)
+        assert found <= allowed, f"{what} array {i} {a.shape}: error {found:.3g} > {allowed:.3g}"
+
+
+def lower_for_cuda(fn: Callable[..., Any], *args: Any, device_kind: str = "NVIDIA H200") -> str:
+    """The StableHLO of ``fn(*args)`` for an NVIDIA GPU; needs no GPU.
+
+    Args:
+        fn: The function; each call lowers it anew.
+        *args: Its arguments, arrays or ``jax.ShapeDtypeStruct``.
+        device_kind: The GPU that Pallas kernels are lowered for.
+    """
+    device = AbstractDevice(device_kind=device_kind, num_cores=None, platform="gpu")
+    # Pallas asks the mesh which GPU it compiles for.
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        lowered = jax.jit(lambda *a: fn(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()

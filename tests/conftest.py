@@ -1,0 +1,73 @@
+"""Options, and what every test runs under."""
+
+import os
+
+# Several test processes share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# On a CPU the tests compile far more than they compute.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
+
+import jax
+import pytest
+
+import jaxllm.ffi
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-gpu", action="store_true", help="fail, rather than skip, without a GPU"
+    )
+    parser.addoption(
+        "--require-crosscheck", action="store_true", help="fail without torch and transformers"
+    )
+
+
+def has_gpu() -> bool:
+    """Whether the CUDA kernels can run here."""
+    return jax.default_backend() == "gpu" and jaxllm.ffi.is_available()
+
+
+def pytest_configure(config):
+    # A GPU would compute float32 products in TF32.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if config.getoption("--require-gpu") and not has_gpu():
+        reason = jaxllm.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
+        raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
+
+
+def pytest_collection_modifyitems(config, items):
+    if has_gpu():
+        return
+    reason = jaxllm.ffi.unavailable_reason() or "no GPU"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU and the CUDA kernels: {reason}"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    # With --require-gpu everything can run, so a skip hides something.
+    if (
+        report.skipped
+        and not hasattr(report, "wasxfail")
+        and item.config.getoption("--require-gpu")
+    ):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
+
+
+@pytest.fixture
+def huggingface(request):
+    """The modules torch and transformers, for comparing models with Hugging Face's."""
+    if request.config.getoption("--require-crosscheck"):
+        import torch
+        import transformers
+    else:
+        torch = pytest.importorskip("torch")
+        transformers = pytest.importorskip("transformers")
+    return torch, transformers

@@ -1,0 +1,225 @@
+"""The contract of every op: each implementation against the definition, in every dtype.
+
+The cases are those of ``jaxllm/ops/<family>/cases.py``; a new family is tested by having some.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+import jaxllm.ops
+from jaxllm import ffi, testing
+from jaxllm.dispatch import dispatch
+
+FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
+
+
+def family_module(family, name):
+    return importlib.import_module(f"jaxllm.ops.{family}.{name}")
+
+
+CASES = [case for family in FAMILIES for case in family_module(family, "cases").CASES]
+SMALL_CASES = [case for case in CASES if not case.large]
+# One case of each op, and two: what does not hang on the shape is tested on these alone.
+FIRST_CASES = list({case.op: case for case in reversed(SMALL_CASES)}.values())
+FEW_CASES = [
+    case
+    for op in dict.fromkeys(case.op for case in CASES)
+    for case in [case for case in SMALL_CASES if case.op == op][:2]
+]
+
+
+def api_of(case):
+    return importlib.import_module(getattr(jaxllm.ops, case.op).__module__)
+
+
+def op_of(case):
+    return getattr(api_of(case), case.op.upper())
+
+
+def implementations(case):
+    """The backends that have kernels for a case's op."""
+    op = op_of(case)
+    return ["xla", *(["pallas"] if op.pallas else []), *(["cuda"] if op.cuda else [])]
+
+
+def parameters(case, *values):
+    """One parameter set, marked where it needs a GPU."""
+    gpu = case.large or "cuda" in values
+    name = "-".join(map(str, (case, *values)))
+    return pytest.param(case, *values, marks=[pytest.mark.gpu] if gpu else [], id=name)
+
+
+def each_backend(cases):
+    return [parameters(case, backend) for case in cases for backend in implementations(case)]
+
+
+def value_and_gradients(fn, inputs):
+    """``fn(*inputs)`` and its gradients with respect to the floating inputs, jitted."""
+    floating = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    @jax.jit
+    def run(inputs):
+        def of_floating(*some):
+            arguments = list(inputs)
+            for i, x in zip(floating, some, strict=True):
+                arguments[i] = x
+            return fn(*arguments)
+
+        out, pull = jax.vjp(of_floating, *(inputs[i] for i in floating))
+        return out, pull(cotangents(out))
+
+    return run(inputs)
+
+
+def cotangents(out):
+    """Random cotangents of values that every dtype can hold, so that all runs get the same."""
+    return jax.tree.map(
+        lambda value, ct: ct.astype(jnp.bfloat16).astype(value.dtype),
+        out,
+        testing.cotangents_like(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), out)),
+    )
+
+
+def op_under(case, backend):
+    return functools.partial(getattr(jaxllm.ops, case.op), **case.static, backend=backend)
+
+
+def definition(case):
+    """The plain function that defines the op, which JAX differentiates by itself."""
+    return functools.partial(getattr(op_of(case).reference, case.op), **defaults(case))
+
+
+@functools.lru_cache(maxsize=4)  # the backends of one case and dtype are tested in a row
+def expectation(op, name, dtype):
+    """Inputs of a case, and the definition of them: in float64, and in the dtype itself."""
+    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
+    inputs = testing.make_inputs(case, dtype)
+    with jax.enable_x64(True):
+        wide = [
+            x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in inputs
+        ]
+        exact = jax.tree.map(np.asarray, value_and_gradients(definition(case), wide))
+    return inputs, exact, value_and_gradients(definition(case), inputs)
+
+
+def defaults(case):
+    """The op's keyword arguments, defaults included, but for the backend."""
+    signature = inspect.signature(getattr(jaxllm.ops, case.op))
+    static = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    return {name: v for name, v in (static | dict(case.static)).items() if name != "backend"}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "backend"),
+    [
+        parameters(case, dtype, backend)
+        for case in CASES
+        for dtype in testing.DTYPES
+        for backend in implementations(case)
+    ],
+)
+def test_matches_the_definition(case, dtype, backend):
+    inputs, expected, reference = expectation(case.op, case.name, dtype)
+    actual = value_and_gradients(op_under(case, backend), inputs)
+    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, reference)
+    testing.assert_close(actual, expected, dtype, reference, what=str(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        parameters(case, *pair)
+        for case in FEW_CASES
+        for pair in itertools.permutations(implementations(case), 2)
+    ],
+)
+def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatch):
+    inputs = testing.make_inputs(case, "float32")
+    expected = value_and_gradients(op_under(case, "xla"), inputs)
+
+    def crossed(op, direction, backend, *arrays, **static):
+        backend = {"forward": forward, "backward": backward}[direction]
+        return dispatch(op, direction, backend, *arrays, **static)
+
+    monkeypatch.setattr(api_of(case), "dispatch", crossed)
+    actual = value_and_gradients(op_under(case, "xla"), inputs)
+    testing.assert_close(actual, expected, "float32", what=f"{case} {forward}/{backward}")
+
+
+@pytest.mark.parametrize(("case", "backend"), each_backend(FEW_CASES))
+@pytest.mark.parametrize("mapped", ["first", "all"])
+def test_vmap_is_a_loop(case, backend, mapped):
+    fn = op_under(case, backend)
+    batches = [testing.make_inputs(case, "float32", seed) for seed in range(3)]
+    if mapped == "first":
+        batches = [(batch[0], *batches[0][1:]) for batch in batches]
+    stacked = [jnp.stack(arrays) for arrays in zip(*batches, strict=True)]
+    axes = [0] * len(stacked)
+    if mapped == "first":
+        stacked[1:], axes[1:] = batches[0][1:], [None] * len(batches[0][1:])
+    actual = jax.jit(
+        jax.vmap(lambda *inputs: value_and_gradients(fn, inputs), in_axes=tuple(axes))
+    )(*stacked)
+    expected = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *(value_and_gradients(fn, batch) for batch in batches)
+    )
+    testing.assert_close(actual, expected, "float32", what=str(case))
+
+
+@pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
+def test_scan_and_remat_change_nothing(case, backend):
+    fn = op_under(case, backend)
+    inputs = testing.make_inputs(case, "float32")
+
+    def scanned(*inputs):
+        def body(carry, _):
+            return carry, jax.checkpoint(fn)(*inputs)
+
+        return jax.tree.map(lambda ys: ys[1], jax.lax.scan(body, None, length=2)[1])
+
+    actual = value_and_gradients(scanned, inputs)
+    testing.assert_close(actual, value_and_gradients(fn, inputs), "float32", what=str(case))
+
+
+@pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
+def test_a_transposed_input_under_jit(case, backend):
+    fn = op_under(case, backend)
+    inputs = testing.make_inputs(case, "float32")
+    expected = fn(*inputs)
+    turned = jax.jit(lambda first, *rest: fn(first.T, *rest))
+    testing.assert_close(turned(inputs[0].T, *inputs[1:]), expected, "float32", what=str(case))
+
+
+@pytest.mark.parametrize(("case", "backend"), each_backend(FEW_CASES))
+def test_gradients_repeat_bit_for_bit(case, backend):
+    inputs = testing.make_inputs(case, "bfloat16")
+    first, second = (value_and_gradients(op_under(case, backend), inputs) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+KERNEL_CASES = [case for case in FIRST_CASES if op_of(case).cuda and op_of(case).pallas]
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "pallas", "xla"])
+def test_the_program_for_a_gpu_holds_the_kernels_of_its_backend(case, backend):
+    if backend == "cuda" and not ffi.is_available():
+        pytest.skip(ffi.unavailable_reason())
+    inputs = testing.make_inputs(case, "bfloat16")
+    program = testing.lower_for_cuda(
+        lambda *inputs: value_and_gradients(op_under(case, backend), inputs), *inputs
+    )
+    op = op_of(case).name
+    assert (f"@jaxllm_{op}_forward" in program) == (backend == "cuda")
+    assert (f"@jaxllm_{op}_backward" in program) == (backend == "cuda")
+    assert ("triton" in program) == (backend == "pallas")
