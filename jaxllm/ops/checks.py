@@ -25,7 +25,7 @@ def _check_kind(arrays: dict[str, jax.Array], kind: type, wanted: str) -> None:
 
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], why: str) -> None:
-    """Raises ValueError where an argument's shape is not ``shape``; ``why`` says where it is from."""
+    """Raises ValueError where a shape is not ``shape``; ``why`` says where that is from."""
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}; it must be {shape}, {why}")
 

@@ -1,0 +1,1 @@
+"""Parameters to and from the formats of other projects."""

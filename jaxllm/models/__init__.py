@@ -1,0 +1,1 @@
+"""Models as plain functions: a config, parameters in nested dicts, and a forward pass."""

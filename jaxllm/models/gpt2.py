@@ -1,0 +1,242 @@
+"""GPT-2: embeddings, pre-norm blocks of attention and MLP, and a head tied to the token table.
+
+Parameters are a nested dict of arrays, weights ``(in, out)``, layers stacked on a leading axis::
+
+    wte (Vp, D)  wpe (P, D)
+    blocks   ln1, ln2          scale (L, D)         bias (L, D)
+             attention   qkv   weight (L, D, 3D)    bias (L, 3D)
+                         out   weight (L, D, D)     bias (L, D)
+             mlp         up    weight (L, D, 4D)    bias (L, 4D)
+                         down  weight (L, 4D, D)    bias (L, D)
+    ln_f     scale (D)  bias (D)
+
+The model computes in the dtype of its parameters; cast them first to compute in another. The
+vocabulary is padded to Vp, a multiple of 128, for the sake of the matrix product that makes the
+logits; the padding has rows of zeros in ``wte`` and is left out of the loss.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; llm.c.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from jaxllm import ops
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """The shape of a GPT-2; the defaults are the 124M model's.
+
+    Attributes:
+        vocab_size: Tokens.
+        max_seq_len: Positions that the position table has rows for.
+        layers: Blocks.
+        heads: Attention heads; they divide ``width``.
+        width: The residual stream's width.
+
+    Raises:
+        ValueError: A size is below 1, or ``heads`` does not divide ``width``.
+    """
+
+    vocab_size: int = 50257
+    max_seq_len: int = 1024
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be >= 1")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
+        return -(-self.vocab_size // 128) * 128
+
+
+PRESETS = {
+    "d6": GPT2Config(layers=6, heads=6, width=384),
+    "d12": GPT2Config(layers=12, heads=12, width=768),  # 124M
+    "d24": GPT2Config(layers=24, heads=16, width=1024),  # 350M
+    "d36": GPT2Config(layers=36, heads=20, width=1280),  # 774M
+    "d48": GPT2Config(layers=48, heads=25, width=1600),  # 1558M
+}
+
+
+def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
+    """Random parameters in float32, as llm.c and GPT-2 draw them.
+
+    Weights and tables are normal with deviation 0.02, but for the two projections of each block
+    that add to the residual stream, 0.02/sqrt(2L); biases are zero and scales one. The padded rows
+    of ``wte`` are zero, and their gradient is too.
+
+    Args:
+        key: A JAX random key.
+        config: The shape.
+    """
+    L, D = config.layers, config.width
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(*shape: int, std: float = 0.02) -> Array:
+        return std * jax.random.normal(next(keys), shape, jnp.float32)
+
+    def linear(d_in: int, d_out: int, std: float = 0.02) -> Params:
+        return {"weight": normal(L, d_in, d_out, std=std), "bias": jnp.zeros((L, d_out))}
+
+    def norm(*shape: int) -> Params:
+        return {"scale": jnp.ones(shape), "bias": jnp.zeros(shape)}
+
+    residual_std = 0.02 / math.sqrt(2 * L)
+    padding = config.padded_vocab_size - config.vocab_size
+    return {
+        "wte": jnp.pad(normal(config.vocab_size, D), ((0, padding), (0, 0))),
+        "wpe": normal(config.max_seq_len, D),
+        "blocks": {
+            "ln1": norm(L, D),
+            "attention": {"qkv": linear(D, 3 * D), "out": linear(D, D, residual_std)},
+            "ln2": norm(L, D),
+            "mlp": {"up": linear(D, 4 * D), "down": linear(4 * D, D, residual_std)},
+        },
+        "ln_f": norm(D),
+    }
+
+
+def forward(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    config: GPT2Config,
+    *,
+    remat: bool = False,
+) -> Float[Array, "B T Vp"]:
+    """The logits of the token after each token.
+
+    Args:
+        params: As :func:`init` makes them, in the dtype to compute in.
+        tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
+        config: The shape that ``params`` was made with.
+        remat: Recompute each block in the backward pass, and keep its input alone.
+
+    Returns:
+        Logits over the padded vocabulary, in the dtype of ``params``. The columns from
+        ``config.vocab_size`` on mean nothing.
+
+    Raises:
+        TypeError: ``tokens`` is not of an integer dtype.
+        ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
+    """
+    _check_tokens(tokens, config)
+    blocks, ln_f = params["blocks"], params["ln_f"]
+    # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
+    # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
+    first_norm = jax.tree.map(lambda layers: layers[0], blocks["ln1"])
+    next_norms = jax.tree.map(
+        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks["ln1"], ln_f
+    )
+
+    def block(carry, inputs):
+        residual, x = carry
+        layer, next_norm = inputs
+        return _block(residual, x, layer, next_norm, config), None
+
+    if remat:
+        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
+        block = jax.checkpoint(block, prevent_cse=False)
+
+    residual = ops.embed(tokens, params["wte"], params["wpe"])
+    x = ops.layer_norm(residual, **first_norm)
+    (_, x), _ = jax.lax.scan(block, (residual, x), (blocks, next_norms))
+    return ops.linear(x, params["wte"].T)
+
+
+def loss(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    labels: Integer[Array, "B T"],
+    config: GPT2Config,
+    *,
+    remat: bool = False,
+) -> Float[Array, ""]:
+    """The mean cross entropy of the labels, in float32.
+
+    Args:
+        params: As in :func:`forward`.
+        tokens: As in :func:`forward`.
+        labels: The token that follows each token; -1 leaves a place out of the mean.
+        config: As in :func:`forward`.
+        remat: As in :func:`forward`.
+
+    Raises:
+        TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
+        ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
+    """
+    logits = forward(params, tokens, config, remat=remat)
+    return ops.cross_entropy(logits, labels, vocab_size=config.vocab_size)
+
+
+def num_params(config: GPT2Config) -> int:
+    """How many numbers the parameters hold, the padding of the vocabulary included."""
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def flops_per_token(config: GPT2Config, seq_len: int) -> int:
+    """Floating-point operations of one training step, forward and backward, for one token.
+
+    ``6 M + 12 L T D``, where M counts the parameters that are factors of a matrix product (the
+    weights of the blocks and the padded head; no position table, norm or bias), each of which costs
+    a multiplication and an addition forward and twice that backward; and the second term is the two
+    products of attention at full length T, as if there were no causal mask. This is the convention
+    of PaLM's appendix B (arXiv:2204.02311); recomputation does not count.
+
+    Args:
+        config: The shape.
+        seq_len: T, tokens in a sequence.
+    """
+    L, D = config.layers, config.width
+    factors = 12 * L * D * D + config.padded_vocab_size * D
+    return 6 * factors + 12 * L * seq_len * D
+
+
+def _block(
+    residual: Array, x: Array, layer: Params, next_norm: Params, config: GPT2Config
+) -> tuple[Array, Array]:
+    """One block, from the residual stream and its normalization to the next of either."""
+    attention, mlp = layer["attention"], layer["mlp"]
+    B, T, D = x.shape
+    qkv = ops.linear(x, **attention["qkv"]).reshape(B, T, 3, config.heads, config.head_width)
+    x = ops.flash_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=True)
+    x = ops.linear(x.reshape(B, T, D), **attention["out"])
+    x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
+    x = ops.linear(x, **mlp["up"], activation="gelu")
+    x = ops.linear(x, **mlp["down"])
+    x, residual = ops.add_layer_norm(x, residual, **next_norm)
+    return residual, x
+
+
+def _check_tokens(tokens: Array, config: GPT2Config) -> None:
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
+    if tokens.shape[1] > config.max_seq_len:
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
+            f"max_seq_len {config.max_seq_len}"
+        )

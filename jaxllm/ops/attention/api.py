@@ -1,0 +1,152 @@
+"""Attention over whole sequences."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.attention import reference, xla
+from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+
+FLASH_ATTENTION = Op("flash_attention", reference=reference, xla=xla)
+
+
+def flash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Integer[Array, "B T"]
+    | tuple[Integer[Array, "B T"], Integer[Array, "B S"]]
+    | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "B T N H"]:
+    r"""Scaled dot-product attention, of any number of query heads to a key head.
+
+    .. math::
+        out_t = \sum_s softmax_s\!\left( scale \cdot q_t \cdot k_s \right) v_s
+
+    Query head n reads key head ``n // (N // K)``. The softmax is float32 whatever the dtype of
+    ``q``; between the passes an op keeps its inputs, its output, and one float32 a query and head.
+
+    Which keys a query sees is counted from the end of both sequences, so that the last query
+    stands at the last key: query t stands at position ``p = t + S - T``. All of the conditions
+    that are asked for must hold. A query that sees no key gives zeros, and has no gradient.
+
+    Args:
+        q: The queries; float32, bfloat16 or float16 for the kernels.
+        k: The keys, in the dtype of ``q``; K divides N.
+        v: The values, in the shape and dtype of ``k``.
+        causal: Query t sees the keys ``s <= p`` alone.
+        scale: Multiplies the products; None for ``1/sqrt(H)``.
+        window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
+            most recent keys, its own position included; without it ``window - 1`` on either side.
+        softcap: Bounds each scaled product ``a`` smoothly to ``softcap * tanh(a / softcap)``.
+        segment_ids: A query sees the keys of its own segment alone. One array for queries and keys
+            alike (T must equal S), or a pair, the queries' and the keys'; used as int32.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        What each query read, in the shape and dtype of ``q``.
+
+    Raises:
+        TypeError: An array is of the wrong kind, or ``k`` or ``v`` differs from ``q`` in dtype.
+        ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
+            or ``softcap`` not above 0, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);
+    llm.c's ``attention_forward`` and ``attention_backward``.
+
+    Example:
+        >>> q = jax.random.normal(jax.random.key(0), (2, 1024, 12, 64), jnp.bfloat16)
+        >>> out = jaxllm.ops.flash_attention(q, q, q, causal=True)
+    """
+    _check_arrays(q, k, v)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be above 0")
+    segment_ids = _check_segment_ids(q, k, segment_ids)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = (bool(causal), scale, window, softcap)
+    return _flash_attention(q, k, v, segment_ids, options, resolve(backend))
+
+
+def _check_arrays(q: Array, k: Array, v: Array) -> None:
+    check_floating(q=q, k=k, v=v)
+    if q.ndim != 4 or q.shape[-1] == 0:
+        raise ValueError(f"q has shape {q.shape}; it must be (B, T, N, H) with H at least 1")
+    B, _, N, H = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (B, H):
+        raise ValueError(
+            f"k has shape {k.shape}; it must be ({B}, S, K, {H}), with the batch and the head "
+            f"width of q {q.shape}"
+        )
+    check_shape("v", v, k.shape, "the shape of k")
+    K = k.shape[2]
+    if K == 0 or N % K:
+        raise ValueError(
+            f"k has shape {k.shape}, {K} heads; their number must divide that of q {q.shape}, {N}"
+        )
+    check_same_dtype("k", k, "q", q)
+    check_same_dtype("v", v, "q", q)
+
+
+def _check_segment_ids(q: Array, k: Array, segment_ids) -> tuple[Array, Array] | None:
+    """Returns the segments of the queries and of the keys, or None."""
+    if segment_ids is None:
+        return None
+    if isinstance(segment_ids, tuple):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids is a tuple of {len(segment_ids)}; it must be one array, or a pair of "
+                "the queries' and the keys'"
+            )
+        of_query, of_key = segment_ids
+    elif q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"segment_ids is one array, but q {q.shape} and k {k.shape} differ in length; it must "
+            "be a pair, of shapes (B, T) and (B, S)"
+        )
+    else:
+        of_query = of_key = segment_ids
+    check_integer(**{"segment_ids": of_query, "segment_ids of the keys": of_key})
+    check_shape("segment_ids", of_query, q.shape[:2], f"batch and length of q {q.shape}")
+    check_shape("segment_ids of the keys", of_key, k.shape[:2], f"batch and length of k {k.shape}")
+    return of_query.astype(jnp.int32), of_key.astype(jnp.int32)
+
+
+def _static(options: tuple) -> dict[str, bool | int | float | None]:
+    return dict(zip(("causal", "scale", "window", "softcap"), options, strict=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _flash_attention(q, k, v, segment_ids, options, backend):
+    return _flash_attention_forward(q, k, v, segment_ids, options, backend)[0]
+
+
+def _flash_attention_forward(q, k, v, segment_ids, options, backend):
+    arrays = (q, k, v, segment_ids)
+    outputs = dispatch(FLASH_ATTENTION, "forward", backend, *arrays, **_static(options))
+    out, lse = checkpoint_name(outputs, "flash_attention")
+    return out, (q, k, v, out, lse, segment_ids)
+
+
+def _flash_attention_backward(options, backend, residuals, dout):
+    q, k, v, out, lse, segment_ids = residuals
+    arrays = (q, k, v, out, lse, dout, segment_ids)
+    return *dispatch(FLASH_ATTENTION, "backward", backend, *arrays, **_static(options)), None
+
+
+_flash_attention.defvjp(_flash_attention_forward, _flash_attention_backward)

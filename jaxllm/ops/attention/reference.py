@@ -1,0 +1,108 @@
+r"""Attention in ``jax.numpy``: the definition, and its derivative by hand.
+
+For one head, with :math:`c` the softcap (if any) and :math:`M` the mask,
+
+.. math::
+    a = scale \cdot q k^T \qquad s = c \tanh(a / c) \qquad
+    lse_t = \log \sum_{s \in M_t} e^{s_{ts}} \qquad p = e^{s - lse}\,[M] \qquad out = p\,v
+
+so that, with :math:`dp = dout\,v^T` and the softmax's own rule
+:math:`ds = p\,(dp - \sum_s p\,dp)`, whose sum over keys is :math:`\delta = \sum_H out \cdot dout`,
+
+.. math::
+    da = p\,(dp - \delta)\,(1 - (s/c)^2) \qquad
+    dq = scale \cdot da\,k \qquad dk = scale \cdot da^T q \qquad dv = p^T dout
+
+A key head that serves several query heads gets the sum of their gradients. A query that sees no
+key has :math:`out = 0` and :math:`lse = -\infty`, and no gradient.
+
+The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inputs): this is the
+definition, not the way to compute it. What XLA multiplies float32 factors with is JAX's
+``jax_default_matmul_precision``.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _group(x: Array, kv_heads: int) -> Array:
+    """(B, T, N, H) -> (B, T, K, G, H): query heads beside the key head that they share."""
+    B, T, N, H = x.shape
+    return _wide(x).reshape(B, T, kv_heads, N // kv_heads, H)
+
+
+def _scores(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
+    """The scores of grouped queries, (B, K, G, T, S), before the mask."""
+    scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k)
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _mask(T: int, S: int, causal: bool, window: int | None, segment_ids) -> Array:
+    """Which query sees which key, to broadcast to (B, K, G, T, S)."""
+    # The last query stands at the last key, whatever the lengths.
+    distance = jnp.arange(T)[:, None] + (S - T) - jnp.arange(S)[None, :]
+    mask = jnp.ones((T, S), bool)
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= abs(distance) < window
+    if segment_ids is not None:
+        of_query, of_key = segment_ids
+        mask = mask & (of_query[:, :, None] == of_key[:, None, :])[:, None, None]
+    return mask
+
+
+def flash_attention(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=None, segment_ids=None
+):
+    """The definition of ``flash_attention``, for JAX to differentiate."""
+    if segment_ids is not None and not isinstance(segment_ids, tuple):
+        segment_ids = (segment_ids, segment_ids)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+    return flash_attention_forward(q, k, v, segment_ids, **options)[0]
+
+
+def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, softcap):
+    """Returns ``(out, lse)``; ``segment_ids`` is None or a pair, of the queries and of the keys."""
+    B, T, N, H = q.shape
+    mask = _mask(T, k.shape[1], causal, window, segment_ids)
+    scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    largest = lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
+    # A row without keys would compute -inf - -inf.
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    weights = jnp.exp(scores - largest[..., None])
+    total = weights.sum(axis=-1)
+    weights = weights / jnp.where(total == 0, 1, total)[..., None]
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, _wide(v))
+    lse = largest + jnp.log(total)
+    return out.reshape(B, T, N, H).astype(q.dtype), lse.reshape(B, N, T)
+
+
+def flash_attention_backward(
+    q, k, v, out, lse, dout, segment_ids, *, causal, scale, window, softcap
+):
+    """Returns ``(dq, dk, dv)``."""
+    B, T, N, _ = q.shape
+    S, K = k.shape[1:3]
+    wide_q, wide_k, dout = _group(q, K), _wide(k), _group(dout, K)
+    mask = _mask(T, S, causal, window, segment_ids)
+    scores = _scores(wide_q, wide_k, scale, softcap)
+    # The mask comes before exp: a row without keys has lse = -inf, and exp(inf) is no number.
+    p = jnp.exp(jnp.where(mask, scores - lse.reshape(B, K, N // K, T, 1), -jnp.inf))
+    delta = jnp.einsum("btkgh,btkgh->bkgt", _group(out, K), dout)
+    dp = jnp.einsum("btkgh,bskh->bkgts", dout, _wide(v))
+    dscores = p * (dp - delta[..., None])
+    if softcap is not None:
+        dscores = dscores * (1 - (scores / softcap) ** 2)
+    dq = scale * jnp.einsum("bkgts,bskh->btkgh", dscores, wide_k)
+    dk = scale * jnp.einsum("bkgts,btkgh->bskh", dscores, wide_q)
+    dv = jnp.einsum("bkgts,btkgh->bskh", p, dout)
+    return dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

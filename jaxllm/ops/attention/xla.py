@@ -1,0 +1,117 @@
+"""cuDNN's fused attention, as JAX ships it: the ``xla`` backend on an NVIDIA GPU.
+
+``jax.nn.dot_product_attention(implementation="cudnn")`` is not enough here. It rounds the
+log-sum-exp that it returns to the dtype of the output, which in bfloat16 spoils every probability
+that a backward pass recomputes from it; and its own backward belongs to its own forward, while an
+op here keeps its residuals and pairs any forward with any backward. So both directions call the
+functions underneath, in :func:`_forward` and :func:`_backward` alone. They are
+the same in JAX 0.10, 0.11 and 0.12, but for one option.
+
+cuDNN's backward may add up ``dq`` in any order, so its last bits can differ between runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_MAX_HEAD_WIDTH = 128
+
+
+def flash_attention_unsupported(q, k, v, *rest, causal, scale, window, softcap) -> str | None:
+    """Why cuDNN cannot serve a call, in either direction; None if it can."""
+    T, S, H = q.shape[1], k.shape[1], q.shape[3]
+    if any(array.dtype not in _DTYPES for array in (q, k, v)):
+        return f"q has dtype {q.dtype}; cuDNN's attention takes bfloat16 and float16"
+    if H > _MAX_HEAD_WIDTH or H % 8:
+        return f"heads are {H} wide; cuDNN's attention takes multiples of 8 up to {_MAX_HEAD_WIDTH}"
+    if 0 in q.shape or 0 in k.shape:
+        return "q or k has no elements"
+    if S == 1:
+        return "cuDNN's attention needs two keys or more"
+    if softcap is not None:
+        return "cuDNN's attention has no softcap here"
+    if rest[-1] is not None:
+        return "cuDNN's attention takes no segment ids here"
+    if causal and T != S:
+        return f"cuDNN's causal mask starts at the first key, so {T} queries need {T} keys, not {S}"
+    if window is not None and not causal:
+        return "cuDNN's window needs a causal mask"
+    return _no_cudnn()
+
+
+def _no_cudnn() -> str | None:
+    """Why this process has no cuDNN to trace for; JAX asks for it as soon as it traces the call."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return "this process has no NVIDIA GPU, and JAX traces cuDNN's attention only beside one"
+    if min(int(device.compute_capability.split(".")[0]) for device in devices) < 8:
+        return "cuDNN's attention needs an Ampere GPU (compute capability 8.0) or a newer one"
+    try:
+        cudnn.check_cudnn_version()
+    except RuntimeError as error:
+        return f"JAX finds no cuDNN: {error}"
+    return None
+
+
+def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, softcap):
+    """Returns ``(out, lse)``."""
+    return _forward(q, k, v, _mask_type(causal), scale, window)
+
+
+def flash_attention_backward(
+    q, k, v, out, lse, dout, segment_ids, *, causal, scale, window, softcap
+):
+    """Returns ``(dq, dk, dv)``."""
+    return _backward(q, k, v, out, lse, dout, _mask_type(causal), scale, window)
+
+
+def _mask_type(causal: bool) -> cudnn.MaskType:
+    return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+
+
+def _forward(q, k, v, mask_type: cudnn.MaskType, scale: float, window: int | None):
+    # cuDNN's window counts the query's own position, as ours does: it sees (t - window, t].
+    # The second result is the natural logarithm, with the scale inside: (B, N, T), float32.
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask_type=mask_type,
+        sliding_window_length=window,
+        return_residual=True,
+    )
+
+
+def _backward(q, k, v, out, lse, dout, mask_type: cudnn.MaskType, scale: float, window: int | None):
+    # JAX has no public way to run the backward kernel without its forward before it; this is the
+    # primitive that the forward's own derivative rule binds, with the same arguments.
+    absent = jnp.zeros(0, q.dtype)  # no bias, sequence lengths, offsets or page tables
+    options = {}
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
+        options["score_mod"] = None  # from JAX 0.12 on
+    return tuple(
+        cudnn._dot_product_attention_bwd_p_wrapper.bind(
+            q,
+            k,
+            v,
+            *[absent] * 7,
+            lse,
+            out,
+            dout,
+            scale=scale,
+            seed=42,  # of the dropout that there is not
+            dropout_rate=0.0,
+            variadic_args=(False, False),  # neither a bias nor its gradient
+            mask_type=mask_type,
+            layout=cudnn.AttentionLayout.BTNH.value,
+            sliding_window_length=window,
+            **options,
+        )
+    )

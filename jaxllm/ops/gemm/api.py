@@ -1,0 +1,92 @@
+"""Matrix products with what belongs to them in a network: bias and activation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
+from jaxllm.ops.gemm import reference
+
+LINEAR = Op("linear", reference=reference)
+
+
+def linear(
+    x: Float[Array, "*rows D_in"],
+    weight: Float[Array, "D_in D_out"],
+    bias: Float[Array, " D_out"] | None = None,
+    *,
+    activation: Literal["gelu"] | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows D_out"]:
+    r"""A linear layer: a matrix product, a bias, and the activation after them.
+
+    .. math::
+        out = f(x W + b)
+
+    Products accumulate in float32. With an activation the backward pass keeps :math:`xW + b`, of
+    the size of the output; without one it keeps the inputs alone.
+
+    Args:
+        x: The rows; float32, bfloat16 or float16 for the kernels.
+        weight: The matrix, ``(in, out)``, in the dtype of ``x``.
+        bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
+        activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The rows of the output, in the dtype of ``x``.
+
+    Raises:
+        TypeError: An argument is not floating-point, or differs from ``x`` in dtype.
+        ValueError: ``weight`` is not a matrix with as many rows as ``x`` has columns, ``bias`` is
+            not as wide as ``weight``, or the activation or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward`` and ``matmul_backward``.
+
+    Example:
+        >>> x = jnp.ones((8, 768), jnp.bfloat16)
+        >>> weight, bias = jnp.ones((768, 3072), jnp.bfloat16), jnp.zeros(3072, jnp.bfloat16)
+        >>> out = jaxllm.ops.linear(x, weight, bias, activation="gelu")
+    """
+    check_floating(x=x, weight=weight)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to multiply along")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be ({x.shape[-1]}, D_out), with as many "
+            f"rows as x {x.shape} has columns"
+        )
+    check_same_dtype("weight", weight, "x", x)
+    if bias is not None:
+        check_floating(bias=bias)
+        check_shape("bias", bias, weight.shape[1:], f"the columns of weight {weight.shape}")
+        check_same_dtype("bias", bias, "x", x)
+    if activation not in (None, "gelu"):
+        raise ValueError(f"activation is {activation!r}; it must be None or 'gelu'")
+    return _linear(x, weight, bias, activation, resolve(backend))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear(x, weight, bias, activation, backend):
+    return _linear_forward(x, weight, bias, activation, backend)[0]
+
+
+def _linear_forward(x, weight, bias, activation, backend):
+    outputs = dispatch(LINEAR, "forward", backend, x, weight, bias, activation=activation)
+    out, h = checkpoint_name(outputs, "linear")
+    return out, (x, weight, bias, h)
+
+
+def _linear_backward(activation, backend, residuals, dout):
+    return dispatch(LINEAR, "backward", backend, *residuals, dout, activation=activation)
+
+
+_linear.defvjp(_linear_forward, _linear_backward)

@@ -1,0 +1,52 @@
+"""Shapes of matrix products: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+
+from __future__ import annotations
+
+import math
+
+from jaxllm.testing import Case, Normal
+
+
+def _case(
+    name: str,
+    *shape: int,
+    out: int,
+    bias: bool = True,
+    activation: str | None = None,
+    large: bool = False,
+) -> Case:
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    inputs = {"x": Normal(shape), "weight": Normal((width, out), std=max(width, 1) ** -0.5)}
+    if bias:
+        inputs["bias"] = Normal((out,))
+    x, weight, y = rows * width, width * out, rows * out
+    # Backward: x, weight, dout (and h) in, dx and dweight out.
+    return Case(
+        "linear",
+        name,
+        inputs,
+        {"activation": activation} if activation else {},
+        forward_elements=x + weight + y * (2 if activation else 1),
+        backward_elements=2 * (x + weight) + y * (2 if activation else 1),
+        forward_flops=2 * rows * width * out,
+        backward_flops=4 * rows * width * out,
+        large=large,
+    )
+
+
+CASES = (
+    _case("gpt2_124m_qkv", 65536, 768, out=2304, large=True),
+    _case("gpt2_124m_up", 65536, 768, out=3072, activation="gelu", large=True),
+    _case("gpt2_124m_down", 65536, 3072, out=768, large=True),
+    _case("llama3_8b_up", 16384, 4096, out=14336, bias=False, large=True),
+    _case("odd_large", 5003, 1003, out=777, activation="gelu", large=True),
+    _case("small_tile", 2, 64, 64, out=128),
+    _case("odd", 3, 5, 37, out=19),
+    _case("odd_gelu", 3, 5, 37, out=19, activation="gelu"),
+    _case("no_bias", 7, 24, out=40, bias=False),
+    _case("no_bias_gelu", 7, 24, out=40, bias=False, activation="gelu"),
+    _case("one_row", 33, out=17),
+    _case("one_column", 6, 9, out=1),
+    _case("inner_one", 6, 1, out=9),
+    _case("no_rows", 0, 16, out=8, activation="gelu"),
+)

@@ -1,0 +1,52 @@
+"""Shapes of loss calls: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+
+from __future__ import annotations
+
+import math
+
+from jaxllm.testing import Case, Integers, Normal
+
+
+def _case(
+    name: str,
+    *shape: int,
+    std: float = 1.0,
+    overshoot: int = 1,
+    large: bool = False,
+    **static: int | float | str,
+) -> Case:
+    vocab = int(static.get("vocab_size", shape[-1]))
+    size = math.prod(shape)
+    # The overshoot draws a few labels of -1, which is ignore_index, and clamped ones.
+    # Forward: logits in. Backward: logits in, dlogits out.
+    return Case(
+        "cross_entropy",
+        name,
+        {
+            "logits": Normal(shape, std=std),
+            "labels": Integers(shape[:-1], low=-overshoot, high=vocab + overshoot),
+        },
+        static,
+        forward_elements=size,
+        backward_elements=2 * size,
+        large=large,
+    )
+
+
+CASES = (
+    _case("gpt2_124m", 65536, 50304, vocab_size=50257, large=True),
+    _case("llama3_8b", 8192, 128256, large=True),
+    _case("odd_vocabulary_large", 5003, 50257, label_smoothing=0.1, z_loss=1e-4, large=True),
+    _case("padded", 2, 3, 128, vocab_size=101),
+    _case("smoothed", 9, 77, label_smoothing=0.1),
+    _case("z_loss", 9, 77, z_loss=1e-2),
+    _case("all_options", 9, 80, label_smoothing=0.1, z_loss=1e-2, vocab_size=77, reduction="sum"),
+    _case("each_row", 2, 5, 33, reduction="none"),
+    _case("ignore_column_zero", 17, 5, ignore_index=0),
+    _case("large_logits", 7, 65, std=20.0),
+    _case("beyond_the_vocabulary", 40, 7, overshoot=5),
+    _case("long_row", 2, 5003),
+    _case("one_column", 6, 1),
+    _case("one_row", 40),
+    _case("no_rows", 0, 128),
+)

@@ -1,0 +1,95 @@
+r"""Losses in ``jax.numpy``: the definition of each op, and its derivative by hand.
+
+For one row of logits :math:`z` over a vocabulary of :math:`V` columns with label :math:`y`,
+:math:`lse = \log \sum_v e^{z_v}`, label smoothing :math:`\epsilon` and z-loss weight
+:math:`\lambda`, cross entropy against the smoothed label is
+
+.. math::
+    loss = lse - (1 - \epsilon)\, z_y - \frac{\epsilon}{V} \sum_v z_v + \lambda\, lse^2
+
+and :math:`\partial lse / \partial z_v = p_v = e^{z_v - lse}` gives
+
+.. math::
+    dz_v = dloss \left( (1 + 2 \lambda\, lse)\, p_v - (1 - \epsilon)\,[v = y]
+           - \frac{\epsilon}{V} \right)
+
+Rows without a label to learn have loss zero and gradient zero, and so have the columns of padding.
+A label outside the vocabulary counts as the nearest column, the first or the last. Both directions
+compute in float32 (float64 for float64 logits).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _columns(logits: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+
+def cross_entropy(
+    logits,
+    labels,
+    *,
+    ignore_index=-1,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    vocab_size=None,
+    reduction="mean",
+):
+    """The definition of ``cross_entropy``, for JAX to differentiate."""
+    losses, _ = cross_entropy_forward(
+        logits,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        vocab_size=logits.shape[-1] if vocab_size is None else vocab_size,
+    )
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / jnp.maximum(jnp.sum(labels != ignore_index), 1)
+
+
+def cross_entropy_forward(logits, labels, *, ignore_index, label_smoothing, z_loss, vocab_size):
+    """Returns ``(losses, lse)``, one of each a row."""
+    real = _columns(logits) < vocab_size
+    wide = jnp.where(real, _wide(logits), -jnp.inf)
+    largest = lax.stop_gradient(wide.max(axis=-1))
+    # All below is relative to the largest logit: of two logits near 1e4, float32 keeps the
+    # difference far better than it would keep lse and logit apart.
+    wide = wide - largest[..., None]
+    log_sum = jnp.log(jnp.exp(wide).sum(axis=-1))
+    label = jnp.clip(labels, 0, vocab_size - 1)
+    # Taken from the logits themselves, so that XLA need not write the shifted ones to memory.
+    target = _wide(jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]) - largest
+    if label_smoothing:
+        mean = jnp.where(real, wide, 0).sum(axis=-1) / vocab_size
+        target = (1 - label_smoothing) * target + label_smoothing * mean
+    losses = log_sum - target
+    lse = largest + log_sum
+    if z_loss:
+        losses = losses + z_loss * lse * lse
+    return jnp.where(labels == ignore_index, 0, losses), lse
+
+
+def cross_entropy_backward(
+    logits, labels, lse, dlosses, *, ignore_index, label_smoothing, z_loss, vocab_size
+):
+    """Returns ``dlogits``."""
+    columns = _columns(logits)
+    real = columns < vocab_size
+    label = jnp.clip(labels, 0, vocab_size - 1)
+    p = jnp.exp(jnp.where(real, _wide(logits) - lse[..., None], -jnp.inf))
+    slope = p * (1 + 2 * z_loss * lse[..., None])
+    slope = slope - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
+    slope = jnp.where(real, slope - label_smoothing / vocab_size, 0)
+    dlosses = jnp.where(labels == ignore_index, 0, dlosses)
+    return (slope * dlosses[..., None]).astype(logits.dtype)

@@ -1,0 +1,199 @@
+"""GPT-2: against Hugging Face's, and what holds of it without another to compare with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.convert.huggingface import gpt2_from_huggingface, gpt2_to_huggingface
+from jaxllm.models import gpt2
+from jaxllm.testing import error
+
+CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random in every array, so that a bias or a scale that is left out shows."""
+    params = gpt2.init(jax.random.key(0), CONFIG)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    params = tree.unflatten(noisy)
+    return params | {"wte": params["wte"].at[CONFIG.vocab_size :].set(0)}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = jax.random.randint(jax.random.key(2), (2, 20), 0, CONFIG.vocab_size)
+    labels = jax.random.randint(jax.random.key(3), (2, 20), 0, CONFIG.vocab_size)
+    return tokens, labels.at[1, 13:].set(-1)
+
+
+def loss(params, tokens, labels, **options):
+    return gpt2.loss(params, tokens, labels, CONFIG, **options)
+
+
+logits_of = jax.jit(lambda params, tokens: gpt2.forward(params, tokens, CONFIG))
+loss_and_gradients = jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("direction", ["from_huggingface", "to_huggingface"])
+def test_logits_loss_and_every_gradient_agree_with_huggingface(
+    huggingface, params, batch, direction
+):
+    torch, transformers = huggingface
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=CONFIG.vocab_size,
+        n_positions=CONFIG.max_seq_len,
+        n_embd=CONFIG.width,
+        n_layer=CONFIG.layers,
+        n_head=CONFIG.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    model = transformers.GPT2LMHeadModel(config).float()
+    if direction == "to_huggingface":
+        ours = gpt2_to_huggingface(params, CONFIG)
+        model.load_state_dict({name: torch.from_numpy(array) for name, array in ours.items()})
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        theirs = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+        params = gpt2_from_huggingface(theirs, CONFIG)
+
+    tokens, labels = batch
+    logits = model(torch.from_numpy(np.array(tokens)).long()).logits
+    expected_loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(np.array(labels)).long().flatten(), ignore_index=-1
+    )
+    expected_loss.backward()
+
+    ours = logits_of(params, tokens)[..., : CONFIG.vocab_size]
+    assert error(ours, logits.detach().numpy()) <= 1e-4
+    value, gradients = loss_and_gradients(params, tokens, labels)
+    assert error(value, expected_loss.item()) <= 1e-4
+    gradients = gpt2_to_huggingface(gradients, CONFIG)
+    compared = 0
+    for name, parameter in model.named_parameters():
+        found = error(gradients[name], parameter.grad.numpy())
+        assert found <= 1e-4, f"{name}: {found:.3g}"
+        compared += 1
+    assert compared == 4 + 12 * CONFIG.layers
+
+
+# Counted by hand: wte and wpe, each layer's 12 D^2 + 13 D, the last norm's 2 D.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("d6", 30_357_504),
+        ("d12", 124_475_904),
+        ("d24", 354_871_296),
+        ("d36", 774_090_240),
+        ("d48", 1_557_686_400),
+    ],
+)
+def test_presets_have_the_known_number_of_parameters(name, count):
+    assert gpt2.num_params(gpt2.PRESETS[name]) == count
+
+
+def test_flops_count_the_matrix_products():
+    config = gpt2.PRESETS["d12"]
+    products = 12 * 12 * 768**2 + 50304 * 768
+    assert gpt2.flops_per_token(config, 1024) == 6 * products + 12 * 12 * 1024 * 768
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_128():
+    assert gpt2.GPT2Config().padded_vocab_size == 50304
+    assert gpt2.GPT2Config(vocab_size=256).padded_vocab_size == 256
+    assert gpt2.GPT2Config(width=96, heads=4).head_width == 24
+
+
+def test_init_draws_what_it_says():
+    config = gpt2.GPT2Config(vocab_size=1000, max_seq_len=64, layers=8, heads=2, width=128)
+    params = gpt2.init(jax.random.key(0), config)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    blocks = params["blocks"]
+    for weight in (params["wte"][:1000], params["wpe"], blocks["attention"]["qkv"]["weight"]):
+        assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(blocks["mlp"]["down"]["weight"].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert float(blocks["attention"]["out"]["weight"].std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert not params["wte"][1000:].any()
+    assert not blocks["mlp"]["up"]["bias"].any()
+    assert (params["ln_f"]["scale"] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_dtype_of_the_parameters(params, batch, dtype):
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    logits = jax.eval_shape(lambda p: gpt2.forward(p, batch[0], CONFIG), cast)
+    assert (logits.shape, logits.dtype) == ((2, 20, 128), jnp.dtype(dtype))
+    value = jax.eval_shape(lambda p: loss(p, *batch), cast)
+    assert (value.shape, value.dtype) == ((), jnp.float32)
+
+
+def test_a_fresh_model_guesses_evenly(batch):
+    fresh = gpt2.init(jax.random.key(0), CONFIG)
+    assert float(loss_and_gradients(fresh, *batch)[0]) == pytest.approx(
+        np.log(CONFIG.vocab_size), rel=0.02
+    )
+
+
+def test_a_token_has_no_influence_on_earlier_logits(params, batch):
+    tokens, _ = batch
+    changed = tokens.at[:, 11].set((tokens[:, 11] + 1) % CONFIG.vocab_size)
+    before, after = (logits_of(params, t) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :11], after[:, :11])
+    assert (before[:, 11:, : CONFIG.vocab_size] != after[:, 11:, : CONFIG.vocab_size]).any()
+
+
+def test_remat_gives_equal_gradients(params, batch):
+    _, plain = loss_and_gradients(params, *batch)
+    again = jax.jit(jax.grad(lambda p: loss(p, *batch, remat=True)))(params)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        assert error(b, a) <= 1e-6
+
+
+def test_remat_runs_the_blocks_again(params, batch):
+    def forwards(**options):
+        gradient = jax.grad(lambda p: loss(p, *batch, **options))
+        return str(jax.make_jaxpr(gradient)(params)).count("tanh")
+
+    assert forwards(remat=True) > forwards()
+
+
+def test_padding_has_no_influence(params, batch):
+    value, gradients = loss_and_gradients(params, *batch)
+    assert not gradients["wte"][CONFIG.vocab_size :].any()
+    loud = params | {"wte": params["wte"].at[CONFIG.vocab_size :].set(50.0)}
+    loud_value, loud_gradients = loss_and_gradients(loud, *batch)
+    assert float(loud_value) == float(value)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(loud_gradients), strict=True):
+        assert error(b, a) <= 1e-6
+
+
+def test_a_config_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="width 768 is not a multiple of heads 7"):
+        gpt2.GPT2Config(heads=7)
+    with pytest.raises(ValueError, match="layers is 0"):
+        gpt2.GPT2Config(layers=0)
+
+
+def test_tokens_that_do_not_fit_are_refused(params):
+    with pytest.raises(ValueError, match=r"sequences of 25; the model has max_seq_len 24"):
+        gpt2.forward(params, jnp.zeros((2, 25), jnp.int32), CONFIG)
+    with pytest.raises(ValueError, match=r"tokens has shape \(25,\); it must be \(B, T\)"):
+        gpt2.forward(params, jnp.zeros(25, jnp.int32), CONFIG)
+    with pytest.raises(TypeError, match="tokens has dtype float32; it must be an integer array"):
+        gpt2.forward(params, jnp.zeros((2, 8)), CONFIG)
+    with pytest.raises(ValueError, match=r"labels has shape \(2, 7\); it must be \(2, 8\)"):
+        loss(params, jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 7), jnp.int32))

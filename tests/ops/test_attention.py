@@ -1,0 +1,293 @@
+"""What the contract leaves open of attention: masks, heads, cuDNN, and the errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+import jaxllm
+from jaxllm.ops import flash_attention
+from jaxllm.ops.attention import reference, xla
+from jaxllm.testing import error
+
+
+def arrays(B=2, T=6, N=4, H=8, S=None, K=None, dtype="float32"):
+    shapes = ((B, T, N, H), (B, S or T, K or N, H), (B, S or T, K or N, H))
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def by_hand(q, k, v, visible, scale=None):
+    """Attention of as many query heads as key heads, one query and one head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for b, t, n in np.ndindex(q.shape[0], q.shape[1], q.shape[2]):
+        seen = [s for s in range(k.shape[1]) if visible(b, t, s)]
+        if seen:
+            scores = np.array([scale * q[b, t, n] @ k[b, s, n] for s in seen])
+            weights = np.exp(scores - scores.max())
+            out[b, t, n] = weights @ v[b, seen, n] / weights.sum()
+    return out
+
+
+def gradients(q, k, v, **options):
+    def total(q, k, v):
+        out = flash_attention(q, k, v, **options)
+        return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum()
+
+    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "visible"),
+    [
+        ((6, 6), {}, lambda t, s: True),
+        ((6, 6), {"causal": True}, lambda t, s: s <= t),
+        ((3, 7), {"causal": True}, lambda t, s: s <= t + 4),
+        ((7, 3), {"causal": True}, lambda t, s: s <= t - 4),
+        ((6, 6), {"causal": True, "window": 1}, lambda t, s: s == t),
+        ((6, 6), {"causal": True, "window": 3}, lambda t, s: s in (t - 2, t - 1, t)),
+        ((6, 6), {"causal": True, "window": 99}, lambda t, s: s <= t),
+        ((6, 6), {"window": 2}, lambda t, s: s in (t - 1, t, t + 1)),
+        ((3, 7), {"window": 2}, lambda t, s: s in (t + 3, t + 4, t + 5)),
+    ],
+)
+def test_which_keys_a_query_sees(lengths, options, visible):
+    T, S = lengths
+    q, k, v = arrays(T=T, S=S)
+    expected = by_hand(q, k, v, lambda _, t, s: visible(t, s))
+    assert error(flash_attention(q, k, v, **options), expected) < 1e-6
+
+
+def test_query_heads_share_key_heads_in_groups():
+    q, k, v = arrays(N=6, K=2)
+    k3, v3 = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    out = flash_attention(q, k, v, causal=True)
+    assert error(out, by_hand(q, k3, v3, lambda _, t, s: s <= t)) < 1e-6
+    dq, dk, dv = gradients(q, k, v, causal=True)
+    expected = gradients(q, k3, v3, causal=True)
+    assert error(dq, expected[0]) < 1e-6
+    for found, wanted in ((dk, expected[1]), (dv, expected[2])):
+        assert error(found, wanted.reshape(2, 6, 2, 3, 8).sum(axis=3)) < 1e-6
+
+
+def test_softcap_bounds_the_scores():
+    q, k, v = arrays()
+    scores = 2.0 * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", 5 * q, k) / 2.0)
+    expected = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+    assert error(flash_attention(5 * q, k, v, scale=1.0, softcap=2.0), expected) < 1e-6
+
+
+def test_segments_do_not_see_each_other():
+    q, k, v = arrays()
+    segments = jnp.array([[0, 0, 0, 1, 1, 1], [7, 3, 3, 7, 7, 3]])
+    of = np.asarray(segments)
+    expected = by_hand(q, k, v, lambda b, t, s: s <= t and of[b, t] == of[b, s])
+    assert error(flash_attention(q, k, v, causal=True, segment_ids=segments), expected) < 1e-6
+
+
+def test_queries_and_keys_may_have_segments_of_their_own():
+    q, k, v = arrays(T=3, S=5)
+    of_query, of_key = np.array([[0, 1, 2]] * 2), np.array([[0, 1, 1, 0, 0], [2, 2, 1, 1, 1]])
+    out = flash_attention(q, k, v, segment_ids=(jnp.array(of_query), jnp.array(of_key)))
+    expected = by_hand(q, k, v, lambda b, t, s: of_query[b, t] == of_key[b, s])
+    assert error(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 2, "softcap": 3.0}])
+def test_gradients_with_segments_are_those_of_the_definition(options):
+    q, k, v = arrays(N=4, K=2)
+    segments = jnp.array([[0, 0, 1, 1, 1, 2], [4, 4, 4, 4, 5, 5]])
+
+    def total(attention):
+        return lambda *qkv: jnp.sin(attention(*qkv, segment_ids=segments, **options)).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(total(attention), argnums=(0, 1, 2)))(q, k, v)
+        for attention in (flash_attention, reference.flash_attention)
+    )
+    for a, e in zip(found, expected, strict=True):
+        assert error(a, e) < 2e-6
+
+
+def test_a_query_without_keys_gives_zeros_and_has_no_gradient():
+    q, k, v = arrays(T=5, S=3)
+    options = {"causal": True, "scale": 1.0, "window": None, "softcap": None}
+    out, lse = reference.flash_attention_forward(q, k, v, None, **options)
+    assert not out[:, :2].any()
+    np.testing.assert_array_equal(lse[:, :, :2], -np.inf)
+    assert np.isfinite(lse[:, :, 2:]).all()
+    dq, dk, dv = gradients(q, k, v, causal=True)
+    assert not dq[:, :2].any()
+    assert dq[:, 3:].any()
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+def test_if_no_query_has_a_key_all_gradients_are_zero():
+    q, k, v = arrays(T=4)
+    segments = (jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4), jnp.int32))
+    assert not flash_attention(q, k, v, segment_ids=segments).any()
+    assert not any(x.any() for x in gradients(q, k, v, segment_ids=segments))
+
+
+def test_lse_is_the_logarithm_of_the_sum_for_each_head_and_query():
+    q, k, v = arrays(N=4, K=2, dtype="bfloat16")
+    options = {"causal": False, "scale": 0.5, "window": None, "softcap": None}
+    _, lse = reference.flash_attention_forward(q, k, v, None, **options)
+    wide_q, wide_k = np.asarray(q, np.float64), np.repeat(np.asarray(k, np.float64), 2, axis=2)
+    expected = np.log(np.exp(0.5 * np.einsum("btnh,bsnh->bnts", wide_q, wide_k)).sum(axis=-1))
+    assert (lse.shape, lse.dtype) == ((2, 4, 6), jnp.float32)
+    assert error(lse, expected) < 1e-6
+
+
+def test_huge_scores_are_stable():
+    q, k, v = arrays()
+    assert np.isfinite(flash_attention(1e4 * q, k, v)).all()
+    assert all(np.isfinite(x).all() for x in gradients(1e4 * q, k, v))
+
+
+# cuDNN runs on a GPU alone, but what JAX hands to it can be read anywhere.
+
+
+@pytest.fixture
+def pretend_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(xla, "_no_cudnn", lambda: None)
+
+
+def custom_calls(fn, *args):
+    """The lines of the program for CUDA that call cuDNN, without the names of values."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return [
+        line.split(" = ")[1].split("(")[0] + line[line.index("{") :]
+        for line in text.splitlines()
+        if "__cudnn" in line
+    ]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+def test_cudnn_gets_what_jax_gives_it(pretend_cudnn, causal, window):
+    q, k, v = arrays(T=16, N=4, K=2, H=64, dtype="bfloat16")
+
+    def gradient(attention):
+        return jax.grad(lambda *qkv: attention(*qkv).sum(), argnums=(0, 1, 2))
+
+    ours = gradient(lambda *qkv: flash_attention(*qkv, causal=causal, window=window, backend="xla"))
+    theirs = gradient(
+        lambda *qkv: jax.nn.dot_product_attention(
+            *qkv,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    )
+    calls = custom_calls(ours, q, k, v)
+    assert len(calls) == 2
+    assert calls == custom_calls(theirs, q, k, v)
+
+
+def test_cudnn_s_results_have_the_shapes_of_the_contract(pretend_cudnn):
+    q, k, v = arrays(T=16, N=4, K=2, H=64, dtype="float16")
+    options = {"causal": True, "scale": 0.125, "window": None, "softcap": None}
+    out, lse = jax.eval_shape(lambda: xla.flash_attention_forward(q, k, v, None, **options))
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, 16), jnp.float32)
+    arguments = (q, k, v, out, lse, out, None)
+    gradients = jax.eval_shape(lambda *a: xla.flash_attention_backward(*a, **options), *arguments)
+    assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        ({"dtype": "float32"}, {}, "q has dtype float32; cuDNN's attention takes bfloat16 and"),
+        ({"H": 12}, {}, "heads are 12 wide"),
+        ({"H": 136}, {}, "heads are 136 wide"),
+        ({"T": 1}, {}, "needs two keys or more"),
+        ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
+        ({}, {"window": 3}, "window needs a causal mask"),
+        ({}, {"softcap": 3.0}, "no softcap"),
+        ({}, {"segment_ids": np.zeros((2, 6), np.int32)}, "no segment ids"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_cudnn_cannot_serve_goes_to_the_definition(
+    pretend_cudnn, shapes, options, reason, backward
+):
+    q, k, v = arrays(**{"dtype": "bfloat16"} | shapes)
+    fn = lambda *qkv: flash_attention(*qkv, **options, backend="xla").sum()  # noqa: E731
+    calls = jaxllm.explain(jax.grad(fn) if backward else fn, q, k, v).calls
+    call = calls[-1]
+    assert call.stem == f"flash_attention_{'backward' if backward else 'forward'}"
+    assert call.on_gpu == call.elsewhere == "xla"
+    ((passed_over, why),) = call.passed_over
+    assert passed_over == "xla-gpu"
+    assert reason in why
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+def test_without_a_gpu_cudnn_is_passed_over_with_the_reason():
+    q, k, v = arrays(dtype="bfloat16")
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv), q, k, v).calls
+    assert dict(call.passed_over)["xla-gpu"].startswith("this process has no NVIDIA GPU")
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    q, k, v = arrays(N=4)
+    with pytest.raises(ValueError, match=r"q has shape \(2, 6, 4\); it must be \(B, T, N, H\)"):
+        flash_attention(q[..., 0], k, v)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 6, 4, 8\); it must be \(2, S, K, 8\)"):
+        flash_attention(q, k[:1], v)
+    with pytest.raises(ValueError, match=r"v has shape \(2, 5, 4, 8\); it must be \(2, 6, 4, 8\)"):
+        flash_attention(q, k, v[:, :5])
+    with pytest.raises(ValueError, match=r"3 heads; their number must divide that of q .*, 4"):
+        flash_attention(q, k[:, :, :3], v[:, :, :3])
+
+
+def test_dtypes_that_differ_are_refused():
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match="k has dtype bfloat16; it must have the dtype of q"):
+        flash_attention(q, k.astype(jnp.bfloat16), v)
+    with pytest.raises(TypeError, match="v has dtype int32; it must be a floating-point array"):
+        flash_attention(q, k, v.astype(jnp.int32))
+
+
+def test_options_out_of_range_are_refused():
+    q, k, v = arrays()
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+        flash_attention(q, k, v, window=0)
+    with pytest.raises(ValueError, match=r"softcap is 0\.0; it must be above 0"):
+        flash_attention(q, k, v, softcap=0.0)
+
+
+def test_segment_ids_that_do_not_fit_are_refused():
+    q, k, v = arrays(T=4, S=6)
+    of_query, of_key = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 6), jnp.int32)
+    with pytest.raises(ValueError, match=r"segment_ids is one array, but q .* differ in length"):
+        flash_attention(q, k, v, segment_ids=of_query)
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 6\); it must be \(2, 4\)"):
+        flash_attention(q, k, v, segment_ids=(of_key, of_query))
+    with pytest.raises(ValueError, match="segment_ids is a tuple of 1"):
+        flash_attention(q, k, v, segment_ids=(of_query,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="segment_ids of the keys has dtype float32"):
+        flash_attention(q, k, v, segment_ids=(of_query, of_key.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "pallas"])
+def test_kernels_that_are_not_there_are_named(backend):
+    q, k, v = arrays()
+    with pytest.raises(
+        jaxllm.BackendError, match="flash_attention_forward has no " + backend + " kernel"
+    ):
+        flash_attention(q, k, v, backend=backend)
+
+
+def test_auto_passes_over_kernels_that_are_not_there():
+    q, k, v = arrays()
+    calls = jaxllm.explain(lambda x: flash_attention(x, k, v), q).calls
+    assert calls[0].on_gpu == "xla"
+    reasons = dict(calls[0].passed_over)
+    assert reasons["cuda"].startswith("flash_attention_forward has no cuda kernel")
+    assert reasons["pallas"].startswith("flash_attention_forward has no pallas kernel")
