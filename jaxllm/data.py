@@ -1,0 +1,446 @@
+"""Token shards: building them from text, reading them, and drawing batches.
+
+The file format is llm.c's, so its shards work here and ours there::
+
+    256 x int32   magic 20240520, version 1, token count, zeros
+    count x uint16 tokens                                          (all little-endian)
+
+``python -m jaxllm.data OUT_DIR PATH...`` builds shards from text files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import functools
+import glob
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+from numpy.typing import ArrayLike
+
+from jaxllm.tokenizer import BYTES, Tokenizer
+
+HEADER_WORDS = 256
+HEADER_BYTES = HEADER_WORDS * 4
+MAGIC = 20240520
+VERSION = 1
+
+EXTENSIONS = (".md", ".py", ".txt")
+# What is passed over in a Python installation: what is not the library proper, and the files that
+# an installation fills in with its own paths and compiler flags.
+STANDARD_LIBRARY_SKIP = ("site-packages", "dist-packages", "test", "tests", "idlelib")
+STANDARD_LIBRARY_SKIP += ("_sysconfigdata*", "config-*", "sitecustomize.py")
+
+
+def write_shard(path: str | Path, tokens: ArrayLike) -> None:
+    """Writes one shard.
+
+    Args:
+        path: The file; overwritten.
+        tokens: Ids of 0 to 65535, one axis, fewer than 2**31.
+
+    Raises:
+        ValueError: A token does not fit 16 bits, or there are too many, or more than one axis.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must have one axis")
+    if tokens.size >= 2**31:
+        raise ValueError(f"tokens has {tokens.size} entries; a shard holds fewer than 2**31")
+    if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
+        raise ValueError(
+            f"tokens spans {tokens.min()} to {tokens.max()}; a shard holds ids of 0 to 65535"
+        )
+    header = np.zeros(HEADER_WORDS, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    with Path(path).open("wb") as file:
+        file.write(header.tobytes())
+        file.write(tokens.astype("<u2").tobytes())
+
+
+def read_shard(path: str | Path) -> np.memmap:
+    """Maps the tokens of one shard into memory, read-only; nothing is loaded.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tokens, uint16, one axis.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a GPT-2 token shard of llm.c, or its size is not what it announces.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such shard")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        raise ValueError(f"{path}: {size} bytes long; a shard begins with {HEADER_BYTES} of header")
+    magic, version, count = (int(word) for word in np.frombuffer(header, "<i4", 3))
+    if magic != MAGIC:
+        raise ValueError(f"{path}: magic number {magic}; a GPT-2 token shard has {MAGIC}")
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version}; only version {VERSION} can be read")
+    if size != HEADER_BYTES + 2 * count:
+        raise ValueError(
+            f"{path}: {size} bytes long; its header announces {count} tokens, "
+            f"so {HEADER_BYTES + 2 * count} bytes"
+        )
+    return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """Tokens in several shards, in the order of their names.
+
+    Attributes:
+        shards: The tokens of each shard, uint16.
+        name: What messages call it.
+    """
+
+    shards: tuple[np.ndarray, ...]
+    name: str = "the data set"
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all shards together."""
+        return sum(len(shard) for shard in self.shards)
+
+
+def open_dataset(shards: str | Path | Sequence[str | Path]) -> Dataset:
+    """Opens shards as one data set.
+
+    Args:
+        shards: A glob pattern, such as ``"data/stdlib/train_*.bin"``, or a list of files.
+
+    Raises:
+        FileNotFoundError: The pattern matches nothing, the list is empty, or a file is missing.
+        ValueError: A file is not a shard; see :func:`read_shard`.
+    """
+    if isinstance(shards, str | Path):
+        name, paths = str(shards), sorted(glob.glob(str(shards)))  # noqa: PTH207
+    else:
+        name, paths = ", ".join(map(str, shards)), list(shards)
+    if not paths:
+        raise FileNotFoundError(f"{name or 'an empty list'}: no shards found")
+    return Dataset(tuple(read_shard(path) for path in paths), name)
+
+
+def num_windows(dataset: Dataset, seq_len: int) -> int:
+    """How many samples of ``seq_len`` tokens (and one more label) an epoch has.
+
+    Windows do not overlap and do not cross shards; the tail of a shard is left out.
+    """
+    return int(_windows_by_shard(dataset, seq_len).sum())
+
+
+def _windows_by_shard(dataset: Dataset, seq_len: int) -> np.ndarray:
+    counts = [max(len(shard) - 1, 0) // seq_len for shard in dataset.shards]
+    return np.array(counts, np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order in which an epoch visits its windows; cached, as each batch asks for it."""
+    order = np.random.Generator(np.random.Philox([seed, epoch])).permutation(windows)
+    order.setflags(write=False)
+    return order
+
+
+def batch(
+    dataset: Dataset, batch_size: int, seq_len: int, *, seed: int, step: int
+) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    """The samples of one training step: a pure function of the seed and the step.
+
+    Every window of the data set comes once an epoch, in an order drawn anew from the seed for each
+    epoch; a batch may end one epoch and begin the next. As nothing is remembered between calls, a
+    run that resumes at a step sees what it would have seen without the interruption.
+
+    Args:
+        dataset: The tokens.
+        batch_size: B, the number of windows.
+        seq_len: T, the tokens in each.
+        seed: Chooses the orders; at least 0.
+        step: The number of batches before this one; at least 0.
+
+    Returns:
+        ``(tokens, labels)``, where the labels are the tokens one place further on.
+
+    Raises:
+        ValueError: The data set is shorter than one window, or a number is out of range.
+    """
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        ("seq_len", seq_len, 1),
+        ("seed", seed, 0),
+        ("step", step, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    counts = _windows_by_shard(dataset, seq_len)
+    ends = np.cumsum(counts)
+    windows = int(ends[-1]) if len(ends) else 0
+    if windows == 0:
+        raise ValueError(
+            f"{dataset.name}: the longest shard has "
+            f"{max(map(len, dataset.shards), default=0)} tokens; "
+            f"one window of {seq_len} needs {seq_len + 1}"
+        )
+    samples = np.empty((batch_size, seq_len + 1), np.int32)
+    for row in range(batch_size):
+        epoch, place = divmod(step * batch_size + row, windows)
+        window = int(_order(windows, seed, epoch)[place])
+        shard = int(np.searchsorted(ends, window, side="right"))
+        start = (window - int(ends[shard] - counts[shard])) * seq_len
+        samples[row] = dataset.shards[shard][start : start + seq_len + 1]
+    return samples[:, :-1], samples[:, 1:]
+
+
+def standard_library() -> Path:
+    """The folder of the running Python's own library: some 10 MB of text that is always there."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def find_texts(
+    paths: Iterable[str | Path], extensions: Sequence[str] = EXTENSIONS, skip: Sequence[str] = ()
+) -> list[Path]:
+    """The files to build from: those named, and those found in the folders named.
+
+    Args:
+        paths: Files, taken whatever their name, and folders, searched recursively.
+        extensions: The file name endings that are taken from a folder.
+        skip: Patterns, such as ``"test*"``, for the names of files and folders that are passed
+            over in a folder. Hidden ones always are.
+
+    Returns:
+        The files in the order of ``paths``, a folder's own sorted, none twice.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+    """
+    found = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: there is no such file or folder")
+        found += sorted(_walk(path, extensions, skip)) if path.is_dir() else [path]
+    return list(dict.fromkeys(found))
+
+
+def _walk(root: Path, extensions: Sequence[str], skip: Sequence[str]) -> Iterator[Path]:
+    def wanted(name: str) -> bool:
+        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in (".*", *skip))
+
+    for folder, folders, files in os.walk(root):
+        folders[:] = filter(wanted, folders)
+        for name in filter(wanted, files):
+            if name.endswith(tuple(extensions)):
+                yield Path(folder, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What :func:`build` wrote.
+
+    Attributes:
+        folder: Where the shards are: ``train_000000.bin`` and so on, and ``val_000000.bin``.
+        files: The numbers of text files in the training and the validation split.
+        tokens: Likewise the numbers of tokens.
+        skipped: Files left out because they are not UTF-8.
+    """
+
+    folder: Path
+    files: tuple[int, int]
+    tokens: tuple[int, int]
+    skipped: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.folder}: {split:5} {files:6,} files {tokens:12,} tokens"
+            for split, files, tokens in zip(("train", "val"), self.files, self.tokens, strict=True)
+        ]
+        lines += [f"skipped, not UTF-8: {path}" for path in self.skipped]
+        return "\n".join(lines)
+
+
+def build(
+    folder: str | Path,
+    paths: Iterable[str | Path],
+    *,
+    extensions: Sequence[str] = EXTENSIONS,
+    skip: Sequence[str] = (),
+    val_fraction: float = 0.05,
+    shard_tokens: int = 100_000_000,
+    tokenizer: Tokenizer = BYTES,
+) -> Summary:
+    """Builds training and validation shards from text files; equal files give equal shards.
+
+    Each document is followed by the tokenizer's end-of-text id. The folder appears only once it is
+    complete.
+
+    Args:
+        folder: The folder to create.
+        paths: Text files and folders; see :func:`find_texts`.
+        extensions: The file name endings that are taken from a folder.
+        skip: Patterns for names that are passed over in a folder.
+        val_fraction: The share of the files that is held out, evenly spread over their order; at
+            least one file if there are two. 0 holds out none.
+        shard_tokens: The length of every shard but a split's last.
+        tokenizer: Turns the texts into ids.
+
+    Raises:
+        FileExistsError: The folder exists and is not empty.
+        FileNotFoundError: A path does not exist, or there is no text in any.
+        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range.
+    """
+    folder, paths = Path(folder), list(paths)
+    if not 0 <= val_fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
+    if not 1 <= shard_tokens < 2**31:
+        raise ValueError(f"shard_tokens is {shard_tokens}; it must be at least 1 and below 2**31")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
+
+    texts, skipped = [], []
+    for path in find_texts(paths, extensions, skip):
+        data = path.read_bytes()
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            skipped.append(path)
+        else:
+            texts.append(data)
+    if not any(texts):
+        raise FileNotFoundError(
+            f"{', '.join(map(str, paths))}: no text found with extension {', '.join(extensions)}"
+        )
+    fraction = val_fraction
+    if fraction and len(texts) > 1:
+        fraction = max(fraction, 1 / len(texts))
+    held_out = [int((i + 1) * fraction) > int(i * fraction) for i in range(len(texts))]
+    splits = {
+        "train": [text for text, held in zip(texts, held_out, strict=True) if not held],
+        "val": [text for text, held in zip(texts, held_out, strict=True) if held],
+    }
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        tokens = [
+            _write_split(partial, split, texts, shard_tokens, tokenizer)
+            for split, texts in splits.items()
+        ]
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    files = (len(splits["train"]), len(splits["val"]))
+    return Summary(folder, files, (tokens[0], tokens[1]), tuple(skipped))
+
+
+def _write_split(
+    folder: Path, split: str, texts: list[bytes], shard_tokens: int, tokenizer: Tokenizer
+) -> int:
+    """Writes one split's shards; returns its number of tokens."""
+    pending: list[np.ndarray] = []
+    total = waiting = shards = 0
+
+    def write(tokens: np.ndarray) -> None:
+        nonlocal shards
+        write_shard(folder / f"{split}_{shards:06}.bin", tokens)
+        shards += 1
+
+    for text in texts:
+        pending += [tokenizer.encode(text), np.array([tokenizer.end_of_text], np.uint16)]
+        waiting += len(pending[-2]) + 1
+        total += len(pending[-2]) + 1
+        if waiting >= shard_tokens:
+            joined = np.concatenate(pending)
+            full = waiting // shard_tokens * shard_tokens
+            for start in range(0, full, shard_tokens):
+                write(joined[start : start + shard_tokens])
+            pending, waiting = [joined[full:]], waiting - full
+    if waiting:
+        write(np.concatenate(pending))
+    return total
+
+
+def ensure_standard_library(folder: str | Path = "data/stdlib") -> Path:
+    """The folder of the default corpus, built from :func:`standard_library` if it is missing.
+
+    Two processes may ask at once: each builds its own, and the first to finish is kept.
+
+    Args:
+        folder: Where it is, or is to be.
+    """
+    folder = Path(folder)
+    if not (folder.is_dir() and any(folder.iterdir())):
+        try:
+            build(folder, [standard_library()], extensions=(".py",), skip=STANDARD_LIBRARY_SKIP)
+        except OSError:
+            if not any(folder.glob("*.bin")):  # else another process was faster
+                raise
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line of ``python -m jaxllm.data``; a mistake exits with status 2.
+
+    Args:
+        argv: The arguments; None for the process's own.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxllm.data", description="Build llm.c token shards from text files."
+    )
+    parser.add_argument("folder", metavar="OUT_DIR", help="the folder to create")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a text file, or a folder of them")
+    parser.add_argument(
+        "--extensions",
+        default=",".join(EXTENSIONS),
+        help="what to take from folders, comma-separated (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--skip",
+        default="",
+        help="names to pass over in folders, such as 'test*', comma-separated (default: none)",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        help="the share of the files that is held out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=100_000_000,
+        help="tokens in a shard (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    try:
+        summary = build(
+            options.folder,
+            options.paths,
+            extensions=options.extensions.split(","),
+            skip=options.skip.split(","),
+            val_fraction=options.val_fraction,
+            shard_tokens=options.shard_tokens,
+        )
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()

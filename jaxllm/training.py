@@ -1,0 +1,268 @@
+"""Training steps: AdamW, a schedule, mixed precision and gradient accumulation in one jitted call.
+
+A step uses the backend that surrounds it::
+
+    with jaxllm.use_backend("cuda"):
+        state, metrics = step(state, tokens, labels)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int
+
+try:
+    import optax
+except ImportError as error:
+    raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
+
+Params = Any  # a nested dict of arrays
+Schedule = Callable[[ArrayLike], Float[Array, ""]]
+LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
+
+# Dense bfloat16 peaks in flop/s from NVIDIA's data sheets; the first name that is found counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+
+
+class TrainState(NamedTuple):
+    """All that training carries from one step to the next.
+
+    Attributes:
+        params: The parameters, float32.
+        opt_state: The optimizer's state.
+        step: The number of steps taken, an int32 scalar.
+    """
+
+    params: Params
+    opt_state: Any
+    step: Int[Array, ""]
+
+
+def default_compute_dtype() -> str:
+    """``"bfloat16"`` where JAX runs on a GPU, ``"float32"`` elsewhere."""
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def cast(tree: Any, dtype: DTypeLike) -> Any:
+    """The floating-point arrays of a structure in another dtype, the other arrays as they are."""
+
+    def convert(x: Array) -> Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(convert, tree)
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """The root of the sum of the squares of all arrays in a structure, in float32."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def warmup_cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.1) -> Schedule:
+    """A learning rate that rises linearly, then falls along half a cosine.
+
+    Step ``warmup - 1`` has the peak, step ``steps`` and all after it have the floor.
+
+    Args:
+        peak: The highest rate.
+        steps: The length of the run.
+        warmup: The steps of the rise.
+        floor: The lowest rate after the rise, as a share of the peak.
+
+    Returns:
+        A function from the step, counted from 0, to the rate.
+
+    Raises:
+        ValueError: The warm-up is longer than the run, or a number is negative.
+
+    Source: llm.c's ``schedulers.h``.
+    """
+    if peak < 0 or not 0 <= warmup <= steps or not 0 <= floor <= 1:
+        raise ValueError(
+            f"peak {peak}, warmup {warmup}, steps {steps} and floor {floor} must have "
+            "0 <= peak, 0 <= warmup <= steps and 0 <= floor <= 1"
+        )
+
+    def schedule(step: ArrayLike) -> Float[Array, ""]:
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
+        cosine = peak * (floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress)))
+        return jnp.where(step < warmup, peak * (step + 1) / max(warmup, 1), cosine)
+
+    return schedule
+
+
+def decay_mask(params: Params) -> Any:
+    """Which parameters weight decay pulls to zero: the matrices, not the biases and norm scales.
+
+    What lies under a ``"blocks"`` key is stacked over layers, so its first axis does not count: a
+    bias of shape (L, D) is a vector.
+
+    Args:
+        params: The parameters.
+
+    Returns:
+        The same structure with a bool for each array.
+    """
+
+    def is_matrix(path: tuple, x: Array) -> bool:
+        stacked = any(getattr(key, "key", None) == "blocks" for key in path)
+        return x.ndim - stacked >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def adamw(
+    learning_rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float | None = 1.0,
+) -> optax.GradientTransformation:
+    """AdamW as GPT-2 is trained with: clipped gradients, decay on matrices alone.
+
+    Args:
+        learning_rate: A rate, or a schedule of it.
+        b1: The decay of the mean gradient.
+        b2: The decay of the mean squared gradient.
+        eps: Added to the root of the mean square.
+        weight_decay: Applied where :func:`decay_mask` says so.
+        max_grad_norm: Gradients of a larger global norm are scaled down to it; None for no limit.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
+    llm.c's defaults.
+    """
+    update = optax.adamw(
+        learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
+    )
+    if max_grad_norm is None:
+        return update
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), update)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        params: The parameters; the first step donates them, so they are gone after it.
+        optimizer: Such as :func:`adamw`.
+    """
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    learning_rate: float | Schedule | None = None,
+    compute_dtype: DTypeLike | None = None,
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """Makes the jitted function that takes one optimizer step.
+
+    The parameters are cast to the compute dtype once. Their gradients are averaged over the
+    microbatches in float32, and each microbatch counts alike, however many labels it ignores.
+
+    Args:
+        loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch.
+        optimizer: Such as :func:`adamw`.
+        learning_rate: What the optimizer was given, to have it among the metrics.
+        compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
+
+    Returns:
+        ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
+        (accumulate, B, T). The metrics are float32 scalars: ``loss`` in nats, ``grad_norm`` before
+        clipping, and ``learning_rate`` if it was given. The state that goes in is donated: its
+        buffers become those of the state that comes out.
+    """
+    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+
+    def train_step(state: TrainState, tokens: Array, labels: Array):
+        # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
+        # with respect to the cast ones, in float32.
+        params = cast(state.params, dtype)
+
+        def gradients(tokens: Array, labels: Array):
+            loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
+            return loss.astype(jnp.float32), cast(grads, jnp.float32)
+
+        def accumulate(total, microbatch):
+            return jax.tree.map(jnp.add, total, gradients(*microbatch)), None
+
+        # The first microbatch starts the sum, so that without accumulation there is no second
+        # copy of the gradients.
+        total = gradients(tokens[0], labels[0])
+        if len(tokens) > 1:
+            total, _ = jax.lax.scan(accumulate, total, (tokens[1:], labels[1:]))
+        loss, grads = jax.tree.map(lambda x: x / len(tokens), total)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
+        if learning_rate is not None:
+            rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
+            metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
+        updated = optax.apply_updates(state.params, updates)
+        return TrainState(updated, opt_state, state.step + 1), metrics
+
+    return jax.jit(train_step, donate_argnames="state")
+
+
+def make_eval_step(
+    loss_fn: LossFn, *, compute_dtype: DTypeLike | None = None
+) -> Callable[[Params, ArrayLike, ArrayLike], Float[Array, ""]]:
+    """Makes the jitted function that computes a loss and no gradient.
+
+    Args:
+        loss_fn: As in :func:`make_train_step`.
+        compute_dtype: Likewise.
+
+    Returns:
+        ``evaluate(params, tokens, labels) -> loss``, with tokens and labels of shape (B, T).
+    """
+    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+
+    def evaluate(params: Params, tokens: Array, labels: Array) -> Array:
+        return loss_fn(cast(params, dtype), tokens, labels).astype(jnp.float32)
+
+    return jax.jit(evaluate)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The dense bfloat16 peak of a device in flop/s, or None if it is not in the table.
+
+    Args:
+        device_kind: As in ``jax.devices()[0].device_kind``.
+    """
+    for name, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{name}\b", device_kind):
+            return peak
+    return None
+
+
+def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> float | None:
+    """The share of a device's bfloat16 peak that the model's own arithmetic reaches.
+
+    Args:
+        flops: What the model must compute, recomputation not counted.
+        seconds: How long it took.
+        device_kind: As in :func:`peak_flops`.
+
+    Returns:
+        A number between 0 and 1; None where the peak is unknown, such as on a CPU.
+    """
+    peak = peak_flops(device_kind)
+    return None if peak is None else flops / seconds / peak

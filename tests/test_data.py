@@ -1,0 +1,243 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxllm import data
+from jaxllm.tokenizer import BYTES
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Three shards of distinct tokens; with windows of 8, they have 4, 0 and 7 of them."""
+    tokens = np.arange(101)
+    data.write_shard(tmp_path / "a_train.bin", tokens[:36])
+    data.write_shard(tmp_path / "b_train.bin", tokens[36:44])
+    data.write_shard(tmp_path / "c_train.bin", tokens[44:])
+    return data.open_dataset(tmp_path / "*.bin")
+
+
+def test_shard_round_trip(tmp_path):
+    path = tmp_path / "shard.bin"
+    tokens = np.array([0, 1, 50256, 65535])
+    data.write_shard(path, tokens)
+    assert np.array_equal(data.read_shard(path), tokens)
+    assert data.read_shard(path).dtype == np.uint16
+    # The format, byte for byte.
+    raw = path.read_bytes()
+    assert raw[:12] == b"\x88\xd8\x34\x01" + b"\x01\0\0\0" + b"\x04\0\0\0"
+    assert raw[12:1024] == bytes(1012)
+    assert raw[1024:] == b"\0\0\1\0\x50\xc4\xff\xff"
+
+
+def test_empty_shard(tmp_path):
+    data.write_shard(tmp_path / "shard.bin", [])
+    assert len(data.read_shard(tmp_path / "shard.bin")) == 0
+
+
+@pytest.mark.parametrize("tokens", [[-1], [65536], [[1, 2]]])
+def test_write_shard_refuses(tmp_path, tokens):
+    with pytest.raises(ValueError, match="tokens"):
+        data.write_shard(tmp_path / "shard.bin", tokens)
+    assert not (tmp_path / "shard.bin").exists()
+
+
+def corrupt(path, word, value):
+    raw = np.fromfile(path, "<i4")
+    raw[word] = value
+    raw.tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 20240801, "magic number 20240801; .* has 20240520"),
+        (1, 7, "version 7; only version 1"),
+        (2, 11, "1044 bytes long; its header announces 11 tokens, so 1046 bytes"),
+        (2, -3, "1044 bytes long; its header announces -3 tokens"),
+    ],
+)
+def test_read_shard_refuses_headers(tmp_path, word, value, message):
+    path = tmp_path / "shard.bin"
+    data.write_shard(path, np.arange(10))
+    corrupt(path, word, value)
+    with pytest.raises(ValueError, match=message) as caught:
+        data.read_shard(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 1023, 1024, 1043])
+def test_read_shard_refuses_truncated(tmp_path, size):
+    path = tmp_path / "shard.bin"
+    data.write_shard(path, np.arange(10))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{size} bytes long"):
+        data.read_shard(path)
+
+
+def test_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no such shard"):
+        data.read_shard(tmp_path / "nowhere.bin")
+    with pytest.raises(FileNotFoundError, match="no shards found"):
+        data.open_dataset(tmp_path / "*.bin")
+    with pytest.raises(FileNotFoundError, match="no shards found"):
+        data.open_dataset([])
+
+
+def test_batch_labels_are_the_next_tokens(dataset):
+    tokens, labels = data.batch(dataset, 5, 8, seed=3, step=0)
+    assert tokens.dtype == labels.dtype == np.int32
+    assert tokens.shape == labels.shape == (5, 8)
+    # The corpus counts upwards, and no window crosses shards.
+    assert np.array_equal(tokens + 1, labels)
+    assert np.array_equal(tokens, tokens[:, :1] + np.arange(8))
+    starts = {*range(0, 32, 8), *range(44, 100, 8)}
+    assert {int(first) for first in tokens[:, 0]} <= starts
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 11, 25])
+def test_epoch_visits_every_window_once(dataset, batch_size):
+    windows = data.num_windows(dataset, 8)
+    assert windows == 11
+    drawn = np.concatenate(
+        [
+            data.batch(dataset, batch_size, 8, seed=1, step=step)[0][:, 0]
+            for step in range(3 * windows)
+        ]
+    )
+    epochs = drawn[: len(drawn) // windows * windows].reshape(-1, windows)
+    every = [*range(0, 32, 8), *range(44, 100, 8)]
+    assert all(sorted(epoch) == every for epoch in epochs)
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+def test_seed_chooses_the_order(dataset):
+    first, second = (data.batch(dataset, 11, 8, seed=seed, step=0)[0] for seed in (0, 1))
+    assert not np.array_equal(first, second)
+
+
+def test_batch_depends_on_seed_and_step_alone(dataset):
+    expected = data.batch(dataset, 3, 8, seed=5, step=9)
+    for step in range(8):  # other calls leave no trace
+        data.batch(dataset, 3, 8, seed=step, step=step)
+    code = (
+        "import sys; from jaxllm import data; d = data.open_dataset(sys.argv[1:]);"
+        "print(data.batch(d, 3, 8, seed=5, step=9)[0].tolist())"
+    )
+    paths = [str(shard.filename) for shard in dataset.shards]
+    fresh = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True
+    )
+    assert fresh.stdout.strip() == str(expected[0].tolist())
+    again = data.batch(dataset, 3, 8, seed=5, step=9)
+    assert all(np.array_equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+def test_short_corpus_is_an_error(dataset):
+    assert data.num_windows(dataset, 56) == 1
+    assert data.batch(dataset, 1, 56, seed=0, step=0)[0][0, 0] == 44
+    with pytest.raises(ValueError, match="57 tokens; one window of 57 needs 58"):
+        data.batch(dataset, 1, 57, seed=0, step=0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"seq_len": 0}, {"seed": -1}, {"step": -1}], ids=str
+)
+def test_batch_refuses(dataset, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        data.batch(dataset, **{"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0, **wrong})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    root = tmp_path / "texts"
+    for name in ("b/2.txt", "b/1.py", "a.md", "z.txt", "skipped/x.txt", ".hidden.txt", "no.bin"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (root / "latin.txt").write_bytes(b"\xe9t\xe9")
+    return root
+
+
+def test_build(tmp_path, texts):
+    out = tmp_path / "out" / "shards"
+    summary = data.build(out, [texts], skip=["skip*"], val_fraction=0.25, shard_tokens=8)
+    train = data.open_dataset(out / "train_*.bin")
+    val = data.open_dataset(out / "val_*.bin")
+    assert [len(shard) for shard in train.shards] == [8, 8, 4]
+    end = [BYTES.end_of_text]
+    documents = ["a.md", "b/1.py", "b/2.txt"]  # sorted; every fourth is held out
+    expected = [i for name in documents for i in (*BYTES.encode(name), *end)]
+    assert np.concatenate(train.shards).tolist() == expected
+    assert np.concatenate(val.shards).tolist() == [*BYTES.encode("z.txt"), *end]
+    assert (summary.files, summary.tokens) == ((3, 1), (20, 6))
+    assert summary.skipped == (texts / "latin.txt",)
+    assert [path.name for path in out.parent.iterdir()] == ["shards"]  # no temporary folder left
+
+
+def test_build_repeats(tmp_path, texts):
+    for name in ("one", "two"):
+        data.build(tmp_path / name, [texts, texts / "a.md"])
+    files = [sorted((tmp_path / name).iterdir()) for name in ("one", "two")]
+    assert [path.name for path in files[0]] == ["train_000000.bin", "val_000000.bin"]
+    for one, two in zip(*files, strict=True):
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_build_holds_out_nothing_when_told(tmp_path, texts):
+    summary = data.build(tmp_path / "out", [texts], val_fraction=0)
+    assert summary.files == (5, 0)
+    assert not list((tmp_path / "out").glob("val*"))
+
+
+def test_failed_build_leaves_nothing(tmp_path, texts, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(data, "write_shard", fail)
+    with pytest.raises(OSError, match="disk full"):
+        data.build(tmp_path / "out", [texts])
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_standard_library(tmp_path, monkeypatch):
+    paths = data.find_texts([data.standard_library()], (".py",), data.STANDARD_LIBRARY_SKIP)
+    names = {path.relative_to(data.standard_library()).as_posix() for path in paths}
+    assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
+    assert not any("site-packages" in name or "/test" in name for name in names)
+
+    part = data.standard_library() / "json"  # for speed
+    monkeypatch.setattr(data, "standard_library", lambda: part)
+    folder = data.ensure_standard_library(tmp_path / "data" / "stdlib")
+    before = (folder / "train_000000.bin").stat().st_mtime_ns
+    assert data.ensure_standard_library(folder) == folder
+    assert (folder / "train_000000.bin").stat().st_mtime_ns == before
+
+
+def test_command_line(tmp_path, texts, capsys):
+    out = tmp_path / "out"
+    data.main([str(out), str(texts), "--extensions", ".txt", "--skip", "skip*"])
+    printed = capsys.readouterr().out
+    assert "train" in printed and "val" in printed and "latin.txt" in printed
+    assert data.open_dataset(out / "*.bin").num_tokens == len("b/2.txt") + len("z.txt") + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["new", "nowhere"], "nowhere: there is no such file or folder"),
+        (["texts", "texts"], "exists already"),
+        (["new", "texts", "--extensions", ".rst"], "no text found"),
+        (["new", "texts", "--val-fraction", "1"], "val_fraction is 1.0"),
+        (["new", "texts", "--shard-tokens", "0"], "shard_tokens is 0"),
+        (["new"], "PATH"),
+    ],
+)
+def test_command_line_misuse_is_one_sentence(texts, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(texts.parent)
+    with pytest.raises(SystemExit) as caught:
+        data.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (texts.parent / "new").exists()

@@ -1,0 +1,135 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.generate import generate
+from jaxllm.models import gpt2
+
+CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
+PARAMS = gpt2.init(jax.random.key(0), CONFIG)
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """A model whose logits are a fixed row, whatever it reads."""
+
+    vocab_size: int = 5
+    max_seq_len: int = 8
+
+
+# Ids 5 to 7 are padding, and the likeliest.
+ROW = jnp.array([0.0, 3.0, 1.0, 3.0, 2.0, 50.0, 60.0, jnp.inf])
+
+
+def fixed_forward(params, tokens, config):
+    assert tokens.shape[1] <= config.max_seq_len
+    return jnp.broadcast_to(params, (*tokens.shape, params.shape[-1]))
+
+
+def count_forward(params, tokens, config):
+    """Predicts the last token plus one."""
+    return jax.nn.one_hot((tokens + 1) % config.vocab_size, config.vocab_size)
+
+
+def first_forward(params, tokens, config):
+    """Predicts the token that begins the context, plus one."""
+    first = jnp.broadcast_to(tokens[:, :1] + 1, tokens.shape)
+    return jax.nn.one_hot(first % config.vocab_size, config.vocab_size)
+
+
+def test_counts():
+    out = generate(count_forward, None, [3], config=Toy(), max_new_tokens=4, temperature=0)
+    assert out.tolist() == [3, 4, 0, 1, 2]
+    assert out.dtype == jnp.int32
+
+
+def test_axes_follow_the_prompt():
+    out = generate(
+        count_forward, None, [[0, 1], [2, 3]], config=Toy(), max_new_tokens=2, temperature=0
+    )
+    assert out.tolist() == [[0, 1, 2, 3], [2, 3, 4, 0]]
+    same = generate(count_forward, None, [1, 2], config=Toy(), max_new_tokens=0, temperature=0)
+    assert same.tolist() == [1, 2]
+
+
+def test_greedy_equals_a_plain_loop():
+    prompt = [5, 9, 2]
+    tokens = list(prompt)
+    forward = jax.jit(gpt2.forward, static_argnums=2)
+    for _ in range(20):  # past max_seq_len
+        context = tokens[-16:]
+        padded = jnp.array([context + [0] * (16 - len(context))])
+        logits = forward(PARAMS, padded, CONFIG)[0, len(context) - 1, : CONFIG.vocab_size]
+        tokens.append(int(jnp.argmax(logits)))
+    options = {"config": CONFIG, "max_new_tokens": 20, "temperature": 0}
+    out = generate(gpt2.forward, PARAMS, prompt, **options)
+    assert out.tolist() == tokens
+    again = generate(gpt2.forward, PARAMS, prompt, **options, key=jax.random.key(1))
+    assert again.tolist() == tokens
+
+
+@pytest.mark.parametrize("length", [3, 7, 8, 12])
+def test_window_slides(length):
+    prompt = np.arange(10, 10 + length) % 61
+    config = Toy(vocab_size=61, max_seq_len=8)
+    out = generate(first_forward, None, prompt, config=config, max_new_tokens=9, temperature=0)
+    expected = prompt.tolist()
+    for _ in range(9):
+        expected.append((expected[-8:][0] + 1) % 61)
+    assert out.tolist() == expected
+
+
+def test_sampling_repeats_with_its_key():
+    options = {"config": CONFIG, "max_new_tokens": 12}
+    one = generate(gpt2.forward, PARAMS, [1], **options, key=jax.random.key(0))
+    same = generate(gpt2.forward, PARAMS, [1], **options, key=jax.random.key(0))
+    other = generate(gpt2.forward, PARAMS, [1], **options, key=jax.random.key(1))
+    assert one.tolist() == same.tolist() != other.tolist()
+
+
+def drawn(n=4000, **options):
+    prompt = np.zeros((n, 1), int)
+    out = generate(
+        fixed_forward, ROW, prompt, config=Toy(), max_new_tokens=2, key=jax.random.key(0), **options
+    )
+    return np.bincount(np.asarray(out)[:, 1:].ravel(), minlength=8) / (2 * n)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_k": 99}, {"temperature": 0}])
+def test_padding_is_never_sampled(options):
+    assert drawn(**options)[5:].sum() == 0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_temperature(temperature):
+    expected = jax.nn.softmax(ROW[:5] / temperature)
+    np.testing.assert_allclose(drawn(temperature=temperature)[:5], expected, atol=0.02)
+
+
+def test_top_k_keeps_k_tokens_and_their_odds():
+    frequencies = drawn(top_k=3)
+    assert set(np.flatnonzero(frequencies)) == {1, 3, 4}
+    expected = jax.nn.softmax(ROW[jnp.array([1, 3, 4])])
+    np.testing.assert_allclose(frequencies[[1, 3, 4]], expected, atol=0.02)
+    # 1 and 3 tie; k of one lets one of them in all the same.
+    assert np.count_nonzero(drawn(top_k=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt_tokens": []}, "shape \\(0,\\)"),
+        ({"prompt_tokens": 3}, "shape \\(\\)"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"key": None}, "key is missing"),
+    ],
+)
+def test_refuses(wrong, message):
+    options = {"prompt_tokens": [1], "max_new_tokens": 1, "key": jax.random.key(0), **wrong}
+    with pytest.raises(ValueError, match=message):
+        generate(count_forward, None, config=Toy(), **options)

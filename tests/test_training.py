@@ -1,0 +1,221 @@
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import data, training
+from jaxllm.models import gpt2
+
+V, T, D = 61, 16, 8
+CONFIG = gpt2.GPT2Config(vocab_size=V, max_seq_len=T, layers=2, heads=2, width=32)
+
+
+def gpt2_loss(params, tokens, labels):
+    return gpt2.loss(params, tokens, labels, CONFIG)
+
+
+def toy_params():
+    """A model that compiles at once: the next token from the last one alone."""
+    table, head = 0.5 * jax.random.normal(jax.random.key(0), (2, V, D))
+    return {"table": table, "head": head.T, "bias": jnp.zeros(V)}
+
+
+def toy_loss(params, tokens, labels):
+    logits = params["table"][tokens] @ params["head"] + params["bias"]
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], axis=-1))
+
+
+def fresh_state(optimizer):
+    return training.init_state(toy_params(), optimizer)
+
+
+def tokens_and_labels(*shape, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, V, (*shape, T + 1), np.int32)
+    return tokens[..., :-1], tokens[..., 1:]
+
+
+def assert_trees_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_decay_mask_on_gpt2():
+    params = gpt2.init(jax.random.key(0), CONFIG)
+    mask = training.decay_mask(params)
+    decayed = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, value in jax.tree_util.tree_leaves_with_path(mask)
+        if value
+    }
+    weights = {"attention/qkv", "attention/out", "mlp/up", "mlp/down"}
+    assert decayed == {"wte", "wpe", *(f"blocks/{name}/weight" for name in weights)}
+
+
+def test_decay_reaches_matrices_alone():
+    params: Any = {
+        "wte": jnp.ones((3, 2)),
+        "blocks": {"weight": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2))},
+        "scale": jnp.ones(2),
+    }
+    optimizer = training.adamw(0.5, weight_decay=0.1)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    expected: Any = {"wte": -0.05, "blocks": {"weight": -0.05, "bias": 0.0}, "scale": 0.0}
+    jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, rtol=1e-6), updates, expected)
+
+
+def test_adamw_first_step_is_clipped_sign_descent():
+    # The first step is lr * g / (|g| + eps) whatever the size of g, so an eps as large as the
+    # clipped gradient shows what the clipping left.
+    params: Any = {"x": jnp.zeros(2)}
+    optimizer = training.adamw(1.0, eps=1.0, max_grad_norm=1.0)
+    grads: Any = {"x": jnp.array([30.0, 40.0])}
+    updates: Any = optimizer.update(grads, optimizer.init(params), params)[0]
+    np.testing.assert_allclose(updates["x"], [-0.6 / 1.6, -0.8 / 1.8], rtol=1e-5)
+
+
+def test_schedule():
+    schedule = training.warmup_cosine(2.0, 110, warmup=10, floor=0.1)
+    values = [float(schedule(step)) for step in (0, 4, 9, 10, 60, 110, 500)]
+    np.testing.assert_allclose(values, [0.2, 1.0, 2.0, 2.0, 1.1, 0.2, 0.2], rtol=1e-6)
+    assert float(training.warmup_cosine(2.0, 10)(0)) == 2.0
+    assert np.isfinite(float(training.warmup_cosine(2.0, 10, warmup=10)(10)))
+
+
+@pytest.mark.parametrize("wrong", [{"peak": -1}, {"warmup": 11}, {"warmup": -1}, {"floor": 2}])
+def test_schedule_refuses(wrong):
+    with pytest.raises(ValueError, match="must have"):
+        training.warmup_cosine(**{"peak": 1.0, "steps": 10, **wrong})
+
+
+def test_metrics():
+    schedule = training.warmup_cosine(1e-3, 10, warmup=4)
+    optimizer = training.adamw(schedule)
+    step = training.make_train_step(toy_loss, optimizer, learning_rate=schedule)
+    tokens, labels = tokens_and_labels(1, 3)
+    loss, grads = jax.value_and_grad(toy_loss)(toy_params(), tokens[0], labels[0])
+    norm = np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(grads)))
+
+    state, metrics = step(fresh_state(optimizer), tokens, labels)
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-4)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.25e-3, rtol=1e-6)
+    assert int(state.step) == 1
+    _, metrics = step(state, tokens, labels)
+    np.testing.assert_allclose(metrics["learning_rate"], 0.5e-3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_equals_one_large_batch(accumulate):
+    # Plain descent: Adam would turn the rounding of a tiny gradient into a full step.
+    optimizer = training.optax.sgd(1.0)
+    step = training.make_train_step(toy_loss, optimizer, compute_dtype="float32")
+    tokens, labels = tokens_and_labels(accumulate, 2)
+    split, split_metrics = step(fresh_state(optimizer), tokens, labels)
+    whole, whole_metrics = step(
+        fresh_state(optimizer), tokens.reshape(1, -1, T), labels.reshape(1, -1, T)
+    )
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(split_metrics[name], whole_metrics[name], rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
+        split.params,
+        whole.params,
+    )
+
+
+def test_bfloat16_compute_keeps_float32_state():
+    seen = set()
+
+    def spy(params, tokens, labels):
+        seen.update(leaf.dtype.name for leaf in jax.tree.leaves(params))
+        return toy_loss(params, tokens, labels)
+
+    optimizer = training.adamw(1e-3)
+    step = training.make_train_step(spy, optimizer, compute_dtype="bfloat16")
+    state, metrics = step(fresh_state(optimizer), *tokens_and_labels(2, 2))
+    assert seen == {"bfloat16"}
+    floating = {
+        leaf.dtype.name
+        for leaf in jax.tree.leaves((state, metrics))
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    assert floating == {"float32"}
+    evaluate = training.make_eval_step(spy, compute_dtype="bfloat16")
+    tokens, labels = tokens_and_labels(2)
+    half = evaluate(state.params, tokens, labels)
+    full = training.make_eval_step(toy_loss, compute_dtype="float32")(state.params, tokens, labels)
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, full, rtol=1e-2)
+    assert float(half) != float(full)
+
+
+def test_parameters_are_cast_once():
+    optimizer = training.adamw(1e-3)
+    step = training.make_train_step(toy_loss, optimizer, compute_dtype="bfloat16")
+    jaxpr = str(jax.make_jaxpr(step)(fresh_state(optimizer), *tokens_and_labels(3, 2)))
+    # Before the scan over microbatches, not in each of its turns.
+    assert "scan[" in jaxpr
+    for shape in (f"{V},{D}", f"{D},{V}"):
+        assert jaxpr.count(f":bf16[{shape}] = convert_element_type") == 1
+
+
+def test_state_is_donated():
+    optimizer = training.adamw(1e-3)
+    state = fresh_state(optimizer)
+    step = training.make_train_step(toy_loss, optimizer)
+    step(state, *tokens_and_labels(1, 2))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_loss_decreases_and_a_resumed_run_repeats(tmp_path):
+    """Steps 0-29 in one go, and 0-14 then 15-29 from a copy of the state, agree to the bit."""
+    data.write_shard(tmp_path / "x.bin", np.arange(600) % 13)
+    dataset = data.open_dataset(tmp_path / "*.bin")
+    schedule = training.warmup_cosine(1e-2, 30, warmup=3)
+    optimizer = training.adamw(schedule)
+
+    def run(state, steps):
+        # A new step function each time, as after a restart.
+        step_fn = training.make_train_step(gpt2_loss, optimizer, learning_rate=schedule)
+        losses = []
+        for step in steps:
+            tokens, labels = data.batch(dataset, 4, 16, seed=7, step=step)
+            state, metrics = step_fn(state, tokens[None], labels[None])
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    def start():
+        return training.init_state(gpt2.init(jax.random.key(0), CONFIG), optimizer)
+
+    whole, losses = run(start(), range(30))
+    assert losses[0] > 3.5 and losses[-1] < 1.0
+    half, first = run(start(), range(15))
+    stored = jax.tree.map(np.array, half)
+    resumed, second = run(jax.tree.map(jnp.asarray, stored), range(15, 30))
+    assert first + second == losses
+    assert_trees_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("cpu", None),
+    ],
+)
+def test_utilization(kind, peak):
+    assert training.peak_flops(kind) == peak
+    found = training.model_flops_utilization(3e12, 0.1, kind)
+    assert found == (None if peak is None else pytest.approx(3e13 / peak))
