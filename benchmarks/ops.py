@@ -1,0 +1,362 @@
+"""Our backends and their peers on one family of ops, in one run on one GPU.
+
+``python -m benchmarks.ops norm --case gpt2_124m`` prints one table for each case and direction and
+appends its rows to ``benchmarks/results/<gpu>.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxllm.ops
+from benchmarks import peers, timing
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
+from jaxllm.testing import DTYPES, Case, cotangents_like, make_inputs
+
+DIRECTIONS = ("forward", "backward")
+BACKENDS = ("cuda", "pallas", "xla")
+
+COLUMNS = (
+    *PROVENANCE,
+    *("op", "case", "shape", "dtype", "direction", "implementation"),
+    *("median_us", "p20_us", "p80_us", "bytes", "gb_per_s", "share_of_copy"),
+    *("copy_gb_per_s", "matmul_tflop_per_s", "timer", "note"),
+)
+
+# The key of a measurement; its value is a Timing, or the reason why there is none.
+Key = tuple[str, str, str, str]  # op, case, direction, implementation
+Results = dict[Key, "timing.Timing | str"]
+
+
+# What to run
+
+
+def families() -> tuple[str, ...]:
+    """The families of ops that have cases."""
+    names = (module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg)
+    return tuple(name for name in names if importlib.util.find_spec(f"jaxllm.ops.{name}.cases"))
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to time; the peers' process takes them as well."""
+    parser.add_argument("family", choices=families(), help="the family of ops")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="default: all large cases")
+    parser.add_argument("--op", nargs="+", metavar="NAME", help="default: all of the family")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument(
+        "--timer", choices=timing.TIMERS, help="default: the device's trace; wall with --smoke"
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on any machine")
+
+
+def select_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
+    """The cases that the options ask for; an unknown name is an error of the command line."""
+    cases = importlib.import_module(f"jaxllm.ops.{options.family}.cases").CASES
+    for option, wanted, known in (
+        ("--op", options.op, [case.op for case in cases]),
+        ("--case", options.case, [case.name for case in cases]),
+    ):
+        for name in wanted or ():
+            if name not in known:
+                parser.error(f"{option} {name!r} is none of {', '.join(dict.fromkeys(known))}")
+    cases = [case for case in cases if not options.op or case.op in options.op]
+    if options.case:
+        cases = [case for case in cases if case.name in options.case]
+    elif options.smoke:
+        small = {case.op: case for case in reversed(cases) if not case.large}
+        cases = [case for case in cases if case is small.get(case.op)]
+    else:
+        cases = [case for case in cases if case.large]
+    if not cases:
+        parser.error("no case has both the --op and the --case that were asked for")
+    return cases
+
+
+# Ours
+
+
+def forward_call(case: Case, backend: str) -> Callable[..., Any]:
+    """The jitted public op."""
+    op = getattr(jaxllm.ops, case.op)
+    return jax.jit(lambda *inputs: op(*inputs, **case.static, backend=backend))
+
+
+def backward_call() -> Callable[..., Any]:
+    """A jitted call of a pullback, which is an argument: nothing of the forward is in it."""
+
+    def backward(pullback: Callable[..., Any], cotangents: Any) -> list[jax.Array]:
+        gradients = jax.tree.leaves(pullback(cotangents))
+        # A gradient that two inputs share would be copied, were it an output twice; a model's
+        # backward uses the one array, as torch does.
+        return list({id(gradient): gradient for gradient in gradients}.values())
+
+    return jax.jit(backward)
+
+
+def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
+    """A jitted function from inputs to outputs and pullback, for the floating-point inputs."""
+    op = getattr(jaxllm.ops, case.op)
+
+    @jax.jit
+    def forward(*inputs: jax.Array) -> tuple[Any, Any]:
+        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs]
+
+        def of_floating(*values: jax.Array) -> Any:
+            given = iter(values)
+            merged = (
+                next(given) if is_floating else x
+                for x, is_floating in zip(inputs, floating, strict=True)
+            )
+            return op(*merged, **case.static, backend=backend)
+
+        wanted = [x for x, is_floating in zip(inputs, floating, strict=True) if is_floating]
+        return jax.vjp(of_floating, *wanted)
+
+    # One trace for all sets gives pullbacks of one structure, and so one compiled backward.
+    return forward
+
+
+def time_ours(
+    case: Case, backend: str, dtype: str, direction: str, *, timer: str, smoke: bool
+) -> timing.Timing:
+    """The device time of one of our backends on one case.
+
+    Raises:
+        Exception: Whatever keeps the backend from serving the call; the caller reports it.
+    """
+    if direction == "forward":
+        fn = forward_call(case, backend)
+
+        def make_set(seed: int) -> tuple[Any, ...]:
+            return make_inputs(case, dtype, seed)
+    else:
+        fn, forward = backward_call(), make_pullback(case, backend)
+
+        def make_set(seed: int) -> tuple[Any, ...]:
+            outputs, pullback = forward(*make_inputs(case, dtype, seed))
+            return pullback, cotangents_like(outputs, seed + 1)
+
+    first = make_set(0)
+    count, note = timing.number_of_sets(sum(leaf.nbytes for leaf in jax.tree.leaves(first)))
+    sets = [first] + [make_set(seed) for seed in range(1, 2 if smoke else count)]
+    result = timing.time_jax(fn, sets, repetitions=3 if smoke else 30, timer=timer)
+    return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
+
+
+def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
+    """Times every backend that was asked for; what fails gives its reason."""
+    results: Results = {}
+    for case in cases:
+        for direction in options.direction:
+            for backend in options.backend:
+                key = (case.op, case.name, direction, backend)
+                try:
+                    results[key] = time_ours(
+                        case,
+                        backend,
+                        options.dtype,
+                        direction,
+                        timer=options.timer,
+                        smoke=options.smoke,
+                    )
+                except Exception as error:  # a missing kernel is a row, not the end of the run
+                    results[key] = peers.reason(error)
+                _report(key, results[key])
+    return results
+
+
+def _report(key: Key, result: timing.Timing | str) -> None:
+    """Tells a number as soon as it is there: a crash of a later kernel does not lose it."""
+    text = result if isinstance(result, str) else f"{result.percentile(50):.2f} us {result.timer}"
+    print(f"{' '.join(key)}: {text}", file=sys.stderr, flush=True)
+
+
+# Peers
+
+
+def run_peers(
+    cases: Sequence[Case], options: argparse.Namespace
+) -> tuple[timing.Limits | None, Results]:
+    """Runs the peers' process to its end; whatever it does not report is a row with the reason."""
+    command = [sys.executable, "-m", "benchmarks.peers", options.family, "--timer", options.timer]
+    command += ["--dtype", options.dtype, "--direction", *options.direction]
+    command += ["--case", *dict.fromkeys(case.name for case in cases)]
+    command += ["--op", *dict.fromkeys(case.op for case in cases)]
+    command += ["--smoke"] if options.smoke else []
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory) / "out", Path(directory) / "err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            # It reads our cases and so imports JAX, which must leave the GPU to torch.
+            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=stdout, stderr=stderr, env=environment
+            )
+            try:
+                status = f"exit status {process.wait(options.peer_timeout)}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                status = f"stopped after {options.peer_timeout} s"
+        lines, log = out.read_text().splitlines(), err.read_text().strip().splitlines()
+    if process.returncode != 0:
+        print("\n".join(["the peers' process failed:", *log[-20:]]), file=sys.stderr)
+    limits, results = read_peers(lines)
+    unreported = "; ".join([f"no report: {status}", *log[-1:]])[:200]
+    for case in cases:
+        for direction in options.direction:
+            for peer in peers.PEERS.get(case.op, ()):
+                key = (case.op, case.name, direction, peer)
+                _report(key, results.setdefault(key, unreported))
+    return limits, results
+
+
+def read_peers(lines: Sequence[str]) -> tuple[timing.Limits | None, Results]:
+    """The peers' output; lines that are no report (a library's chatter) are passed over."""
+    limits: timing.Limits | None = None
+    results: Results = {}
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        kind = fields.pop("kind", None) if isinstance(fields, dict) else None
+        if kind == "limits":
+            limits = timing.Limits(**fields)
+        elif kind in ("timing", "failure"):
+            key = tuple(fields.pop(name) for name in ("op", "case", "direction", "peer"))
+            if kind == "failure":
+                results[key] = fields["reason"]
+            else:
+                results[key] = timing.Timing(
+                    tuple(fields["times_us"]), fields["timer"], fields["note"]
+                )
+    return limits, results
+
+
+# Rows and tables
+
+
+def make_row(
+    case: Case, dtype: str, key: Key, result: timing.Timing | str, limits: timing.Limits
+) -> dict[str, Any]:
+    """One row of the CSV, less its provenance."""
+    _, _, direction, implementation = key
+    moved = case.forward_bytes(dtype) if direction == "forward" else case.backward_bytes(dtype)
+    row: dict[str, Any] = {
+        "op": case.op,
+        "case": case.name,
+        "shape": "x".join(map(str, next(iter(case.inputs.values())).shape)),
+        "dtype": dtype,
+        "direction": direction,
+        "implementation": implementation,
+        "bytes": moved,
+        "copy_gb_per_s": f"{limits.copy_gb_per_s:.1f}",
+        "matmul_tflop_per_s": f"{limits.matmul_tflop_per_s:.1f}",
+    }
+    if isinstance(result, str):
+        return row | {"note": result}
+    rate = moved / result.percentile(50) / 1e3
+    return row | {
+        "median_us": f"{result.percentile(50):.2f}",
+        "p20_us": f"{result.percentile(20):.2f}",
+        "p80_us": f"{result.percentile(80):.2f}",
+        "gb_per_s": f"{rate:.1f}",
+        "share_of_copy": f"{rate / limits.copy_gb_per_s:.3f}",
+        "timer": result.timer,
+        "note": result.note,
+    }
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """One table for each case and direction, the fastest first, the failures last."""
+    columns = ("implementation", "median_us", "p20_us", "p80_us", "gb_per_s", "share_of_copy")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        names = ("op", "case", "shape", "dtype", "direction")
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    for names, group in groups.items():
+        group = sorted(group, key=lambda row: float(row.get("median_us", "inf")))
+        cells = [
+            [
+                *(row.get(column, "-") for column in columns),
+                "; ".join(filter(None, (row.get("timer"), row["note"]))),
+            ]
+            for row in group
+        ]
+        print("\n" + " ".join(names))
+        print(format_table([*columns, "timer, note"], cells))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times a family of ops; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__)
+    add_selection_arguments(parser)
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--no-peers", action="store_true", help="time our backends alone")
+    parser.add_argument(
+        "--peer-timeout", type=float, default=400, help="seconds for all peers together"
+    )
+    parser.add_argument(
+        "--csv", type=Path, help="default: benchmarks/results/<gpu>.csv; none with --smoke"
+    )
+    options = parser.parse_args(argv)
+    cases = select_cases(parser, options)
+    # The peers need the rest of the memory. XLA reads this when it first sees the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu" and not options.smoke:
+        parser.error("there is no GPU here; --smoke runs everything on tiny shapes")
+    options.timer = options.timer or ("wall" if options.smoke else "trace")
+
+    # The peers first: our process has nothing on the GPU while they run.
+    limits, peer_results = (None, {}) if options.no_peers else run_peers(cases, options)
+    measured = [limits] if limits else []
+    try:
+        measured.append(timing.jax_limits(options.timer, options.smoke))
+    except Exception as error:
+        if not measured:
+            raise
+        print(f"JAX measures no limits: {peers.reason(error)}", file=sys.stderr)
+    results = run_ours(cases, options) | peer_results
+    for found in measured:
+        print(
+            f"{found.source}: copy {found.copy_gb_per_s:.1f} GB/s,"
+            f" bfloat16 matmul {found.matmul_tflop_per_s:.1f} TFLOP/s"
+        )
+    best = max(measured, key=lambda found: found.copy_gb_per_s)
+    print(f"share_of_copy is of the copy by {best.source}")
+
+    origin = provenance()
+    by_name = {(case.op, case.name): case for case in cases}
+    order = {case: i for i, case in enumerate(by_name)}
+    keys = sorted(results, key=lambda key: (order[key[:2]], DIRECTIONS.index(key[2])))
+    rows = [
+        origin | make_row(by_name[key[:2]], options.dtype, key, results[key], best) for key in keys
+    ]
+    print_tables(rows)
+    path = options.csv
+    if path is None and not options.smoke:
+        path = ROOT / "benchmarks" / "results" / f"{slug(origin['gpu'])}.csv"
+    if path:
+        append_rows(path, COLUMNS, rows)
+        print(f"\n{len(rows)} rows appended to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""One training step of GPT-2: ours beside plain JAX, in one run on one GPU.
+
+``python -m benchmarks.train`` times each implementation in a process of its own, one after another,
+prints a table and appends its rows to ``benchmarks/results/<gpu>_train.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
+
+IMPLEMENTATIONS = ("plain", "plain_unrolled", "jaxllm")
+COLUMNS = (
+    *PROVENANCE,
+    *("model", "batch_size", "seq_len", "implementation", "backend", "dtype"),
+    *("step_ms", "tokens_per_s", "mfu", "peak_gib", "loss", "steps", "timer", "note"),
+)
+
+_GROUPS = 3  # timed runs of --steps steps; the median counts
+_WARM_UP = 3
+_BATCHES = 4  # batches on the device, in turn, so that no step waits for the host
+_PROFILED = 3
+_REPORT = "TRAIN-REPORT "
+
+
+# Kernels by what they do
+
+
+# The first pattern that is found in a kernel's name counts.
+_OURS = "ours"
+_CATEGORIES = (
+    (_OURS, r"jaxllm"),
+    ("GEMM", r"cublas|cutlass(?!.*(fmha|sdpa|flash))|gemm|nvjet|xmma|splitk"),
+    ("attention", r"cudnn|fmha|sdpa|flash_(f|b)prop"),
+    (_OURS, r"_(forward|backward)\b|_kernel(\b|_)"),
+    ("copies and fills", r"^(memcpy|memset)"),
+    ("XLA", r"fusion|^(wrapped|loop|input|triton|copy|transpose|broadcast|concatenate)_?"),
+)
+
+
+def category(kernel: str) -> str:
+    """What a kernel belongs to, judged by its name."""
+    found = (name for name, pattern in _CATEGORIES if re.search(pattern, kernel, re.IGNORECASE))
+    return next(found, "other")
+
+
+def breakdown(events: Sequence[timing.Event], steps: int, top: int = 25) -> str:
+    """Two tables of milliseconds a step: by category, and the kernels that take longest."""
+    times: dict[str, float] = collections.defaultdict(float)
+    groups: dict[str, float] = collections.defaultdict(float)
+    counts = collections.Counter(event.name for event in events)
+    for event in events:
+        milliseconds = event.duration_ns / 1e6 / steps
+        times[event.name] += milliseconds
+        groups[category(event.name)] += milliseconds
+    total = sum(groups.values())
+    by_group = [(name, f"{t:.3f}", f"{t / total:.1%}", "") for name, t in _longest(groups)]
+    by_group.append(("all", f"{total:.3f}", "", ""))
+    by_kernel = [
+        (category(name), f"{t:.3f}", f"{counts[name] / steps:g}", name[:110])
+        for name, t in _longest(times)[:top]
+    ]
+    return "\n\n".join(
+        (
+            format_table(("category", "ms a step", "share", ""), by_group),
+            format_table(("category", "ms a step", "launches", "kernel"), by_kernel),
+        )
+    )
+
+
+def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
+# One implementation, in a process of its own
+
+
+def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    if options.data:
+        from jaxllm import data
+
+        shards = data.open_dataset(options.data / "train_*.bin")
+        shape = (options.batch_size, options.seq_len)
+        return [data.batch(shards, *shape, seed=0, step=step) for step in range(_BATCHES)]
+    rng = np.random.default_rng(0)
+    shape = (_BATCHES, options.batch_size, options.seq_len + 1)
+    samples = rng.integers(0, vocab_size, shape, np.int32)
+    return [(sample[:, :-1], sample[:, 1:]) for sample in samples]
+
+
+def _plain(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., Any]]:
+    """The state and ``step(state, tokens, labels) -> (state, loss)`` of the baseline."""
+    import jax
+
+    from benchmarks import plain_gpt2
+
+    # cuDNN has no kernel for a smoke test's tiny shapes.
+    cudnn = jax.default_backend() == "gpu" and not options.smoke
+    config = plain_gpt2.Config(
+        layers=model.layers,
+        heads=model.heads,
+        width=model.width,
+        max_seq_len=model.max_seq_len,
+        vocab_size=model.padded_vocab_size,
+        unrolled=options.worker == "plain_unrolled",
+        attention="cudnn" if cudnn else "xla",
+        dtype=options.dtype,
+    )
+    init_state, step = plain_gpt2.make_step(config)
+    return init_state(jax.random.key(0)), step
+
+
+def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., Any]]:
+    """The same of the library."""
+    import jax
+
+    from jaxllm import training
+    from jaxllm.models import gpt2
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        return gpt2.loss(params, tokens, labels, model)
+
+    optimizer = training.adamw(6e-4)
+    state = training.init_state(gpt2.init(jax.random.key(0), model), optimizer)
+    train_step = training.make_train_step(loss, optimizer, compute_dtype=options.dtype)
+
+    def step(state: Any, tokens: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        state, metrics = train_step(state, tokens, labels)
+        return state, metrics["loss"]
+
+    return state, step
+
+
+def _model(options: argparse.Namespace) -> Any:
+    """The preset, with room for the sequence length; a tiny model for a smoke test."""
+    from jaxllm.models import gpt2
+
+    if options.smoke:
+        return gpt2.GPT2Config(
+            vocab_size=250, max_seq_len=options.seq_len, layers=2, heads=2, width=32
+        )
+    preset = gpt2.PRESETS[options.preset]
+    return dataclasses.replace(preset, max_seq_len=max(preset.max_seq_len, options.seq_len))
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Times one implementation; the fields of its row."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxllm
+    from jaxllm import training
+    from jaxllm.models import gpt2
+
+    ours = options.worker == "jaxllm"
+    model = _model(options)
+    state, step = (_jaxllm if ours else _plain)(options, model)
+    # The library's step takes microbatches on a leading axis.
+    leading = (1,) if ours else ()
+    batches = [
+        tuple(jnp.asarray(part.reshape(*leading, *part.shape)) for part in batch)
+        for batch in _batches(options, model.vocab_size)
+    ]
+    value = None
+
+    def run(steps: int) -> None:
+        nonlocal state, value
+        for i in range(steps):
+            state, value = step(state, *batches[i % len(batches)])
+        jax.block_until_ready((state, value))
+
+    # The library's step takes its backend from what surrounds it; plain JAX has none.
+    with jaxllm.use_backend(options.backend):
+        start = time.perf_counter()
+        run(1)
+        print(f"first step: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        run(_WARM_UP - 1)
+        seconds = []
+        for _ in range(_GROUPS):
+            start = time.perf_counter()
+            run(options.steps)
+            seconds.append((time.perf_counter() - start) / options.steps)
+        # Read before the profiled steps: XLA may run those without command buffers.
+        memory = jax.local_devices()[0].memory_stats() or {}
+        table = ""
+        if options.profile:
+            try:
+                events = timing.record_jax(lambda: run(_PROFILED))
+                busy = timing.busy_ns(events) / 1e6 / _PROFILED
+                table = f"device busy {busy:.3f} ms a step\n\n{breakdown(events, _PROFILED)}"
+            except timing.NoKernelsError as error:
+                table = f"no profile: {error}"
+    origin = provenance()
+    median = float(np.median(seconds))
+    tokens = options.batch_size * options.seq_len
+    flops = tokens * gpt2.flops_per_token(model, options.seq_len)
+    mfu = training.model_flops_utilization(flops, median, origin["gpu"])
+    peak = memory.get("peak_bytes_in_use")
+    spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
+    row = origin | {
+        "step_ms": f"{median * 1e3:.3f}",
+        "tokens_per_s": f"{tokens / median:.0f}",
+        "mfu": "" if mfu is None else f"{mfu:.4f}",
+        "peak_gib": "" if peak is None else f"{peak / 2**30:.2f}",
+        "loss": f"{float(value):.4f}",  # type: ignore[arg-type]
+        "timer": "wall",
+        "note": spread,
+    }
+    return {"row": row, "profile": table}
+
+
+# All of them
+
+
+def run_worker(implementation: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs one implementation in its process; its report, or one with the reason for none."""
+    command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
+    for name in ("preset", "batch_size", "seq_len", "steps", "backend", "dtype"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += ["--data", str(options.data.resolve())] if options.data else []
+    command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
+    print(f"{implementation} ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryFile("w+") as stderr:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=options.timeout,
+            )
+            output, status = done.stdout, f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            output, status = "", f"stopped after {options.timeout:g} s"
+        stderr.seek(0)
+        log = stderr.read().strip().splitlines()
+    for line in output.splitlines():
+        if line.startswith(_REPORT):
+            return json.loads(line.removeprefix(_REPORT))
+    print("\n".join([f"{implementation}: {status}", *log[-20:]]), file=sys.stderr)
+    # An exception's last lines may be a footnote; its own begins with its type.
+    error = next((x for x in reversed(log) if re.match(r"[\w.]+(Error|Exception)\b", x)), "")
+    return {"row": {"note": "; ".join(filter(None, (status, error)))[:200]}, "profile": ""}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times the training steps; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
+    parser.add_argument("--preset", default="d12", help="a preset of jaxllm.models.gpt2")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--steps", type=int, help="steps in each of three timed groups")
+    parser.add_argument(
+        "--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["plain", "jaxllm"]
+    )
+    parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="holds train_*.bin; random tokens by default"
+    )
+    parser.add_argument("--profile", action="store_true", help="print the time by kernel")
+    parser.add_argument(
+        "--timeout", type=float, default=280, help="seconds for each implementation"
+    )
+    parser.add_argument(
+        "--csv", type=Path, help="default: benchmarks/results/<gpu>_train.csv; none with --smoke"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
+    parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    defaults = (2, 16, 2) if options.smoke else (32, 1024, 20)
+    for name, default in zip(("batch_size", "seq_len", "steps"), defaults, strict=True):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        setattr(options, name, default if value is None else value)
+    if options.data and not sorted(options.data.glob("train_*.bin")):
+        parser.error(f"--data {options.data} has no train_*.bin")
+
+    if options.worker:
+        print(_REPORT + json.dumps(work(options)), flush=True)
+        return 0
+
+    from jaxllm.models import gpt2
+
+    if options.preset not in gpt2.PRESETS:
+        parser.error(f"--preset {options.preset!r} is none of {', '.join(gpt2.PRESETS)}")
+    rows = []
+    for implementation in options.implementation:
+        report = run_worker(implementation, options)
+        if report["profile"]:
+            print(f"\n{implementation}: {report['profile']}\n", flush=True)
+        rows.append(
+            {
+                "model": "smoke" if options.smoke else f"gpt2_{options.preset}",
+                "batch_size": options.batch_size,
+                "seq_len": options.seq_len,
+                "implementation": implementation,
+                "backend": options.backend if implementation == "jaxllm" else "",
+                "dtype": options.dtype,
+                "steps": options.steps,
+            }
+            | report["row"]
+        )
+    # A row of a failure has the provenance of the others.
+    origin = next(({k: row[k] for k in PROVENANCE} for row in rows if "gpu" in row), {})
+    rows = [origin | row for row in rows]
+    columns = ("implementation", "step_ms", "tokens_per_s", "mfu", "peak_gib", "loss", "note")
+    model, batch = rows[0]["model"], f"{options.batch_size} x {options.seq_len}"
+    print(f"\n{model}, {batch} tokens a step, {options.dtype}, on {origin.get('gpu', 'unknown')}")
+    print(format_table(columns, [[row.get(column, "-") for column in columns] for row in rows]))
+    path = options.csv
+    if path is None and not options.smoke and origin:
+        path = ROOT / "benchmarks" / "results" / f"{slug(origin['gpu'])}_train.csv"
+    if path:
+        append_rows(path, COLUMNS, rows)
+        print(f"\n{len(rows)} rows appended to {path}")
+    return 0 if origin else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""The benchmarks' machinery: everything but the numbers."""
+
+import csv
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import ops, peers, record, timing, train
+from jaxllm.ops.norm.cases import CASES
+from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
+
+
+@pytest.fixture(autouse=True)
+def small_processes(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def small_case(op):
+    return next(case for case in CASES if case.op == op and case.name == "gpt2_row")
+
+
+# Timing
+
+
+def test_split_gives_each_repetition_its_busy_time():
+    # Two kernels a repetition; in the second they overlap, and the overlap counts once.
+    events = [(0, 1000, "a"), (1500, 2000, "b"), (10000, 1000, "a"), (10500, 2000, "b")]
+    times, note = timing.split([timing.Event(*event) for event in reversed(events)], 2)
+    assert times == (3.0, 2.5)
+    assert note == "kernels=2"
+
+
+@pytest.mark.parametrize(
+    "names", [("a", "b", "a"), ("a", "b", "a", "a")], ids=["count", "other_kernels"]
+)
+def test_split_falls_back_to_the_mean_and_says_so(names):
+    events = [timing.Event(i * 100, 50, name) for i, name in enumerate(names)]
+    times, note = timing.split(events, 2)
+    assert times == (pytest.approx(len(names) * 50 / 2 / 1e3),)
+    assert "mean only" in note
+
+
+def test_only_stream_lines_of_a_gpu_are_read():
+    def line(name, *starts):
+        events = [SimpleNamespace(start_ns=s, duration_ns=5.0, name=name) for s in starts]
+        return SimpleNamespace(name=name, events=events)
+
+    planes = [
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", 0.0)]),
+        SimpleNamespace(
+            name="/device:GPU:0",
+            lines=[
+                line("XLA Modules", 1.0),
+                line("XLA Ops", 1.0),
+                line("Stream #13(Compute)", 9.0, 1.0),
+                line("Stream #14(MemcpyD2D)", 4.0),
+            ],
+        ),
+    ]
+    assert [event.start_ns for event in timing.read_planes(planes)] == [1.0, 4.0, 9.0]
+
+
+def test_a_trace_without_kernels_names_its_planes_and_wall_takes_over(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "read_planes", lambda planes: [])
+    fn = jax.jit(jnp.sin)
+    with pytest.raises(timing.NoKernelsError, match="host"):
+        timing.record_jax(lambda: fn(jnp.ones(8)).block_until_ready())
+    result = timing.time_jax(fn, [(jnp.ones(8),), (jnp.ones(8),)], repetitions=2, timer="trace")
+    assert result.timer == "wall"
+    assert len(result.times_us) == 2
+    assert "falling back" in capsys.readouterr().err
+
+
+def test_annotations_of_a_torch_trace_do_not_count():
+    def event(kind, start, ph="X"):
+        return {"ph": ph, "cat": kind, "ts": start, "dur": 2.0, "name": kind}
+
+    kinds = ("gpu_user_annotation", "kernel", "gpu_memset", "cuda_runtime", "gpu_memcpy")
+    trace = {"traceEvents": [event(kind, i) for i, kind in enumerate(kinds)] + [{"ph": "M"}]}
+    assert timing.read_chrome_trace(trace) == [
+        timing.Event(1000, 2000, "kernel"),
+        timing.Event(2000, 2000, "gpu_memset"),
+        timing.Event(4000, 2000, "gpu_memcpy"),
+    ]
+
+
+def test_inputs_rotate_through_more_than_the_cache():
+    assert timing.number_of_sets(100 * 10**6) == (3, "")
+    assert timing.number_of_sets(10**9) == (2, "")
+    assert timing.number_of_sets(1000) == (timing.MAX_SETS, "inputs fit in L2")
+
+
+# Ours
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
+def test_the_timed_backward_has_nothing_of_the_forward(op, backend):
+    case = small_case(op)
+    inputs = make_inputs(case, "float32")
+    outputs, pullback = ops.make_pullback(case, backend)(*inputs)
+    cotangents = cotangents_like(outputs)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(pullback))
+    # The forward takes a root; the backward finds it among what the forward saved.
+    forward = ops.forward_call(case, backend).lower(*inputs).as_text()
+    backward = ops.backward_call().lower(pullback, cotangents).as_text()
+    assert "rsqrt" in forward
+    assert "rsqrt" not in backward
+    # dx is one output, also where two inputs share it.
+    gradients = ops.backward_call()(pullback, cotangents)
+    shapes = [gradient.shape for gradient in gradients]
+    assert shapes == [inputs[0].shape, inputs[-1].shape, inputs[-1].shape]
+
+
+def test_integer_inputs_have_no_gradient(monkeypatch):
+    def take(x, index, *, backend):
+        return x[index]
+
+    monkeypatch.setattr(ops.jaxllm.ops, "take", take, raising=False)
+    case = Case("take", "small", {"x": Normal((5, 3)), "index": Integers((4,), high=5)})
+    outputs, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    (gradient,) = ops.backward_call()(pullback, cotangents_like(outputs))
+    assert gradient.shape == (5, 3)
+
+
+def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    command = ["norm", "--smoke", "--op", "rms_norm", "--csv", str(path)]
+    assert ops.main(command) == 0
+    rows = read_csv(path)
+    assert tuple(rows[0]) == ops.COLUMNS
+    expected = {
+        (direction, name)
+        for direction in ops.DIRECTIONS
+        for name in (*ops.BACKENDS, *peers.PEERS["rms_norm"])
+    }
+    assert {(row["direction"], row["implementation"]) for row in rows} == expected
+    for row in rows:
+        assert row["note"]
+        if row["median_us"]:
+            assert 0 < float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
+            assert row["timer"] == "wall"
+    assert all(row["median_us"] for row in rows if row["implementation"] in ("xla", "pallas"))
+    assert "rms_norm gpt2_row 2x3x768 bfloat16 backward" in capsys.readouterr().out
+
+
+def test_the_peers_compute_what_our_ops_compute():
+    torch = pytest.importorskip("torch")
+    for op, fn in peers._torch_ops().items():
+        case = small_case(op)
+        inputs = make_inputs(case, "float32")
+        ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
+        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs))
+        theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+        for our, their in zip(ours, theirs, strict=True):
+            assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4)
+
+
+def test_every_peer_belongs_to_an_op_that_has_cases():
+    assert set(peers.PEERS) <= {case.op for case in CASES}
+
+
+def test_what_the_peers_do_not_report_has_a_reason():
+    lines = [
+        "a library's chatter",
+        "[1]",
+        '{"kind": "limits", "copy_gb_per_s": 2.0, "matmul_tflop_per_s": 3.0, "source": "torch"}',
+        '{"kind": "failure", "op": "o", "case": "c", "direction": "d", "peer": "p", "reason": "r"}',
+    ]
+    limits, results = ops.read_peers(lines)
+    assert limits == timing.Limits(2.0, 3.0, "torch")
+    assert results == {("o", "c", "d", "p"): "r"}
+
+
+def test_a_row_has_the_rates_that_follow_from_the_median():
+    case = next(case for case in CASES if str(case) == "layer_norm-gpt2_124m")
+    key = (case.op, case.name, "forward", "cuda")
+    limits = timing.Limits(4000.0, 800.0, "torch")
+    row = ops.make_row(case, "bfloat16", key, timing.Timing((100.0,), "trace"), limits)
+    assert row["bytes"] == 2 * 65536 * 768 * 2
+    assert float(row["gb_per_s"]) == pytest.approx(row["bytes"] / 100e-6 / 1e9, rel=1e-4)
+    assert float(row["share_of_copy"]) == pytest.approx(2013.3 / 4000, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "invalid choice"),
+        (["norm", "--smoke", "--op", "nothing"], "--op 'nothing' is none of layer_norm"),
+        (["norm", "--smoke", "--case", "nothing"], "--case 'nothing' is none of gpt2_124m"),
+        (["norm", "--smoke", "--backend", "auto"], "invalid choice"),
+    ],
+)
+def test_ops_command_line_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ops.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without a GPU")
+def test_ops_without_a_gpu_points_to_smoke(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ops.main(["norm"])
+    assert "--smoke" in capsys.readouterr().err
+
+
+# Train
+
+
+def test_train_smoke_run_has_a_row(tmp_path):
+    path = tmp_path / "rows.csv"
+    command = ["--smoke", "--implementation", "plain", "--csv", str(path), "--profile"]
+    assert train.main(command) == 0
+    (row,) = read_csv(path)
+    assert tuple(row) == train.COLUMNS
+    assert float(row["tokens_per_s"]) > 0
+    assert float(row["loss"]) == pytest.approx(5.5, abs=0.3)
+
+
+def test_a_failed_worker_is_a_row_with_the_reason(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    monkeypatch.setenv("JAX_PLATFORMS", "nothing")
+    command = ["--smoke", "--implementation", "plain", "--csv", str(path)]
+    assert train.main(command) == 1
+    (row,) = read_csv(path)
+    assert "nothing" in row["note"]
+    assert not row["step_ms"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["plain_unrolled", "jaxllm"])
+def test_every_implementation_trains(implementation, capsys):
+    assert train.main(["--smoke", "--worker", implementation]) == 0
+    out = capsys.readouterr().out
+    assert '"tokens_per_s"' in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--preset", "nothing"], "--preset 'nothing' is none of"),
+        (["--data", "nowhere"], "has no train_*.bin"),
+        (["--implementation", "nothing"], "invalid choice"),
+    ],
+)
+def test_train_command_line_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16>", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "GEMM"),
+        ("gemm_fusion_dot_12", "GEMM"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true>", "attention"),
+        ("void jaxllm::(anonymous namespace)::gemm_kernel<float>(float*)", "ours"),
+        ("flash_attention_backward_kernel", "ours"),
+        ("add_layer_norm_forward", "ours"),
+        ("MemcpyD2D", "copies and fills"),
+        ("loop_add_fusion_3", "XLA"),
+        ("wrapped_convert", "XLA"),
+        ("redzone_checker", "other"),
+    ],
+)
+def test_kernels_have_their_category(kernel, expected):
+    assert train.category(kernel) == expected
+
+
+def test_breakdown_is_per_step_and_longest_first():
+    names = ("nvjet", "loop_add_fusion", "nvjet", "loop_add_fusion")
+    lengths = (2e6, 1e6, 2e6, 1e6)
+    events = [
+        timing.Event(i * 1e7, t, n) for i, (t, n) in enumerate(zip(lengths, names, strict=True))
+    ]
+    lines = [line.split() for line in train.breakdown(events, 2).splitlines()]
+    assert ["GEMM", "2.000", "66.7%"] in lines
+    assert ["all", "3.000"] in lines
+    assert ["XLA", "1.000", "1", "loop_add_fusion"] in lines
+
+
+# Records
+
+
+def test_slug():
+    assert record.slug("NVIDIA H200") == "h200"
+    assert record.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+
+
+def test_commit_comes_from_the_environment_where_git_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.delenv("JAXLLM_COMMIT", raising=False)
+    assert record.commit() == "unknown"
+    monkeypatch.setenv("JAXLLM_COMMIT", "abc1234")
+    assert record.commit() == "abc1234"
+
+
+def test_rows_are_appended_under_one_header(tmp_path):
+    path = tmp_path / "results" / "rows.csv"
+    for i in range(2):
+        record.append_rows(path, ("a", "b"), [{"a": i}])
+    assert path.read_text() == "a,b\n0,\n1,\n"
+    with pytest.raises(ValueError, match="has the header"):
+        record.append_rows(path, ("a", "c"), [{"a": 2}])
+
+
+def test_committed_results_have_the_columns_of_today():
+    for path in (record.ROOT / "benchmarks" / "results").glob("*.csv"):
+        columns = train.COLUMNS if path.stem.endswith("_train") else ops.COLUMNS
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+        assert tuple(rows[0]) == columns, path
+        assert {len(row) for row in rows} == {len(columns)}, path
