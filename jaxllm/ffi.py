@@ -11,37 +11,39 @@ import numpy as np
 
 try:
     from jaxllm import _cuda  # type: ignore[attr-defined]
-except ImportError as error:
-    _cuda = None
-    _import_error = error
 
-HOW_TO_BUILD = (
-    "reinstall jaxllm with nvcc >= 12.3 on the PATH: pip install --force-reinstall --no-deps ."
+    _import_error = None
+except ImportError as error:
+    _cuda, _import_error = None, error
+
+_HOW_TO_BUILD = (
+    "reinstall jaxllm with nvcc >= 12.3 on the PATH (pip install --force-reinstall --no-deps .)"
 )
+
+
+def _describe_fault(extension: Any, import_error: ImportError | None) -> str | None:
+    """Why the extension cannot be used, in a sentence."""
+    if extension is None:
+        # The package is there, so an ImportError without a cause means that the module is not.
+        if isinstance(import_error, ModuleNotFoundError) or "cannot import" in str(import_error):
+            return f"the CUDA extension is not built; {_HOW_TO_BUILD}"
+        return f"the CUDA extension does not load ({import_error}); {_HOW_TO_BUILD}"
+    built, running = extension.build_facts()["jaxlib"], jaxlib.version.__version__
+    # XLA runs handlers of older FFI headers and refuses newer ones, late and obscurely.
+    if _version(built) > _version(running):
+        return (
+            f"the CUDA extension was built for jaxlib {built}, newer than the installed {running}; "
+            + _HOW_TO_BUILD
+        )
+    return None
 
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2])
 
 
-def _find_fault() -> str | None:
-    if _cuda is None:
-        if getattr(_import_error, "name", None) == "jaxllm._cuda" or "_cuda" in str(_import_error):
-            return f"the CUDA extension is not built; {HOW_TO_BUILD}"
-        return f"the CUDA extension does not load ({_import_error}); {HOW_TO_BUILD}"
-    built = _cuda.build_facts()["jaxlib"]
-    running = jaxlib.version.__version__
-    # XLA runs handlers of older FFI headers and refuses newer ones, late and obscurely.
-    if _version(built) > _version(running):
-        return (
-            f"the CUDA extension was built for jaxlib {built}, newer than the jaxlib {running} "
-            f"that is installed; {HOW_TO_BUILD}"
-        )
-    return None
-
-
-_fault = _find_fault()
-if _fault is None:
+_fault = _describe_fault(_cuda, _import_error)
+if _cuda is not None and _fault is None:
     for _name, _capsule in _cuda.registrations().items():
         jax.ffi.register_ffi_target(_name, _capsule, platform="CUDA")
 
@@ -57,7 +59,7 @@ def is_available() -> bool:
 
 
 def build_facts() -> dict[str, str]:
-    """What the extension was built with: CUDA version, architectures, jaxlib; empty if not built."""
+    """The CUDA version, architectures and jaxlib of the build; empty if there is none."""
     return dict(_cuda.build_facts()) if _cuda is not None else {}
 
 

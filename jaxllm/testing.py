@@ -106,8 +106,9 @@ def error(actual: ArrayLike, expected: ArrayLike) -> float:
     """How far ``actual`` is from ``expected``: the worse of two relative errors.
 
     One is in the Euclidean norm, the other the largest deviation over the largest value, which
-    sees a single wrong element or row. NaN or infinity in one place and not the other is an
-    infinite error; so is a difference of shape.
+    sees a single wrong element or row; where all of ``expected`` is zero, it is the largest
+    deviation itself. NaN or infinity in one place and not the other is an infinite error; so is a
+    difference of shape.
     """
     a, e = (np.asarray(value).astype(np.float64) for value in (actual, expected))
     if a.shape != e.shape or not np.array_equal(np.isfinite(a), np.isfinite(e)):
@@ -117,9 +118,10 @@ def error(actual: ArrayLike, expected: ArrayLike) -> float:
     if e.size == 0:
         return 0.0
     difference = a - e
-    tiny = np.finfo(np.float64).tiny
-    euclidean = np.linalg.norm(difference) / (np.linalg.norm(e) + tiny)
-    largest = np.abs(difference).max() / (np.abs(e).max() + tiny)
+    if not e.any():  # no scale to be relative to
+        return float(np.abs(difference).max())
+    euclidean = np.linalg.norm(difference) / np.linalg.norm(e)
+    largest = np.abs(difference).max() / np.abs(e).max()
     return float(max(euclidean, largest))
 
 

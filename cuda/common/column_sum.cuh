@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   partial += int64_t{blockIdx.y} * row_stride * width;
   float sum = 0.0f;
   if (column < width) {
+#pragma unroll 8  // several loads on their way at once
     for (int64_t row = warp; row < rows; row += 32) sum += partial[row * width + column];
   }
   sums[warp][lane] = sum;

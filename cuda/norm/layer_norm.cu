@@ -3,83 +3,77 @@
 #include "common/column_sum.cuh"
 #include "norm/layer_norm.h"
 #include "norm/rows.cuh"
+#include "norm/strategies.h"
 
 namespace jaxllm {
 namespace {
 
-// A team of threads holds a row in registers: it is read once, however often the sums need it. The
-// block stays on its multiprocessor, keeps its weights, and reads the next row while it works on
-// this one.
-template <class Team, int kPacks, bool kAdd, typename T, typename W>
-__global__ void __launch_bounds__(Team::kMaxThreads)
+// A team of threads holds a row in registers: it is read once, however often the sums need it.
+template <class Team, int kPacks, int kMinBlocks, bool kAdd, typename T, typename W>
+__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
     layer_norm_forward_kernel(const T* x, const T* residual, const W* scale, const W* bias,
                               float eps, T* out, T* h, float* mean, float* rstd, int64_t rows,
                               int width) {
   constexpr int kVector = kPackSize<T>;
-  const int64_t first_row = blockIdx.y * rows;
   Team team;
-  Pack<W, kVector> scales[kPacks], biases[kPacks];
-  load_weights(team, scale + int64_t{blockIdx.y} * width, width, scales);
-  load_weights(team, bias + int64_t{blockIdx.y} * width, width, biases);
+  const int64_t row_in_group = int64_t{blockIdx.x} * Team::kRowsPerBlock + team.row();
+  const bool is_row = row_in_group < rows;  // lanes beyond the last row only meet in the sums
+  const int64_t row = blockIdx.y * rows + row_in_group;
+  scale += int64_t{blockIdx.y} * width;
+  bias += int64_t{blockIdx.y} * width;
+  const float per_column = 1.0f / width;
 
-  const int64_t stride = int64_t{gridDim.x} * Team::kRowsPerBlock;
-  int64_t block_row = int64_t{blockIdx.x} * Team::kRowsPerBlock;
-  const auto load = [&](const T* array, int64_t row) {
-    return load_row<kPacks>(team, array + (first_row + row) * width, width, row < rows);
-  };
-  int64_t row = block_row + team.row();
-  RowShare<T, kPacks> next = load(x, row), next_residual;
-  if constexpr (kAdd) next_residual = load(residual, row);
+  Pack<T> packs[kPacks] = {};
+  load_row(team, packs, x + row * width, width, is_row);
+  if constexpr (kAdd) {
+    add_and_store(team, packs, residual + row * width, h + row * width, width, is_row);
+  }
 
-  // The bound is the block's, not the row's, so that all lanes meet in the sums.
-  for (; block_row < rows; block_row += stride, row += stride) {
-    RowShare<T, kPacks> current = next;
-    next = load(x, row + stride);
-    if constexpr (kAdd) {
-      add_and_store(team, current, next_residual, h + (first_row + row) * width, width, row < rows);
-      next_residual = load(residual, row + stride);
-    }
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) of_pack += packs[p][i];
+    sum[0] += of_pack;
+  }
+  team.sum(sum);
+  const float row_mean = sum[0] * per_column;
+  forget_unpacked(packs);
 
-    float sum[1] = {0.0f};
+  float squares[1] = {0.0f};
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+  for (int p = 0; p < kPacks; ++p) {
+    if (pack_column<T>(team, p) >= width) continue;
+    float of_pack = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[0] += current(p, i);
+    for (int i = 0; i < kVector; ++i) {
+      const float centred = packs[p][i] - row_mean;
+      of_pack += centred * centred;
     }
-    team.sum(sum);
-    const float row_mean = sum[0] / width;
+    squares[0] += of_pack;
+  }
+  team.sum(squares);
+  const float row_rstd = rsqrtf(squares[0] * per_column + eps);
+  forget_unpacked(packs);
 
-    float squares[1] = {0.0f};
+  if (!is_row) return;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      if ((team.thread() + p * team.threads()) * kVector >= width) continue;
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = pack_column<T>(team, p);
+    if (column >= width) continue;
+    const Pack<W, kVector> scales = load_cached<kVector>(scale + column);
+    const Pack<W, kVector> biases = load_cached<kVector>(bias + column);
+    float result[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float centred = current(p, i) - row_mean;
-        squares[0] += centred * centred;
-      }
+    for (int i = 0; i < kVector; ++i) {
+      result[i] = (packs[p][i] - row_mean) * row_rstd * scales[i] + biases[i];
     }
-    team.sum(squares);
-    const float row_rstd = rsqrtf(squares[0] / width + eps);
-
-    if (row >= rows) continue;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int column = (team.thread() + p * team.threads()) * kVector;
-      if (column >= width) continue;
-      Pack<T, kVector> result;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float n = (current(p, i) - row_mean) * row_rstd;
-        result.values[i] =
-            from_float<T>(n * to_float(scales[p].values[i]) + to_float(biases[p].values[i]));
-      }
-      store(out + (first_row + row) * width + column, result);
-    }
-    if (team.thread() == 0) {
-      mean[first_row + row] = row_mean;
-      rstd[first_row + row] = row_rstd;
-    }
+    store_streaming(out + row * width + column, Pack<T>::of(result));
+  }
+  if (team.thread() == 0) {
+    mean[row] = row_mean;
+    rstd[row] = row_rstd;
   }
 }
 
@@ -125,79 +119,107 @@ __global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residua
   }
 }
 
-// As the forward, and beside dx each thread adds up the weight gradients of its columns over all
-// rows that its block visits; the block writes them as one partial row.
-template <class Team, int kPacks, bool kAdd, typename T, typename W>
+// The blocks stay on their multiprocessors and loop over tiles of rows. Each thread adds up the
+// weight gradients of its columns over all rows that it visits; at the end the block writes them
+// as one partial row.
+template <class Team, int kPacks, int kRows, bool kAdd, typename T, typename W>
 __global__ void __launch_bounds__(Team::kMaxThreads)
     layer_norm_backward_kernel(const T* x, const W* scale, const float* mean, const float* rstd,
                                const T* dout, const T* dh, T* dx, float* partial, int64_t rows,
                                int width, int64_t partial_rows) {
   constexpr int kVector = kPackSize<T>;
-  const int64_t first_row = blockIdx.y * rows;
+  constexpr int kTileRows = kRows * Team::kRowsPerBlock;
   Team team;
-  Pack<W, kVector> scales[kPacks];
-  load_weights(team, scale + int64_t{blockIdx.y} * width, width, scales);
+  extern __shared__ int4 shared_memory[];
+  TileRing<Team, T, kPacks, kRows, kAdd ? 3 : 2> ring{shared_memory};
+
+  const int64_t first_row = blockIdx.y * rows;
+  const float per_column = 1.0f / width;
+  Pack<W, kVector> scales[kPacks] = {};
+  load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {}, dbias[kPacks][kVector] = {};
 
-  const int64_t stride = int64_t{gridDim.x} * Team::kRowsPerBlock;
-  int64_t block_row = int64_t{blockIdx.x} * Team::kRowsPerBlock;
-  const auto load = [&](const T* array, int64_t row) {
-    return load_row<kPacks>(team, array + (first_row + row) * width, width, row < rows);
-  };
-  const auto statistic = [&](const float* array, int64_t row) {
-    return row < rows ? array[first_row + row] : 0.0f;
-  };
-  int64_t row = block_row + team.row();
-  RowShare<T, kPacks> next_x = load(x, row), next_dout = load(dout, row), next_dh;
-  if constexpr (kAdd) next_dh = load(dh, row);
-  float next_mean = statistic(mean, row), next_rstd = statistic(rstd, row);
-
-  for (; block_row < rows; block_row += stride, row += stride) {
-    const RowShare<T, kPacks> row_x = next_x, row_dout = next_dout, row_dh = next_dh;
-    const float row_mean = next_mean, row_rstd = next_rstd;
-    next_x = load(x, row + stride);
-    next_dout = load(dout, row + stride);
-    if constexpr (kAdd) next_dh = load(dh, row + stride);
-    next_mean = statistic(mean, row + stride);
-    next_rstd = statistic(rstd, row + stride);
-
-    float sums[2] = {0.0f, 0.0f};  // of g, and of g * n
+  const int64_t stride = int64_t{gridDim.x} * kTileRows;
+  const auto row_in_tile = [&](int r) { return r * Team::kRowsPerBlock + team.row(); };
+  float next_mean[kRows], next_rstd[kRows];
+  const auto fetch = [&](int tile, int64_t tile_row) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = tile_row + row_in_tile(r);
+      const int64_t offset = (first_row + row) * width;
+      if constexpr (kAdd) {
+        ring.fetch(team, tile, r, {x + offset, dout + offset, dh + offset}, width, row < rows);
+      } else {
+        ring.fetch(team, tile, r, {x + offset, dout + offset}, width, row < rows);
+      }
+      next_mean[r] = row < rows ? mean[first_row + row] : 0.0f;
+      next_rstd[r] = row < rows ? rstd[first_row + row] : 0.0f;
+    }
+    ring.commit();
+  };
+
+  int64_t tile_row = int64_t{blockIdx.x} * kTileRows;
+  fetch(0, tile_row);
+  for (int tile = 0; tile_row < rows; tile_row += stride, tile ^= 1) {
+    float row_mean[kRows], row_rstd[kRows];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float n = (row_x(p, i) - row_mean) * row_rstd;
-        const float g = row_dout(p, i) * to_float(scales[p].values[i]);
-        sums[0] += g;
-        sums[1] += g * n;
-        dscale[p][i] += row_dout(p, i) * n;
-        dbias[p][i] += row_dout(p, i);
+    for (int r = 0; r < kRows; ++r) row_mean[r] = next_mean[r], row_rstd[r] = next_rstd[r];
+    fetch(tile ^ 1, tile_row + stride);
+    ring.wait_for_previous();
+
+    // With c = x - mean, so that n = c * rstd: the sums of g and of g * c.
+    float sums[2 * kRows] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const Pack<T> xs = ring.read(tile, r, 0, p), douts = ring.read(tile, r, 1, p);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const float c = xs[i] - row_mean[r];
+          const float g = douts[i] * scales[p][i];
+          sums[2 * r] += g;
+          sums[2 * r + 1] += g * c;
+          dscale[p][i] += douts[i] * row_rstd[r] * c;
+          dbias[p][i] += douts[i];
+        }
       }
     }
     team.sum(sums);
-    const float mean_g = sums[0] / width, mean_gn = sums[1] / width;
+    forget_unpacked(scales);
 
-    if (row >= rows) continue;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int column = (team.thread() + p * team.threads()) * kVector;
-      if (column >= width) continue;
-      Pack<T, kVector> result;
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = tile_row + row_in_tile(r);
+      if (row >= rows) continue;
+      // dx = rstd * (g - mean(g) - n * mean(g * n)), and n * mean(g * n) = c * of_c.
+      const float mean_g = sums[2 * r] * per_column;
+      const float of_c = row_rstd[r] * row_rstd[r] * sums[2 * r + 1] * per_column;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float n = (row_x(p, i) - row_mean) * row_rstd;
-        const float g = row_dout(p, i) * to_float(scales[p].values[i]);
-        float value = row_rstd * (g - mean_g - n * mean_gn);
-        if constexpr (kAdd) value += row_dh(p, i);
-        result.values[i] = from_float<T>(value);
+      for (int p = 0; p < kPacks; ++p) {
+        const int column = pack_column<T>(team, p);
+        if (column >= width) continue;
+        const Pack<T> xs = ring.read(tile, r, 0, p), douts = ring.read(tile, r, 1, p);
+        float result[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const float c = xs[i] - row_mean[r];
+          result[i] = row_rstd[r] * (douts[i] * scales[p][i] - mean_g - c * of_c);
+        }
+        if constexpr (kAdd) {
+          const Pack<T> dhs = ring.read(tile, r, 2, p);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) result[i] += dhs[i];
+        }
+        store_streaming(dx + (first_row + row) * width + column, Pack<T>::of(result));
       }
-      store(dx + (first_row + row) * width + column, result);
     }
+    forget_unpacked(scales);
   }
 
   float* my_partial = partial + (2 * blockIdx.y * partial_rows + blockIdx.x) * width;
-  store_column_sums(team, dscale, my_partial, width);
-  store_column_sums(team, dbias, my_partial + partial_rows * width, width);
+  store_column_sums<T>(team, dscale, my_partial, width);
+  store_column_sums<T>(team, dbias, my_partial + partial_rows * width, width);
 }
 
 // dx for rows of any width and alignment, a block a row.
@@ -251,23 +273,23 @@ template <bool kAdd, typename T, typename W>
 cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
                            const W* bias, float eps, T* out, T* h, float* mean, float* rstd,
                            int64_t groups, int64_t rows, int64_t width) {
-  if (!fits_registers<T>(width, x, residual, scale, bias, out, h)) {
-    const dim3 grid(any_width_blocks(rows), groups);
-    layer_norm_forward_any_width_kernel<kAdd><<<grid, kAnyWidthThreads, 0, stream>>>(
-        x, residual, scale, bias, eps, out, h, mean, rstd, rows, width);
-    return cudaGetLastError();
+  const bool served =
+      rows_are_aligned<T>(width, x, residual, scale, bias, out, h) &&
+      choose_forward(width / kPackSize<T>, [&](auto strategy, int threads) {
+        // A team for each row of each group.
+        using S = decltype(strategy);
+        const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
+        layer_norm_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, kAdd>
+            <<<grid, threads, 0, stream>>>(x, residual, scale, bias, eps, out, h, mean, rstd, rows,
+                                           static_cast<int>(width));
+        return true;
+      });
+  if (!served) {
+    layer_norm_forward_any_width_kernel<kAdd>
+        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
+            x, residual, scale, bias, eps, out, h, mean, rstd, rows, width);
   }
-  return launch_by_width(width, [&](auto strategy, int threads) {
-    using Strategy = decltype(strategy);
-    constexpr int kPacks = Strategy::kElementsPerThread / kPackSize<T>;
-    const auto kernel = layer_norm_forward_kernel<typename Strategy::Team, kPacks, kAdd, T, W>;
-    int64_t blocks = 0;
-    JAXLLM_RETURN_IF_ERROR(
-        row_blocks<typename Strategy::Team>(kernel, threads, groups, rows, &blocks));
-    kernel<<<dim3(blocks, groups), threads, 0, stream>>>(x, residual, scale, bias, eps, out, h,
-                                                         mean, rstd, rows, width);
-    return cudaGetLastError();
-  });
+  return cudaGetLastError();
 }
 
 template <bool kAdd, typename T, typename W>
@@ -275,7 +297,28 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
                             const float* rstd, const T* dout, const T* dh, T* dx, float* partial,
                             int64_t groups, int64_t rows, int64_t width, int64_t partial_rows,
                             int64_t* used_partial_rows) {
-  if (!fits_registers<T>(width, x, scale, dout, dh, dx)) {
+  cudaError_t status = cudaSuccess;
+  const bool served =
+      rows_are_aligned<T>(width, x, scale, dout, dh, dx) &&
+      choose_backward<4>(width / kPackSize<T>, [&](auto strategy, int threads) {
+        // As many blocks as keep the memory busy; each loops over tiles of rows.
+        using S = decltype(strategy);
+        using Team = typename S::Team;
+        const auto kernel = layer_norm_backward_kernel<Team, S::kPacks, S::kRows, kAdd, T, W>;
+        const int64_t bytes = TileRing < Team, T, S::kPacks, S::kRows,
+                      kAdd ? 3 : 2 > ::bytes(threads);
+        const int64_t tiles = divide_up(rows, S::kRows * Team::kRowsPerBlock);
+        int64_t blocks = 0;
+        status = backward_blocks(kernel, threads, S::kWarps, bytes, groups, tiles, &blocks);
+        if (status != cudaSuccess || blocks == 0) return false;
+        *used_partial_rows = std::min(blocks, partial_rows);
+        kernel<<<dim3(*used_partial_rows, groups), threads, bytes, stream>>>(
+            x, scale, mean, rstd, dout, dh, dx, partial, rows, static_cast<int>(width),
+            partial_rows);
+        return true;
+      });
+  JAXLLM_RETURN_IF_ERROR(status);
+  if (!served) {
     layer_norm_backward_any_width_kernel<kAdd>
         <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
             x, scale, mean, rstd, dout, dh, dx, rows, width);
@@ -284,20 +327,8 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
     const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
     layer_norm_backward_columns_kernel<<<grid, kAnyWidthThreads, 0, stream>>>(
         x, mean, rstd, dout, partial, rows, width, partial_rows);
-    return cudaGetLastError();
   }
-  return launch_by_width(width, [&](auto strategy, int threads) {
-    using Strategy = decltype(strategy);
-    constexpr int kPacks = Strategy::kElementsPerThread / kPackSize<T>;
-    const auto kernel = layer_norm_backward_kernel<typename Strategy::Team, kPacks, kAdd, T, W>;
-    int64_t blocks = 0;
-    JAXLLM_RETURN_IF_ERROR(
-        row_blocks<typename Strategy::Team>(kernel, threads, groups, rows, &blocks));
-    *used_partial_rows = std::min(blocks, partial_rows);
-    kernel<<<dim3(*used_partial_rows, groups), threads, 0, stream>>>(
-        x, scale, mean, rstd, dout, dh, dx, partial, rows, width, partial_rows);
-    return cudaGetLastError();
-  });
+  return cudaGetLastError();
 }
 
 }  // namespace

@@ -3,61 +3,53 @@
 #include "common/column_sum.cuh"
 #include "norm/rms_norm.h"
 #include "norm/rows.cuh"
+#include "norm/strategies.h"
 
 namespace jaxllm {
 namespace {
 
 // The shape of layer_norm_forward_kernel, with one sum over the row in place of two.
-template <class Team, int kPacks, bool kAdd, typename T, typename W>
-__global__ void __launch_bounds__(Team::kMaxThreads)
+template <class Team, int kPacks, int kMinBlocks, bool kAdd, typename T, typename W>
+__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
     rms_norm_forward_kernel(const T* x, const T* residual, const W* scale, float eps, T* out, T* h,
                             float* rstd, int64_t rows, int width) {
   constexpr int kVector = kPackSize<T>;
-  const int64_t first_row = blockIdx.y * rows;
   Team team;
-  Pack<W, kVector> scales[kPacks];
-  load_weights(team, scale + int64_t{blockIdx.y} * width, width, scales);
+  const int64_t row_in_group = int64_t{blockIdx.x} * Team::kRowsPerBlock + team.row();
+  const bool is_row = row_in_group < rows;  // lanes beyond the last row only meet in the sum
+  const int64_t row = blockIdx.y * rows + row_in_group;
+  scale += int64_t{blockIdx.y} * width;
 
-  const int64_t stride = int64_t{gridDim.x} * Team::kRowsPerBlock;
-  int64_t block_row = int64_t{blockIdx.x} * Team::kRowsPerBlock;
-  const auto load = [&](const T* array, int64_t row) {
-    return load_row<kPacks>(team, array + (first_row + row) * width, width, row < rows);
-  };
-  int64_t row = block_row + team.row();
-  RowShare<T, kPacks> next = load(x, row), next_residual;
-  if constexpr (kAdd) next_residual = load(residual, row);
-
-  for (; block_row < rows; block_row += stride, row += stride) {
-    RowShare<T, kPacks> current = next;
-    next = load(x, row + stride);
-    if constexpr (kAdd) {
-      add_and_store(team, current, next_residual, h + (first_row + row) * width, width, row < rows);
-      next_residual = load(residual, row + stride);
-    }
-
-    float squares[1] = {0.0f};
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) squares[0] += current(p, i) * current(p, i);
-    }
-    team.sum(squares);
-    const float row_rstd = rsqrtf(squares[0] / width + eps);
-
-    if (row >= rows) continue;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int column = (team.thread() + p * team.threads()) * kVector;
-      if (column >= width) continue;
-      Pack<T, kVector> result;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        result.values[i] = from_float<T>(current(p, i) * row_rstd * to_float(scales[p].values[i]));
-      }
-      store(out + (first_row + row) * width + column, result);
-    }
-    if (team.thread() == 0) rstd[first_row + row] = row_rstd;
+  Pack<T> packs[kPacks] = {};
+  load_row(team, packs, x + row * width, width, is_row);
+  if constexpr (kAdd) {
+    add_and_store(team, packs, residual + row * width, h + row * width, width, is_row);
   }
+
+  float squares[1] = {0.0f};
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) of_pack += packs[p][i] * packs[p][i];
+    squares[0] += of_pack;
+  }
+  team.sum(squares);
+  const float row_rstd = rsqrtf(squares[0] / width + eps);
+  forget_unpacked(packs);
+
+  if (!is_row) return;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = pack_column<T>(team, p);
+    if (column >= width) continue;
+    const Pack<W, kVector> scales = load_cached<kVector>(scale + column);
+    float result[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) result[i] = packs[p][i] * row_rstd * scales[i];
+    store_streaming(out + row * width + column, Pack<T>::of(result));
+  }
+  if (team.thread() == 0) rstd[row] = row_rstd;
 }
 
 // Rows of any width and alignment: a block a row, one element at a time, read from memory (the
@@ -87,73 +79,97 @@ __global__ void rms_norm_forward_any_width_kernel(const T* x, const T* residual,
   }
 }
 
-// As the forward, and beside dx each thread adds up the weight gradient of its columns over all
-// rows that its block visits; the block writes them as one partial row.
-template <class Team, int kPacks, bool kAdd, typename T, typename W>
+// The shape of layer_norm_backward_kernel, with one sum over the row and one weight's gradient.
+template <class Team, int kPacks, int kRows, bool kAdd, typename T, typename W>
 __global__ void __launch_bounds__(Team::kMaxThreads)
     rms_norm_backward_kernel(const T* x, const W* scale, const float* rstd, const T* dout,
                              const T* dh, T* dx, float* partial, int64_t rows, int width,
                              int64_t partial_rows) {
   constexpr int kVector = kPackSize<T>;
-  const int64_t first_row = blockIdx.y * rows;
+  constexpr int kTileRows = kRows * Team::kRowsPerBlock;
   Team team;
-  Pack<W, kVector> scales[kPacks];
-  load_weights(team, scale + int64_t{blockIdx.y} * width, width, scales);
+  extern __shared__ int4 shared_memory[];
+  TileRing<Team, T, kPacks, kRows, kAdd ? 3 : 2> ring{shared_memory};
+
+  const int64_t first_row = blockIdx.y * rows;
+  const float per_column = 1.0f / width;
+  Pack<W, kVector> scales[kPacks] = {};
+  load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {};
 
-  const int64_t stride = int64_t{gridDim.x} * Team::kRowsPerBlock;
-  int64_t block_row = int64_t{blockIdx.x} * Team::kRowsPerBlock;
-  const auto load = [&](const T* array, int64_t row) {
-    return load_row<kPacks>(team, array + (first_row + row) * width, width, row < rows);
-  };
-  const auto statistic = [&](const float* array, int64_t row) {
-    return row < rows ? array[first_row + row] : 0.0f;
-  };
-  int64_t row = block_row + team.row();
-  RowShare<T, kPacks> next_x = load(x, row), next_dout = load(dout, row), next_dh;
-  if constexpr (kAdd) next_dh = load(dh, row);
-  float next_rstd = statistic(rstd, row);
-
-  for (; block_row < rows; block_row += stride, row += stride) {
-    const RowShare<T, kPacks> row_x = next_x, row_dout = next_dout, row_dh = next_dh;
-    const float row_rstd = next_rstd;
-    next_x = load(x, row + stride);
-    next_dout = load(dout, row + stride);
-    if constexpr (kAdd) next_dh = load(dh, row + stride);
-    next_rstd = statistic(rstd, row + stride);
-
-    float sum_gn[1] = {0.0f};
+  const int64_t stride = int64_t{gridDim.x} * kTileRows;
+  const auto row_in_tile = [&](int r) { return r * Team::kRowsPerBlock + team.row(); };
+  float next_rstd[kRows];
+  const auto fetch = [&](int tile, int64_t tile_row) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = tile_row + row_in_tile(r);
+      const int64_t offset = (first_row + row) * width;
+      if constexpr (kAdd) {
+        ring.fetch(team, tile, r, {x + offset, dout + offset, dh + offset}, width, row < rows);
+      } else {
+        ring.fetch(team, tile, r, {x + offset, dout + offset}, width, row < rows);
+      }
+      next_rstd[r] = row < rows ? rstd[first_row + row] : 0.0f;
+    }
+    ring.commit();
+  };
+
+  int64_t tile_row = int64_t{blockIdx.x} * kTileRows;
+  fetch(0, tile_row);
+  for (int tile = 0; tile_row < rows; tile_row += stride, tile ^= 1) {
+    float row_rstd[kRows];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float dn = row_dout(p, i) * row_x(p, i) * row_rstd;
-        sum_gn[0] += dn * to_float(scales[p].values[i]);
-        dscale[p][i] += dn;
+    for (int r = 0; r < kRows; ++r) row_rstd[r] = next_rstd[r];
+    fetch(tile ^ 1, tile_row + stride);
+    ring.wait_for_previous();
+
+    float sums[kRows] = {};  // of g * n
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const Pack<T> xs = ring.read(tile, r, 0, p), douts = ring.read(tile, r, 1, p);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const float dn = douts[i] * (xs[i] * row_rstd[r]);
+          sums[r] += dn * scales[p][i];
+          dscale[p][i] += dn;
+        }
       }
     }
-    team.sum(sum_gn);
-    const float mean_gn = sum_gn[0] / width;
+    team.sum(sums);
+    forget_unpacked(scales);
 
-    if (row >= rows) continue;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int column = (team.thread() + p * team.threads()) * kVector;
-      if (column >= width) continue;
-      Pack<T, kVector> result;
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = tile_row + row_in_tile(r);
+      if (row >= rows) continue;
+      // dx = rstd * (g - n * mean(g * n)), and n * mean(g * n) = x * of_x.
+      const float of_x = row_rstd[r] * sums[r] * per_column;
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float g = row_dout(p, i) * to_float(scales[p].values[i]);
-        float value = row_rstd * (g - row_x(p, i) * row_rstd * mean_gn);
-        if constexpr (kAdd) value += row_dh(p, i);
-        result.values[i] = from_float<T>(value);
+      for (int p = 0; p < kPacks; ++p) {
+        const int column = pack_column<T>(team, p);
+        if (column >= width) continue;
+        const Pack<T> xs = ring.read(tile, r, 0, p), douts = ring.read(tile, r, 1, p);
+        float result[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          result[i] = row_rstd[r] * (douts[i] * scales[p][i] - xs[i] * of_x);
+        }
+        if constexpr (kAdd) {
+          const Pack<T> dhs = ring.read(tile, r, 2, p);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) result[i] += dhs[i];
+        }
+        store_streaming(dx + (first_row + row) * width + column, Pack<T>::of(result));
       }
-      store(dx + (first_row + row) * width + column, result);
     }
+    forget_unpacked(scales);
   }
 
-  store_column_sums(team, dscale, partial + (blockIdx.y * partial_rows + blockIdx.x) * width,
-                    width);
+  store_column_sums<T>(team, dscale, partial + (blockIdx.y * partial_rows + blockIdx.x) * width,
+                       width);
 }
 
 // dx for rows of any width and alignment, a block a row.
@@ -202,23 +218,22 @@ template <bool kAdd, typename T, typename W>
 cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
                            float eps, T* out, T* h, float* rstd, int64_t groups, int64_t rows,
                            int64_t width) {
-  if (!fits_registers<T>(width, x, residual, scale, out, h)) {
-    const dim3 grid(any_width_blocks(rows), groups);
+  const bool served = rows_are_aligned<T>(width, x, residual, scale, out, h) &&
+                      choose_forward(width / kPackSize<T>, [&](auto strategy, int threads) {
+                        // A team for each row of each group.
+                        using S = decltype(strategy);
+                        const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
+                        rms_norm_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, kAdd>
+                            <<<grid, threads, 0, stream>>>(x, residual, scale, eps, out, h, rstd,
+                                                           rows, static_cast<int>(width));
+                        return true;
+                      });
+  if (!served) {
     rms_norm_forward_any_width_kernel<kAdd>
-        <<<grid, kAnyWidthThreads, 0, stream>>>(x, residual, scale, eps, out, h, rstd, rows, width);
-    return cudaGetLastError();
+        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
+            x, residual, scale, eps, out, h, rstd, rows, width);
   }
-  return launch_by_width(width, [&](auto strategy, int threads) {
-    using Strategy = decltype(strategy);
-    constexpr int kPacks = Strategy::kElementsPerThread / kPackSize<T>;
-    const auto kernel = rms_norm_forward_kernel<typename Strategy::Team, kPacks, kAdd, T, W>;
-    int64_t blocks = 0;
-    JAXLLM_RETURN_IF_ERROR(
-        row_blocks<typename Strategy::Team>(kernel, threads, groups, rows, &blocks));
-    kernel<<<dim3(blocks, groups), threads, 0, stream>>>(x, residual, scale, eps, out, h, rstd,
-                                                         rows, width);
-    return cudaGetLastError();
-  });
+  return cudaGetLastError();
 }
 
 template <bool kAdd, typename T, typename W>
@@ -226,7 +241,27 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
                             const T* dout, const T* dh, T* dx, float* partial, int64_t groups,
                             int64_t rows, int64_t width, int64_t partial_rows,
                             int64_t* used_partial_rows) {
-  if (!fits_registers<T>(width, x, scale, dout, dh, dx)) {
+  cudaError_t status = cudaSuccess;
+  const bool served =
+      rows_are_aligned<T>(width, x, scale, dout, dh, dx) &&
+      choose_backward<2>(width / kPackSize<T>, [&](auto strategy, int threads) {
+        // As many blocks as keep the memory busy; each loops over tiles of rows.
+        using S = decltype(strategy);
+        using Team = typename S::Team;
+        const auto kernel = rms_norm_backward_kernel<Team, S::kPacks, S::kRows, kAdd, T, W>;
+        const int64_t bytes = TileRing < Team, T, S::kPacks, S::kRows,
+                      kAdd ? 3 : 2 > ::bytes(threads);
+        const int64_t tiles = divide_up(rows, S::kRows * Team::kRowsPerBlock);
+        int64_t blocks = 0;
+        status = backward_blocks(kernel, threads, S::kWarps, bytes, groups, tiles, &blocks);
+        if (status != cudaSuccess || blocks == 0) return false;
+        *used_partial_rows = std::min(blocks, partial_rows);
+        kernel<<<dim3(*used_partial_rows, groups), threads, bytes, stream>>>(
+            x, scale, rstd, dout, dh, dx, partial, rows, static_cast<int>(width), partial_rows);
+        return true;
+      });
+  JAXLLM_RETURN_IF_ERROR(status);
+  if (!served) {
     rms_norm_backward_any_width_kernel<kAdd>
         <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
             x, scale, rstd, dout, dh, dx, rows, width);
@@ -235,20 +270,8 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
     const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
     rms_norm_backward_columns_kernel<<<grid, kAnyWidthThreads, 0, stream>>>(
         x, rstd, dout, partial, rows, width, partial_rows);
-    return cudaGetLastError();
   }
-  return launch_by_width(width, [&](auto strategy, int threads) {
-    using Strategy = decltype(strategy);
-    constexpr int kPacks = Strategy::kElementsPerThread / kPackSize<T>;
-    const auto kernel = rms_norm_backward_kernel<typename Strategy::Team, kPacks, kAdd, T, W>;
-    int64_t blocks = 0;
-    JAXLLM_RETURN_IF_ERROR(
-        row_blocks<typename Strategy::Team>(kernel, threads, groups, rows, &blocks));
-    *used_partial_rows = std::min(blocks, partial_rows);
-    kernel<<<dim3(*used_partial_rows, groups), threads, 0, stream>>>(
-        x, scale, rstd, dout, dh, dx, partial, rows, width, partial_rows);
-    return cudaGetLastError();
-  });
+  return cudaGetLastError();
 }
 
 }  // namespace

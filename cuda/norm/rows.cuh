@@ -1,4 +1,4 @@
-// How threads share the rows of a (rows, width) array: whole rows in registers, a pack at a time.
+// How threads share the rows of a (rows, width) array, a pack of 16 bytes at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +11,8 @@
 #include "common/vector.cuh"
 
 namespace jaxllm {
+
+// Teams: the threads that share a row. Thread t of a team holds packs t, t + threads, ... of it.
 
 // kLanes neighbouring lanes of a warp share a row: their sums need shuffles alone.
 template <int kLanes>
@@ -47,73 +49,119 @@ struct BlockPerRow {
   int turn = 0;
 };
 
-// A thread's share of a row: packs thread, thread + threads, ... of it.
-template <typename T, int kPacks>
-struct RowShare {
-  static constexpr int kVector = kPackSize<T>;
-  Pack<T, kVector> packs[kPacks];
-
-  __device__ float operator()(int pack, int i) const { return to_float(packs[pack].values[i]); }
-};
-
-// Reads a thread's share of a row that is used once; zeros past the row's end, or all zeros where
-// the row is not `valid`.
-template <int kPacks, typename T, class Team>
-__device__ __forceinline__ RowShare<T, kPacks> load_row(const Team& team, const T* row, int width,
-                                                        bool valid) {
-  constexpr int kVector = kPackSize<T>;
-  RowShare<T, kPacks> share;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    const int column = (team.thread() + p * team.threads()) * kVector;
-    share.packs[p] = {};
-    if (valid && column < width) share.packs[p] = load_streaming<kVector>(row + column);
-  }
-  return share;
+// The first column of a thread's pack p.
+template <typename T, class Team>
+__device__ __forceinline__ int pack_column(const Team& team, int p) {
+  return (team.thread() + p * team.threads()) * kPackSize<T>;
 }
 
-// Adds a residual to a thread's share of a row, and writes the sum, as it was rounded, to `h_row`.
-template <int kPacks, typename T, class Team>
-__device__ __forceinline__ void add_and_store(const Team& team, RowShare<T, kPacks>& share,
-                                              const RowShare<T, kPacks>& residual, T* h_row,
-                                              int width, bool valid) {
-  constexpr int kVector = kPackSize<T>;
+// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
+// has once unpacked, in twice the registers, and half as many warps would fit.
+template <typename T, int kVector, int kPacks>
+__device__ __forceinline__ void forget_unpacked(Pack<T, kVector> (&packs)[kPacks]) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int column = (team.thread() + p * team.threads()) * kVector;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      share.packs[p].values[i] = from_float<T>(share(p, i) + residual(p, i));
-    }
-    if (valid && column < width) store(h_row + column, share.packs[p]);
+    for (uint32_t& word : packs[p].words) asm volatile("" : "+r"(word));
   }
 }
 
-// Reads a thread's share of the weights that belong to the elements of its row share.
-template <int kPacks, int kVector, typename W, class Team>
-__device__ __forceinline__ void load_weights(const Team& team, const W* weights, int width,
-                                             Pack<W, kVector> (&packs)[kPacks]) {
+// Reads a thread's packs of a row, where it is one; the packs past the row's end stay as they are.
+template <typename T, int kPacks, class Team>
+__device__ __forceinline__ void load_row(const Team& team, Pack<T> (&packs)[kPacks], const T* row,
+                                         int width, bool is_row) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = pack_column<T>(team, p);
+    if (is_row && column < width) packs[p] = load_streaming<kPackSize<T>>(row + column);
+  }
+}
+
+// Adds a residual to a thread's packs of a row, and writes the sum, as it was rounded, to `h`.
+template <typename T, int kPacks, class Team>
+__device__ __forceinline__ void add_and_store(const Team& team, Pack<T> (&packs)[kPacks],
+                                              const T* residual, T* h, int width, bool is_row) {
+  constexpr int kVector = kPackSize<T>;
+  Pack<T> residuals[kPacks] = {};
+  load_row(team, residuals, residual, width, is_row);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int column = pack_column<T>(team, p);
+    float sum[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[i] = packs[p][i] + residuals[p][i];
+    packs[p] = Pack<T>::of(sum);
+    if (is_row && column < width) store_streaming(h + column, packs[p]);
+  }
+}
+
+// Reads the weights that belong to a thread's packs of a row.
+template <typename W, int kPacks, int kVector, class Team>
+__device__ __forceinline__ void load_weights(const Team& team, Pack<W, kVector> (&packs)[kPacks],
+                                             const W* weights, int width) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = (team.thread() + p * team.threads()) * kVector;
-    packs[p] = {};
     if (column < width) packs[p] = load_cached<kVector>(weights + column);
   }
 }
 
+// Tiles of consecutive rows that cp.async brings into shared memory while the threads work on the
+// tile before. A thread copies what it will read itself, so nobody waits at a barrier. The block
+// has kRows rows for each of its teams, of each of kStreams arrays; there are two tiles in turn.
+template <class Team, typename T, int kPacks, int kRows, int kStreams>
+struct TileRing {
+  static constexpr int64_t bytes(int threads) {
+    return int64_t{2} * kRows * kStreams * kPacks * threads * 16;
+  }
+
+  // Starts to copy a row of each array; zeros stand past the row's end, and where it is no row.
+  __device__ __forceinline__ void fetch(const Team& team, int tile, int r,
+                                        const T* const (&rows)[kStreams], int width, bool is_row) {
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int column = pack_column<T>(team, p);
+        const bool is_inside = is_row && column < width;
+        const auto target = static_cast<unsigned>(__cvta_generic_to_shared(slot(tile, r, s, p)));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
+                     "l"(rows[s] + (is_inside ? column : 0)), "r"(is_inside ? 16 : 0)
+                     : "memory");
+      }
+    }
+  }
+
+  // Closes the copies of a tile; wait_for_previous waits for those of the tile before it.
+  __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  __device__ __forceinline__ void wait_for_previous() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  }
+
+  __device__ __forceinline__ Pack<T> read(int tile, int r, int s, int p) const {
+    Pack<T> pack;
+    reinterpret_cast<int4&>(pack) = *slot(tile, r, s, p);
+    return pack;
+  }
+
+  __device__ __forceinline__ int4* slot(int tile, int r, int s, int p) const {
+    return memory + (((tile * kRows + r) * kStreams + s) * kPacks + p) * blockDim.x + threadIdx.x;
+  }
+
+  int4* memory;
+};
+
 // Adds the column sums of a block's threads over the rows that they visited, in a fixed order, and
 // writes them as one partial row.
-template <int kPacks, int kVector, class Team>
+template <typename T, int kPacks, int kVector, class Team>
 __device__ __forceinline__ void store_column_sums(const Team& team,
                                                   const float (&sums)[kPacks][kVector],
                                                   float* partial, int width) {
   if constexpr (Team::kRowsPerBlock == 1) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int column = (team.thread() + p * team.threads()) * kVector;
-      if (column >= width) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) partial[column + i] = sums[p][i];
+      const int column = pack_column<T>(team, p);
+      if (column < width) store(partial + column, Pack<float, kVector>::of(sums[p]));
     }
   } else {
     constexpr int kLanes = Team::kMaxThreads / Team::kRowsPerBlock;
@@ -124,7 +172,7 @@ __device__ __forceinline__ void store_column_sums(const Team& team,
         for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
-            float& column = columns[(team.thread() + p * kLanes) * kVector + i];
+            float& column = columns[pack_column<T>(team, p) + i];
             column = turn == 0 ? sums[p][i] : column + sums[p][i];
           }
         }
@@ -138,47 +186,18 @@ __device__ __forceinline__ void store_column_sums(const Team& team,
   }
 }
 
-// The widest row that fits the registers of a block.
-inline constexpr int64_t kMaxRegisterWidth = 16384;
-
-// Whether rows can be held in registers: not too wide, and every row of every array aligned.
+// Whether every row of every array can be read in packs.
 template <typename T, typename... Pointers>
-bool fits_registers(int64_t width, Pointers... arrays) {
-  return width <= kMaxRegisterWidth && width % kPackSize<T> == 0 && aligned_16(arrays...);
+bool rows_are_aligned(int64_t width, Pointers... arrays) {
+  return width % kPackSize<T> == 0 && aligned_16(arrays...);
 }
 
-template <class TeamType, int kElements>
-struct RowStrategy {
-  using Team = TeamType;
-  static constexpr int kElementsPerThread = kElements;
-};
-
-// Calls `launch(strategy, threads)` with the team that suits rows of `width` elements, at most
-// kMaxRegisterWidth: part of a warp, a warp, or a block of `threads`.
-template <class Launch>
-cudaError_t launch_by_width(int64_t width, Launch launch) {
-  constexpr int kLaneThreads = LanesPerRow<32>::kMaxThreads;
-  if (width <= 128) return launch(RowStrategy<LanesPerRow<16>, 8>{}, kLaneThreads);
-  if (width <= 256) return launch(RowStrategy<LanesPerRow<32>, 8>{}, kLaneThreads);
-  if (width <= 512) return launch(RowStrategy<LanesPerRow<32>, 16>{}, kLaneThreads);
-  if (width <= 768) return launch(RowStrategy<LanesPerRow<32>, 24>{}, kLaneThreads);
-  if (width <= 16 * BlockPerRow::kMaxThreads) {
-    return launch(RowStrategy<BlockPerRow, 16>{}, static_cast<int>(divide_up(width, 512) * 32));
-  }
-  return launch(RowStrategy<BlockPerRow, 32>{}, static_cast<int>(divide_up(width, 1024) * 32));
+// The threads of a block that has one row of `packs` packs, kPacks for each thread.
+inline int block_threads(int64_t packs, int packs_each) {
+  return static_cast<int>(divide_up(packs, 32 * packs_each) * 32);
 }
 
-// The grid of a kernel whose blocks loop over the rows of a group: as many as the device holds, or
-// as the rows need.
-template <class Team, class Kernel>
-cudaError_t row_blocks(Kernel kernel, int threads, int64_t groups, int64_t rows, int64_t* blocks) {
-  int64_t resident = 0;
-  JAXLLM_RETURN_IF_ERROR(resident_blocks(kernel, threads, &resident));
-  *blocks = std::min(divide_up(resident, groups), divide_up(rows, Team::kRowsPerBlock));
-  return cudaSuccess;
-}
-
-// Of the kernels that take rows of any width, a block a row.
+// The kernels that take rows of any width and alignment have a block for each row.
 inline constexpr int kAnyWidthThreads = 256;
 inline int64_t any_width_blocks(int64_t rows) { return std::min(rows, int64_t{1} << 20); }
 

@@ -1,0 +1,121 @@
+// Which team of threads, and how many packs and rows for each thread, suit rows of a given width.
+// The numbers were found by measurement on an H200.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "norm/rows.cuh"
+
+namespace jaxllm {
+
+// A forward kernel holds whole rows in registers and has a team for each row.
+template <class TeamType, int kPackCount, int kBlocks>
+struct ForwardStrategy {
+  using Team = TeamType;
+  static constexpr int kPacks = kPackCount;
+  static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
+};
+
+// Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or false
+// where the rows are too wide.
+template <class Launch>
+bool choose_forward(int64_t packs, Launch launch) {
+  constexpr int kLaneThreads = LanesPerRow<32>::kMaxThreads;
+  constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
+  if (packs <= 16) {
+    return launch(ForwardStrategy<LanesPerRow<16>, 1, 8>{}, kLaneThreads);
+  }
+  if (packs <= 32) {
+    return launch(ForwardStrategy<LanesPerRow<32>, 1, 8>{}, kLaneThreads);
+  }
+  if (packs <= 64) {
+    return launch(ForwardStrategy<LanesPerRow<32>, 2, 8>{}, kLaneThreads);
+  }
+  if (packs <= 96) {
+    return launch(ForwardStrategy<LanesPerRow<32>, 3, 8>{}, kLaneThreads);
+  }
+  if (packs <= 2 * kBlockThreads) {
+    return launch(ForwardStrategy<BlockPerRow, 2, 3>{}, block_threads(packs, 2));
+  }
+  if (packs <= 4 * kBlockThreads) {
+    return launch(ForwardStrategy<BlockPerRow, 4, 2>{}, block_threads(packs, 4));
+  }
+  if (packs <= 8 * kBlockThreads) {
+    return launch(ForwardStrategy<BlockPerRow, 8, 1>{}, block_threads(packs, 8));
+  }
+  return false;
+}
+
+// A backward kernel's blocks stay on their multiprocessors and loop over tiles of kRows rows for
+// each team. kWarps is the number of warps on a multiprocessor that keeps the memory busy: with
+// fewer the latency shows, and with more the accesses spread over more pages of memory than stay
+// open.
+template <class TeamType, int kPackCount, int kRowCount, int kWarpCount>
+struct BackwardStrategy {
+  using Team = TeamType;
+  static constexpr int kPacks = kPackCount;
+  static constexpr int kRows = kRowCount;
+  static constexpr int kWarps = kWarpCount;
+};
+
+// As choose_forward. kWideRows is the number of rows in a tile where a row has 4 to 8 KiB.
+template <int kWideRows, class Launch>
+bool choose_backward(int64_t packs, Launch launch) {
+  constexpr int kLaneThreads = LanesPerRow<32>::kMaxThreads;
+  constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
+  if (packs <= 16) {
+    return launch(BackwardStrategy<LanesPerRow<16>, 1, 4, 8>{}, kLaneThreads);
+  }
+  if (packs <= 32) {
+    return launch(BackwardStrategy<LanesPerRow<32>, 1, 4, 8>{}, kLaneThreads);
+  }
+  if (packs <= 64) {
+    return launch(BackwardStrategy<LanesPerRow<32>, 2, 2, 8>{}, kLaneThreads);
+  }
+  if (packs <= 96) {
+    return launch(BackwardStrategy<LanesPerRow<32>, 3, 1, 12>{}, kLaneThreads);
+  }
+  if (packs <= kBlockThreads / 2) {
+    return launch(BackwardStrategy<BlockPerRow, 1, 4, 16>{}, block_threads(packs, 1));
+  }
+  if (packs <= kBlockThreads) {
+    return launch(BackwardStrategy<BlockPerRow, 1, kWideRows, 16>{}, block_threads(packs, 1));
+  }
+  if (packs <= 2 * kBlockThreads) {
+    return launch(BackwardStrategy<BlockPerRow, 2, 1, 16>{}, block_threads(packs, 2));
+  }
+  if (packs <= 4 * kBlockThreads) {
+    return launch(BackwardStrategy<BlockPerRow, 4, 1, 16>{}, block_threads(packs, 4));
+  }
+  return false;
+}
+
+// The grid of a backward kernel: `warps` warps on each multiprocessor, if the work is enough; zero
+// blocks where a block's tiles, of `tile_bytes` in all, do not fit the device's shared memory.
+template <class Kernel>
+cudaError_t backward_blocks(Kernel kernel, int threads, int warps, int64_t tile_bytes,
+                            int64_t groups, int64_t tiles, int64_t* blocks) {
+  int device = 0, most_shared = 0, processors = 0, resident = 0;
+  cudaFuncAttributes attributes;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  JAXLLM_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  *blocks = 0;
+  const auto static_bytes = static_cast<int64_t>(attributes.sharedSizeBytes);
+  if (tile_bytes + static_bytes > most_shared) return cudaSuccess;
+  JAXLLM_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              static_cast<int>(tile_bytes)));
+  JAXLLM_RETURN_IF_ERROR(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, tile_bytes));
+  const int64_t each = std::min(std::max(warps * 32 / threads, 1), resident);
+  *blocks = std::min(divide_up(processors * each, groups), tiles);
+  return cudaSuccess;
+}
+
+}  // namespace jaxllm
