@@ -1,0 +1,69 @@
+"""``python -m jaxllm info``: versions, devices, what is built, and what will run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+import jaxllm
+from jaxllm import backend, ffi
+
+_PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "optax")
+
+
+def info() -> str:
+    """Versions, devices, the CUDA extension's state, and the backend that ``auto`` takes here."""
+    lines = [f"jaxllm      {jaxllm.__version__}", f"python      {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package:<11} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    lines += [f"device      {d.id}: {d.device_kind} ({d.platform})" for d in jax.local_devices()]
+
+    facts = ffi.build_facts()
+    if facts:
+        lines.append(
+            f"extension   built with CUDA {facts['cuda']} for {facts['architectures']}, "
+            f"with the FFI headers of jaxlib {facts['jaxlib']}"
+        )
+    if reason := ffi.unavailable_reason():
+        lines.append(f"extension   unavailable: {reason}")
+
+    lines.append(f"backend     {backend.resolve()} is asked for")
+    lines.append(f"auto        {_auto()}")
+    return "\n".join(lines)
+
+
+def _auto() -> str:
+    """What ``auto`` takes on the default device, from a call that every backend has a kernel for."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    explanation = jaxllm.explain(
+        lambda x, scale: jaxllm.ops.rms_norm(x, scale, backend="auto"), x, scale
+    )
+    (call,) = explanation.calls
+    device = jax.default_backend()
+    if device != "gpu":
+        return f"{call.elsewhere}, because the default device is a {device} and not an NVIDIA GPU"
+    reasons = "; ".join(f"not {name}: {why}" for name, why in call.passed_over)
+    return f"{call.on_gpu}{', ' + reasons if reasons else ', the first of its preference'}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m jaxllm")
+    parser.add_subparsers(dest="command", required=True).add_parser(
+        "info", help="versions, devices, what is built, and what will run"
+    )
+    parser.parse_args(argv)
+    print(info())
+
+
+if __name__ == "__main__":
+    main()

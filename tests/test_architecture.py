@@ -1,0 +1,116 @@
+"""Who may import whom: the layers of the house, read off the sources."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
+KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path):
+    """Every module that a file imports, as dotted names; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_under(name, *packages):
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def allowed(module):
+    """The jaxllm modules that a module may import, and the heavy packages; None for no limit."""
+    family = re.match(r"jaxllm\.ops\.(\w+)\.(\w+)$", module)
+    if module == "jaxllm.backend":
+        return ()
+    if module == "jaxllm.ffi":
+        return ("jaxllm._cuda", "jaxllm.backend")
+    if module == "jaxllm.dispatch":
+        return ("jaxllm.backend", "jaxllm.ffi")
+    if module == "jaxllm.testing" or module == "jaxllm.ops.checks":
+        return ()
+    if family and family[2] in ("reference", "xla", "pallas", "cuda"):
+        return ("jaxllm.ffi",)
+    if family and family[2] == "cases":
+        return ("jaxllm.testing",)
+    if family and family[2] == "api":
+        shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks")
+        return (*shared, f"jaxllm.ops.{family[1]}")
+    if is_under(module, "jaxllm.models"):
+        return ("jaxllm.ops", "jaxllm.models")
+    if is_under(module, "jaxllm.ops"):
+        return ("jaxllm.ops",)
+    return ("jaxllm",)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_downwards(path):
+    module = name_of(path)
+    for imported in imports(path):
+        if is_under(imported, "jaxllm"):
+            assert is_under(imported, *allowed(module)), f"{module} imports {imported}"
+        if is_under(imported, "jax.experimental.pallas"):
+            assert path.name == "pallas.py", f"{module} imports Pallas"
+        if is_under(imported, "jaxllm._cuda"):
+            assert module == "jaxllm.ffi", f"{module} imports the extension"
+        if is_under(imported, "optax"):
+            assert module == "jaxllm.training", f"{module} imports optax"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_dispatch_calls_an_implementation(path):
+    module = name_of(path)
+    if re.match(r"jaxllm\.ops\.\w+\.api$", module):
+        calls = [
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        ]
+        for call in calls:
+            assert call.split(".")[0] not in ("reference", "xla", "pallas", "cuda"), (module, call)
+
+
+def test_a_model_names_no_backend():
+    for path in (ROOT / "jaxllm" / "models").glob("*.py"):
+        assert "backend" not in {
+            keyword.arg
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            for keyword in node.keywords
+        }, path
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_a_kernel_file_knows_nothing_of_xla(path):
+    includes = re.findall(r'#include [<"]([^>"]+)', path.read_text())
+    assert not [
+        name for name in includes if "xla" in name or name.endswith(("ffi.h", "handlers.h"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "cuda").rglob("ffi.cc")), ids=lambda path: path.parent.name
+)
+def test_a_handler_file_holds_no_kernel(path):
+    assert "__global__" not in path.read_text() and "<<<" not in path.read_text()
+
+
+def test_every_handler_has_a_python_caller():
+    handlers = re.findall(r"HANDLER\((\w+), (\w+)\)", (ROOT / "cuda" / "handlers.h").read_text())
+    assert handlers
+    callers = "".join(path.read_text() for path in (ROOT / "jaxllm" / "ops").rglob("cuda.py"))
+    for stem, handler in handlers:
+        assert handler == "".join(word.capitalize() for word in stem.split("_"))
+        assert f'"{stem}"' in callers, f"nothing calls {stem}"
