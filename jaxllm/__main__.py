@@ -41,7 +41,7 @@ def info() -> str:
 
 
 def _auto() -> str:
-    """What ``auto`` takes on the default device, from a call that every backend has a kernel for."""
+    """What ``auto`` takes on the default device, from a call that every backend serves."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
     explanation = jaxllm.explain(

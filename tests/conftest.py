@@ -39,6 +39,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if jax.default_backend() == "gpu":
+        away = [item for item in items if item.get_closest_marker("no_gpu")]
+        config.hook.pytest_deselected(items=away)
+        items[:] = [item for item in items if item not in away]
     if has_gpu():
         return
     reason = jaxllm.ffi.unavailable_reason() or "no GPU"

@@ -206,7 +206,7 @@ def test_ops_command_line_errors(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a machine without a GPU")
+@pytest.mark.no_gpu
 def test_ops_without_a_gpu_points_to_smoke(capsys):
     with pytest.raises(SystemExit, match="2"):
         ops.main(["norm"])

@@ -26,27 +26,30 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
     add_and_store(team, packs, residual + row * width, h + row * width, width, is_row);
   }
 
+  float values[kPacks][kVector];
   float squares[1] = {0.0f};
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) of_pack += packs[p][i] * packs[p][i];
+    for (int i = 0; i < kVector; ++i) {
+      values[p][i] = packs[p][i];
+      of_pack += values[p][i] * values[p][i];
+    }
     squares[0] += of_pack;
   }
   team.sum(squares);
   const float row_rstd = rsqrtf(squares[0] / width + eps);
-  forget_unpacked(packs);
 
   if (!is_row) return;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
     if (column >= width) continue;
-    const Pack<W, kVector> scales = load_cached<kVector>(scale + column);
+    const auto scales = load_cached<kVector>(scale + column);
     float result[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) result[i] = packs[p][i] * row_rstd * scales[i];
+    for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[i];
     store_streaming(out + row * width + column, Pack<T>::of(result));
   }
   if (team.thread() == 0) rstd[row] = row_rstd;

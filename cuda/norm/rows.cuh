@@ -15,10 +15,10 @@ namespace jaxllm {
 // Teams: the threads that share a row. Thread t of a team holds packs t, t + threads, ... of it.
 
 // kLanes neighbouring lanes of a warp share a row: their sums need shuffles alone.
-template <int kLanes>
+template <int kLanes, int kThreads>
 struct LanesPerRow {
-  static constexpr int kMaxThreads = 128;
-  static constexpr int kRowsPerBlock = kMaxThreads / kLanes;
+  static constexpr int kMaxThreads = kThreads;
+  static constexpr int kRowsPerBlock = kThreads / kLanes;
 
   __device__ int thread() const { return threadIdx.x % kLanes; }
   __device__ int threads() const { return kLanes; }

@@ -11,7 +11,8 @@
 
 namespace jaxllm {
 
-// A forward kernel holds whole rows in registers and has a team for each row.
+// A forward kernel holds whole rows in registers and has a team for each row. One warp a block lets
+// the multiprocessor begin a row as soon as it has finished another.
 template <class TeamType, int kPackCount, int kBlocks>
 struct ForwardStrategy {
   using Team = TeamType;
@@ -23,23 +24,11 @@ struct ForwardStrategy {
 // where the rows are too wide.
 template <class Launch>
 bool choose_forward(int64_t packs, Launch launch) {
-  constexpr int kLaneThreads = LanesPerRow<32>::kMaxThreads;
   constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
-  if (packs <= 16) {
-    return launch(ForwardStrategy<LanesPerRow<16>, 1, 8>{}, kLaneThreads);
-  }
-  if (packs <= 32) {
-    return launch(ForwardStrategy<LanesPerRow<32>, 1, 8>{}, kLaneThreads);
-  }
-  if (packs <= 64) {
-    return launch(ForwardStrategy<LanesPerRow<32>, 2, 8>{}, kLaneThreads);
-  }
-  if (packs <= 96) {
-    return launch(ForwardStrategy<LanesPerRow<32>, 3, 8>{}, kLaneThreads);
-  }
-  if (packs <= 2 * kBlockThreads) {
-    return launch(ForwardStrategy<BlockPerRow, 2, 3>{}, block_threads(packs, 2));
-  }
+  if (packs <= 16) return launch(ForwardStrategy<LanesPerRow<16, 32>, 1, 24>{}, 32);
+  if (packs <= 32) return launch(ForwardStrategy<LanesPerRow<32, 32>, 1, 24>{}, 32);
+  if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
+  if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
   if (packs <= 4 * kBlockThreads) {
     return launch(ForwardStrategy<BlockPerRow, 4, 2>{}, block_threads(packs, 4));
   }
@@ -64,19 +53,19 @@ struct BackwardStrategy {
 // As choose_forward. kWideRows is the number of rows in a tile where a row has 4 to 8 KiB.
 template <int kWideRows, class Launch>
 bool choose_backward(int64_t packs, Launch launch) {
-  constexpr int kLaneThreads = LanesPerRow<32>::kMaxThreads;
+  constexpr int kLaneThreads = 128;
   constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
   if (packs <= 16) {
-    return launch(BackwardStrategy<LanesPerRow<16>, 1, 4, 8>{}, kLaneThreads);
+    return launch(BackwardStrategy<LanesPerRow<16, kLaneThreads>, 1, 4, 8>{}, kLaneThreads);
   }
   if (packs <= 32) {
-    return launch(BackwardStrategy<LanesPerRow<32>, 1, 4, 8>{}, kLaneThreads);
+    return launch(BackwardStrategy<LanesPerRow<32, kLaneThreads>, 1, 4, 8>{}, kLaneThreads);
   }
   if (packs <= 64) {
-    return launch(BackwardStrategy<LanesPerRow<32>, 2, 2, 8>{}, kLaneThreads);
+    return launch(BackwardStrategy<LanesPerRow<32, kLaneThreads>, 2, 2, 8>{}, kLaneThreads);
   }
   if (packs <= 96) {
-    return launch(BackwardStrategy<LanesPerRow<32>, 3, 1, 12>{}, kLaneThreads);
+    return launch(BackwardStrategy<LanesPerRow<32, kLaneThreads>, 3, 1, 12>{}, kLaneThreads);
   }
   if (packs <= kBlockThreads / 2) {
     return launch(BackwardStrategy<BlockPerRow, 1, 4, 16>{}, block_threads(packs, 1));

@@ -227,7 +227,7 @@ def test_what_cudnn_cannot_serve_goes_to_the_definition(
     assert reason in why
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+@pytest.mark.no_gpu
 def test_without_a_gpu_cudnn_is_passed_over_with_the_reason():
     q, k, v = arrays(dtype="bfloat16")
     (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv), q, k, v).calls

@@ -197,7 +197,15 @@ def test_a_transposed_input_under_jit(case, backend):
     testing.assert_close(turned(inputs[0].T, *inputs[1:]), expected, "float32", what=str(case))
 
 
-@pytest.mark.parametrize(("case", "backend"), each_backend(FEW_CASES))
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        parameters(case, backend)
+        for case in FEW_CASES
+        for backend in implementations(case)
+        if backend != "xla"  # XLA's scatter-add on a GPU and cuDNN promise no order
+    ],
+)
 def test_gradients_repeat_bit_for_bit(case, backend):
     inputs = testing.make_inputs(case, "bfloat16")
     first, second = (value_and_gradients(op_under(case, backend), inputs) for _ in range(2))

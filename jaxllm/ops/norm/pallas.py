@@ -18,8 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
-_FORWARD_TILE = 4096  # elements that a forward program holds, unless one row is longer
-_BACKWARD_TILE = 4096  # the same of a backward program, which visits several tiles in turn
+_TILE = 1024  # elements that a program works on at once, unless one row is longer
 _MAX_PROGRAMS = 1024  # of a backward kernel: each writes one partial row of weight gradients
 
 
@@ -195,7 +194,7 @@ def _stream(x_ref, residual_ref, h_ref, inside):
 
 def _layer_norm_forward(x, residual, scale, bias, eps, interpret):
     shape = _flat_shape(x)
-    block = _block(shape, _FORWARD_TILE)
+    block = _tile(shape)
     array, statistic, weight, _ = _specs(block)
     fused = None if residual is None else array
     out, h, mean, rstd = _call(
@@ -213,7 +212,7 @@ def _layer_norm_forward(x, residual, scale, bias, eps, interpret):
 
 def _rms_norm_forward(x, residual, scale, eps, interpret):
     shape = _flat_shape(x)
-    block = _block(shape, _FORWARD_TILE)
+    block = _tile(shape)
     array, statistic, weight, _ = _specs(block)
     fused = None if residual is None else array
     out, h, rstd = _call(
@@ -230,7 +229,7 @@ def _rms_norm_forward(x, residual, scale, eps, interpret):
 
 def _layer_norm_backward(x, scale, mean, rstd, dout, dh, interpret):
     shape = _flat_shape(x)
-    tile = _block(shape, _BACKWARD_TILE)
+    tile = _tile(shape)
     block = _visited_block(shape, tile)
     programs = pl.cdiv(shape[0], block[0])
     array, statistic, weight, partial = _specs(block)
@@ -252,7 +251,7 @@ def _layer_norm_backward(x, scale, mean, rstd, dout, dh, interpret):
 
 def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
     shape = _flat_shape(x)
-    tile = _block(shape, _BACKWARD_TILE)
+    tile = _tile(shape)
     block = _visited_block(shape, tile)
     programs = pl.cdiv(shape[0], block[0])
     array, statistic, weight, partial = _specs(block)
@@ -273,8 +272,9 @@ def _call(kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret):
     if programs == 0:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros
-    # 32 elements a thread: enough loads in flight, and registers to hold them.
-    warps = pl.next_power_of_2(pl.cdiv(tile[0] * tile[1], 32 * 32))
+    # One warp for a tile of the usual size; wider rows want more threads to share the waiting.
+    elements = tile[0] * tile[1]
+    warps = 1 if elements <= _TILE else elements // 512
     return pl.pallas_call(
         kernel,
         grid=programs,
@@ -302,10 +302,10 @@ def _statistic(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((_flat_shape(x)[0],), jnp.float32)
 
 
-def _block(shape: tuple[int, int], elements: int) -> tuple[int, int]:
-    """Rows and columns of a block of about ``elements``: powers of two, whole rows."""
+def _tile(shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a tile: powers of two, whole rows."""
     width = pl.next_power_of_2(shape[1])
-    return max(1, elements // width), width
+    return max(1, _TILE // width), width
 
 
 def _visited_block(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
