@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -150,7 +151,7 @@ _refuse_p.multiple_results = True
 
 @_refuse_p.def_abstract_eval
 def _refuse_abstract(*_, shapes, stem):
-    return [jax.core.ShapedArray(shape.shape, shape.dtype) for shape in shapes]
+    return [ShapedArray(shape.shape, shape.dtype) for shape in shapes]
 
 
 def _refuse_lowering(context, *_, shapes, stem):

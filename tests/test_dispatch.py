@@ -99,7 +99,7 @@ def test_an_argument_beats_the_block_inside_jit():
 @pytest.mark.no_gpu
 def test_cuda_without_a_gpu_says_so():
     if not ffi.is_available():
-        pytest.skip(ffi.unavailable_reason())
+        pytest.skip(str(ffi.unavailable_reason()))
     with pytest.raises(
         jaxllm.BackendError, match=r"rms_norm_forward: it needs an NVIDIA GPU.*compiled for cpu"
     ):
@@ -130,7 +130,7 @@ def test_an_extension_of_a_newer_jaxlib_is_refused():
         def build_facts():
             return {"jaxlib": "99.1.0"}
 
-    assert "built for jaxlib 99.1.0, newer than" in ffi._describe_fault(Extension, None)
+    assert "built for jaxlib 99.1.0, newer than" in str(ffi._describe_fault(Extension, None))
 
 
 def test_unsupported_dtypes_are_named():
@@ -157,7 +157,7 @@ def test_explain_of_no_ops_is_a_bare_header():
 
 def test_a_named_scope_marks_the_op_in_profiles():
     lowered = jax.jit(lambda x, s: ops.rms_norm(x, s, backend="xla")).lower(X, SCALE)
-    assert "rms_norm_forward[xla]" in lowered.compile().as_text()
+    assert "rms_norm_forward[xla]" in str(lowered.compile().as_text())
 
 
 def test_info_tells_versions_devices_and_the_choice(capsys):

@@ -95,7 +95,9 @@ def test_schedule_refuses(wrong):
 def test_metrics():
     schedule = training.warmup_cosine(1e-3, 10, warmup=4)
     optimizer = training.adamw(schedule)
-    step = training.make_train_step(toy_loss, optimizer, learning_rate=schedule)
+    step = training.make_train_step(
+        toy_loss, optimizer, learning_rate=schedule, compute_dtype="float32"
+    )
     tokens, labels = tokens_and_labels(1, 3)
     loss, grads = jax.value_and_grad(toy_loss)(toy_params(), tokens[0], labels[0])
     norm = np.sqrt(sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(grads)))

@@ -204,7 +204,9 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const float c = xs[i] - row_mean[r];
-          result[i] = row_rstd[r] * (douts[i] * scales[p][i] - mean_g - c * of_c);
+          // Rounded as it was in the sum, so that a row of one column has no gradient at all.
+          const float g = __fmul_rn(douts[i], scales[p][i]);
+          result[i] = row_rstd[r] * (g - mean_g - c * of_c);
         }
         if constexpr (kAdd) {
           const Pack<T> dhs = ring.read(tile, r, 2, p);

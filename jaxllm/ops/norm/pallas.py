@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -267,7 +269,9 @@ def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
     return dx.reshape(x.shape), dscale.sum(axis=0).astype(scale.dtype)
 
 
-def _call(kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret):
+def _call(
+    kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret
+) -> Callable[..., Any]:
     """``pl.pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
     if programs == 0:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]

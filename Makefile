@@ -1,0 +1,89 @@
+# Run `make` for the targets. Everything lives in .venv: nothing outside the checkout is touched.
+
+# The interpreter that .venv is made with.
+PYTHON ?= python3
+VENV ?= .venv
+# The interpreter that runs things. Name one with jaxllm installed, and nothing is installed here:
+# make test-gpu PY=python3
+PY ?= $(VENV)/bin/python
+# The CUDA kernels: AUTO builds them where nvcc is found, ON fails without nvcc, OFF leaves them out.
+CUDA ?= AUTO
+# JAX's GPU support, by the newest CUDA that the driver runs; `EXTRAS=` for none.
+ifeq ($(origin EXTRAS),undefined)
+EXTRAS := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [A-Z ]*Version: *\([0-9]*\).*/\1/p' \
+	| awk 'NR == 1 && $$1 >= 12 {print ($$1 >= 13) ? "cuda13" : "cuda12"}')
+endif
+PYTEST_WORKERS ?= 2
+PYTEST_FLAGS ?=
+
+comma := ,
+PIP := $(VENV)/bin/python -m pip
+KERNEL_SOURCES := $(shell find cuda -type f)
+
+# An editable install with an extra, if PY is the one in .venv.
+installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
+
+.PHONY: help venv install demo test test-gpu lint format bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+
+venv: $(VENV)/.created ## make .venv
+
+install: $(call installed,train) ## install jaxllm into .venv, editable, with what training needs
+
+demo: $(call installed,train) ## train a small GPT-2, sample from it, draw the loss
+	$(PY) examples/pretrain_gpt2.py
+
+test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
+	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
+
+test-gpu: $(call installed,test) ## run the tests on a GPU; a test that is skipped fails
+	$(PY) -m pytest -n 8 --require-gpu $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-dev ## check formatting, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(KERNEL_SOURCES)
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.installed-dev ## format the sources
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/clang-format -i $(KERNEL_SOURCES)
+
+bench: $(call installed,train) ## time the ops and the training step; needs a GPU
+	$(PY) -m benchmarks.ops norm
+	$(PY) -m benchmarks.train
+
+clean: ## remove .venv, build products and caches; leaves data/ and runs/
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    f"jaxllm needs Python >= 3.11, and this is {sys.version.split()[0]}: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	touch $@
+
+# The install below builds against these, so that a second build is an incremental one. jaxlib is
+# the one that will run: its FFI headers fit by definition.
+$(VENV)/.build-tools: $(VENV)/.created pyproject.toml
+	$(PIP) install --quiet "cmake>=3.24" "jaxlib>=0.10,<0.13" "nanobind>=2.9" "ninja>=1.11" \
+	    "scikit-build-core>=0.11"
+	touch $@
+
+# Changes when an option does, and with it everything that was installed with the old one.
+$(VENV)/.options: $(VENV)/.created FORCE
+	@echo "$(CUDA) $(CUDAARCHS) $(EXTRAS)" | cmp -s - $@ || echo "$(CUDA) $(CUDAARCHS) $(EXTRAS)" > $@
+
+# Editable: a change of a Python file needs no reinstall.
+$(VENV)/.installed-%: $(VENV)/.build-tools $(VENV)/.options pyproject.toml CMakeLists.txt $(KERNEL_SOURCES)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install --quiet --no-build-isolation \
+	    -C cmake.define.JAXLLM_CUDA=$(CUDA) -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	touch $@
+
+.PRECIOUS: $(VENV)/.installed-%
+FORCE:
