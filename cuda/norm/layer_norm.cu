@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const float c = xs[i] - row_mean[r];
-          // Rounded as it was in the sum, so that a row of one column has no gradient at all.
+          // Rounded as in the sum, not fused: else a row of one column would have a gradient.
           const float g = __fmul_rn(douts[i], scales[p][i]);
           result[i] = row_rstd[r] * (g - mean_g - c * of_c);
         }
@@ -236,7 +236,7 @@ __global__ void layer_norm_backward_any_width_kernel(const T* x, const W* scale,
     const int64_t offset = (blockIdx.y * rows + row) * width;
     float sums[2] = {0.0f, 0.0f};  // of g, and of g * n
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
-      const float g = to_float(dout[offset + i]) * to_float(scale[i]);
+      const float g = __fmul_rn(to_float(dout[offset + i]), to_float(scale[i]));
       sums[0] += g;
       sums[1] += g * (to_float(x[offset + i]) - row_mean) * row_rstd;
     }
@@ -244,7 +244,7 @@ __global__ void layer_norm_backward_any_width_kernel(const T* x, const W* scale,
     const float mean_g = sums[0] / width, mean_gn = sums[1] / width;
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       const float n = (to_float(x[offset + i]) - row_mean) * row_rstd;
-      const float g = to_float(dout[offset + i]) * to_float(scale[i]);
+      const float g = __fmul_rn(to_float(dout[offset + i]), to_float(scale[i]));
       float value = row_rstd * (g - mean_g - n * mean_gn);
       if constexpr (kAdd) value += to_float(dh[offset + i]);
       dx[offset + i] = from_float<T>(value);
