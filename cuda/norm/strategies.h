@@ -11,8 +11,8 @@
 
 namespace jaxllm {
 
-// A forward kernel holds whole rows in registers and has a team for each row. One warp a block lets
-// the multiprocessor begin a row as soon as it has finished another.
+// A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
+// enough for a row, a block is one warp: the next row begins as soon as one is finished.
 template <class TeamType, int kPackCount, int kBlocks>
 struct ForwardStrategy {
   using Team = TeamType;
