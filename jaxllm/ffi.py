@@ -71,8 +71,6 @@ def call(
     stem: str,
     results: Sequence[jax.ShapeDtypeStruct],
     *arrays: jax.Array,
-    aliases: dict[int, int] | None = None,
-    vmap_method: str = "broadcast_all",
     **attributes: bool | int | float,
 ) -> Any:
     """Calls the FFI target ``jaxllm_<stem>``.
@@ -81,10 +79,10 @@ def call(
         stem: The op and direction, such as ``"layer_norm_forward"``.
         results: Shape and dtype of each result, workspaces included.
         *arrays: The operands.
-        aliases: Which operand's buffer each result takes over: ``{operand: result}``.
-        vmap_method: What ``jax.vmap`` does; ``"broadcast_all"`` gives every operand and result the
-            new leading axis, and the handler must understand it.
         **attributes: Static values; int arrives as int64, float as float32, bool as bool.
+
+    Under ``jax.vmap`` every operand and result gets the new leading axis, and one call serves the
+    whole batch: the handler must understand it.
 
     Returns:
         A tuple of arrays, one for each entry of ``results``.
@@ -93,6 +91,5 @@ def call(
     return jax.ffi.ffi_call(
         f"jaxllm_{stem}",
         tuple(results),
-        vmap_method=vmap_method,
-        input_output_aliases=aliases,
+        vmap_method="broadcast_all",
     )(*arrays, **decoded)
