@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +71,7 @@ def call(
     stem: str,
     results: Sequence[jax.ShapeDtypeStruct],
     *arrays: jax.Array,
+    aliases: Mapping[int, int] | None = None,
     **attributes: bool | int | float,
 ) -> Any:
     """Calls the FFI target ``jaxllm_<stem>``.
@@ -79,6 +80,8 @@ def call(
         stem: The op and direction, such as ``"layer_norm_forward"``.
         results: Shape and dtype of each result, workspaces included.
         *arrays: The operands.
+        aliases: For an operand's index the index of the result that is written over it. Both have
+            one shape and dtype. XLA copies the operand first where somebody else still needs it.
         **attributes: Static values; int arrives as int64, float as float32, bool as bool.
 
     Under ``jax.vmap`` every operand and result gets the new leading axis, and one call serves the
@@ -92,4 +95,5 @@ def call(
         f"jaxllm_{stem}",
         tuple(results),
         vmap_method="broadcast_all",
+        input_output_aliases=dict(aliases or {}),
     )(*arrays, **decoded)
