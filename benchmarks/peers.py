@@ -97,21 +97,21 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
     return tuple(make(spec) for spec in case.inputs.values())
 
 
+def _with_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
+
+
 def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    import torch
-
-    def call() -> Any:
-        with torch.no_grad():
-            return fn(*inputs)
-
-    return call
+    """The forward of a training step: like ours, it also writes what its backward needs."""
+    inputs = _with_gradients(inputs)
+    return lambda: fn(*inputs)
 
 
 def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """The gradients alone: the graph is built here, outside of what is timed."""
     import torch
 
-    inputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
+    inputs = _with_gradients(inputs)
     outputs = fn(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)

@@ -74,6 +74,16 @@ struct alignas(16) Pack {
   }
 };
 
+template <int kSize, typename T>
+__device__ __forceinline__ Pack<T, kSize> load(const T* source) {
+  Pack<T, kSize> pack;
+#pragma unroll
+  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
+    reinterpret_cast<int4*>(&pack)[i] = reinterpret_cast<const int4*>(source)[i];
+  }
+  return pack;
+}
+
 // Reads elements that are used once: they need not push other data out of the caches.
 template <int kSize, typename T>
 __device__ __forceinline__ Pack<T, kSize> load_streaming(const T* source) {

@@ -9,24 +9,25 @@ namespace jaxllm {
 namespace {
 
 // A team of threads holds a row in registers: it is read once, however often the sums need it.
-template <class Team, int kPacks, int kMinBlocks, bool kAdd, typename T, typename W>
-__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
+template <class Strategy, bool kExact, bool kAdd, typename T, typename W>
+__global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlocks)
     layer_norm_forward_kernel(const T* x, const T* residual, const W* scale, const W* bias,
                               float eps, T* out, T* h, float* mean, float* rstd, int64_t rows,
                               int width) {
-  constexpr int kVector = kPackSize<T>;
-  Team team;
-  const int64_t row_in_group = int64_t{blockIdx.x} * Team::kRowsPerBlock + team.row();
-  const bool is_row = row_in_group < rows;  // lanes beyond the last row only meet in the sums
+  constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
+  typename Strategy::Team team;
+  const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
+  // Lanes beyond the last row only meet in the sums.
+  const bool is_row = team.kRowsPerBlock == 1 || row_in_group < rows;
   const int64_t row = blockIdx.y * rows + row_in_group;
   scale += int64_t{blockIdx.y} * width;
   bias += int64_t{blockIdx.y} * width;
-  const float per_column = 1.0f / width;
+  const float per_column = __fdividef(1.0f, width);
 
   Pack<T> packs[kPacks] = {};
-  load_row(team, packs, x + row * width, width, is_row);
+  load_row<kExact>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
-    add_and_store(team, packs, residual + row * width, h + row * width, width, is_row);
+    add_and_store<kExact>(team, packs, residual + row * width, h + row * width, width, is_row);
   }
 
   float values[kPacks][kVector];
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   float squares[1] = {0.0f};
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const bool is_inside = pack_column<T>(team, p) < width;
+    const bool is_inside = kExact || pack_column<T>(team, p) < width;
     float of_pack = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -60,20 +61,20 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   const float row_rstd = rsqrtf(squares[0] * per_column + eps);
 
   if (!is_row) return;
+  if (team.thread() == 0) {
+    store_statistic(mean + row, row_mean);
+    store_statistic(rstd + row, row_rstd);
+  }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
-    if (column >= width) continue;
+    if (!kExact && column >= width) continue;
     const auto scales = load_cached<kVector>(scale + column);
     const auto biases = load_cached<kVector>(bias + column);
     float result[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[i] + biases[i];
-    store_streaming(out + row * width + column, Pack<T>::of(result));
-  }
-  if (team.thread() == 0) {
-    mean[row] = row_mean;
-    rstd[row] = row_rstd;
+    store_pack(team, Pack<T>::of(result), out + row * width + column);
   }
 }
 
@@ -84,7 +85,7 @@ __global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residua
                                                     const W* bias, float eps, T* out, T* h,
                                                     float* mean, float* rstd, int64_t rows,
                                                     int64_t width) {
-  BlockPerRow team;
+  BlockPerRow<kAnyWidthThreads> team;
   scale += blockIdx.y * width;
   bias += blockIdx.y * width;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
   TileRing<Team, T, kPacks, kRows, kAdd ? 3 : 2> ring{shared_memory};
 
   const int64_t first_row = blockIdx.y * rows;
-  const float per_column = 1.0f / width;
+  const float per_column = __fdividef(1.0f, width);
   Pack<W, kVector> scales[kPacks] = {};
   load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {}, dbias[kPacks][kVector] = {};
@@ -229,7 +230,7 @@ template <bool kAdd, typename T, typename W>
 __global__ void layer_norm_backward_any_width_kernel(const T* x, const W* scale, const float* mean,
                                                      const float* rstd, const T* dout, const T* dh,
                                                      T* dx, int64_t rows, int64_t width) {
-  BlockPerRow team;
+  BlockPerRow<kAnyWidthThreads> team;
   scale += blockIdx.y * width;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const float row_mean = mean[blockIdx.y * rows + row], row_rstd = rstd[blockIdx.y * rows + row];
@@ -277,13 +278,15 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
                            int64_t groups, int64_t rows, int64_t width) {
   const bool served =
       rows_are_aligned<T>(width, x, residual, scale, bias, out, h) &&
-      choose_forward(width / kPackSize<T>, [&](auto strategy, int threads) {
+      choose_forward<kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
         // A team for each row of each group.
         using S = decltype(strategy);
         const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
-        layer_norm_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, kAdd>
-            <<<grid, threads, 0, stream>>>(x, residual, scale, bias, eps, out, h, mean, rstd, rows,
-                                           static_cast<int>(width));
+        const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
+        const auto kernel = exact ? layer_norm_forward_kernel<S, true, kAdd, T, W>
+                                  : layer_norm_forward_kernel<S, false, kAdd, T, W>;
+        kernel<<<grid, threads, 0, stream>>>(x, residual, scale, bias, eps, out, h, mean, rstd,
+                                             rows, static_cast<int>(width));
         return true;
       });
   if (!served) {

@@ -9,21 +9,23 @@ namespace jaxllm {
 namespace {
 
 // The shape of layer_norm_forward_kernel, with one sum over the row in place of two.
-template <class Team, int kPacks, int kMinBlocks, bool kAdd, typename T, typename W>
-__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
+template <class Strategy, bool kExact, bool kAdd, typename T, typename W>
+__global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlocks)
     rms_norm_forward_kernel(const T* x, const T* residual, const W* scale, float eps, T* out, T* h,
                             float* rstd, int64_t rows, int width) {
-  constexpr int kVector = kPackSize<T>;
-  Team team;
-  const int64_t row_in_group = int64_t{blockIdx.x} * Team::kRowsPerBlock + team.row();
-  const bool is_row = row_in_group < rows;  // lanes beyond the last row only meet in the sum
+  constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
+  typename Strategy::Team team;
+  const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
+  // Lanes beyond the last row only meet in the sum.
+  const bool is_row = team.kRowsPerBlock == 1 || row_in_group < rows;
   const int64_t row = blockIdx.y * rows + row_in_group;
   scale += int64_t{blockIdx.y} * width;
+  const float per_column = __fdividef(1.0f, width);
 
   Pack<T> packs[kPacks] = {};
-  load_row(team, packs, x + row * width, width, is_row);
+  load_row<kExact>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
-    add_and_store(team, packs, residual + row * width, h + row * width, width, is_row);
+    add_and_store<kExact>(team, packs, residual + row * width, h + row * width, width, is_row);
   }
 
   float values[kPacks][kVector];
@@ -39,20 +41,21 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
     squares[0] += of_pack;
   }
   team.sum(squares);
-  const float row_rstd = rsqrtf(squares[0] / width + eps);
+  const float row_rstd = rsqrtf(squares[0] * per_column + eps);
 
   if (!is_row) return;
+  if (team.thread() == 0) store_statistic(rstd + row, row_rstd);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
-    if (column >= width) continue;
+    if (!kExact && column >= width) continue;
     const auto scales = load_cached<kVector>(scale + column);
+
     float result[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[i];
-    store_streaming(out + row * width + column, Pack<T>::of(result));
+    store_pack(team, Pack<T>::of(result), out + row * width + column);
   }
-  if (team.thread() == 0) rstd[row] = row_rstd;
 }
 
 // Rows of any width and alignment: a block a row, one element at a time, read from memory (the
@@ -61,7 +64,7 @@ template <bool kAdd, typename T, typename W>
 __global__ void rms_norm_forward_any_width_kernel(const T* x, const T* residual, const W* scale,
                                                   float eps, T* out, T* h, float* rstd,
                                                   int64_t rows, int64_t width) {
-  BlockPerRow team;
+  BlockPerRow<kAnyWidthThreads> team;
   scale += blockIdx.y * width;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t offset = (blockIdx.y * rows + row) * width;
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
   TileRing<Team, T, kPacks, kRows, kAdd ? 3 : 2> ring{shared_memory};
 
   const int64_t first_row = blockIdx.y * rows;
-  const float per_column = 1.0f / width;
+  const float per_column = __fdividef(1.0f, width);
   Pack<W, kVector> scales[kPacks] = {};
   load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {};
@@ -180,7 +183,7 @@ template <bool kAdd, typename T, typename W>
 __global__ void rms_norm_backward_any_width_kernel(const T* x, const W* scale, const float* rstd,
                                                    const T* dout, const T* dh, T* dx, int64_t rows,
                                                    int64_t width) {
-  BlockPerRow team;
+  BlockPerRow<kAnyWidthThreads> team;
   scale += blockIdx.y * width;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const float row_rstd = rstd[blockIdx.y * rows + row];
@@ -221,16 +224,19 @@ template <bool kAdd, typename T, typename W>
 cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
                            float eps, T* out, T* h, float* rstd, int64_t groups, int64_t rows,
                            int64_t width) {
-  const bool served = rows_are_aligned<T>(width, x, residual, scale, out, h) &&
-                      choose_forward(width / kPackSize<T>, [&](auto strategy, int threads) {
-                        // A team for each row of each group.
-                        using S = decltype(strategy);
-                        const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
-                        rms_norm_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, kAdd>
-                            <<<grid, threads, 0, stream>>>(x, residual, scale, eps, out, h, rstd,
-                                                           rows, static_cast<int>(width));
-                        return true;
-                      });
+  const bool served =
+      rows_are_aligned<T>(width, x, residual, scale, out, h) &&
+      choose_forward<kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
+        // A team for each row of each group.
+        using S = decltype(strategy);
+        const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
+        const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
+        const auto kernel = exact ? rms_norm_forward_kernel<S, true, kAdd, T, W>
+                                  : rms_norm_forward_kernel<S, false, kAdd, T, W>;
+        kernel<<<grid, threads, 0, stream>>>(x, residual, scale, eps, out, h, rstd, rows,
+                                             static_cast<int>(width));
+        return true;
+      });
   if (!served) {
     rms_norm_forward_any_width_kernel<kAdd>
         <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(

@@ -11,6 +11,9 @@
 
 namespace jaxllm {
 
+// The threads of the largest block.
+inline constexpr int kMostThreads = 512;
+
 // A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
 // enough for a row, a block is one warp: the next row begins as soon as one is finished.
 template <class TeamType, int kPackCount, int kBlocks>
@@ -18,22 +21,37 @@ struct ForwardStrategy {
   using Team = TeamType;
   static constexpr int kPacks = kPackCount;
   static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
+
+  static int threads_per_row(int block_threads) { return block_threads / Team::kRowsPerBlock; }
 };
 
 // Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or false
-// where the rows are too wide.
-template <class Launch>
+// where the rows are too wide. With kAdd a kernel reads and writes twice as much, and a pack for
+// each thread is work enough.
+template <bool kAdd, class Launch>
 bool choose_forward(int64_t packs, Launch launch) {
-  constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
+  constexpr int kThreads = kMostThreads;
   if (packs <= 16) return launch(ForwardStrategy<LanesPerRow<16, 32>, 1, 24>{}, 32);
   if (packs <= 32) return launch(ForwardStrategy<LanesPerRow<32, 32>, 1, 24>{}, 32);
-  if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
-  if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
-  if (packs <= 4 * kBlockThreads) {
-    return launch(ForwardStrategy<BlockPerRow, 4, 2>{}, block_threads(packs, 4));
+  if constexpr (kAdd) {
+    if (packs <= kThreads) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads>, 1, 3>{}, block_threads(packs, 1));
+    }
+  } else {
+    if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
+    if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
   }
-  if (packs <= 8 * kBlockThreads) {
-    return launch(ForwardStrategy<BlockPerRow, 8, 1>{}, block_threads(packs, 8));
+  if (packs <= kThreads) {
+    return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6>{}, block_threads(packs, 2));
+  }
+  if (packs <= 2 * kThreads) {
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 2, 2>{}, block_threads(packs, 2));
+  }
+  if (packs <= 4 * kThreads) {
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 4, 1>{}, block_threads(packs, 4));
+  }
+  if (packs <= 8 * kThreads) {
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 8, 1>{}, block_threads(packs, 8));
   }
   return false;
 }
@@ -54,7 +72,6 @@ struct BackwardStrategy {
 template <int kWideRows, class Launch>
 bool choose_backward(int64_t packs, Launch launch) {
   constexpr int kLaneThreads = 128;
-  constexpr int kBlockThreads = BlockPerRow::kMaxThreads;
   if (packs <= 16) {
     return launch(BackwardStrategy<LanesPerRow<16, kLaneThreads>, 1, 4, 8>{}, kLaneThreads);
   }
@@ -67,17 +84,18 @@ bool choose_backward(int64_t packs, Launch launch) {
   if (packs <= 96) {
     return launch(BackwardStrategy<LanesPerRow<32, kLaneThreads>, 3, 1, 12>{}, kLaneThreads);
   }
-  if (packs <= kBlockThreads / 2) {
-    return launch(BackwardStrategy<BlockPerRow, 1, 4, 16>{}, block_threads(packs, 1));
+  if (packs <= kMostThreads / 2) {
+    return launch(BackwardStrategy<BlockPerRow<kMostThreads>, 1, 4, 16>{}, block_threads(packs, 1));
   }
-  if (packs <= kBlockThreads) {
-    return launch(BackwardStrategy<BlockPerRow, 1, kWideRows, 16>{}, block_threads(packs, 1));
+  if (packs <= kMostThreads) {
+    return launch(BackwardStrategy<BlockPerRow<kMostThreads>, 1, kWideRows, 16>{},
+                  block_threads(packs, 1));
   }
-  if (packs <= 2 * kBlockThreads) {
-    return launch(BackwardStrategy<BlockPerRow, 2, 1, 16>{}, block_threads(packs, 2));
+  if (packs <= 2 * kMostThreads) {
+    return launch(BackwardStrategy<BlockPerRow<kMostThreads>, 2, 1, 16>{}, block_threads(packs, 2));
   }
-  if (packs <= 4 * kBlockThreads) {
-    return launch(BackwardStrategy<BlockPerRow, 4, 1, 16>{}, block_threads(packs, 4));
+  if (packs <= 4 * kMostThreads) {
+    return launch(BackwardStrategy<BlockPerRow<kMostThreads>, 4, 1, 16>{}, block_threads(packs, 4));
   }
   return false;
 }
