@@ -170,11 +170,10 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
 inline constexpr int kAnyLengthThreads = 512;
 inline constexpr int kAnyLengthPacks = 2;
 
-template <typename T>
+template <int kPacks, typename T>
 __global__ void __launch_bounds__(kAnyLengthThreads)
     softmax_forward_any_length_kernel(const T* x, float scale, T* out, int64_t rows, int64_t width,
                                       int64_t length, bool aligned) {
-  constexpr int kPacks = kAnyLengthPacks;
   BlockPerRow team;
   const int64_t stride = int64_t{kPacks} * blockDim.x * kPackSize<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -208,11 +207,10 @@ __global__ void __launch_bounds__(kAnyLengthThreads)
   }
 }
 
-template <typename T>
+template <int kPacks, typename T>
 __global__ void __launch_bounds__(kAnyLengthThreads)
     softmax_backward_any_length_kernel(const T* out, const T* dout, float scale, T* dx,
                                        int64_t rows, int64_t width, int64_t length, bool aligned) {
-  constexpr int kPacks = kAnyLengthPacks;
   BlockPerRow team;
   const int64_t stride = int64_t{kPacks} * blockDim.x * kPackSize<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -294,8 +292,9 @@ cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T*
                         return true;
                       });
   if (!served) {
-    softmax_forward_any_length_kernel<<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
-        x, scale, out, rows, width, length, aligned);
+    softmax_forward_any_length_kernel<kAnyLengthPacks>
+        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(x, scale, out, rows, width,
+                                                                    length, aligned);
   }
   return cudaGetLastError();
 }
@@ -315,8 +314,9 @@ cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dou
                         return true;
                       });
   if (!served) {
-    softmax_backward_any_length_kernel<<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
-        out, dout, scale, dx, rows, width, length, aligned);
+    softmax_backward_any_length_kernel<kAnyLengthPacks>
+        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(out, dout, scale, dx, rows,
+                                                                    width, length, aligned);
   }
   return cudaGetLastError();
 }

@@ -101,7 +101,9 @@ CASES = (
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),
-    _softmax("gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True),
+    _softmax(
+        "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
+    ),
     _softmax("plain_4096", 32768, 4096, large=True, timed_only=True),
     _softmax("vocabulary", 1024, 50304, large=True),
     _softmax("gpt2_124m_batch_2", 2, 12, 1024, 1024, scale=0.125, causal=True, large=True),
