@@ -17,12 +17,11 @@ namespace jaxllm {
 
 // Teams: the threads that share a row. Thread t of a team holds packs t, t + threads, ... of it.
 
-// kLanes neighbouring lanes of a warp share a row, and a block is one warp: the next row begins as
-// soon as one is finished.
-template <int kLanes>
+// kLanes neighbouring lanes of a warp share a row: their sums need shuffles alone.
+template <int kLanes, int kThreads>
 struct LanesPerRow {
-  static constexpr int kMaxThreads = 32;
-  static constexpr int kRowsPerBlock = 32 / kLanes;
+  static constexpr int kMaxThreads = kThreads;
+  static constexpr int kRowsPerBlock = kThreads / kLanes;
 
   __device__ int thread() const { return threadIdx.x % kLanes; }
   __device__ int threads() const { return kLanes; }
@@ -75,85 +74,99 @@ bool equally_aligned(First first, Rest... rest) {
   return ((past(rest) == past(first)) && ...);
 }
 
-// The packs of a row that one thread works on at once, and how much of the row counts: the columns
-// below `seen`. Where the packs are not `aligned`, none is moved as a whole.
-template <typename T, typename Index>
+// A row of a (rows, width) array: how much of it counts, and what can be read around it. Where its
+// packs are not `aligned`, none is moved as a whole.
+template <typename T>
+struct Row {
+  __device__ __forceinline__ Row(int64_t row, int64_t rows, int width, int seen, bool aligned)
+      : width(width), seen(seen), aligned(aligned) {
+    // A pack reaches no further than its own size.
+    constexpr int64_t kVector = kPackSize<T>;
+    before = static_cast<int>(min(row * width, kVector));
+    after = static_cast<int>(min((rows - 1 - row) * width, kVector));
+  }
+
+  int width;
+  int seen;           // the columns below count
+  int before, after;  // elements of other rows
+  bool aligned;
+};
+
+// The packs of a row that one thread works on at once.
+template <typename T>
 struct RowPart {
   static constexpr int kVector = kPackSize<T>;
 
   // The team works from the column `start` on, which is negative where that is before the row.
   template <class Team>
-  __device__ __forceinline__ RowPart(const Team& team, Index start, Index seen, Index width,
-                                     bool aligned)
-      : first(start + team.thread() * kVector),
-        stride(team.threads() * kVector),
-        seen(seen),
-        width(width),
-        aligned(aligned) {}
+  __device__ __forceinline__ RowPart(const Team& team, const Row<T>& row, int start)
+      : row(row), first(start + team.thread() * kVector), stride(team.threads() * kVector) {}
 
   // The first column of pack p.
-  __device__ __forceinline__ Index column(int p) const { return first + p * stride; }
+  __device__ __forceinline__ int column(int p) const { return first + p * stride; }
 
-  // Whether any of pack p is seen, whether element i of it is, and whether all of it is.
-  __device__ __forceinline__ bool sees(int p) const { return column(p) < seen; }
-  __device__ __forceinline__ bool sees(int p, int i) const {
-    return column(p) + i >= 0 && column(p) + i < seen;
-  }
-  __device__ __forceinline__ bool sees_all(int p) const {
-    return column(p) >= 0 && column(p) + kVector <= seen;
+  // Whether any of pack p is seen.
+  __device__ __forceinline__ bool sees(int p) const { return column(p) < row.seen; }
+
+  // Puts `hidden` in the place of those of pack p's values that are not seen.
+  __device__ __forceinline__ void hide(int p, float (&values)[kVector], float hidden) const {
+    if (column(p) >= 0 && column(p) + kVector <= row.seen) return;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if (column(p) + i < 0 || column(p) + i >= row.seen) values[i] = hidden;
+    }
   }
 
-  // Reads the packs of which anything is seen, with zeros for what lies outside of the row.
-  template <int kPacks>
-  __device__ __forceinline__ void load(Pack<T> (&packs)[kPacks], const T* row) const {
+  // Reads the packs of which anything is seen. What is not seen of them comes as it may: where
+  // there are neighbouring rows, a pack that reaches into them is read as a whole.
+  // Where the block will read the packs again, the cache is to keep them.
+  template <bool kKeep = false, int kPacks>
+  __device__ __forceinline__ void load(Pack<T> (&packs)[kPacks], const T* source) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (!sees(p)) continue;
-      if (is_whole(p)) {
-        packs[p] = load_streaming<kVector>(row + column(p));
+      if (row.aligned && column(p) >= -row.before && column(p) + kVector <= row.width + row.after) {
+        const T* pack = source + column(p);
+        packs[p] = kKeep ? load_cached<kVector>(pack) : load_streaming<kVector>(pack);
         continue;
       }
       float values[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        values[i] = is_inside(p, i) ? to_float(row[column(p) + i]) : 0.0f;
+        values[i] = is_inside(p, i) ? to_float(source[column(p) + i]) : 0.0f;
       }
       packs[p] = Pack<T>::of(values);
     }
   }
 
   // Writes what lies in the row of pack p.
-  __device__ __forceinline__ void store(int p, const Pack<T>& pack, T* row) const {
-    if (is_whole(p)) {
-      store_streaming(row + column(p), pack);
+  __device__ __forceinline__ void store(int p, const Pack<T>& pack, T* target) const {
+    if (row.aligned && column(p) >= 0 && column(p) + kVector <= row.width) {
+      store_streaming(target + column(p), pack);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      if (is_inside(p, i)) row[column(p) + i] = from_float<T>(pack[i]);
+      if (is_inside(p, i)) target[column(p) + i] = from_float<T>(pack[i]);
     }
   }
 
   // Writes zeros to the packs, of kPacks, of which nothing is seen.
   template <int kPacks>
-  __device__ __forceinline__ void clear_unseen(T* row) const {
+  __device__ __forceinline__ void clear_unseen(T* target) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (!sees(p)) store(p, Pack<T>{}, row);
+      if (!sees(p)) store(p, Pack<T>{}, target);
     }
   }
 
-  __device__ __forceinline__ bool is_whole(int p) const {
-    return aligned && column(p) >= 0 && column(p) + kVector <= width;
-  }
   __device__ __forceinline__ bool is_inside(int p, int i) const {
-    return column(p) + i >= 0 && column(p) + i < width;
+    return column(p) + i >= 0 && column(p) + i < row.width;
   }
 
-  Index first;
+  Row<T> row;
+  int first;
   int stride;
-  Index seen, width;
-  bool aligned;
 };
 
 }  // namespace jaxllm

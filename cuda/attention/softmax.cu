@@ -9,12 +9,15 @@
 namespace jaxllm {
 namespace {
 
-// The columns that a row sees: query t of `length` stands at the key t + width - length.
-template <typename Index, typename Row>
-__device__ __forceinline__ Index seen_columns(Row row, Index width, Row length) {
-  const Index seen = static_cast<Index>(row % length) + 1 + width - static_cast<Index>(length);
-  return seen > 0 ? seen : 0;
+// The columns that a row sees: query t of `length` does not see the last length - 1 - t.
+template <typename Count>
+__device__ __forceinline__ int seen_columns(Count row, int width, Count length) {
+  const Count hidden = length - 1 - row % length;
+  return hidden < static_cast<Count>(width) ? width - static_cast<int>(hidden) : 0;
 }
+
+// Below every column of a pack, also of one that begins before its row.
+inline constexpr int kNothing = -16;
 
 // e^x, and zero where that is too small for a normal float.
 __device__ __forceinline__ float fast_exp(float x) {
@@ -33,8 +36,8 @@ __device__ __forceinline__ float inverse_or_zero(float sum) {
 }
 
 // The scaled scores in the packs, -infinity where the row does not see them; returns the largest.
-template <typename T, int kPacks, int kVector, typename Index>
-__device__ __forceinline__ float scale_scores(const RowPart<T, Index>& part,
+template <typename T, int kPacks, int kVector>
+__device__ __forceinline__ float scale_scores(const RowPart<T>& part,
                                               const Pack<T> (&packs)[kPacks], float scale,
                                               float (&scores)[kPacks][kVector]) {
   float largest = -INFINITY;
@@ -43,12 +46,7 @@ __device__ __forceinline__ float scale_scores(const RowPart<T, Index>& part,
     if (!part.sees(p)) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) scores[p][i] = scale * packs[p][i];
-    if (!part.sees_all(p)) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (!part.sees(p, i)) scores[p][i] = -INFINITY;
-      }
-    }
+    part.hide(p, scores[p], -INFINITY);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) largest = fmaxf(largest, scores[p][i]);
   }
@@ -56,8 +54,8 @@ __device__ __forceinline__ float scale_scores(const RowPart<T, Index>& part,
 }
 
 // Turns the scores into weights, e^(score - largest); returns their sum.
-template <typename T, int kPacks, int kVector, typename Index>
-__device__ __forceinline__ float exponentiate(const RowPart<T, Index>& part, float largest,
+template <typename T, int kPacks, int kVector>
+__device__ __forceinline__ float exponentiate(const RowPart<T>& part, float largest,
                                               float (&scores)[kPacks][kVector]) {
   float sum = 0.0f;
 #pragma unroll
@@ -74,8 +72,8 @@ __device__ __forceinline__ float exponentiate(const RowPart<T, Index>& part, flo
   return sum;
 }
 
-template <typename T, int kPacks, int kVector, typename Index>
-__device__ __forceinline__ void store_weights(const RowPart<T, Index>& part,
+template <typename T, int kPacks, int kVector>
+__device__ __forceinline__ void store_weights(const RowPart<T>& part,
                                               const float (&weights)[kPacks][kVector], float factor,
                                               T* out) {
 #pragma unroll
@@ -89,24 +87,27 @@ __device__ __forceinline__ void store_weights(const RowPart<T, Index>& part,
 }
 
 // The sum of out * dout.
-template <typename T, int kPacks, typename Index>
-__device__ __forceinline__ float multiply(const RowPart<T, Index>& part,
-                                          const Pack<T> (&outs)[kPacks],
+template <typename T, int kPacks>
+__device__ __forceinline__ float multiply(const RowPart<T>& part, const Pack<T> (&outs)[kPacks],
                                           const Pack<T> (&douts)[kPacks]) {
   float sum = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (!part.sees(p)) continue;
+    float products[kPackSize<T>];
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) products[i] = outs[p][i] * douts[p][i];
+    part.hide(p, products, 0.0f);
     float of_pack = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) of_pack += outs[p][i] * douts[p][i];
+    for (int i = 0; i < kPackSize<T>; ++i) of_pack += products[i];
     sum += of_pack;
   }
   return sum;
 }
 
-template <typename T, int kPacks, typename Index>
-__device__ __forceinline__ void store_gradient(const RowPart<T, Index>& part,
+template <typename T, int kPacks>
+__device__ __forceinline__ void store_gradient(const RowPart<T>& part,
                                                const Pack<T> (&outs)[kPacks],
                                                const Pack<T> (&douts)[kPacks], float scale,
                                                float delta, T* dx) {
@@ -116,6 +117,7 @@ __device__ __forceinline__ void store_gradient(const RowPart<T, Index>& part,
     float result[kPackSize<T>];
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) result[i] = scale * outs[p][i] * (douts[p][i] - delta);
+    part.hide(p, result, 0.0f);
     part.store(p, Pack<T>::of(result), dx);
   }
 }
@@ -131,8 +133,8 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   const bool is_row = row < rows;  // lanes beyond the last row only meet in the sums
   x += int64_t{row} * width;
   out += int64_t{row} * width;
-  const int seen = is_row ? seen_columns<int>(row, width, length) : 0;
-  const RowPart<T, int> part(team, -elements_past_aligned(x), seen, width, true);
+  const int seen = is_row ? seen_columns(row, width, length) : kNothing;
+  const RowPart<T> part(team, {row, rows, width, seen, true}, -elements_past_aligned(x));
 
   Pack<T> packs[kPacks];
   part.load(packs, x);
@@ -153,8 +155,8 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   out += int64_t{row} * width;
   dout += int64_t{row} * width;
   dx += int64_t{row} * width;
-  const int seen = is_row ? seen_columns<int>(row, width, length) : 0;
-  const RowPart<T, int> part(team, -elements_past_aligned(out), seen, width, true);
+  const int seen = is_row ? seen_columns(row, width, length) : kNothing;
+  const RowPart<T> part(team, {row, rows, width, seen, true}, -elements_past_aligned(out));
 
   Pack<T> outs[kPacks], douts[kPacks];
   part.load(outs, out);
@@ -164,77 +166,93 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   store_gradient(part, outs, douts, scale, delta, dx);
 }
 
+// Calls `work(part, packs)` for the parts of a row from the column `first` up to `end`, kPacks of
+// each array for each thread, while the packs of the next part are on their way.
+template <int kPacks, bool kKeep, typename T, int kArrays, class Work>
+__device__ __forceinline__ void for_each_part(const BlockPerRow& team, const Row<T>& row,
+                                              const T* const (&sources)[kArrays], int first,
+                                              int end, Work work) {
+  const int stride = kPacks * blockDim.x * kPackSize<T>;
+  Pack<T> next[kArrays][kPacks];
+  const auto fetch = [&](int start) {
+    const RowPart<T> part(team, row, start);
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) part.template load<kKeep>(next[a], sources[a]);
+  };
+  fetch(first);
+  for (int start = first; start < end; start += stride) {
+    Pack<T> packs[kArrays][kPacks];
+#pragma unroll
+    for (int a = 0; a < kArrays; ++a) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) packs[a][p] = next[a][p];
+    }
+    fetch(start + stride);
+    work(RowPart<T>(team, row, start), packs);
+  }
+}
+
 // Rows of any length and alignment, a block a row. One pass finds the largest score and, online,
 // the sum, which is scaled down whenever a larger score comes; a second pass, which finds the row
 // in the L2 cache as a rule, writes.
 inline constexpr int kAnyLengthThreads = 512;
-inline constexpr int kAnyLengthPacks = 2;
+inline constexpr int kAnyLengthPacks = 1;
+inline constexpr int kAnyLengthBlocks = 4;  // on a multiprocessor: bounds the registers
 
-template <int kPacks, typename T>
-__global__ void __launch_bounds__(kAnyLengthThreads)
-    softmax_forward_any_length_kernel(const T* x, float scale, T* out, int64_t rows, int64_t width,
+template <int kPacks, int kMinBlocks, typename T>
+__global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
+    softmax_forward_any_length_kernel(const T* x, float scale, T* out, int64_t rows, int width,
                                       int64_t length, bool aligned) {
   BlockPerRow team;
-  const int64_t stride = int64_t{kPacks} * blockDim.x * kPackSize<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T* source = x + row * width;
+    const T* const source[] = {x + row * width};
     T* target = out + row * width;
-    const int64_t seen = seen_columns<int64_t>(row, width, length);
-    const int64_t first = aligned ? -elements_past_aligned(source) : 0;
-    Pack<T> packs[kPacks];
+    const int seen = seen_columns(row, width, length);
+    const Row<T> shape(row, rows, width, seen, aligned);
+    const int first = aligned ? -elements_past_aligned(target) : 0;
     float scores[kPacks][kPackSize<T>];
 
     float largest = -INFINITY, sum = 0.0f;
-    for (int64_t start = first; start < seen; start += stride) {
-      const RowPart<T, int64_t> part(team, start, seen, width, aligned);
-      part.load(packs, source);
+    for_each_part<kPacks, true>(team, shape, source, first, seen, [&](auto part, auto& packs) {
       const float before = largest;
-      largest = fmaxf(before, scale_scores(part, packs, scale, scores));
+      largest = fmaxf(before, scale_scores(part, packs[0], scale, scores));
       const float reference = finite_or_zero(largest);
       sum = sum * fast_exp(before - reference) + exponentiate(part, reference, scores);
-    }
+    });
     const float of_row = finite_or_zero(team.max(largest));
     const float factor = inverse_or_zero(team.sum(sum * fast_exp(largest - of_row)));
 
-    for (int64_t start = first; start < width; start += stride) {
-      const RowPart<T, int64_t> part(team, start, seen, width, aligned);
-      part.load(packs, source);
+    for_each_part<kPacks, false>(team, shape, source, first, width, [&](auto part, auto& packs) {
       part.template clear_unseen<kPacks>(target);
-      scale_scores(part, packs, scale, scores);
+      scale_scores(part, packs[0], scale, scores);
       exponentiate(part, of_row, scores);
       store_weights(part, scores, factor, target);
-    }
+    });
   }
 }
 
-template <int kPacks, typename T>
-__global__ void __launch_bounds__(kAnyLengthThreads)
+template <int kPacks, int kMinBlocks, typename T>
+__global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
     softmax_backward_any_length_kernel(const T* out, const T* dout, float scale, T* dx,
-                                       int64_t rows, int64_t width, int64_t length, bool aligned) {
+                                       int64_t rows, int width, int64_t length, bool aligned) {
   BlockPerRow team;
-  const int64_t stride = int64_t{kPacks} * blockDim.x * kPackSize<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t offset = row * width;
-    const int64_t seen = seen_columns<int64_t>(row, width, length);
-    const int64_t first = aligned ? -elements_past_aligned(out + offset) : 0;
-    Pack<T> outs[kPacks], douts[kPacks];
+    const T* const sources[] = {out + row * width, dout + row * width};
+    T* target = dx + row * width;
+    const int seen = seen_columns(row, width, length);
+    const Row<T> shape(row, rows, width, seen, aligned);
+    const int first = aligned ? -elements_past_aligned(target) : 0;
 
     float sum = 0.0f;
-    for (int64_t start = first; start < seen; start += stride) {
-      const RowPart<T, int64_t> part(team, start, seen, width, aligned);
-      part.load(outs, out + offset);
-      part.load(douts, dout + offset);
-      sum += multiply(part, outs, douts);
-    }
+    for_each_part<kPacks, true>(team, shape, sources, first, seen, [&](auto part, auto& packs) {
+      sum += multiply(part, packs[0], packs[1]);
+    });
     const float delta = team.sum(sum);
 
-    for (int64_t start = first; start < width; start += stride) {
-      const RowPart<T, int64_t> part(team, start, seen, width, aligned);
-      part.load(outs, out + offset);
-      part.load(douts, dout + offset);
-      part.template clear_unseen<kPacks>(dx + offset);
-      store_gradient(part, outs, douts, scale, delta, dx + offset);
-    }
+    for_each_part<kPacks, false>(team, shape, sources, first, width, [&](auto part, auto& packs) {
+      part.template clear_unseen<kPacks>(target);
+      store_gradient(part, packs[0], packs[1], scale, delta, target);
+    });
   }
 }
 
@@ -250,10 +268,13 @@ struct Strategy {
 // false where the rows are too wide. The numbers were found by measurement on an H200.
 template <class Launch>
 bool choose(int64_t packs, Launch launch) {
-  if (packs <= 8) return launch(Strategy<LanesPerRow<8>, 1, 32>{}, 32);
-  if (packs <= 32) return launch(Strategy<LanesPerRow<32>, 1, 32>{}, 32);
-  if (packs <= 64) return launch(Strategy<LanesPerRow<32>, 2, 32>{}, 32);
-  if (packs <= 128) return launch(Strategy<LanesPerRow<32>, 4, 32>{}, 32);
+  if (packs <= 8) return launch(Strategy<LanesPerRow<8, 128>, 1, 8>{}, 128);
+  if (packs <= 16) return launch(Strategy<LanesPerRow<8, 64>, 2, 16>{}, 64);
+  if (packs <= 32) return launch(Strategy<LanesPerRow<16, 64>, 2, 16>{}, 64);
+  if (packs <= 64) return launch(Strategy<LanesPerRow<32, 64>, 2, 16>{}, 64);
+  if (packs <= 128) return launch(Strategy<LanesPerRow<32, 32>, 4, 32>{}, 32);
+  if (packs <= 160) return launch(Strategy<LanesPerRow<32, 32>, 5, 24>{}, 32);
+  if (packs <= 224) return launch(Strategy<LanesPerRow<32, 32>, 7, 20>{}, 32);
   if (packs <= 4 * BlockPerRow::kMaxThreads) {
     return launch(Strategy<BlockPerRow, 4, 2>{}, static_cast<int>(divide_up(packs, 128) * 32));
   }
@@ -268,8 +289,10 @@ int64_t packs_of_row(int64_t width, const T* array) {
   return divide_up(width + (rows_begin_aligned ? 0 : kVector - 1), kVector);
 }
 
-// Whether the kernels that hold a row in registers may take a call, as far as the rows' number
-// goes.
+// Columns are counted by an int, with room for the packs beyond the row's end.
+inline constexpr int64_t kMaxWidth = int64_t{1} << 30;
+
+// Whether there may be a block for each row.
 bool fits_a_grid(int64_t rows) { return rows <= std::numeric_limits<int>::max(); }
 
 int64_t any_length_blocks(int64_t rows) { return std::min(rows, int64_t{1} << 20); }
@@ -280,6 +303,7 @@ template <typename T>
 cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T* out, int64_t rows,
                                 int64_t width, int64_t length) {
   if (rows * width == 0) return cudaSuccess;
+  if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(x, out);
   const bool served = aligned && fits_a_grid(rows) &&
                       choose(packs_of_row(width, x), [&](auto strategy, int threads) {
@@ -292,9 +316,9 @@ cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T*
                         return true;
                       });
   if (!served) {
-    softmax_forward_any_length_kernel<kAnyLengthPacks>
-        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(x, scale, out, rows, width,
-                                                                    length, aligned);
+    softmax_forward_any_length_kernel<kAnyLengthPacks, kAnyLengthBlocks>
+        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
+            x, scale, out, rows, static_cast<int>(width), length, aligned);
   }
   return cudaGetLastError();
 }
@@ -303,6 +327,7 @@ template <typename T>
 cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dout, float scale,
                                  T* dx, int64_t rows, int64_t width, int64_t length) {
   if (rows * width == 0) return cudaSuccess;
+  if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(out, dout, dx);
   const bool served = aligned && fits_a_grid(rows) &&
                       choose(packs_of_row(width, out), [&](auto strategy, int threads) {
@@ -314,9 +339,9 @@ cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dou
                         return true;
                       });
   if (!served) {
-    softmax_backward_any_length_kernel<kAnyLengthPacks>
-        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(out, dout, scale, dx, rows,
-                                                                    width, length, aligned);
+    softmax_backward_any_length_kernel<kAnyLengthPacks, kAnyLengthBlocks>
+        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
+            out, dout, scale, dx, rows, static_cast<int>(width), length, aligned);
   }
   return cudaGetLastError();
 }

@@ -2,6 +2,7 @@
 //
 // The rows come in blocks of `length` queries, over `width` keys: query t of a block sees the keys
 // up to t + width - length, and everything else is zero. A length of 1 makes every row see all.
+// At most 2^30 columns.
 #pragma once
 
 #include <cuda_runtime_api.h>

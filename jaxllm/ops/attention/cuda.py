@@ -8,17 +8,22 @@ import jax.numpy as jnp
 from jaxllm import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_WIDTH = 2**30  # of a row of the softmax
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if x.shape[-1] > _MAX_WIDTH:
+        return f"x has rows of {x.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
+    return repeat_kv_unsupported(x)
+
+
+def repeat_kv_unsupported(x, *_, **__) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"x has dtype {x.dtype}; the kernel takes {names}"
     return None
-
-
-repeat_kv_unsupported = softmax_unsupported
 
 
 def softmax_forward(x, *, scale, causal):

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_MAX_WIDTH = 32768
+_MAX_WIDTH = 65536
 _TILE = 1024  # elements that a program works on at once, unless one row is longer
 
 
