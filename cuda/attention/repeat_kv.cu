@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (kVector == 1) {
           sums[0] += to_float(source[g * width]);
         } else {
-          const Pack<T> pack = load_streaming<kVector>(source + g * width);
+          const Pack<T> pack = load_cached<kVector>(source + g * width);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) sums[i] += pack[i];
         }
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kVector == 1) {
         *target = from_float<T>(sums[0]);
       } else {
-        store_streaming(target, Pack<T>::of(sums));
+        store(target, Pack<T>::of(sums));
       }
     }
   }

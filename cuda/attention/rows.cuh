@@ -92,6 +92,11 @@ struct Row {
   bool aligned;
 };
 
+// Waits for the copies that this thread started.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // The packs of a row that one thread works on at once.
 template <typename T>
 struct RowPart {
@@ -118,24 +123,32 @@ struct RowPart {
   }
 
   // Reads the packs of which anything is seen. What is not seen of them comes as it may: where
-  // there are neighbouring rows, a pack that reaches into them is read as a whole.
-  // Where the block will read the packs again, the cache is to keep them.
+  // there are neighbouring rows, a pack that reaches into them is read as a whole. Where the block
+  // will read the packs again, the cache is to keep them.
   template <bool kKeep = false, int kPacks>
   __device__ __forceinline__ void load(Pack<T> (&packs)[kPacks], const T* source) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (!sees(p)) continue;
-      if (row.aligned && column(p) >= -row.before && column(p) + kVector <= row.width + row.after) {
+      if (can_read(p)) {
         const T* pack = source + column(p);
         packs[p] = kKeep ? load_cached<kVector>(pack) : load_streaming<kVector>(pack);
-        continue;
+      } else {
+        packs[p] = load_elements(p, source);
       }
-      float values[kVector];
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        values[i] = is_inside(p, i) ? to_float(source[column(p) + i]) : 0.0f;
-      }
-      packs[p] = Pack<T>::of(values);
+    }
+  }
+
+  // Starts to copy pack 0 to shared memory, if anything of it is seen.
+  __device__ __forceinline__ void copy(Pack<T>* target, const T* source) const {
+    if (!sees(0)) return;
+    if (can_read(0)) {
+      const auto address = static_cast<unsigned>(__cvta_generic_to_shared(target));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address),
+                   "l"(source + column(0))
+                   : "memory");
+    } else {
+      *target = load_elements(0, source);
     }
   }
 
@@ -160,6 +173,17 @@ struct RowPart {
     }
   }
 
+  __device__ __forceinline__ bool can_read(int p) const {
+    return row.aligned && column(p) >= -row.before && column(p) + kVector <= row.width + row.after;
+  }
+  __device__ __forceinline__ Pack<T> load_elements(int p, const T* source) const {
+    float values[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      values[i] = is_inside(p, i) ? to_float(source[column(p) + i]) : 0.0f;
+    }
+    return Pack<T>::of(values);
+  }
   __device__ __forceinline__ bool is_inside(int p, int i) const {
     return column(p) + i >= 0 && column(p) + i < row.width;
   }

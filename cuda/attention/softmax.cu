@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/long_rows.cuh"
 #include "attention/rows.cuh"
 #include "attention/softmax.h"
 #include "common/launch.h"
@@ -166,54 +167,25 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   store_gradient(part, outs, douts, scale, delta, dx);
 }
 
-// Calls `work(part, packs)` for the parts of a row from the column `first` up to `end`, kPacks of
-// each array for each thread, while the packs of the next part are on their way.
-template <int kPacks, bool kKeep, typename T, int kArrays, class Work>
-__device__ __forceinline__ void for_each_part(const BlockPerRow& team, const Row<T>& row,
-                                              const T* const (&sources)[kArrays], int first,
-                                              int end, Work work) {
-  const int stride = kPacks * blockDim.x * kPackSize<T>;
-  Pack<T> next[kArrays][kPacks];
-  const auto fetch = [&](int start) {
-    const RowPart<T> part(team, row, start);
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) part.template load<kKeep>(next[a], sources[a]);
-  };
-  fetch(first);
-  for (int start = first; start < end; start += stride) {
-    Pack<T> packs[kArrays][kPacks];
-#pragma unroll
-    for (int a = 0; a < kArrays; ++a) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) packs[a][p] = next[a][p];
-    }
-    fetch(start + stride);
-    work(RowPart<T>(team, row, start), packs);
-  }
-}
-
 // Rows of any length and alignment, a block a row. One pass finds the largest score and, online,
-// the sum, which is scaled down whenever a larger score comes; a second pass, which finds the row
-// in the L2 cache as a rule, writes.
-inline constexpr int kAnyLengthThreads = 512;
-inline constexpr int kAnyLengthPacks = 1;
-inline constexpr int kAnyLengthBlocks = 4;  // on a multiprocessor: bounds the registers
-
-template <int kPacks, int kMinBlocks, typename T>
-__global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
-    softmax_forward_any_length_kernel(const T* x, float scale, T* out, int64_t rows, int width,
-                                      int64_t length, bool aligned) {
+// the sum, which is scaled down whenever a larger score comes; a second pass writes.
+template <class Source, typename T>
+__global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
+    softmax_forward_long_row_kernel(const T* x, float scale, T* out, int64_t rows, int width,
+                                    int64_t length, bool aligned) {
   BlockPerRow team;
+  const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T* const source[] = {x + row * width};
+    const T* const arrays[] = {x + row * width};
     T* target = out + row * width;
     const int seen = seen_columns(row, width, length);
     const Row<T> shape(row, rows, width, seen, aligned);
     const int first = aligned ? -elements_past_aligned(target) : 0;
-    float scores[kPacks][kPackSize<T>];
+    source.begin(team, shape, arrays, first);
 
+    float scores[1][kPackSize<T>];
     float largest = -INFINITY, sum = 0.0f;
-    for_each_part<kPacks, true>(team, shape, source, first, seen, [&](auto part, auto& packs) {
+    source.template pass<false>(team, shape, arrays, first, seen, [&](auto part, auto& packs) {
       const float before = largest;
       largest = fmaxf(before, scale_scores(part, packs[0], scale, scores));
       const float reference = finite_or_zero(largest);
@@ -222,8 +194,8 @@ __global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
     const float of_row = finite_or_zero(team.max(largest));
     const float factor = inverse_or_zero(team.sum(sum * fast_exp(largest - of_row)));
 
-    for_each_part<kPacks, false>(team, shape, source, first, width, [&](auto part, auto& packs) {
-      part.template clear_unseen<kPacks>(target);
+    source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
+      part.template clear_unseen<1>(target);
       scale_scores(part, packs[0], scale, scores);
       exponentiate(part, of_row, scores);
       store_weights(part, scores, factor, target);
@@ -231,26 +203,28 @@ __global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
   }
 }
 
-template <int kPacks, int kMinBlocks, typename T>
-__global__ void __launch_bounds__(kAnyLengthThreads, kMinBlocks)
-    softmax_backward_any_length_kernel(const T* out, const T* dout, float scale, T* dx,
-                                       int64_t rows, int width, int64_t length, bool aligned) {
+template <class Source, typename T>
+__global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
+    softmax_backward_long_row_kernel(const T* out, const T* dout, float scale, T* dx, int64_t rows,
+                                     int width, int64_t length, bool aligned) {
   BlockPerRow team;
+  const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T* const sources[] = {out + row * width, dout + row * width};
+    const T* const arrays[] = {out + row * width, dout + row * width};
     T* target = dx + row * width;
     const int seen = seen_columns(row, width, length);
     const Row<T> shape(row, rows, width, seen, aligned);
     const int first = aligned ? -elements_past_aligned(target) : 0;
+    source.begin(team, shape, arrays, first);
 
     float sum = 0.0f;
-    for_each_part<kPacks, true>(team, shape, sources, first, seen, [&](auto part, auto& packs) {
+    source.template pass<false>(team, shape, arrays, first, seen, [&](auto part, auto& packs) {
       sum += multiply(part, packs[0], packs[1]);
     });
     const float delta = team.sum(sum);
 
-    for_each_part<kPacks, false>(team, shape, sources, first, width, [&](auto part, auto& packs) {
-      part.template clear_unseen<kPacks>(target);
+    source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
+      part.template clear_unseen<1>(target);
       store_gradient(part, packs[0], packs[1], scale, delta, target);
     });
   }
@@ -264,7 +238,7 @@ struct Strategy {
   static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
 };
 
-// Returns `launch(strategy, blocks, threads)` for the strategy that suits rows of `packs` packs, or
+// Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or
 // false where the rows are too wide. The numbers were found by measurement on an H200.
 template <class Launch>
 bool choose(int64_t packs, Launch launch) {
@@ -295,7 +269,21 @@ inline constexpr int64_t kMaxWidth = int64_t{1} << 30;
 // Whether there may be a block for each row.
 bool fits_a_grid(int64_t rows) { return rows <= std::numeric_limits<int>::max(); }
 
-int64_t any_length_blocks(int64_t rows) { return std::min(rows, int64_t{1} << 20); }
+// Launches the kernel for long rows that suits their length: `held` where a row of each array fits
+// in shared memory, in `bytes`, and `read_again` elsewhere.
+template <class Kernel, typename... Arguments>
+cudaError_t launch_long_rows(cudaStream_t stream, Kernel held, Kernel read_again, int64_t bytes,
+                             int64_t rows, Arguments... arguments) {
+  const int64_t blocks = std::min(rows, int64_t{1} << 20);
+  bool is_held = false;
+  JAXLLM_RETURN_IF_ERROR(reserve_shared(held, bytes, &is_held));
+  if (is_held) {
+    held<<<blocks, HoldInSharedMemory::kThreads, bytes, stream>>>(arguments...);
+  } else {
+    read_again<<<blocks, ReadAgain::kThreads, 0, stream>>>(arguments...);
+  }
+  return cudaGetLastError();
+}
 
 }  // namespace
 
@@ -305,22 +293,21 @@ cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T*
   if (rows * width == 0) return cudaSuccess;
   if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(x, out);
-  const bool served = aligned && fits_a_grid(rows) &&
-                      choose(packs_of_row(width, x), [&](auto strategy, int threads) {
-                        // A team for each row.
-                        using S = decltype(strategy);
-                        softmax_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
-                            <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
-                                x, scale, out, static_cast<unsigned>(rows), static_cast<int>(width),
-                                static_cast<unsigned>(length));
-                        return true;
-                      });
-  if (!served) {
-    softmax_forward_any_length_kernel<kAnyLengthPacks, kAnyLengthBlocks>
-        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
-            x, scale, out, rows, static_cast<int>(width), length, aligned);
-  }
-  return cudaGetLastError();
+  const int64_t packs = packs_of_row(width, x);
+  const auto launch = [&](auto strategy, int threads) {
+    // A team for each row.
+    using S = decltype(strategy);
+    softmax_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
+        <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
+            x, scale, out, static_cast<unsigned>(rows), static_cast<int>(width),
+            static_cast<unsigned>(length));
+    return true;
+  };
+  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return cudaGetLastError();
+  return launch_long_rows(stream, softmax_forward_long_row_kernel<HoldInSharedMemory, T>,
+                          softmax_forward_long_row_kernel<ReadAgain, T>,
+                          HoldInSharedMemory::bytes(packs, 1), rows, x, scale, out, rows,
+                          static_cast<int>(width), length, aligned);
 }
 
 template <typename T>
@@ -329,21 +316,20 @@ cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dou
   if (rows * width == 0) return cudaSuccess;
   if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(out, dout, dx);
-  const bool served = aligned && fits_a_grid(rows) &&
-                      choose(packs_of_row(width, out), [&](auto strategy, int threads) {
-                        using S = decltype(strategy);
-                        softmax_backward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
-                            <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
-                                out, dout, scale, dx, static_cast<unsigned>(rows),
-                                static_cast<int>(width), static_cast<unsigned>(length));
-                        return true;
-                      });
-  if (!served) {
-    softmax_backward_any_length_kernel<kAnyLengthPacks, kAnyLengthBlocks>
-        <<<any_length_blocks(rows), kAnyLengthThreads, 0, stream>>>(
-            out, dout, scale, dx, rows, static_cast<int>(width), length, aligned);
-  }
-  return cudaGetLastError();
+  const int64_t packs = packs_of_row(width, out);
+  const auto launch = [&](auto strategy, int threads) {
+    using S = decltype(strategy);
+    softmax_backward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
+        <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
+            out, dout, scale, dx, static_cast<unsigned>(rows), static_cast<int>(width),
+            static_cast<unsigned>(length));
+    return true;
+  };
+  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return cudaGetLastError();
+  return launch_long_rows(stream, softmax_backward_long_row_kernel<HoldInSharedMemory, T>,
+                          softmax_backward_long_row_kernel<ReadAgain, T>,
+                          HoldInSharedMemory::bytes(packs, 2), rows, out, dout, scale, dx, rows,
+                          static_cast<int>(width), length, aligned);
 }
 
 template struct Softmax<float>;

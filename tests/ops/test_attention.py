@@ -385,6 +385,18 @@ def test_softmax_of_more_elements_than_an_int_counts(backend):
         assert error(dx[i], reference.softmax_backward(*some, **options)) < tolerance("bfloat16")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_of_rows_beyond_shared_memory(causal):
+    x, dout = jax.random.normal(jax.random.key(0), (2, 3, 150001), jnp.bfloat16)
+    out = softmax(x, causal=causal, backend="cuda")
+    wide = x.astype(jnp.float32)
+    assert error(out, reference.softmax(wide, causal=causal)) < tolerance("bfloat16")
+    dx = softmax_gradient(x, dout, causal=causal, backend="cuda")
+    expected = softmax_gradient(wide, dout.astype(jnp.float32), causal=causal, backend="xla")
+    assert error(dx, expected) < tolerance("bfloat16")
+
+
 def test_softmax_checks_its_argument():
     with pytest.raises(ValueError, match=r"x has shape \(\); it must be \(\.\.\., S\)"):
         softmax(jnp.zeros(()))
