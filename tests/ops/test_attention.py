@@ -408,7 +408,7 @@ def test_softmax_checks_its_argument():
 
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_softmax_names_what_its_kernels_cannot_serve(backend, monkeypatch):
-    monkeypatch.setattr(jaxllm.ffi, "unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
     with jax.enable_x64(True), pytest.raises(jaxllm.BackendError, match="x has dtype float64"):
         softmax(jnp.zeros(3, jnp.float64), backend=backend)
 

@@ -256,7 +256,8 @@ def _repeat_kv(x, groups, backend):
 
 
 def _repeat_kv_forward(x, groups, backend):
-    return dispatch(REPEAT_KV, "forward", backend, x, groups=groups), None
+    out = dispatch(REPEAT_KV, "forward", backend, x, groups=groups)
+    return checkpoint_name(out, "repeat_kv"), None
 
 
 def _repeat_kv_backward(groups, backend, _, dout):

@@ -121,6 +121,7 @@ CASES = (
     _softmax("no_scale", 3, 40, scale=0.0),
     _softmax("large_scores", 4, 130, std=100.0),
     _softmax("router", 11, 8),
+    _softmax("narrow_odd", 5, 51),
     _softmax("long_rows", 2, 5003),
     _softmax("beyond_registers", 2, 20011),
     _softmax("beyond_shared_memory", 3, 60001, causal=True),
