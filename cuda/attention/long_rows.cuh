@@ -14,7 +14,7 @@
 #include "common/launch.h"
 #include "common/vector.cuh"
 
-namespace jaxllm {
+namespace jaxllm::attention {
 
 // Every pass reads the row again, in the L2 cache as a rule, and one part ahead.
 struct ReadAgain {
@@ -109,4 +109,4 @@ cudaError_t reserve_shared(Kernel kernel, int64_t bytes, bool* is_reserved) {
                               static_cast<int>(bytes));
 }
 
-}  // namespace jaxllm
+}  // namespace jaxllm::attention

@@ -13,7 +13,7 @@
 #include "common/reduce_max.cuh"
 #include "common/vector.cuh"
 
-namespace jaxllm {
+namespace jaxllm::attention {
 
 // Teams: the threads that share a row. Thread t of a team holds packs t, t + threads, ... of it.
 
@@ -193,4 +193,4 @@ struct RowPart {
   int stride;
 };
 
-}  // namespace jaxllm
+}  // namespace jaxllm::attention

@@ -10,6 +10,8 @@
 namespace jaxllm {
 namespace {
 
+using namespace attention;
+
 // The columns that a row sees: query t of `length` does not see the last length - 1 - t.
 template <typename Count>
 __device__ __forceinline__ int seen_columns(Count row, int width, Count length) {
