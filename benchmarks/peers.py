@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("torch.compile", "liger", "torch eager"),
     "add_layer_norm": ("torch.compile", "torch eager"),
     "add_rms_norm": ("torch.compile", "liger", "torch eager"),
+    "softmax": ("torch.compile", "liger", "torch eager"),
+    "repeat_kv": ("torch.compile", "torch eager"),
 }
 
 _EPS = 1e-5
@@ -30,6 +33,7 @@ _EPS = 1e-5
 
 def _torch_ops() -> dict[str, Callable[..., Any]]:
     """The ops as one writes them in torch."""
+    import torch
     import torch.nn.functional as F
 
     def layer_norm(x, scale, bias):
@@ -46,7 +50,18 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         h = x + residual
         return rms_norm(h, scale), h
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
+    def softmax(x, scale=1.0, causal=False):
+        if causal:
+            T, S = x.shape[-2:]
+            seen = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+            x = x.masked_fill(~seen, -torch.inf)
+        return F.softmax(scale * x, dim=-1)
+
+    def repeat_kv(x, groups):
+        return x.repeat_interleave(groups, dim=-2)
+
+    norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
+    return {fn.__name__: fn for fn in (*norms, softmax, repeat_kv)}
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
@@ -55,6 +70,7 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
     def layer_norm(x, scale, bias):
         return LigerLayerNormFunction.apply(x, scale, bias, _EPS)
@@ -65,7 +81,12 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     def add_rms_norm(x, residual, scale):
         return LigerFusedAddRMSNormFunction.apply(x, residual, scale, _EPS, 0.0, "llama", False)
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm)}
+    def softmax(x, scale=1.0, causal=False):
+        if causal or scale != 1.0:
+            raise NotImplementedError("Liger's softmax has neither a scale nor a mask")
+        return LigerSoftmaxFunction.apply(x)
+
+    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm, softmax)}
 
 
 def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
@@ -130,7 +151,7 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = _build(peer, case.op, smoke)
+    fn = functools.partial(_build(peer, case.op, smoke), **case.static)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
     count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))

@@ -12,7 +12,11 @@
   HANDLER(rms_norm_forward, RmsNormForward)              \
   HANDLER(rms_norm_backward, RmsNormBackward)            \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
-  HANDLER(add_rms_norm_backward, AddRmsNormBackward)
+  HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
+  HANDLER(softmax_forward, SoftmaxForward)               \
+  HANDLER(softmax_backward, SoftmaxBackward)             \
+  HANDLER(repeat_kv_forward, RepeatKvForward)            \
+  HANDLER(repeat_kv_backward, RepeatKvBackward)
 
 namespace jaxllm {
 

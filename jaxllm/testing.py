@@ -55,6 +55,7 @@ class Case:
         forward_flops: Floating-point operations of the forward, where they matter (GEMMs).
         backward_flops: Likewise for the backward.
         large: Too large for a CPU: run on a GPU only, and timed there.
+        timed_only: Too large also for the comparison with the definition, which is on the host.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Case:
     forward_flops: int = 0
     backward_flops: int = 0
     large: bool = False
+    timed_only: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"

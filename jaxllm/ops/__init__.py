@@ -1,7 +1,7 @@
 """The ops: arrays in, arrays out, one derivative rule each, three implementations behind each."""
 
 from jaxllm.ops.activation.api import gelu
-from jaxllm.ops.attention.api import flash_attention
+from jaxllm.ops.attention.api import flash_attention, repeat_kv, softmax
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy
@@ -16,5 +16,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "repeat_kv",
     "rms_norm",
+    "softmax",
 ]

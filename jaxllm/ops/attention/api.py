@@ -1,4 +1,4 @@
-"""Attention over whole sequences."""
+"""Attention over whole sequences, and its parts: the softmax, and the repetition of key heads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.attention import reference, xla
+from jaxllm.ops.attention import cuda, pallas, reference, xla
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 
 FLASH_ATTENTION = Op("flash_attention", reference=reference, xla=xla)
+SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
+REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
 
 
 def flash_attention(
@@ -81,6 +83,85 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = (bool(causal), scale, window, softcap)
     return _flash_attention(q, k, v, segment_ids, options, resolve(backend))
+
+
+def softmax(
+    x: Float[Array, "*rows S"],
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows S"]:
+    r"""The softmax along the last axis, of scores or of anything else.
+
+    .. math::
+        out_s = \frac{e^{scale \cdot x_s - m}}{\sum_r e^{scale \cdot x_r - m}}
+        \qquad m = \max_r scale \cdot x_r
+
+    In float32 whatever the dtype of ``x``. Between the passes the op keeps its output alone.
+
+    Args:
+        x: The scores; float32, bfloat16 or float16 for the kernels.
+        scale: Multiplies the scores.
+        causal: ``x`` is (..., T, S), the scores of T queries and S keys, and query t sees the keys
+            ``s <= t + S - T`` alone: the last query stands at the last key, as in
+            :func:`flash_attention`. All else is zero, the whole row of a query that sees no key
+            (T above S). What ``x`` holds in those places does not matter.
+        backend: As in :func:`flash_attention`.
+
+    Returns:
+        The probabilities, in the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``x`` has no last axis, or ``causal`` and no axis before it, or the backend is
+            unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
+    llm.c's ``softmax_forward_kernel5`` and ``softmax_autoregressive_backward``.
+
+    Example:
+        >>> scores = jax.random.normal(jax.random.key(0), (2, 12, 1024, 1024), jnp.bfloat16)
+        >>> p = jaxllm.ops.softmax(scores, scale=0.125, causal=True)
+    """
+    check_floating(x=x)
+    wanted = 2 if causal else 1
+    if x.ndim < wanted:
+        axes = "(..., T, S)" if causal else "(..., S)"
+        raise ValueError(f"x has shape {x.shape}; it must be {axes}")
+    return _softmax(x, (float(scale), bool(causal)), resolve(backend))
+
+
+def repeat_kv(
+    x: Float[Array, "*B S K H"], groups: int, *, backend: Backend | None = None
+) -> Float[Array, "*B S N H"]:
+    """Repeats each key or value head for the query heads that share it: ``N = K * groups``.
+
+    Head n of the result is head ``n // groups`` of ``x``; the gradient of a head is the sum of
+    those of its copies, in float32. :func:`flash_attention` shares key heads without copies.
+
+    Args:
+        x: Keys or values; float32, bfloat16 or float16 for the kernels.
+        groups: The number of query heads to a key head.
+        backend: As in :func:`flash_attention`.
+
+    Returns:
+        The repeated heads, in the dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``x`` has less than two axes, ``groups`` is below 1, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Ainslie et al., "GQA" (arXiv:2305.13245); llama3.cuda's ``repeat_interleave``.
+    """
+    check_floating(x=x)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must be (..., K, H)")
+    if groups < 1:
+        raise ValueError(f"groups is {groups}; it must be at least 1")
+    return _repeat_kv(x, int(groups), resolve(backend))
 
 
 def _check_arrays(q: Array, k: Array, v: Array) -> None:
@@ -150,3 +231,38 @@ def _flash_attention_backward(options, backend, residuals, dout):
 
 
 _flash_attention.defvjp(_flash_attention_forward, _flash_attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _softmax(x, options, backend):
+    return _softmax_forward(x, options, backend)[0]
+
+
+def _softmax_forward(x, options, backend):
+    scale, causal = options
+    out = dispatch(SOFTMAX, "forward", backend, x, scale=scale, causal=causal)
+    out = checkpoint_name(out, "softmax")
+    return out, out
+
+
+def _softmax_backward(options, backend, out, dout):
+    scale, causal = options
+    return (dispatch(SOFTMAX, "backward", backend, out, dout, scale=scale, causal=causal),)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _repeat_kv(x, groups, backend):
+    return _repeat_kv_forward(x, groups, backend)[0]
+
+
+def _repeat_kv_forward(x, groups, backend):
+    out = dispatch(REPEAT_KV, "forward", backend, x, groups=groups)
+    return checkpoint_name(out, "repeat_kv"), None
+
+
+def _repeat_kv_backward(groups, backend, _, dout):
+    return (dispatch(REPEAT_KV, "backward", backend, dout, groups=groups),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+_repeat_kv.defvjp(_repeat_kv_forward, _repeat_kv_backward)

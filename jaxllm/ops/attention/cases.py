@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxllm.testing import Case, Normal
 
 
-def _case(
+def _attention(
     name: str,
     batch: int,
     length: int,
@@ -39,25 +40,102 @@ def _case(
     )
 
 
+def _softmax(
+    name: str,
+    *shape: int,
+    std: float = 1.0,
+    large: bool = False,
+    timed_only: bool = False,
+    **static: Any,
+) -> Case:
+    size = kept = math.prod(shape)
+    if static.get("causal"):
+        T, S = shape[-2:]
+        kept = math.prod(shape[:-2]) * sum(max(0, t + 1 + S - T) for t in range(T))
+    # A kernel need not read what the mask hides, but it writes the zeros there.
+    # Forward: x in, out out. Backward: out and dout in, dx out.
+    return Case(
+        "softmax",
+        name,
+        {"x": Normal(shape, std=std)},
+        static,
+        forward_elements=kept + size,
+        backward_elements=2 * kept + size,
+        large=large,
+        timed_only=timed_only,
+    )
+
+
+def _repeat_kv(name: str, *shape: int, groups: int, large: bool = False) -> Case:
+    size = math.prod(shape)
+    # Forward: x in, its copies out. Backward: the copies' gradients in, dx out.
+    return Case(
+        "repeat_kv",
+        name,
+        {"x": Normal(shape)},
+        {"groups": groups},
+        forward_elements=(1 + groups) * size,
+        backward_elements=(1 + groups) * size,
+        large=large,
+    )
+
+
 CASES = (
-    _case("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
-    _case("gpt2_1558m", 8, 1024, 25, 64, causal=True, large=True),
-    _case("llama3_8b", 1, 8192, 32, 128, kv_heads=8, causal=True, large=True),
-    _case("bidirectional", 8, 2048, 16, 64, large=True),
-    _case("long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True),
-    _case("causal", 2, 7, 3, 8, causal=True),
-    _case("odd_head_width", 2, 7, 3, 5, causal=True),
-    _case("grouped", 1, 9, 6, 8, kv_heads=2, causal=True),
-    _case("cross", 2, 5, 4, 16, keys=11, kv_heads=1),
-    _case("causal_more_keys", 1, 4, 2, 8, keys=9, causal=True),
-    _case("causal_more_queries", 1, 9, 2, 8, keys=4, causal=True),
-    _case("causal_window", 2, 16, 2, 8, causal=True, window=3),
-    _case("symmetric_window", 2, 16, 2, 8, keys=19, window=3),
-    _case("softcap", 1, 12, 4, 8, kv_heads=2, std=3.0, causal=True, softcap=2.0),
-    _case("scale", 1, 12, 2, 8, causal=True, scale=0.5),
-    _case("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True),
-    _case("wide_heads", 1, 70, 2, 128),
-    _case("one_query", 2, 1, 2, 8, keys=5, causal=True),
-    _case("no_batch", 0, 8, 2, 8, causal=True),
-    _case("no_keys", 2, 3, 2, 8, keys=0),
+    _attention("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
+    _attention("gpt2_1558m", 8, 1024, 25, 64, causal=True, large=True),
+    _attention("llama3_8b", 1, 8192, 32, 128, kv_heads=8, causal=True, large=True),
+    _attention("bidirectional", 8, 2048, 16, 64, large=True),
+    _attention("long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True),
+    _attention("causal", 2, 7, 3, 8, causal=True),
+    _attention("odd_head_width", 2, 7, 3, 5, causal=True),
+    _attention("grouped", 1, 9, 6, 8, kv_heads=2, causal=True),
+    _attention("cross", 2, 5, 4, 16, keys=11, kv_heads=1),
+    _attention("causal_more_keys", 1, 4, 2, 8, keys=9, causal=True),
+    _attention("causal_more_queries", 1, 9, 2, 8, keys=4, causal=True),
+    _attention("causal_window", 2, 16, 2, 8, causal=True, window=3),
+    _attention("symmetric_window", 2, 16, 2, 8, keys=19, window=3),
+    _attention("softcap", 1, 12, 4, 8, kv_heads=2, std=3.0, causal=True, softcap=2.0),
+    _attention("scale", 1, 12, 2, 8, causal=True, scale=0.5),
+    _attention("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True),
+    _attention("wide_heads", 1, 70, 2, 128),
+    _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
+    _attention("no_batch", 0, 8, 2, 8, causal=True),
+    _attention("no_keys", 2, 3, 2, 8, keys=0),
+    _softmax(
+        "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
+    ),
+    _softmax("plain_4096", 32768, 4096, large=True, timed_only=True),
+    _softmax("vocabulary", 1024, 50304, large=True),
+    _softmax("gpt2_124m_batch_2", 2, 12, 1024, 1024, scale=0.125, causal=True, large=True),
+    _softmax("plain_4096_fewer", 2048, 4096, large=True),
+    _softmax("odd_causal_large", 7, 1023, 1023, causal=True, large=True),
+    _softmax("odd_plain_large", 3001, 5001, std=5.0, large=True),
+    _softmax("beyond_registers_large", 300, 40003, causal=True, large=True),
+    _softmax("causal", 2, 3, 7, 7, causal=True),
+    _softmax("plain", 5, 77),
+    _softmax("aligned_causal", 2, 64, 64, scale=0.125, causal=True),
+    _softmax("causal_more_keys", 2, 5, 33, causal=True),
+    _softmax("causal_more_queries", 2, 9, 4, causal=True),
+    _softmax("causal_beyond_a_warp", 1, 3, 2304, causal=True),
+    _softmax("negative_scale", 3, 40, scale=-2.0),
+    _softmax("no_scale", 3, 40, scale=0.0),
+    _softmax("large_scores", 4, 130, std=100.0),
+    _softmax("router", 11, 8),
+    _softmax("narrow_odd", 5, 51),
+    _softmax("long_rows", 2, 5003),
+    _softmax("beyond_registers", 2, 20011),
+    _softmax("beyond_shared_memory", 3, 60001, causal=True),
+    _softmax("one_key", 6, 1),
+    _softmax("one_row", 40),
+    _softmax("no_rows", 0, 128),
+    _softmax("no_keys", 3, 0),
+    _repeat_kv("llama3_8b", 4, 4096, 8, 128, groups=4, large=True),
+    _repeat_kv("odd_large", 3, 1001, 5, 77, groups=3, large=True),
+    _repeat_kv("grouped", 2, 5, 3, 16, groups=4),
+    _repeat_kv("odd", 2, 5, 3, 7, groups=3),
+    _repeat_kv("one_group", 1, 4, 2, 8, groups=1),
+    _repeat_kv("one_head", 2, 3, 1, 64, groups=8),
+    _repeat_kv("wide_heads", 1, 2, 2, 2056, groups=2),
+    _repeat_kv("one_column", 1, 3, 2, 1, groups=5),
+    _repeat_kv("no_keys", 2, 0, 3, 16, groups=2),
 )

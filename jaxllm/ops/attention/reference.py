@@ -19,6 +19,13 @@ key has :math:`out = 0` and :math:`lse = -\infty`, and no gradient.
 The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inputs): this is the
 definition, not the way to compute it. What XLA multiplies float32 factors with is JAX's
 ``jax_default_matmul_precision``.
+
+``softmax`` is the middle of that by itself, :math:`out = p` of scores :math:`s = scale \cdot x`, so
+
+.. math::
+    dx = scale \cdot out\,(dout - \sum_s out\,dout)
+
+and ``repeat_kv`` copies each key head for its query heads, so that its gradient is their sum.
 """
 
 from __future__ import annotations
@@ -41,6 +48,19 @@ def _scores(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
     """The scores of grouped queries, (B, K, G, T, S), before the mask."""
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k)
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _normalize(scores: Array) -> tuple[Array, Array]:
+    """The softmax of scores along their last axis, and the logarithm of what it divides by.
+
+    A row without keys, all of it -inf, has zeros and -inf.
+    """
+    largest = lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
+    # A row without keys would compute -inf - -inf.
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    weights = jnp.exp(scores - largest[..., None])
+    total = weights.sum(axis=-1)
+    return weights / jnp.where(total == 0, 1, total)[..., None], largest + jnp.log(total)
 
 
 def _mask(T: int, S: int, causal: bool, window: int | None, segment_ids) -> Array:
@@ -74,15 +94,8 @@ def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, soft
     B, T, N, H = q.shape
     mask = _mask(T, k.shape[1], causal, window, segment_ids)
     scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
-    scores = jnp.where(mask, scores, -jnp.inf)
-    largest = lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
-    # A row without keys would compute -inf - -inf.
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    weights = jnp.exp(scores - largest[..., None])
-    total = weights.sum(axis=-1)
-    weights = weights / jnp.where(total == 0, 1, total)[..., None]
+    weights, lse = _normalize(jnp.where(mask, scores, -jnp.inf))
     out = jnp.einsum("bkgts,bskh->btkgh", weights, _wide(v))
-    lse = largest + jnp.log(total)
     return out.reshape(B, T, N, H).astype(q.dtype), lse.reshape(B, N, T)
 
 
@@ -106,3 +119,41 @@ def flash_attention_backward(
     dk = scale * jnp.einsum("bkgts,btkgh->bskh", dscores, wide_q)
     dv = jnp.einsum("bkgts,btkgh->bskh", p, dout)
     return dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def softmax(x, *, scale=1.0, causal=False):
+    """The definition of ``softmax``, for JAX to differentiate."""
+    return softmax_forward(x, scale=scale, causal=causal)
+
+
+def softmax_forward(x, *, scale, causal):
+    """Returns ``out``."""
+    scores = scale * _wide(x)
+    if causal:
+        T, S = x.shape[-2:]
+        scores = jnp.where(_mask(T, S, causal, None, None), scores, -jnp.inf)
+    return _normalize(scores)[0].astype(x.dtype)
+
+
+def softmax_backward(out, dout, *, scale, causal):
+    """Returns ``dx``; where the mask hides a key, ``out`` is zero, and so is ``dx``."""
+    wide_out, wide_dout = _wide(out), _wide(dout)
+    delta = (wide_out * wide_dout).sum(axis=-1, keepdims=True)
+    return (scale * wide_out * (wide_dout - delta)).astype(out.dtype)
+
+
+def repeat_kv(x, *, groups):
+    """The definition of ``repeat_kv``, for JAX to differentiate."""
+    return repeat_kv_forward(x, groups=groups)
+
+
+def repeat_kv_forward(x, *, groups):
+    """Returns ``out``."""
+    return jnp.repeat(x, groups, axis=-2)
+
+
+def repeat_kv_backward(dout, *, groups):
+    """Returns ``dx``."""
+    *outer, N, H = dout.shape
+    heads = _wide(dout).reshape(*outer, N // groups, groups, H)
+    return heads.sum(axis=-2).astype(dout.dtype)
