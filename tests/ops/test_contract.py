@@ -227,5 +227,7 @@ def test_the_program_for_a_gpu_holds_the_kernels_of_its_backend(case, backend):
     )
     op = op_of(case).name
     assert (f"@jaxllm_{op}_forward" in program) == (backend == "cuda")
-    assert (f"@jaxllm_{op}_backward" in program) == (backend == "cuda")
+    # The gradients of add are what comes in: there is nothing for a backward kernel to do.
+    has_backward = hasattr(op_of(case).cuda, f"{op}_backward")
+    assert (f"@jaxllm_{op}_backward" in program) == (backend == "cuda" and has_backward)
     assert ("triton" in program) == (backend == "pallas")
