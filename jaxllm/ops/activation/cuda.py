@@ -16,7 +16,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_PARTIAL_ROWS = 640
 
 
-def gelu_unsupported(x, *_) -> str | None:
+def gelu_unsupported(x, *_, **__) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)

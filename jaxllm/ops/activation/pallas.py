@@ -30,7 +30,7 @@ _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 _SATURATION = 30.0  # beyond it gelu' is exactly 0 or 1, and a huge x would overflow on the way
 
 
-def gelu_unsupported(x, *_) -> str | None:
+def gelu_unsupported(x, *_, **__) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
@@ -106,9 +106,7 @@ def relu_forward(x, *, interpret=False):
 
 def relu_backward(x, dout, *, interpret=False):
     """Returns ``dx``."""
-    return _pointwise(
-        lambda x, dout: jnp.where(x > 0, dout, 0.0), x, dout, interpret=interpret
-    )[0]
+    return _pointwise(lambda x, dout: jnp.where(x > 0, dout, 0.0), x, dout, interpret=interpret)[0]
 
 
 def sigmoid_forward(x, *, interpret=False):
