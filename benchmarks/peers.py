@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,15 @@ PEERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("torch.compile", "liger", "torch eager"),
     "add_layer_norm": ("torch.compile", "torch eager"),
     "add_rms_norm": ("torch.compile", "liger", "torch eager"),
+    "gelu": ("torch.compile", "torch eager"),
+    "bias_gelu": ("torch.compile", "torch eager"),
+    "bias_add": ("torch.compile", "torch eager"),
+    "swiglu": ("torch.compile", "liger", "torch eager"),
+    "swiglu_packed": ("torch.compile", "torch eager"),
+    "relu": ("torch.compile", "torch eager"),
+    "sigmoid": ("torch.compile", "torch eager"),
+    "add": ("torch.compile", "torch eager"),
+    "linear": ("torch.compile", "torch eager"),
 }
 
 _EPS = 1e-5
@@ -46,7 +56,37 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         h = x + residual
         return rms_norm(h, scale), h
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
+    def gelu(x):
+        return F.gelu(x, approximate="tanh")
+
+    def bias_gelu(x, bias):
+        return gelu(x + bias)
+
+    def bias_add(x, bias):
+        return x + bias
+
+    def swiglu(gate, up):
+        return F.silu(gate) * up
+
+    def swiglu_packed(x):
+        return swiglu(*x.chunk(2, dim=-1))
+
+    def relu(x):
+        return F.relu(x)
+
+    def sigmoid(x):
+        return F.sigmoid(x)
+
+    def add(x, y):
+        return x + y
+
+    def linear(x, weight, bias=None, activation=None):
+        h = F.linear(x, weight.T, bias)
+        return h if activation is None else gelu(h)
+
+    norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
+    activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
+    return {fn.__name__: fn for fn in (*norms, *activations, linear)}
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
@@ -55,6 +95,7 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     def layer_norm(x, scale, bias):
         return LigerLayerNormFunction.apply(x, scale, bias, _EPS)
@@ -65,7 +106,12 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     def add_rms_norm(x, residual, scale):
         return LigerFusedAddRMSNormFunction.apply(x, residual, scale, _EPS, 0.0, "llama", False)
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm)}
+    def swiglu(gate, up):
+        # Its backward writes the gradients over gate and up, which a repetition takes as its input:
+        # the numbers lose their meaning, and the bytes moved are the same.
+        return LigerSiLUMulFunction.apply(gate, up)
+
+    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm, swiglu)}
 
 
 def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
@@ -130,7 +176,7 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = _build(peer, case.op, smoke)
+    fn = functools.partial(_build(peer, case.op, smoke), **case.static)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
     count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))

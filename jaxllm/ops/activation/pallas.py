@@ -177,7 +177,7 @@ def _bias_backward_kernel(x_ref, bias_ref, dout_ref, dx_ref, dbias_ref, *, shape
     """The gradients of bias_gelu; without x, the gradient of a bias alone."""
     first_row = pl.program_id(0) * dout_ref.shape[0]
     _, columns = _masks(shape, 0)
-    bias = None if bias_ref is None else _load(bias_ref, columns)
+    bias = 0.0 if bias_ref is None else _load(bias_ref, columns)
 
     def visit(i, dbias):
         rows, _ = _masks(shape, first_row + i * _TILE[0])

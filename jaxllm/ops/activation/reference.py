@@ -126,12 +126,14 @@ def swiglu_packed(x):
 
 def swiglu_packed_forward(x):
     """Returns ``out``."""
-    return swiglu_forward(*jnp.split(x, 2, axis=-1))
+    gate, up = jnp.split(x, 2, axis=-1)
+    return swiglu_forward(gate, up)
 
 
 def swiglu_packed_backward(x, dout):
     """Returns ``dx``."""
-    return jnp.concatenate(swiglu_backward(*jnp.split(x, 2, axis=-1), dout), axis=-1)
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(swiglu_backward(gate, up, dout), axis=-1)
 
 
 def relu(x):
