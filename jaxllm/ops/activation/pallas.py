@@ -23,7 +23,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
 _BLOCK = 1024  # elements of one long row that a program has
 _TILE = (8, 256)  # rows and columns that a program has where there is a bias
-_MAX_PROGRAMS = 1024  # of a bias's backward kernel: each leaves one partial row of its columns
+_MAX_PROGRAMS = 1584  # of a bias's backward kernel: each leaves one partial row of its columns
 
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
@@ -136,7 +136,8 @@ def _gelu(x):
 
 
 def _gelu_slope(x):
-    x = jnp.clip(x, -_SATURATION, _SATURATION)
+    # Not jnp.clip, which loses NaN in Triton.
+    x = jnp.where(x > _SATURATION, _SATURATION, jnp.where(x < -_SATURATION, -_SATURATION, x))
     square = x * x
     s = _logistic(x * (_GELU_LINEAR + _GELU_CUBIC * square))
     return s + x * s * (1.0 - s) * (_GELU_LINEAR + 3 * _GELU_CUBIC * square)
@@ -168,42 +169,42 @@ def _pointwise_kernel(*refs, fn, inputs, size):
 
 
 def _bias_forward_kernel(x_ref, bias_ref, out_ref, *, fn, shape):
-    rows, columns = _masks(shape, pl.program_id(0) * _TILE[0])
+    rows, columns = _masks(shape, _TILE, pl.program_id(0) * _TILE[0])
     inside = rows[:, None] & columns
     _store(out_ref, fn(_load(x_ref, inside) + _load(bias_ref, columns)), inside)
 
 
-def _bias_backward_kernel(x_ref, bias_ref, dout_ref, dx_ref, dbias_ref, *, shape):
+def _bias_backward_kernel(x_ref, bias_ref, dout_ref, dx_ref, dbias_ref, *, shape, tile):
     """The gradients of bias_gelu; without x, the gradient of a bias alone."""
     first_row = pl.program_id(0) * dout_ref.shape[0]
-    _, columns = _masks(shape, 0)
+    _, columns = _masks(shape, tile, 0)
     bias = 0.0 if bias_ref is None else _load(bias_ref, columns)
 
-    def visit(i, dbias):
-        rows, _ = _masks(shape, first_row + i * _TILE[0])
+    def visit(i, sums):
+        rows, _ = _masks(shape, tile, first_row + i * tile[0])
         inside = rows[:, None] & columns
-        here = pl.ds(i * _TILE[0], _TILE[0])
+        here = pl.ds(i * tile[0], tile[0])
         dx = _load(dout_ref.at[here, :], inside)
         if x_ref is not None:
             dx *= _gelu_slope(_load(x_ref.at[here, :], inside) + bias)
             _store(dx_ref.at[here, :], dx, inside)
-        return dbias + jnp.sum(dx, axis=0)
+        return sums + dx
 
-    zeros = jnp.zeros(_TILE[1], jnp.float32)
-    dbias = lax.fori_loop(0, dout_ref.shape[0] // _TILE[0], visit, zeros)
-    _store(dbias_ref, dbias, columns)
+    # The rows of a tile meet at the end alone: threads would wait for each other at every tile.
+    sums = lax.fori_loop(0, dout_ref.shape[0] // tile[0], visit, jnp.zeros(tile, jnp.float32))
+    _store(dbias_ref, jnp.sum(sums, axis=0), columns)
 
 
 def _swiglu_packed_forward_kernel(gate_ref, up_ref, out_ref, *, width):
-    inside = _columns(gate_ref.shape[0], width)
+    inside = _columns(gate_ref.shape[1], width)[None]
     _store(out_ref, _swiglu(_load(gate_ref, inside), _load(up_ref, inside)), inside)
 
 
 def _swiglu_packed_backward_kernel(gate_ref, up_ref, dout_ref, dx_ref, *, width):
-    inside = _columns(gate_ref.shape[0], width)
+    inside = _columns(gate_ref.shape[1], width)[None]
     gradients = _swiglu_gradients(*(_load(ref, inside) for ref in (gate_ref, up_ref, dout_ref)))
     for half, gradient in enumerate(gradients):
-        _store(dx_ref.at[pl.ds(half, 1), :], gradient[None], inside[None])
+        _store(dx_ref.at[pl.ds(half, 1), :], gradient, inside)
 
 
 def _columns(columns, width):
@@ -211,9 +212,9 @@ def _columns(columns, width):
     return jnp.arange(columns) < width - pl.program_id(1) * columns
 
 
-def _masks(shape, first_row):
+def _masks(shape, tile, first_row):
     """Which rows and which columns of a tile that starts at ``first_row`` are in the array."""
-    return first_row + jnp.arange(_TILE[0]) < shape[0], _columns(_TILE[1], shape[1])
+    return first_row + jnp.arange(tile[0]) < shape[0], _columns(tile[1], shape[1])
 
 
 def _load(ref, mask):
@@ -260,17 +261,18 @@ def _bias_forward(fn, x: Array, bias: Array, interpret: bool) -> Array:
 def _bias_backward(x, bias, dout: Array, interpret: bool) -> tuple[Array | None, Array]:
     """``(dx, dbias)`` of bias_gelu; without x and bias, ``(None, dbias)`` of bias_add."""
     shape = _flat_shape(dout)
-    strips, tiles = pl.cdiv(shape[1], _TILE[1]), pl.cdiv(shape[0], _TILE[0])
+    alone = x is None
+    tile = (2 * _TILE[0], _TILE[1]) if alone else _TILE  # as many loads on their way in either case
+    strips, tiles = pl.cdiv(shape[1], tile[1]), pl.cdiv(shape[0], tile[0])
     tiles_each = max(1, pl.cdiv(tiles * strips, _MAX_PROGRAMS))
     programs = pl.cdiv(tiles, tiles_each)
-    array = pl.BlockSpec((tiles_each * _TILE[0], _TILE[1]), lambda i, j: (i, j))
-    row = pl.BlockSpec((_TILE[1],), lambda i, j: (j,))
-    alone = x is None
+    array = pl.BlockSpec((tiles_each * tile[0], tile[1]), lambda i, j: (i, j))
+    row = pl.BlockSpec((tile[1],), lambda i, j: (j,))
     dx, dbias = _call(
-        functools.partial(_bias_backward_kernel, shape=shape),
+        functools.partial(_bias_backward_kernel, shape=shape, tile=tile),
         grid=(programs, strips),
         in_specs=[None if alone else array, None if alone else row, array],
-        out_specs=[None if alone else array, pl.BlockSpec((None, _TILE[1]), lambda i, j: (i, j))],
+        out_specs=[None if alone else array, pl.BlockSpec((None, tile[1]), lambda i, j: (i, j))],
         out_shape=[
             None if alone else jax.ShapeDtypeStruct(shape, dout.dtype),
             jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32),
@@ -286,18 +288,16 @@ def _packed(kernel, x: Array, dout: Array | None, interpret: bool) -> Array:
     width //= 2
     columns = min(pl.next_power_of_2(max(width, 1)), _BLOCK)
     pairs = x.reshape(rows, 2, width)
-    half = pl.BlockSpec((None, columns), lambda i, j: (i, j))
+    # Blocks of one row and some columns: the gate, the up half, an array without halves, and both.
+    gate, up = (pl.BlockSpec((None, 1, columns), lambda i, j, h=h: (i, h, j)) for h in (0, 1))
+    single = pl.BlockSpec((1, columns), lambda i, j: (i, j))
     both = pl.BlockSpec((None, 2, columns), lambda i, j: (i, 0, j))
     forward = dout is None
     (result,) = _call(
         functools.partial(kernel, width=width),
         grid=(rows, pl.cdiv(width, columns)),
-        in_specs=[
-            pl.BlockSpec((None, None, columns), lambda i, j: (i, 0, j)),
-            pl.BlockSpec((None, None, columns), lambda i, j: (i, 1, j)),
-            *([] if forward else [half]),
-        ],
-        out_specs=[half if forward else both],
+        in_specs=[gate, up] if forward else [gate, up, single],
+        out_specs=[single if forward else both],
         out_shape=[jax.ShapeDtypeStruct((rows, width) if forward else pairs.shape, x.dtype)],
         interpret=interpret,
     )(pairs, pairs, *([] if dout is None else [dout.reshape(rows, width)]))
