@@ -162,7 +162,14 @@ def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)
     wanted = tuple(x for x in inputs if x.requires_grad)
-    return lambda: torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+
+    given = {cotangent.data_ptr() for cotangent in cotangents}
+    if all(gradient.data_ptr() in given for gradient in call()):
+        raise ValueError("every gradient is a cotangent as it came: there is nothing to time")
+    return call
 
 
 def time_peer(

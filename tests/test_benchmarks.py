@@ -1,6 +1,7 @@
 """The benchmarks' machinery: everything but the numbers."""
 
 import csv
+import importlib
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import ops, peers, record, timing, train
-from jaxllm.ops.norm.cases import CASES
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
 
 
@@ -24,8 +24,15 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+CASES = [
+    case
+    for family in ops.families()
+    for case in importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
+]
+
+
 def small_case(op):
-    return next(case for case in CASES if case.op == op and case.name == "gpt2_row")
+    return next(case for case in CASES if case.op == op and not case.large)
 
 
 # Timing
@@ -159,7 +166,7 @@ def test_the_peers_compute_what_our_ops_compute():
         case = small_case(op)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
-        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs))
+        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **case.static)
         theirs = theirs if isinstance(theirs, tuple) else (theirs,)
         for our, their in zip(ours, theirs, strict=True):
             assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4)
@@ -167,6 +174,24 @@ def test_the_peers_compute_what_our_ops_compute():
 
 def test_every_peer_belongs_to_an_op_that_has_cases():
     assert set(peers.PEERS) <= {case.op for case in CASES}
+
+
+def test_a_gradient_that_nothing_computes_is_not_timed():
+    torch = pytest.importorskip("torch")
+    x, y = torch.ones(3), torch.ones(3)
+    with pytest.raises(ValueError, match="there is nothing to time"):
+        peers._backward_call(lambda x, y: x + y, (x, y))
+    case = small_case("add")
+    out, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    with pytest.raises(ValueError, match="there is nothing to time"):
+        ops.backward_call()(pullback, cotangents_like(out))
+
+
+def test_a_gradient_that_is_a_cotangent_is_left_out():
+    case = small_case("bias_add")
+    out, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    gradients = ops.backward_call()(pullback, cotangents_like(out))
+    assert [gradient.shape for gradient in gradients] == [(768,)]
 
 
 def test_what_the_peers_do_not_report_has_a_reason():
