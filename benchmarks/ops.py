@@ -102,9 +102,15 @@ def backward_call() -> Callable[..., Any]:
 
     def backward(pullback: Callable[..., Any], cotangents: Any) -> list[jax.Array]:
         gradients = jax.tree.leaves(pullback(cotangents))
-        # A gradient that two inputs share would be copied, were it an output twice; a model's
-        # backward uses the one array, as torch does.
-        return list({id(gradient): gradient for gradient in gradients}.values())
+        # A gradient that two inputs share would be copied, were it an output twice, and a cotangent
+        # that is a gradient as it came likewise; a model's backward uses the one array, as torch
+        # does.
+        computed = {id(gradient): gradient for gradient in gradients}
+        for cotangent in jax.tree.leaves(cotangents):
+            computed.pop(id(cotangent), None)
+        if not computed:
+            raise ValueError("every gradient is a cotangent as it came: there is nothing to time")
+        return list(computed.values())
 
     return jax.jit(backward)
 

@@ -26,6 +26,15 @@ PEERS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("torch.compile", "liger", "torch eager"),
     "softmax": ("torch.compile", "liger", "torch eager"),
     "repeat_kv": ("torch.compile", "torch eager"),
+    "gelu": ("torch.compile", "torch eager"),
+    "bias_gelu": ("torch.compile", "torch eager"),
+    "bias_add": ("torch.compile", "torch eager"),
+    "swiglu": ("torch.compile", "liger", "torch eager"),
+    "swiglu_packed": ("torch.compile", "torch eager"),
+    "relu": ("torch.compile", "torch eager"),
+    "sigmoid": ("torch.compile", "torch eager"),
+    "add": ("torch.compile", "torch eager"),
+    "linear": ("torch.compile", "torch eager"),
 }
 
 _EPS = 1e-5
@@ -60,8 +69,38 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
     def repeat_kv(x, groups):
         return x.repeat_interleave(groups, dim=-2)
 
+    def gelu(x):
+        return F.gelu(x, approximate="tanh")
+
+    def bias_gelu(x, bias):
+        return gelu(x + bias)
+
+    def bias_add(x, bias):
+        return x + bias
+
+    def swiglu(gate, up):
+        return F.silu(gate) * up
+
+    def swiglu_packed(x):
+        return swiglu(*x.chunk(2, dim=-1))
+
+    def relu(x):
+        return F.relu(x)
+
+    def sigmoid(x):
+        return F.sigmoid(x)
+
+    def add(x, y):
+        return x + y
+
+    def linear(x, weight, bias=None, activation=None):
+        h = F.linear(x, weight.T, bias)
+        return h if activation is None else gelu(h)
+
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
-    return {fn.__name__: fn for fn in (*norms, softmax, repeat_kv)}
+    activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
+    others = (softmax, repeat_kv, linear)
+    return {fn.__name__: fn for fn in (*norms, *activations, *others)}
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
@@ -71,6 +110,7 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     def layer_norm(x, scale, bias):
         return LigerLayerNormFunction.apply(x, scale, bias, _EPS)
@@ -86,7 +126,12 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
             raise NotImplementedError("Liger's softmax has neither a scale nor a mask")
         return LigerSoftmaxFunction.apply(x)
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm, softmax)}
+    def swiglu(gate, up):
+        # Its backward writes the gradients over gate and up, which a repetition takes as its input:
+        # the numbers lose their meaning, and the bytes moved are the same.
+        return LigerSiLUMulFunction.apply(gate, up)
+
+    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm, softmax, swiglu)}
 
 
 def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
@@ -137,7 +182,14 @@ def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)
     wanted = tuple(x for x in inputs if x.requires_grad)
-    return lambda: torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
+
+    given = {cotangent.data_ptr() for cotangent in cotangents}
+    if all(gradient.data_ptr() in given for gradient in call()):
+        raise ValueError("every gradient is a cotangent as it came: there is nothing to time")
+    return call
 
 
 def time_peer(

@@ -41,6 +41,9 @@ def allowed(module):
         return ("jaxllm.backend", "jaxllm.ffi")
     if module == "jaxllm.testing" or module == "jaxllm.ops.checks":
         return ()
+    if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
+        # What follows a product is an activation of the same backend.
+        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
     if family and family[2] in ("reference", "xla", "pallas", "cuda"):
         return ("jaxllm.ffi",)
     if family and family[2] == "cases":

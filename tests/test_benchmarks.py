@@ -30,6 +30,13 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+CASES = [
+    case
+    for family in ops.families()
+    for case in importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
+]
+
+
 def small_case(op):
     return next(case for case in CASES if case.op == op and not case.large)
 
@@ -173,6 +180,24 @@ def test_the_peers_compute_what_our_ops_compute():
 
 def test_every_peer_belongs_to_an_op_that_has_cases():
     assert set(peers.PEERS) <= {case.op for case in CASES}
+
+
+def test_a_gradient_that_nothing_computes_is_not_timed():
+    torch = pytest.importorskip("torch")
+    x, y = torch.ones(3), torch.ones(3)
+    with pytest.raises(ValueError, match="there is nothing to time"):
+        peers._backward_call(lambda x, y: x + y, (x, y))
+    case = small_case("add")
+    out, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    with pytest.raises(ValueError, match="there is nothing to time"):
+        ops.backward_call()(pullback, cotangents_like(out))
+
+
+def test_a_gradient_that_is_a_cotangent_is_left_out():
+    case = small_case("bias_add")
+    out, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    gradients = ops.backward_call()(pullback, cotangents_like(out))
+    assert [gradient.shape for gradient in gradients] == [(768,)]
 
 
 def test_what_the_peers_do_not_report_has_a_reason():

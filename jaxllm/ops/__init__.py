@@ -1,6 +1,15 @@
 """The ops: arrays in, arrays out, one derivative rule each, three implementations behind each."""
 
-from jaxllm.ops.activation.api import gelu
+from jaxllm.ops.activation.api import (
+    add,
+    bias_add,
+    bias_gelu,
+    gelu,
+    relu,
+    sigmoid,
+    swiglu,
+    swiglu_packed,
+)
 from jaxllm.ops.attention.api import flash_attention, repeat_kv, softmax
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
@@ -8,15 +17,22 @@ from jaxllm.ops.loss.api import cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
+    "add",
     "add_layer_norm",
     "add_rms_norm",
+    "bias_add",
+    "bias_gelu",
     "cross_entropy",
     "embed",
     "flash_attention",
     "gelu",
     "layer_norm",
     "linear",
+    "relu",
     "repeat_kv",
     "rms_norm",
+    "sigmoid",
     "softmax",
+    "swiglu",
+    "swiglu_packed",
 ]

@@ -1,4 +1,4 @@
-"""What the contract leaves open of the activations: extreme inputs, and the errors."""
+"""What the contract leaves open of the activations: extreme inputs, huge arrays, and the errors."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.ops import gelu
+from jaxllm.ops import add, bias_add, bias_gelu, gelu, relu, sigmoid, swiglu, swiglu_packed
+from jaxllm.testing import assert_close
+
+BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
+HUGE = [-1e30, -1e4, -100.0, 100.0, 1e4, 1e30]
+
+
+def value_and_slope(fn, x):
+    out, pull = jax.vjp(fn, x)
+    return out, pull(jnp.ones_like(x))[0]
 
 
 def test_gelu_at_points_that_are_known():
@@ -14,28 +23,144 @@ def test_gelu_at_points_that_are_known():
     np.testing.assert_allclose(out, [0.0, 0.841192, -0.158808, 2.996363], atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_huge_inputs_have_a_finite_value_and_slope(dtype):
-    x = jnp.array([-1e30, -1e4, -50.0, 50.0, 1e4, 1e30], dtype)
-    out, pull = jax.vjp(gelu, x)
-    np.testing.assert_array_equal(out, jnp.where(x > 0, x, 0))
-    np.testing.assert_array_equal(pull(jnp.ones_like(x))[0], x > 0)
+def test_huge_inputs_have_a_finite_value_and_slope(dtype, backend):
+    x = jnp.array(HUGE, dtype)
+    zero, one = jnp.zeros_like(x), jnp.ones_like(x)
+    positive = x > 0
+    for fn, value, slope in (
+        (gelu, jnp.where(positive, x, 0), positive),
+        (lambda x, **o: bias_gelu(x, zero, **o), jnp.where(positive, x, 0), positive),
+        (relu, jnp.where(positive, x, 0), positive),
+        (sigmoid, positive, zero),
+        (lambda x, **o: swiglu(x, one, **o), jnp.where(positive, x, 0), positive),
+    ):
+        out, dx = value_and_slope(lambda x, fn=fn: fn(x, backend=backend), x)
+        np.testing.assert_allclose(out.astype("float32"), value.astype("float32"), atol=1e-30)
+        np.testing.assert_allclose(dx.astype("float32"), slope.astype("float32"), atol=1e-30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_a_number_remains(backend):
+    x = jnp.array([jnp.nan, 1.0])
+    for fn in (gelu, relu, sigmoid):
+        out, dx = value_and_slope(lambda x, fn=fn: fn(x, backend=backend), x)
+        np.testing.assert_array_equal(jnp.isnan(out), [True, False])
+        if fn is not relu:  # whose slope is a comparison
+            np.testing.assert_array_equal(jnp.isnan(dx), [True, False])
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_small_values_keep_their_digits(backend):
+    # 0.5 (1 + tanh(u)), as the definition has it, has no digit left here.
+    x = np.array([-5.0, -6.0])
+    u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    out = gelu(jnp.asarray(x, jnp.float32), backend=backend)
+    np.testing.assert_allclose(out, x / (1 + np.exp(-2 * u)), rtol=1e-4)
+
+
+def test_the_slope_of_relu_at_zero_is_zero():
+    np.testing.assert_array_equal(jax.grad(lambda x: relu(x).sum())(jnp.zeros(3)), jnp.zeros(3))
+
+
+def test_packed_halves_are_gate_and_up():
+    x = jax.random.normal(jax.random.key(0), (3, 10))
+    assert_close(swiglu_packed(x), swiglu(x[:, :5], x[:, 5:]), "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fn", [bias_add, bias_gelu])
+def test_the_bias_gradient_adds_up_in_float32(fn, backend):
+    x = jnp.full((4096, 5), 50.0, jnp.bfloat16)  # where the slope of GELU is one
+    pull = jax.vjp(lambda bias: fn(x, bias, backend=backend), jnp.zeros(5, jnp.bfloat16))[1]
+    # 4096 ones added in bfloat16 stop at 256.
+    assert (pull(jnp.ones_like(x))[0] == 4096).all()
+
+
+def test_a_bias_alone_keeps_no_activations():
+    kept = jax.tree.leaves(jax.vjp(bias_add, jnp.ones((3, 4)), jnp.ones(4))[1])
+    assert (3, 4) not in [leaf.shape for leaf in kept]
+
+
+# Offsets of more than 31 bits. Every value is the same, so what is not written shows.
+
+BEYOND = 2**31 + 11
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(BEYOND,), (2**20 + 3, 2048), (2**20 + 3, 2049)])
+def test_more_elements_than_31_bits_count(shape):
+    @jax.jit
+    def run():
+        x = jnp.ones(shape, jnp.bfloat16)
+        if len(shape) == 1:
+            return *value_and_slope(lambda x: gelu(x, backend="cuda"), x), None
+        bias = jnp.zeros(shape[1:], jnp.bfloat16)
+        out, pull = jax.vjp(lambda *a: bias_gelu(*a, backend="cuda"), x, bias)
+        return out, *pull(x)
+
+    out, dx, dbias = run()
+    value, slope = value_and_slope(gelu, jnp.ones((), jnp.bfloat16))
+    assert (out == value).all()
+    assert (dx == slope).all()
+    if dbias is not None:
+        np.testing.assert_allclose(dbias.astype("float32"), 1.08296 * shape[0], rtol=5e-3)
+
+
+@pytest.mark.gpu
+def test_more_packed_elements_than_31_bits_count():
+    x = jnp.ones((2**18 + 3, 8192), jnp.bfloat16)
+    dout = jnp.ones((2**18 + 3, 4096), jnp.bfloat16)
+    out, pull = jax.vjp(lambda x: swiglu_packed(x, backend="cuda"), x)
+    (dx,) = pull(dout)
+    one = jnp.ones((), jnp.bfloat16)
+    assert (out == swiglu(one, one)).all()
+    dgate, dup = jax.grad(swiglu, argnums=(0, 1))(one, one)
+    assert (dx[:, :4096] == dgate).all()
+    assert (dx[:, 4096:] == dup).all()
 
 
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="x has dtype int32; it must be a floating-point array"):
         gelu(jnp.arange(3))
+    with pytest.raises(TypeError, match="bias has dtype int32"):
+        bias_gelu(jnp.ones(3), jnp.arange(3))
+    with pytest.raises(TypeError, match="up has dtype int32"):
+        swiglu(jnp.ones(3), jnp.arange(3))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "pallas"])
-def test_kernels_that_are_not_there_are_named(backend):
-    with pytest.raises(jaxllm.BackendError, match="gelu_forward has no " + backend + " kernel"):
-        gelu(jnp.ones(3), backend=backend)
+def test_shapes_that_do_not_fit_are_refused():
+    x = jnp.ones((2, 3))
+    for fn in (bias_add, bias_gelu):
+        with pytest.raises(ValueError, match=r"bias has shape \(2,\); it must be \(3,\)"):
+            fn(x, jnp.ones(2))
+        with pytest.raises(ValueError, match=r"x has shape \(\)"):
+            fn(jnp.float32(1), jnp.ones(1))
+    with pytest.raises(ValueError, match=r"up has shape \(3,\); it must be \(2, 3\)"):
+        swiglu(x, x[0])
+    with pytest.raises(ValueError, match=r"y has shape \(3,\); it must be \(2, 3\)"):
+        add(x, x[0])
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3\); it must have .* an even width"):
+        swiglu_packed(x)
 
 
-def test_auto_passes_over_kernels_that_are_not_there():
-    calls = jaxllm.explain(lambda x: gelu(x), jnp.ones(3)).calls
-    assert calls[0].on_gpu == "xla"
-    reasons = dict(calls[0].passed_over)
-    assert reasons["cuda"].startswith("gelu_forward has no cuda kernel")
-    assert reasons["pallas"].startswith("gelu_forward has no pallas kernel")
+def test_dtypes_that_differ_are_refused():
+    x, half = jnp.ones((2, 3)), jnp.ones((2, 3), jnp.float16)
+    for fn, other, name in ((bias_add, half[0], "bias"), (swiglu, half, "up"), (add, half, "y")):
+        with pytest.raises(TypeError, match=f"{name} has dtype float16; it must have the dtype of"):
+            fn(x, other)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "auto"])
+def test_float64_is_left_to_the_definition(backend):
+    with jax.enable_x64(True):
+        x = jnp.ones(3, jnp.float64)
+        if backend == "auto":
+            (call,) = jaxllm.explain(lambda x: gelu(x), x).calls
+            assert call.on_gpu == "xla"
+        else:
+            with pytest.raises(
+                jaxllm.BackendError, match="the input has dtype float64; the kernel"
+            ):
+                gelu(x, backend=backend)

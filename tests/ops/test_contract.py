@@ -218,7 +218,14 @@ def test_gradients_repeat_bit_for_bit(case, backend):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-KERNEL_CASES = [case for case in FIRST_CASES if op_of(case).cuda and op_of(case).pallas]
+KERNEL_CASES = [
+    case
+    for case in FIRST_CASES
+    if op_of(case).cuda
+    and op_of(case).pallas
+    # XLA's products, and kernels that bear the names of other ops: see test_gemm.py.
+    and case.op != "linear"
+]
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
@@ -232,5 +239,7 @@ def test_the_program_for_a_gpu_holds_the_kernels_of_its_backend(case, backend):
     )
     op = op_of(case).name
     assert (f"@jaxllm_{op}_forward" in program) == (backend == "cuda")
-    assert (f"@jaxllm_{op}_backward" in program) == (backend == "cuda")
+    # The gradients of add are what comes in: there is nothing for a backward kernel to do.
+    has_backward = hasattr(op_of(case).cuda, f"{op}_backward")
+    assert (f"@jaxllm_{op}_backward" in program) == (backend == "cuda" and has_backward)
     assert ("triton" in program) == (backend == "pallas")

@@ -1,10 +1,13 @@
 """What the contract leaves open of the matrix products: the program they become, and the errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxllm
+from jaxllm import ffi
 from jaxllm.ops import gelu, linear
 from jaxllm.testing import assert_close, lower_for_cuda
 
@@ -77,17 +80,40 @@ def test_an_unknown_activation_is_refused():
         linear(x, weight, activation="relu")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["cuda", "pallas"])
-def test_kernels_that_are_not_there_are_named(backend):
-    x, weight, _ = arrays()
-    with pytest.raises(jaxllm.BackendError, match="linear_forward has no " + backend + " kernel"):
-        linear(x, weight, backend=backend)
+@pytest.mark.parametrize("backend", ["cuda", "pallas", "xla"])
+@pytest.mark.parametrize(
+    ("activation", "with_bias", "kernels"),
+    [
+        (None, True, ["bias_add_backward"]),
+        ("gelu", True, ["bias_gelu_backward", "bias_gelu_forward"]),
+        ("gelu", False, ["gelu_backward", "gelu_forward"]),
+        (None, False, []),
+    ],
+)
+def test_the_program_for_a_gpu_holds_the_kernels(backend, activation, with_bias, kernels):
+    if backend == "cuda" and not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    some = arrays("bfloat16")[: 3 if with_bias else 2]
+
+    def both(*some):
+        out, pull = jax.vjp(lambda *a: linear(*a, activation=activation, backend=backend), *some)
+        return out, pull(out)
+
+    program = lower_for_cuda(both, *some)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == (kernels if backend == "cuda" else [])
+    assert ("triton" in program) == (backend == "pallas" and activation is not None)
+    assert len(re.findall("dot_general", program)) == 3
 
 
-def test_auto_passes_over_kernels_that_are_not_there():
-    x, weight, _ = arrays()
-    calls = jaxllm.explain(lambda x: linear(x, weight), x).calls
-    assert calls[0].on_gpu == "xla"
-    reasons = dict(calls[0].passed_over)
-    assert reasons["cuda"].startswith("linear_forward has no cuda kernel")
-    assert reasons["pallas"].startswith("linear_forward has no pallas kernel")
+def test_auto_runs_the_cuda_kernels():
+    x, weight, bias = arrays()
+    (call,) = jaxllm.explain(lambda *a: linear(*a, activation="gelu"), x, weight, bias).calls
+    assert call.on_gpu == ("cuda" if ffi.is_available() else "pallas")
+
+
+def test_float64_is_left_to_the_definition():
+    with jax.enable_x64(True):
+        x, weight, _ = arrays("float64")
+        with pytest.raises(jaxllm.BackendError, match="the input has dtype float64; the kernel"):
+            linear(x, weight, backend="pallas")

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
-from jaxllm.ops.gemm import reference
+from jaxllm.ops.gemm import cuda, pallas, reference
 
-LINEAR = Op("linear", reference=reference)
+LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
 
 
 def linear(
@@ -30,8 +30,10 @@ def linear(
     .. math::
         out = f(x W + b)
 
-    Products accumulate in float32. With an activation the backward pass keeps :math:`xW + b`, of
-    the size of the output; without one it keeps the inputs alone.
+    XLA computes the products under every backend, and they accumulate in float32; the backend's
+    kernels compute the activation, its gradient, and the gradient of ``bias``, which is summed in a
+    fixed order and so repeats bit for bit. With an activation the backward pass keeps :math:`xW`,
+    of the size of the output; without one it keeps the inputs alone.
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.

@@ -1,0 +1,53 @@
+// The activations and their slopes, for one float.
+//
+// All rest on the logistic function s(z) = 1 / (1 + exp(-z)): tanh(u) = 2 s(2u) - 1, so that GELU's
+// (1 + tanh(u)) / 2 is s(2u). Written so, no digits cancel where tanh is near -1, and an exp that
+// overflows gives the limit 0, for inputs however large.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace jaxllm {
+
+__device__ __forceinline__ float logistic(float z) {
+  // The two instructions themselves: __expf and __fdividef take care of denormal numbers too.
+  float power, result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+  return result;
+}
+
+__device__ __forceinline__ float silu(float x) { return x * logistic(x); }
+
+// d silu / dx = s (1 + x (1 - s)).
+__device__ __forceinline__ float silu_slope(float x) {
+  const float s = logistic(x);
+  return s + s * x * (1.0f - s);
+}
+
+// GELU's 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline constexpr float kGeluLinear = 1.5957691216057308f;
+inline constexpr float kGeluCubic = 0.044715f * kGeluLinear;
+
+__device__ __forceinline__ float gelu(float x) {
+  return x * logistic(x * (kGeluLinear + kGeluCubic * x * x));
+}
+
+// d gelu / dx = s + x s (1 - s) d(2u)/dx.
+__device__ __forceinline__ float gelu_slope(float x) {
+  // Out there the slope is exactly 0 or 1, and the square of a huge x would be infinite. NaN
+  // compares false and so remains.
+  x = x > 30.0f ? 30.0f : (x < -30.0f ? -30.0f : x);
+  const float square = x * x;
+  const float s = logistic(x * (kGeluLinear + kGeluCubic * square));
+  return s + x * s * (1.0f - s) * (kGeluLinear + 3.0f * kGeluCubic * square);
+}
+
+// The sum of two elements, as elementwise.cuh calls it.
+struct Sum {
+  __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
+    out[0] = in[0] + in[1];
+  }
+};
+
+}  // namespace jaxllm

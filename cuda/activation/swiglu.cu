@@ -1,0 +1,46 @@
+#include "activation/functions.cuh"
+#include "activation/swiglu.h"
+#include "common/elementwise.cuh"
+
+namespace jaxllm {
+namespace {
+
+struct SwigluForward {
+  __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
+    out[0] = silu(in[0]) * in[1];
+  }
+};
+
+struct SwigluBackward {
+  __device__ __forceinline__ void operator()(const float (&in)[3], float (&out)[2]) const {
+    const float gate = in[0], up = in[1], dout = in[2];
+    const float s = logistic(gate);
+    out[0] = dout * up * s * (1.0f + gate * (1.0f - s));
+    out[1] = dout * gate * s;
+  }
+};
+
+}  // namespace
+
+template <typename T>
+cudaError_t Swiglu<T>::forward(cudaStream_t stream, const T* gate, const T* up, T* out,
+                               int64_t rows, int64_t width, int64_t stride) {
+  return elementwise(stream, SwigluForward{},
+                     Arrays<const T, 2>{Rows<const T>{gate, stride}, Rows<const T>{up, stride}},
+                     Arrays<T, 1>{Rows<T>{out, width}}, 1, rows, width);
+}
+
+template <typename T>
+cudaError_t Swiglu<T>::backward(cudaStream_t stream, const T* gate, const T* up, const T* dout,
+                                T* dgate, T* dup, int64_t rows, int64_t width, int64_t stride) {
+  return elementwise(stream, SwigluBackward{},
+                     Arrays<const T, 3>{Rows<const T>{gate, stride}, Rows<const T>{up, stride},
+                                        Rows<const T>{dout, width}},
+                     Arrays<T, 2>{Rows<T>{dgate, stride}, Rows<T>{dup, stride}}, 1, rows, width);
+}
+
+template struct Swiglu<float>;
+template struct Swiglu<__nv_bfloat16>;
+template struct Swiglu<__half>;
+
+}  // namespace jaxllm

@@ -1,0 +1,147 @@
+// Elementwise kernels: a function of floats, applied to every element of a few arrays.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/launch.h"
+#include "common/vector.cuh"
+
+namespace jaxllm {
+
+// An array of rows, and how many elements lie from one row to the next, and from one group of rows
+// to the next. A stride of zero repeats what is there: so rows share a bias.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t row_stride = 0;
+  int64_t group_stride = 0;
+
+  __device__ __forceinline__ T* row(int64_t group, int64_t row) const {
+    return data + group * group_stride + row * row_stride;
+  }
+};
+
+// Arrays as a kernel takes them, by value.
+template <typename T, int kCount>
+struct Arrays {
+  Rows<T> array[kCount];
+};
+
+// Small blocks, two loads of each array on their way in each thread, loads that leave the cache to
+// its own policy and stores that make way in it: the fastest of the variants tried on an H200.
+inline constexpr int kElementwiseThreads = 64;
+inline constexpr int kElementwisePacks = 2;
+
+// op(inputs, outputs) of one element, given as kInputs and kOutputs arrays of floats.
+template <class Op, typename T, int kInputs, int kOutputs>
+__device__ __forceinline__ void compute_element(Op op, const T* const (&inputs)[kInputs],
+                                                T* const (&outputs)[kOutputs], int64_t i) {
+  float in[kInputs], out[kOutputs];
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) in[k] = to_float(inputs[k][i]);
+  op(in, out);
+#pragma unroll
+  for (int k = 0; k < kOutputs; ++k) outputs[k][i] = from_float<T>(out[k]);
+}
+
+// Block (x, y, z) computes a stretch of row y of group z, or of every gridDim.y-th row where there
+// are more rows than a grid may have.
+template <class Op, typename T, int kInputs, int kOutputs>
+__global__ void __launch_bounds__(kElementwiseThreads)
+    elementwise_kernel(Op op, Arrays<const T, kInputs> in, Arrays<T, kOutputs> out, int64_t rows,
+                       int64_t width) {
+  constexpr int kVector = kPackSize<T>;
+  constexpr int kThreads = kElementwiseThreads, kPacks = kElementwisePacks;
+  const int64_t first = (int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x) * kVector;
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+    const T* inputs[kInputs];
+    T* outputs[kOutputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) inputs[k] = in.array[k].row(blockIdx.z, row);
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k) outputs[k] = out.array[k].row(blockIdx.z, row);
+
+    Pack<T> packs[kPacks][kInputs];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int64_t column = first + p * kThreads * kVector;
+      if (column + kVector > width) continue;
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) packs[p][k] = load_cached<kVector>(inputs[k] + column);
+    }
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int64_t column = first + p * kThreads * kVector;
+      if (column + kVector > width) {  // the end of a row that is no whole number of packs
+        for (int64_t i = column; i < width; ++i) compute_element(op, inputs, outputs, i);
+        continue;
+      }
+      float results[kOutputs][kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        float of_element[kInputs], result[kOutputs];
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) of_element[k] = packs[p][k][i];
+        op(of_element, result);
+#pragma unroll
+        for (int k = 0; k < kOutputs; ++k) results[k][i] = result[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kOutputs; ++k) {
+        store_streaming(outputs[k] + column, Pack<T>::of(results[k]));
+      }
+    }
+  }
+}
+
+// The same where packs cannot be used, an element a thread.
+template <class Op, typename T, int kInputs, int kOutputs>
+__global__ void elementwise_unaligned_kernel(Op op, Arrays<const T, kInputs> in,
+                                             Arrays<T, kOutputs> out, int64_t rows, int64_t width) {
+  const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+    const T* inputs[kInputs];
+    T* outputs[kOutputs];
+    for (int k = 0; k < kInputs; ++k) inputs[k] = in.array[k].row(blockIdx.z, row);
+    for (int k = 0; k < kOutputs; ++k) outputs[k] = out.array[k].row(blockIdx.z, row);
+    compute_element(op, inputs, outputs, column);
+  }
+}
+
+// Whether each of an array's rows begins at a multiple of 16 bytes.
+template <typename T>
+bool rows_are_aligned(const Rows<T>& array, int64_t groups, int64_t rows) {
+  constexpr int kVector = kPackSize<std::remove_const_t<T>>;
+  return aligned_16(array.data) && (rows == 1 || array.row_stride % kVector == 0) &&
+         (groups == 1 || array.group_stride % kVector == 0);
+}
+
+// Applies `op` to (groups, rows, width) elements. It is called for each of them as op(in, out) with
+// the floats of the kInputs inputs, and sets the kOutputs outputs. groups is at most 65535.
+template <class Op, typename T, int kInputs, int kOutputs>
+cudaError_t elementwise(cudaStream_t stream, Op op, const Arrays<const T, kInputs>& in,
+                        const Arrays<T, kOutputs>& out, int64_t groups, int64_t rows,
+                        int64_t width) {
+  if (groups * rows * width == 0) return cudaSuccess;
+  const auto grid = [&](int64_t columns_per_block) {
+    return dim3(divide_up(width, columns_per_block), std::min(rows, int64_t{65535}), groups);
+  };
+  bool aligned = true;
+  for (const auto& array : in.array) aligned = aligned && rows_are_aligned(array, groups, rows);
+  for (const auto& array : out.array) aligned = aligned && rows_are_aligned(array, groups, rows);
+  if (aligned) {
+    constexpr int kThreads = kElementwiseThreads;
+    elementwise_kernel<<<grid(kThreads * kElementwisePacks * kPackSize<T>), kThreads, 0, stream>>>(
+        op, in, out, rows, width);
+  } else {
+    elementwise_unaligned_kernel<<<grid(256), 256, 0, stream>>>(op, in, out, rows, width);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jaxllm
