@@ -22,11 +22,11 @@ struct ReadAgain {
   static constexpr int kMinBlocks = 2;  // on a multiprocessor: bounds the registers
 
   template <typename T, int kArrays>
-  __device__ __forceinline__ void begin(const BlockPerRow&, const Row<T>&,
-                                        const T* const (&)[kArrays], int) const {}
+  __device__ __forceinline__ void begin(const Block&, const Row<T>&, const T* const (&)[kArrays],
+                                        int) const {}
 
   template <bool kLast, typename T, int kArrays, class Work>
-  __device__ __forceinline__ void pass(const BlockPerRow& team, const Row<T>& row,
+  __device__ __forceinline__ void pass(const Block& team, const Row<T>& row,
                                        const T* const (&sources)[kArrays], int first, int end,
                                        Work work) const {
     const int stride = blockDim.x * kPackSize<T>;
@@ -58,7 +58,7 @@ struct HoldInSharedMemory {
   }
 
   template <typename T, int kArrays>
-  __device__ __forceinline__ void begin(const BlockPerRow& team, const Row<T>& row,
+  __device__ __forceinline__ void begin(const Block& team, const Row<T>& row,
                                         const T* const (&sources)[kArrays], int first) const {
     const int stride = blockDim.x * kPackSize<T>;
     Pack<T>* slot = slots<T>();
@@ -71,7 +71,7 @@ struct HoldInSharedMemory {
   }
 
   template <bool kLast, typename T, int kArrays, class Work>
-  __device__ __forceinline__ void pass(const BlockPerRow& team, const Row<T>& row,
+  __device__ __forceinline__ void pass(const Block& team, const Row<T>& row,
                                        const T* const (&)[kArrays], int first, int end,
                                        Work work) const {
     const int stride = blockDim.x * kPackSize<T>;

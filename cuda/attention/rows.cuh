@@ -9,57 +9,21 @@
 
 #include <cstdint>
 
-#include "common/reduce.cuh"
-#include "common/reduce_max.cuh"
+#include "common/team.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm::attention {
 
-// Teams: the threads that share a row. Thread t of a team holds packs t, t + threads, ... of it.
+// The threads of the largest block.
+inline constexpr int kMostThreads = 512;
+using Block = BlockPerRow<kMostThreads>;
 
-// kLanes neighbouring lanes of a warp share a row: their sums need shuffles alone.
-template <int kLanes, int kThreads>
-struct LanesPerRow {
-  static constexpr int kMaxThreads = kThreads;
-  static constexpr int kRowsPerBlock = kThreads / kLanes;
-
-  __device__ int thread() const { return threadIdx.x % kLanes; }
-  __device__ int threads() const { return kLanes; }
-  __device__ int row() const { return threadIdx.x / kLanes; }
-
-  __device__ float sum(float value) {
-    float values[1] = {value};
-    sum_over_lanes<kLanes>(values);
-    return values[0];
-  }
-  __device__ float max(float value) { return max_over_lanes<kLanes>(value); }
-};
-
-// The block shares a row: its sums meet in shared memory.
-struct BlockPerRow {
-  static constexpr int kMaxThreads = 512;
-  static constexpr int kRowsPerBlock = 1;
-
-  __device__ int thread() const { return threadIdx.x; }
-  __device__ int threads() const { return blockDim.x; }
-  __device__ int row() const { return 0; }
-
-  __device__ float sum(float value) {
-    float values[1] = {value};
-    sum_over_block(values, scratch());
-    return values[0];
-  }
-  __device__ float max(float value) { return max_over_block(value, scratch()); }
-
-  // Two arrays in turn, as the reductions ask.
-  __device__ float* scratch() {
-    __shared__ float memory[2][32];
-    turn ^= 1;
-    return memory[turn];
-  }
-
-  int turn = 0;
-};
+template <class Team>
+__device__ __forceinline__ float sum_over(Team& team, float value) {
+  float values[1] = {value};
+  team.sum(values);
+  return values[0];
+}
 
 // How many elements `row` lies behind the aligned address from which its packs are counted.
 template <typename T>

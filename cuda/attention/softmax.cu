@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   if (is_row) part.template clear_unseen<kPacks>(out);
   float scores[kPacks][kPackSize<T>];
   const float largest = finite_or_zero(team.max(scale_scores(part, packs, scale, scores)));
-  const float sum = team.sum(exponentiate(part, largest, scores));
+  const float sum = sum_over(team, exponentiate(part, largest, scores));
   store_weights(part, scores, inverse_or_zero(sum), out);
 }
 
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
   part.load(outs, out);
   part.load(douts, dout);
   if (is_row) part.template clear_unseen<kPacks>(dx);
-  const float delta = team.sum(multiply(part, outs, douts));
+  const float delta = sum_over(team, multiply(part, outs, douts));
   store_gradient(part, outs, douts, scale, delta, dx);
 }
 
@@ -175,7 +175,7 @@ template <class Source, typename T>
 __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
     softmax_forward_long_row_kernel(const T* x, float scale, T* out, int64_t rows, int width,
                                     int64_t length, bool aligned) {
-  BlockPerRow team;
+  Block team;
   const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T* const arrays[] = {x + row * width};
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
       sum = sum * fast_exp(before - reference) + exponentiate(part, reference, scores);
     });
     const float of_row = finite_or_zero(team.max(largest));
-    const float factor = inverse_or_zero(team.sum(sum * fast_exp(largest - of_row)));
+    const float factor = inverse_or_zero(sum_over(team, sum * fast_exp(largest - of_row)));
 
     source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
       part.template clear_unseen<1>(target);
@@ -209,7 +209,7 @@ template <class Source, typename T>
 __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
     softmax_backward_long_row_kernel(const T* out, const T* dout, float scale, T* dx, int64_t rows,
                                      int width, int64_t length, bool aligned) {
-  BlockPerRow team;
+  Block team;
   const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T* const arrays[] = {out + row * width, dout + row * width};
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
     source.template pass<false>(team, shape, arrays, first, seen, [&](auto part, auto& packs) {
       sum += multiply(part, packs[0], packs[1]);
     });
-    const float delta = team.sum(sum);
+    const float delta = sum_over(team, sum);
 
     source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
       part.template clear_unseen<1>(target);
@@ -251,8 +251,8 @@ bool choose(int64_t packs, Launch launch) {
   if (packs <= 128) return launch(Strategy<LanesPerRow<32, 32>, 4, 32>{}, 32);
   if (packs <= 160) return launch(Strategy<LanesPerRow<32, 32>, 5, 24>{}, 32);
   if (packs <= 224) return launch(Strategy<LanesPerRow<32, 32>, 7, 20>{}, 32);
-  if (packs <= 4 * BlockPerRow::kMaxThreads) {
-    return launch(Strategy<BlockPerRow, 4, 2>{}, static_cast<int>(divide_up(packs, 128) * 32));
+  if (packs <= 4 * Block::kMaxThreads) {
+    return launch(Strategy<Block, 4, 2>{}, static_cast<int>(divide_up(packs, 128) * 32));
   }
   return false;
 }
