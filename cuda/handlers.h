@@ -12,7 +12,10 @@
   HANDLER(rms_norm_forward, RmsNormForward)              \
   HANDLER(rms_norm_backward, RmsNormBackward)            \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
-  HANDLER(add_rms_norm_backward, AddRmsNormBackward)
+  HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
+  HANDLER(cross_entropy_forward, CrossEntropyForward)    \
+  HANDLER(cross_entropy_forward_with_gradient, CrossEntropyForwardWithGradient) \
+  HANDLER(cross_entropy_backward, CrossEntropyBackward)
 
 namespace jaxllm {
 

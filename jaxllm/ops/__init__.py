@@ -4,7 +4,7 @@ from jaxllm.ops.activation.api import gelu
 from jaxllm.ops.attention.api import flash_attention
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
-from jaxllm.ops.loss.api import cross_entropy
+from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "rms_norm",
 ]
