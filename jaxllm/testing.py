@@ -57,6 +57,7 @@ class Case:
         forward_flops: Floating-point operations of the forward, where they matter (GEMMs).
         backward_flops: Likewise for the backward.
         gradient_flops: Likewise for outputs and gradients in one program.
+        donated: Inputs whose memory the op takes for its results where the caller gives it away.
         large: Too large for a CPU: run on a GPU only, and timed there.
     """
 
@@ -70,6 +71,7 @@ class Case:
     forward_flops: int = 0
     backward_flops: int = 0
     gradient_flops: int = 0
+    donated: tuple[str, ...] = ()
     large: bool = False
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ def _case(
         static,
         forward_elements=size,
         gradient_elements=2 * size,
+        donated=("logits",),
         large=large,
     )
 
@@ -58,6 +59,9 @@ def _linear_case(
             ),
         },
         static,
+        # Forward: both factors in. With gradients, those of both out as well.
+        forward_elements=math.prod(shape) + math.prod(matrix),
+        gradient_elements=2 * (math.prod(shape) + math.prod(matrix)),
         forward_flops=products,
         gradient_flops=3 * products,
         large=large,
