@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import jaxllm.ops
 from benchmarks import peers, timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
-from jaxllm.testing import DTYPES, Case, Integers, cotangents_like, make_inputs
+from jaxllm.testing import DTYPES, Case, cotangents_like, make_inputs
 
 DIRECTIONS = ("forward", "backward")
 # Outputs and gradients in one program: what there is to time of an op whose forward computes the
@@ -145,15 +145,15 @@ def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
 
 
 def gradient_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted op and its gradients, which may be written over the floating-point inputs."""
+    """The jitted op and its gradients, which may be written over the inputs that are donated."""
     pullback = make_pullback(case, backend)
 
     def both(*inputs: jax.Array) -> tuple[Any, Any]:
         outputs, pull = pullback(*inputs)
         return outputs, pull(jax.tree.map(jnp.ones_like, outputs))
 
-    floating = [i for i, spec in enumerate(case.inputs.values()) if not isinstance(spec, Integers)]
-    return jax.jit(both, donate_argnums=floating)
+    donated = [i for i, name in enumerate(case.inputs) if name in case.donated]
+    return jax.jit(both, donate_argnums=donated)
 
 
 def time_gradient(

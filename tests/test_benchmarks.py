@@ -1,5 +1,6 @@
 """The benchmarks' machinery: everything but the numbers."""
 
+import argparse
 import csv
 import importlib
 from types import SimpleNamespace
@@ -163,7 +164,7 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_outputs_and_gradients_are_timed_in_one_program(backend):
     case = small_case("cross_entropy")
-    options = SimpleNamespace(direction=["forward", "backward", "gradient"])
+    options = argparse.Namespace(direction=["forward", "backward", "gradient"])
     assert ops.directions_of(case, options) == ["forward", "gradient"]
     assert ops.directions_of(small_case("rms_norm"), options) == ["forward", "backward"]
     logits, labels = make_inputs(case, "float32")
