@@ -10,6 +10,7 @@ namespace {
 // The kernels need so few registers that two blocks of 512 threads fit on a multiprocessor.
 constexpr int kMaxThreads = 1024;
 constexpr int kBatch = 4;  // packs that a thread takes in at once
+constexpr int kHeld = 2;   // packs that a thread holds in registers beside those in shared memory
 
 // A run of elements: whole packs, which begin where memory is aligned, and the edges beside them.
 template <typename Index>
@@ -36,6 +37,17 @@ __device__ __forceinline__ Pack<T> load(const T* source) {
   Pack<T> pack;
   reinterpret_cast<int4&>(pack) = *reinterpret_cast<const int4*>(source);
   return pack;
+}
+
+// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
+// has once unpacked, in twice the registers.
+template <typename T, int kPacks>
+__device__ __forceinline__ void forget_unpacked(Pack<T> (&packs)[kPacks]) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+    for (uint32_t& word : packs[p].words) asm volatile("" : "+r"(word));
+  }
 }
 
 // Waits until at most `pending` of a thread's last groups of copies are on their way.
@@ -76,9 +88,10 @@ struct Slope {
   float of_exponential, everywhere, at_label;
 };
 
-// A block a row. With kGradient, the first `kept` packs stay in shared memory, so that the second
-// pass need not read them again, and the gradient is written over the logits; a thread reads again,
-// and writes, only what it has read itself. Without it, `logits` is left as it is.
+// A block a row. With kGradient, the first `kept` packs stay in shared memory and kHeld more of each
+// thread in registers, so that the second pass need not read them again, and the gradient is written
+// over the logits; a thread reads again, and writes, only what it has read itself. Without it,
+// `logits` is left as it is.
 template <bool kGradient, typename T>
 __global__ void __launch_bounds__(kMaxThreads)
     cross_entropy_forward_kernel(T* logits, const int32_t* labels, const float* scales,
@@ -106,6 +119,17 @@ __global__ void __launch_bounds__(kMaxThreads)
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
+  const auto pack_in_memory = [&](int p) { return load(packed + int64_t{p} * kVector); };
+  // Thread by thread, what lies behind the packs in shared memory; and where the rest begins.
+  Pack<T> held[kHeld];
+  const auto held_at = [&](int i) { return kept + i * threads + thread; };
+  if constexpr (kGradient) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) held[i] = pack_in_memory(held_at(i));
+    }
+  }
+  const int rest = min(kGradient ? kept + kHeld * threads : 0, span.packs);
 
   // Every thread reads the label's logit before anybody writes: the barrier is in merge_block.
   const int64_t given_label = labels[row];
@@ -118,28 +142,32 @@ __global__ void __launch_bounds__(kMaxThreads)
     reinterpret_cast<int4&>(pack) = memory[p];
     return pack;
   };
-  const auto pack_in_memory = [&](int p) { return load(packed + int64_t{p} * kVector); };
 
   RowSums sums;
+  const bool sums_logits = options.label_smoothing > 0.0f;
   const auto add = [&](int begin, int end, auto pack) {
     int p = begin + thread;
     for (; p + (kBatch - 1) * threads < end; p += kBatch * threads) {
       Pack<T> packs[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) packs[i] = pack(p + i * threads);
-      sums.add(packs);
+      sums.add(packs, sums_logits);
     }
-    for (; p < end; p += threads) {
-      const Pack<T> packs[1] = {pack(p)};
-      sums.add(packs);
-    }
+    for (; p < end; p += threads) sums.add({pack(p)}, sums_logits);
   };
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     wait_for_copies(kGroups - 1 - g);
     add(g * group, min((g + 1) * group, kept), kept_pack);
   }
-  add(kept, span.packs, pack_in_memory);
+  if constexpr (kGradient) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) sums.add({held[i]}, sums_logits);
+    }
+    forget_unpacked(held);
+  }
+  add(rest, span.packs, pack_in_memory);
   for (int i = thread; i < span.edges; i += threads) {
     const int column = span.edge(i);
     if (column < vocab) sums.add(to_float(line[column]));
@@ -162,10 +190,13 @@ __global__ void __launch_bounds__(kMaxThreads)
       store_streaming(packed + int64_t{p} * kVector, Pack<T>::of(values));
     };
     // What was read last is the likeliest to be in the cache still.
-    const int not_kept = span.packs - kept;
-    for (int p = (not_kept + threads - 1) / threads * threads + thread - threads; p >= 0;
-         p -= threads) {
-      if (p < not_kept) write(kept + p, pack_in_memory(kept + p));
+    const int turns = (span.packs - rest + threads - 1) / threads;
+    for (int p = rest + (turns - 1) * threads + thread; p >= rest; p -= threads) {
+      if (p < span.packs) write(p, pack_in_memory(p));
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) write(held_at(i), held[i]);
     }
 #pragma unroll kBatch
     for (int p = thread; p < kept; p += threads) write(p, kept_pack(p));

@@ -60,8 +60,9 @@ struct RowSums {
     logits += logit;
   }
 
+  // The sum of the logits is wanted by label smoothing alone.
   template <typename T, int kPacks>
-  __device__ __forceinline__ void add(const Pack<T> (&packs)[kPacks]) {
+  __device__ __forceinline__ void add(const Pack<T> (&packs)[kPacks], bool sums_logits) {
     float largest = largest_of(packs[0]);
 #pragma unroll
     for (int p = 1; p < kPacks; ++p) largest = fmaxf(largest, largest_of(packs[p]));
@@ -72,9 +73,14 @@ struct RowSums {
 #pragma unroll
       for (int i = 0; i < kPackSize<T>; ++i) {
         of_pack += fast_exp2(exponent(packs[p][i]));
-        logits += packs[p][i];
       }
       exponentials += of_pack;
+    }
+    if (!sums_logits) return;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) logits += packs[p][i];
     }
   }
 
