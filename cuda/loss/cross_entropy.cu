@@ -10,7 +10,7 @@ namespace {
 // The kernels need so few registers that two blocks of 512 threads fit on a multiprocessor.
 constexpr int kMaxThreads = 1024;
 constexpr int kBatch = 4;  // packs that a thread takes in at once
-constexpr int kHeld = 2;   // packs that a thread holds in registers beside those in shared memory
+constexpr int kHeld = 2;   // packs that a thread holds in registers, beside those in shared memory
 
 // A run of elements: whole packs, which begin where memory is aligned, and the edges beside them.
 template <typename Index>
@@ -88,10 +88,10 @@ struct Slope {
   float of_exponential, everywhere, at_label;
 };
 
-// A block a row. With kGradient, the first `kept` packs stay in shared memory and kHeld more of each
-// thread in registers, so that the second pass need not read them again, and the gradient is written
-// over the logits; a thread reads again, and writes, only what it has read itself. Without it,
-// `logits` is left as it is.
+// A block a row. With kGradient, the first `kept` packs stay in shared memory and kHeld more of
+// each thread in registers, so that the second pass need not read them again, and the gradient is
+// written over the logits; a thread reads again, and writes, only what it has read itself. Without
+// it, `logits` is left as it is.
 template <bool kGradient, typename T>
 __global__ void __launch_bounds__(kMaxThreads)
     cross_entropy_forward_kernel(T* logits, const int32_t* labels, const float* scales,

@@ -36,6 +36,14 @@ int64_t each(int64_t array, const Buffer& parts) {
   return array / std::max<int64_t>(parts.element_count(), 1);
 }
 
+// The kernels work in place. XLA gives an operand and the result that is to take its place one
+// buffer, but for an operand that is a slice of a larger array, which it reads where it lies.
+cudaError_t copy_if_apart(cudaStream_t stream, const Buffer& operand, Result& result) {
+  if (operand.untyped_data() == result->untyped_data()) return cudaSuccess;
+  return cudaMemcpyAsync(result->untyped_data(), operand.untyped_data(), operand.size_bytes(),
+                         cudaMemcpyDeviceToDevice, stream);
+}
+
 ffi::Error CrossEntropyForwardImpl(cudaStream_t stream, Buffer logits, Buffer labels,
                                    int64_t ignore_index, float label_smoothing, float z_loss,
                                    int64_t vocab_size, Result losses) {
@@ -56,9 +64,8 @@ ffi::Error CrossEntropyForwardWithGradientImpl(cudaStream_t stream, Buffer logit
                                                int64_t vocab_size, Result dlogits, Result losses) {
   const ffi::ErrorOr<Rows> rows = rows_of(logits, labels);
   if (rows.has_error()) return rows.error();
-  // The gradient takes the place of the logits: XLA has made them one buffer.
-  if (dlogits->untyped_data() != logits.untyped_data())
-    return ffi::Error::InvalidArgument("dlogits is not the buffer of logits");
+  if (const cudaError_t status = copy_if_apart(stream, logits, dlogits))
+    return to_ffi_error(status);
   return dispatch_floating(logits.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     return to_ffi_error(CrossEntropy<T>::forward_with_gradient(
@@ -70,8 +77,8 @@ ffi::Error CrossEntropyForwardWithGradientImpl(cudaStream_t stream, Buffer logit
 
 ffi::Error CrossEntropyBackwardImpl(cudaStream_t stream, Buffer dlogits, Buffer dloss,
                                     Result scaled) {
-  if (scaled->untyped_data() != dlogits.untyped_data())
-    return ffi::Error::InvalidArgument("the result is not the buffer of dlogits");
+  if (const cudaError_t status = copy_if_apart(stream, dlogits, scaled))
+    return to_ffi_error(status);
   const int64_t size = each(static_cast<int64_t>(dlogits.element_count()), dloss);
   return dispatch_floating(dlogits.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ def linear_cross_entropy(
         vocab_size: As in :func:`cross_entropy`; the gradients of the weights of padding are zero.
         reduction: ``"mean"`` over the rows that count, or ``"sum"``.
         chunk_rows: Rows in a chunk, at most. None for as many as make its logits as large as the
-            weight, or 256 MiB if that is more; a power of two.
+            weight, or 320 MiB if that is more.
         accumulate_dtype: What the gradient of the weight is summed in from chunk to chunk; within
             one it is always float32. None for float32, but for a bfloat16 weight where that would
             take more than half a GiB: the sum over the few chunks is then bfloat16, as is the
@@ -183,9 +184,9 @@ def linear_cross_entropy(
 
 
 def _chunk_rows(weight: Array, width: int) -> int:
-    """A power of two: larger chunks make better products, and smaller ones need less memory."""
-    most = max(2**28, weight.nbytes) // (width * weight.dtype.itemsize)
-    return 2 ** max(0, most.bit_length() - 1)
+    """Larger chunks make better products, and smaller ones need less memory."""
+    most = max(320 * 2**20, weight.nbytes) // (width * weight.dtype.itemsize)
+    return most // 128 * 128 or most
 
 
 def _accumulate_dtype(weight: Array) -> DTypeLike:
@@ -279,17 +280,6 @@ class _Chunked(NamedTuple):
     weight_dtype: Any
     backend: Backend
 
-    def chunks(self, hidden: Array, labels: Array) -> tuple[Array, Array]:
-        """The rows in chunks of one size, filled up with rows that count nowhere."""
-        rows, width = hidden.shape
-        count = -(-rows // self.chunk_rows)
-        # Chunks as even as may be, of a multiple of 8 rows for the sake of the products.
-        size = min(self.chunk_rows, -(-rows // (8 * max(count, 1))) * 8)
-        padding = count * size - rows
-        hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-        labels = jnp.pad(labels, (0, padding), constant_values=self.options[0])
-        return hidden.reshape(count, size, width), labels.reshape(count, size)
-
     def logits(self, hidden: Array, weight: Array) -> Array:
         return _contract(hidden, 1, weight, 1 if self.transpose_weight else 0)
 
@@ -306,36 +296,60 @@ def _contract(a: Array, a_axis: int, b: Array, b_axis: int, dtype: Any = None) -
     return lax.dot_general(a, b, axes, preferred_element_type=dtype)
 
 
+def _over_chunks(
+    step: Callable[[Array, Array, Array | int, Any], Any],
+    hidden: Array,
+    labels: Array,
+    chunk_rows: int,
+    carry: Any,
+) -> Any:
+    """Folds ``step(hidden, labels, first_row, carry)`` over chunks of rows.
+
+    A loop, and no sequence of chunks, which XLA might interleave: it holds the logits of one. The
+    last chunk, which may have fewer rows, stands behind it.
+    """
+
+    def visit(first_row: Array | int, size: int, carry: Any) -> Any:
+        x, y = (lax.dynamic_slice_in_dim(rows, first_row, size) for rows in (hidden, labels))
+        return step(x, y, first_row, carry)
+
+    chunks, rest = divmod(len(labels), chunk_rows)
+    if chunks:
+        carry = lax.fori_loop(0, chunks, lambda i, c: visit(i * chunk_rows, chunk_rows, c), carry)
+    return visit(chunks * chunk_rows, rest, carry) if rest else carry
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear_cross_entropy(hidden, weight, labels, how):
-    def step(_, chunk):
-        x, y = chunk
+    def step(x, y, _, loss):
         arrays = (how.logits(x, weight), y)
-        return None, dispatch(CROSS_ENTROPY, "forward", how.backend, *arrays, **static)
+        return loss + dispatch(CROSS_ENTROPY, "forward", how.backend, *arrays, **static).sum()
 
     static = _static(how.options)
-    _, losses = lax.scan(step, None, how.chunks(hidden, labels))
-    return _reduce(losses, _factor(labels, hidden.dtype, how.reduction, how.options), how.reduction)
+    factor = _factor(labels, hidden.dtype, how.reduction, how.options)
+    return factor * _over_chunks(step, hidden, labels, how.chunk_rows, jnp.zeros_like(factor))
 
 
 def _linear_cross_entropy_forward(hidden, weight, labels, how):
-    def step(dweight, chunk):
-        x, y = chunk
+    def step(x, y, first_row, carry):
+        loss, dhidden, dweight = carry
         arrays = (how.logits(x, weight), y, now)
-        outputs = dispatch(CROSS_ENTROPY, "forward_with_gradient", how.backend, *arrays, **static)
-        losses, dlogits = outputs
+        losses, dlogits = dispatch(
+            CROSS_ENTROPY, "forward_with_gradient", how.backend, *arrays, **static
+        )
+        dx = how.dhidden(dlogits, weight)
+        dhidden = lax.dynamic_update_slice_in_dim(dhidden, dx, first_row, axis=0)
         # XLA adds in the product's own epilogue, in place.
-        return dweight + how.dweight(x, dlogits), (losses, how.dhidden(dlogits, weight))
+        return loss + losses.sum(), dhidden, dweight + how.dweight(x, dlogits)
 
     static = _static(how.options)
     factor = _factor(labels, hidden.dtype, how.reduction, how.options)
     now, later = _split(factor, hidden.dtype)
-    # A loop, and no sequence of chunks, which XLA may interleave: it holds the logits of one.
-    zeros = jnp.zeros(weight.shape, how.accumulate_dtype)
-    dweight, (losses, dhidden) = lax.scan(step, zeros, how.chunks(hidden, labels))
-    dhidden = dhidden.reshape(-1, hidden.shape[1])[: hidden.shape[0]]
-    dhidden, dweight = checkpoint_name((dhidden, dweight), "linear_cross_entropy")
-    return _reduce(losses, factor, how.reduction), (dhidden, dweight, later)
+    sums = jnp.zeros(weight.shape, how.accumulate_dtype)
+    carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
+    loss, *gradients = _over_chunks(step, hidden, labels, how.chunk_rows, carry)
+    dhidden, dweight = checkpoint_name(tuple(gradients), "linear_cross_entropy")
+    return factor * loss, (dhidden, dweight, later)
 
 
 def _linear_cross_entropy_backward(how, residuals, dloss):
