@@ -29,6 +29,9 @@ from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, prove
 from jaxllm.testing import DTYPES, Case, cotangents_like, make_inputs
 
 DIRECTIONS = ("forward", "backward")
+# Outputs and gradients in one program: what there is to time of an op whose forward computes the
+# gradients too.
+GRADIENT = "gradient"
 BACKENDS = ("cuda", "pallas", "xla")
 
 COLUMNS = (
@@ -58,7 +61,9 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", metavar="NAME", help="default: all large cases")
     parser.add_argument("--op", nargs="+", metavar="NAME", help="default: all of the family")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument(
+        "--direction", nargs="+", choices=(*DIRECTIONS, GRADIENT), default=[*DIRECTIONS, GRADIENT]
+    )
     parser.add_argument(
         "--timer", choices=timing.TIMERS, help="default: the device's trace; wall with --smoke"
     )
@@ -86,6 +91,13 @@ def select_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     if not cases:
         parser.error("no case has both the --op and the --case that were asked for")
     return cases
+
+
+def directions_of(case: Case, options: argparse.Namespace) -> list[str]:
+    """The directions to time of a case, of those that were asked for."""
+    has_gradient = bool(case.gradient_elements or case.gradient_flops)
+    known = ("forward", GRADIENT) if has_gradient else DIRECTIONS
+    return [direction for direction in options.direction if direction in known]
 
 
 # Ours
@@ -138,6 +150,34 @@ def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     return forward
 
 
+def gradient_call(case: Case, backend: str) -> Callable[..., Any]:
+    """The jitted op and its gradients, which may be written over the inputs that are donated."""
+    pullback = make_pullback(case, backend)
+
+    def both(*inputs: jax.Array) -> tuple[Any, Any]:
+        outputs, pull = pullback(*inputs)
+        return outputs, pull(jax.tree.map(jnp.ones_like, outputs))
+
+    donated = [i for i, name in enumerate(case.inputs) if name in case.donated]
+    return jax.jit(both, donate_argnums=donated)
+
+
+def time_gradient(
+    case: Case, backend: str, dtype: str, *, timer: str, smoke: bool
+) -> timing.Timing:
+    """As :func:`time_ours`, of outputs and gradients together; notes the memory it takes."""
+    call = gradient_call(case, backend).lower(*make_inputs(case, dtype)).compile()
+    result = timing.time_jax_consuming(
+        call,
+        lambda seed: make_inputs(case, dtype, seed),
+        repetitions=3 if smoke else 10,
+        timer=timer,
+    )
+    memory = call.memory_analysis()
+    extra = "" if memory is None else f"temporary GiB={memory.temp_size_in_bytes / 2**30:.3f}"
+    return dataclasses.replace(result, note="; ".join(filter(None, (result.note, extra))))
+
+
 def time_ours(
     case: Case, backend: str, dtype: str, direction: str, *, timer: str, smoke: bool
 ) -> timing.Timing:
@@ -146,6 +186,8 @@ def time_ours(
     Raises:
         Exception: Whatever keeps the backend from serving the call; the caller reports it.
     """
+    if direction == GRADIENT:
+        return time_gradient(case, backend, dtype, timer=timer, smoke=smoke)
     if direction == "forward":
         fn = forward_call(case, backend)
 
@@ -169,7 +211,7 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
     """Times every backend that was asked for; what fails gives its reason."""
     results: Results = {}
     for case in cases:
-        for direction in options.direction:
+        for direction in directions_of(case, options):
             for backend in options.backend:
                 key = (case.op, case.name, direction, backend)
                 try:
@@ -225,7 +267,7 @@ def run_peers(
     limits, results = read_peers(lines)
     unreported = "; ".join([f"no report: {status}", *log[-1:]])[:200]
     for case in cases:
-        for direction in options.direction:
+        for direction in directions_of(case, options):
             for peer in peers.PEERS.get(case.op, ()):
                 key = (case.op, case.name, direction, peer)
                 _report(key, results.setdefault(key, unreported))
@@ -263,7 +305,11 @@ def make_row(
 ) -> dict[str, Any]:
     """One row of the CSV, less its provenance."""
     _, _, direction, implementation = key
-    moved = case.forward_bytes(dtype) if direction == "forward" else case.backward_bytes(dtype)
+    moved = {
+        "forward": case.forward_bytes,
+        "backward": case.backward_bytes,
+        GRADIENT: case.gradient_bytes,
+    }[direction](dtype)
     row: dict[str, Any] = {
         "op": case.op,
         "case": case.name,
@@ -350,7 +396,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = provenance()
     by_name = {(case.op, case.name): case for case in cases}
     order = {case: i for i, case in enumerate(by_name)}
-    keys = sorted(results, key=lambda key: (order[key[:2]], DIRECTIONS.index(key[2])))
+    directions = (*DIRECTIONS, GRADIENT)
+    keys = sorted(results, key=lambda key: (order[key[:2]], directions.index(key[2])))
     rows = [
         origin | make_row(by_name[key[:2]], options.dtype, key, results[key], best) for key in keys
     ]

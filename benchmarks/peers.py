@@ -35,6 +35,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("torch.compile", "torch eager"),
     "add": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
+    "cross_entropy": ("torch.compile", "liger"),
+    "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
 }
 
 _EPS = 1e-5
@@ -97,16 +99,31 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         h = F.linear(x, weight.T, bias)
         return h if activation is None else gelu(h)
 
+    def cross_entropy(logits, labels, *, vocab_size=None):
+        logits = logits[..., :vocab_size].float()
+        return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
+
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        logits = F.linear(hidden, weight if transpose_weight else weight.T)
+        return cross_entropy(logits, labels, vocab_size=vocab_size)
+
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (softmax, repeat_kv, linear)
+    others = (softmax, repeat_kv, linear, cross_entropy, linear_cross_entropy)
     return {fn.__name__: fn for fn in (*norms, *activations, *others)}
+
+
+def _labels(labels: Any, logits: Any) -> Any:
+    """Labels in a line, none of them beyond the last column, which torch would not forgive."""
+    return labels.flatten().clamp(max=logits.shape[-1] - 1)
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
     # Llama's casting keeps only the root mean square in float32. In place would overwrite the
     # cotangents that the next repetition needs; the bytes moved are the same.
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
@@ -131,14 +148,38 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
         # the numbers lose their meaning, and the bytes moved are the same.
         return LigerSiLUMulFunction.apply(gate, up)
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm, softmax, swiglu)}
+    # Both leave the padding of the vocabulary in the softmax; the bytes moved are the same.
+    def cross_entropy(logits, labels, *, vocab_size=None):
+        labels = _labels(labels, logits)
+        return LigerCrossEntropyFunction.apply(logits, labels, None, -1)[0]
+
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        weight = weight if transpose_weight else weight.T
+        labels = _labels(labels, weight.T)
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -1)[0]
+
+    norms = (layer_norm, rms_norm, add_rms_norm)
+    return {
+        fn.__name__: fn for fn in (*norms, softmax, swiglu, cross_entropy, linear_cross_entropy)
+    }
 
 
-def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
-    if peer == "liger":
-        return _liger_ops()[op]
-    fn = _torch_ops()[op]
-    if peer == "torch eager":
+def _cut_cross_entropy_ops() -> dict[str, Callable[..., Any]]:
+    from cut_cross_entropy import linear_cross_entropy as cut
+
+    # The padding of the vocabulary is part of the softmax; small gradients are left out, as is the
+    # library's default.
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        weight = weight if transpose_weight else weight.T
+        return cut(hidden, weight, _labels(labels, weight.T), ignore_index=-1)
+
+    return {"linear_cross_entropy": linear_cross_entropy}
+
+
+def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
+    ops = {"liger": _liger_ops, "cut-cross-entropy": _cut_cross_entropy_ops}.get(peer, _torch_ops)
+    fn = functools.partial(ops()[case.op], **_peer_options(case))
+    if peer != "torch.compile":
         return fn
     import torch
     import torch._functorch.config
@@ -149,6 +190,12 @@ def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
     torch._dynamo.reset()
     # A smoke test need not wait for a C++ compiler.
     return torch.compile(fn, dynamic=False, backend="aot_eager" if smoke else "inductor")
+
+
+def _peer_options(case: Case) -> dict[str, Any]:
+    """The options of a case that peers understand too."""
+    shared = ("activation", "causal", "groups", "scale", "transpose_weight", "vocab_size")
+    return {name: case.static[name] for name in shared if name in case.static}
 
 
 def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
@@ -192,6 +239,27 @@ def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     return call
 
 
+def _gradient_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    """Outputs and gradients; what a peer writes over its inputs costs as much the next time."""
+    import torch
+
+    inputs = _with_gradients(inputs)
+    wanted = tuple(x for x in inputs if x.requires_grad)
+    return lambda: torch.autograd.grad(fn(*inputs), wanted)
+
+
+def _peak_note(call: Callable[[], Any]) -> str:
+    """The memory that a call takes beyond its inputs, its results included."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return f"temporary and results GiB={(torch.cuda.max_memory_allocated() - before) / 2**30:.3f}"
+
+
 def time_peer(
     peer: str, case: Case, dtype: str, direction: str, *, timer: str, smoke: bool
 ) -> timing.Timing:
@@ -203,14 +271,19 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = functools.partial(_build(peer, case.op, smoke), **case.static)
+    fn = _build(peer, case, smoke)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
     count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))
     sets = [first] + [_make_inputs(case, dtype, device) for _ in range(1, 2 if smoke else count)]
-    make_call = _forward_call if direction == "forward" else _backward_call
+    make_call = {"forward": _forward_call, "backward": _backward_call}.get(
+        direction, _gradient_call
+    )
     calls = [make_call(fn, inputs) for inputs in sets]
-    result = timing.time_torch(calls, repetitions=3 if smoke else 30, timer=timer)
+    repetitions = 30 if direction in ("forward", "backward") else 10
+    result = timing.time_torch(calls, repetitions=3 if smoke else repetitions, timer=timer)
+    if make_call is _gradient_call:
+        note = "; ".join(filter(None, (note, _peak_note(calls[0]))))
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 
 
@@ -243,7 +316,7 @@ def _emit(**fields: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Times the peers of a family's cases; see the module's docstring."""
-    from benchmarks.ops import add_selection_arguments, select_cases
+    from benchmarks.ops import add_selection_arguments, directions_of, select_cases
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     add_selection_arguments(parser)
@@ -255,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"torch measures no limits: {reason(error)}", file=sys.stderr)
     for case in select_cases(parser, options):
-        for direction in options.direction:
+        for direction in directions_of(case, options):
             for peer in PEERS.get(case.op, ()):
                 row = {"op": case.op, "case": case.name, "direction": direction, "peer": peer}
                 print(f"{case.op} {case.name} {direction}: {peer}", file=sys.stderr, flush=True)

@@ -191,6 +191,51 @@ def time_jax(
     return _wall(run_chain, len(sets), repetitions)
 
 
+def time_jax_consuming(
+    fn: Callable[..., Any],
+    make_set: Callable[[int], tuple[Any, ...]],
+    *,
+    repetitions: int,
+    timer: str = "trace",
+) -> Timing:
+    """The device time of a function that may write over its arguments: each call has its own.
+
+    Args:
+        fn: As in :func:`time_jax`.
+        make_set: Makes a tuple of arguments from a seed.
+        repetitions: How often to time it; all the arguments are there before the first.
+        timer: As in :func:`time_jax`.
+    """
+    import jax
+
+    def fresh(count: int) -> list[tuple[Any, ...]]:
+        return jax.block_until_ready([make_set(seed) for seed in range(count)])
+
+    def run(sets: list[tuple[Any, ...]]) -> None:
+        result = None
+        for arguments in sets:
+            result = fn(*arguments)
+        jax.block_until_ready(result)
+
+    def record() -> list[Event]:
+        sets = fresh(repetitions)
+        return record_jax(lambda: run(sets))
+
+    run(fresh(2))
+    if timer == "trace":
+        try:
+            return _trace(record, repetitions)
+        except NoKernelsError as error:
+            print(f"{error}; falling back to the wall timer", file=sys.stderr)
+    times = []
+    for seed in range(repetitions):
+        arguments = jax.block_until_ready(make_set(seed))
+        start = time.perf_counter()
+        run([arguments])
+        times.append((time.perf_counter() - start) * 1e6)
+    return Timing(tuple(times), "wall", "host time, launch cost included")
+
+
 def _chain(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Calls ``fn`` on every set, each call after the one before it."""
     import jax

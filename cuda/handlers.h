@@ -4,34 +4,37 @@
 #include "xla/ffi/api/c_api.h"
 
 // The FFI target is "jaxllm_" and the first name; the handler is the second.
-#define JAXLLM_HANDLERS(HANDLER)                         \
-  HANDLER(add_forward, AddForward)                       \
-  HANDLER(bias_add_forward, BiasAddForward)              \
-  HANDLER(bias_add_backward, BiasAddBackward)            \
-  HANDLER(bias_gelu_forward, BiasGeluForward)            \
-  HANDLER(bias_gelu_backward, BiasGeluBackward)          \
-  HANDLER(gelu_forward, GeluForward)                     \
-  HANDLER(gelu_backward, GeluBackward)                   \
-  HANDLER(relu_forward, ReluForward)                     \
-  HANDLER(relu_backward, ReluBackward)                   \
-  HANDLER(sigmoid_forward, SigmoidForward)               \
-  HANDLER(sigmoid_backward, SigmoidBackward)             \
-  HANDLER(swiglu_forward, SwigluForward)                 \
-  HANDLER(swiglu_backward, SwigluBackward)               \
-  HANDLER(swiglu_packed_forward, SwigluPackedForward)    \
-  HANDLER(swiglu_packed_backward, SwigluPackedBackward)  \
-  HANDLER(layer_norm_forward, LayerNormForward)          \
-  HANDLER(layer_norm_backward, LayerNormBackward)        \
-  HANDLER(add_layer_norm_forward, AddLayerNormForward)   \
-  HANDLER(add_layer_norm_backward, AddLayerNormBackward) \
-  HANDLER(rms_norm_forward, RmsNormForward)              \
-  HANDLER(rms_norm_backward, RmsNormBackward)            \
-  HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
-  HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
-  HANDLER(softmax_forward, SoftmaxForward)               \
-  HANDLER(softmax_backward, SoftmaxBackward)             \
-  HANDLER(repeat_kv_forward, RepeatKvForward)            \
-  HANDLER(repeat_kv_backward, RepeatKvBackward)
+#define JAXLLM_HANDLERS(HANDLER)                                                \
+  HANDLER(add_forward, AddForward)                                              \
+  HANDLER(bias_add_forward, BiasAddForward)                                     \
+  HANDLER(bias_add_backward, BiasAddBackward)                                   \
+  HANDLER(bias_gelu_forward, BiasGeluForward)                                   \
+  HANDLER(bias_gelu_backward, BiasGeluBackward)                                 \
+  HANDLER(gelu_forward, GeluForward)                                            \
+  HANDLER(gelu_backward, GeluBackward)                                          \
+  HANDLER(relu_forward, ReluForward)                                            \
+  HANDLER(relu_backward, ReluBackward)                                          \
+  HANDLER(sigmoid_forward, SigmoidForward)                                      \
+  HANDLER(sigmoid_backward, SigmoidBackward)                                    \
+  HANDLER(swiglu_forward, SwigluForward)                                        \
+  HANDLER(swiglu_backward, SwigluBackward)                                      \
+  HANDLER(swiglu_packed_forward, SwigluPackedForward)                           \
+  HANDLER(swiglu_packed_backward, SwigluPackedBackward)                         \
+  HANDLER(layer_norm_forward, LayerNormForward)                                 \
+  HANDLER(layer_norm_backward, LayerNormBackward)                               \
+  HANDLER(add_layer_norm_forward, AddLayerNormForward)                          \
+  HANDLER(add_layer_norm_backward, AddLayerNormBackward)                        \
+  HANDLER(rms_norm_forward, RmsNormForward)                                     \
+  HANDLER(rms_norm_backward, RmsNormBackward)                                   \
+  HANDLER(add_rms_norm_forward, AddRmsNormForward)                              \
+  HANDLER(add_rms_norm_backward, AddRmsNormBackward)                            \
+  HANDLER(softmax_forward, SoftmaxForward)                                      \
+  HANDLER(softmax_backward, SoftmaxBackward)                                    \
+  HANDLER(repeat_kv_forward, RepeatKvForward)                                   \
+  HANDLER(repeat_kv_backward, RepeatKvBackward)                                 \
+  HANDLER(cross_entropy_forward, CrossEntropyForward)                           \
+  HANDLER(cross_entropy_forward_with_gradient, CrossEntropyForwardWithGradient) \
+  HANDLER(cross_entropy_backward, CrossEntropyBackward)
 
 namespace jaxllm {
 

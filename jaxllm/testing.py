@@ -52,8 +52,12 @@ class Case:
         forward_elements: Elements that the forward must move between chip and memory, each large
             input read once and each large output written once.
         backward_elements: Likewise for the backward.
+        gradient_elements: Likewise for outputs and gradients in one program, where an op's forward
+            computes the gradients as well and the backward alone says nothing.
         forward_flops: Floating-point operations of the forward, where they matter (GEMMs).
         backward_flops: Likewise for the backward.
+        gradient_flops: Likewise for outputs and gradients in one program.
+        donated: Inputs whose memory the op takes for its results where the caller gives it away.
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the definition, which is on the host.
     """
@@ -64,8 +68,11 @@ class Case:
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     forward_elements: int = 0
     backward_elements: int = 0
+    gradient_elements: int = 0
     forward_flops: int = 0
     backward_flops: int = 0
+    gradient_flops: int = 0
+    donated: tuple[str, ...] = ()
     large: bool = False
     timed_only: bool = False
 
@@ -79,6 +86,10 @@ class Case:
     def backward_bytes(self, dtype: DTypeLike) -> int:
         """Bytes that the backward must move in ``dtype``."""
         return self.backward_elements * jnp.dtype(dtype).itemsize
+
+    def gradient_bytes(self, dtype: DTypeLike) -> int:
+        """Bytes that one program for outputs and gradients must move in ``dtype``."""
+        return self.gradient_elements * jnp.dtype(dtype).itemsize
 
 
 def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[jax.Array, ...]:

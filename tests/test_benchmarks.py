@@ -1,5 +1,6 @@
 """The benchmarks' machinery: everything but the numbers."""
 
+import argparse
 import csv
 import importlib
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxllm.ops
 from benchmarks import ops, peers, record, timing, train
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
 
@@ -166,13 +168,31 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
     assert "rms_norm gpt2_row 2x3x768 bfloat16 backward" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_outputs_and_gradients_are_timed_in_one_program(backend):
+    case = small_case("cross_entropy")
+    options = argparse.Namespace(direction=["forward", "backward", "gradient"])
+    assert ops.directions_of(case, options) == ["forward", "gradient"]
+    assert ops.directions_of(small_case("rms_norm"), options) == ["forward", "backward"]
+    logits, labels = make_inputs(case, "float32")
+    expected = jax.value_and_grad(
+        lambda z: jaxllm.ops.cross_entropy(z, labels, **case.static, backend="xla")
+    )(logits)
+    loss, (dlogits,) = ops.gradient_call(case, backend)(logits, labels)
+    assert jnp.allclose(loss, expected[0], rtol=1e-5)
+    assert jnp.allclose(dlogits, expected[1], rtol=1e-5, atol=1e-7)
+    result = ops.time_ours(case, backend, "float32", "gradient", timer="wall", smoke=True)
+    assert len(result.times_us) == 3
+    assert "temporary GiB=" in result.note
+
+
 def test_the_peers_compute_what_our_ops_compute():
     torch = pytest.importorskip("torch")
     for op, fn in peers._torch_ops().items():
         case = small_case(op)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
-        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **case.static)
+        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **peers._peer_options(case))
         theirs = theirs if isinstance(theirs, tuple) else (theirs,)
         for our, their in zip(ours, theirs, strict=True):
             assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4)

@@ -141,28 +141,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    _check_tokens(tokens, config)
-    blocks, ln_f = params["blocks"], params["ln_f"]
-    # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
-    # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm = jax.tree.map(lambda layers: layers[0], blocks["ln1"])
-    next_norms = jax.tree.map(
-        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks["ln1"], ln_f
-    )
-
-    def block(carry, inputs):
-        residual, x = carry
-        layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config), None
-
-    if remat:
-        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
-        block = jax.checkpoint(block, prevent_cse=False)
-
-    residual = ops.embed(tokens, params["wte"], params["wpe"])
-    x = ops.layer_norm(residual, **first_norm)
-    (_, x), _ = jax.lax.scan(block, (residual, x), (blocks, next_norms))
-    return ops.linear(x, params["wte"].T)
+    return ops.linear(_hidden(params, tokens, config, remat), params["wte"].T)
 
 
 def loss(
@@ -186,8 +165,10 @@ def loss(
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    logits = forward(params, tokens, config, remat=remat)
-    return ops.cross_entropy(logits, labels, vocab_size=config.vocab_size)
+    hidden = _hidden(params, tokens, config, remat)
+    return ops.linear_cross_entropy(
+        hidden, params["wte"], labels, transpose_weight=True, vocab_size=config.vocab_size
+    )
 
 
 def num_params(config: GPT2Config) -> int:
@@ -212,6 +193,32 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     L, D = config.layers, config.width
     factors = 12 * L * D * D + config.padded_vocab_size * D
     return 6 * factors + 12 * L * seq_len * D
+
+
+def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool) -> Array:
+    """What the head is applied to, of shape (B, T, D)."""
+    _check_tokens(tokens, config)
+    blocks, ln_f = params["blocks"], params["ln_f"]
+    # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
+    # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
+    first_norm = jax.tree.map(lambda layers: layers[0], blocks["ln1"])
+    next_norms = jax.tree.map(
+        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks["ln1"], ln_f
+    )
+
+    def block(carry, inputs):
+        residual, x = carry
+        layer, next_norm = inputs
+        return _block(residual, x, layer, next_norm, config), None
+
+    if remat:
+        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
+        block = jax.checkpoint(block, prevent_cse=False)
+
+    residual = ops.embed(tokens, params["wte"], params["wpe"])
+    x = ops.layer_norm(residual, **first_norm)
+    (_, x), _ = jax.lax.scan(block, (residual, x), (blocks, next_norms))
+    return x
 
 
 def _block(

@@ -13,7 +13,7 @@ from jaxllm.ops.activation.api import (
 from jaxllm.ops.attention.api import flash_attention, repeat_kv, softmax
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
-from jaxllm.ops.loss.api import cross_entropy
+from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "relu",
     "repeat_kv",
     "rms_norm",

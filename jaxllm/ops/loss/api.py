@@ -1,21 +1,27 @@
-"""The loss of a language model."""
+"""The loss of a language model, from its logits or from what they are made of."""
 
 from __future__ import annotations
 
 import functools
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_integer, check_shape
-from jaxllm.ops.loss import reference
+from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.loss import cuda, pallas, reference
 
-CROSS_ENTROPY = Op("cross_entropy", reference=reference)
+# The kernels of the one op serve both: between them linear_cross_entropy has XLA's matrix products.
+CROSS_ENTROPY = LINEAR_CROSS_ENTROPY = Op(
+    "cross_entropy", reference=reference, pallas=pallas, cuda=cuda
+)
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -44,8 +50,9 @@ def cross_entropy(
     0 if it is negative, ``vocab_size - 1`` if it is too large.
 
     Args:
-        logits: The rows; float32, bfloat16 or float16 for the kernels. Finite logits of any size
-            give a finite loss.
+        logits: The rows; float32, bfloat16 or float16 for the kernels. Where the loss is
+            differentiated, the gradient is computed with it and written over the logits; XLA copies
+            them first if anything else still needs them. Logits up to 1e38 give a finite loss.
         labels: A column for each row; used as int32.
         ignore_index: The label of the rows to leave out; may lie inside or outside the vocabulary.
         label_smoothing: The share of the target that is spread over all columns, from 0 to 1.
@@ -74,29 +81,136 @@ def cross_entropy(
         >>> loss = jaxllm.ops.cross_entropy(logits, jnp.array([3, -1]), vocab_size=50257)
     """
     check_floating(logits=logits)
-    check_integer(labels=labels)
     if logits.ndim == 0:
         raise ValueError("logits has shape (); it must have a last axis, the vocabulary")
-    check_shape("labels", labels, logits.shape[:-1], f"the rows of logits {logits.shape}")
-    width = logits.shape[-1]
+    _check_labels(labels, "logits", logits)
+    vocab_size = _check_options(
+        logits.shape[-1], f"logits {logits.shape}", label_smoothing, vocab_size
+    )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
+    options = (ignore_index, label_smoothing, z_loss, vocab_size)
+    return _cross_entropy(logits, labels.astype(jnp.int32), reduction, options, resolve(backend))
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*rows D"],
+    weight: Float[Array, "D V"] | Float[Array, "V D"],
+    labels: Integer[Array, "*rows"],
+    *,
+    transpose_weight: bool = False,
+    ignore_index: int = -1,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk_rows: int | None = None,
+    accumulate_dtype: DTypeLike | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, ""]:
+    r"""Cross entropy of the logits ``hidden @ weight``, which never exist all at once.
+
+    The rows go through in chunks: a product makes the logits of a chunk, the kernel of
+    :func:`cross_entropy` puts their gradient in their place, and two more products turn that into
+    the gradients of ``hidden`` and ``weight``. So all gradients are there when the loss is, and the
+    backward pass only multiplies them by the gradient of the loss.
+
+    Args:
+        hidden: What the head is applied to, in float32, bfloat16 or float16 for the kernels.
+        weight: The head, in the dtype of ``hidden``.
+        labels: As in :func:`cross_entropy`.
+        transpose_weight: ``weight`` is (V, D), as a token table is.
+        ignore_index: As in :func:`cross_entropy`.
+        label_smoothing: As in :func:`cross_entropy`.
+        z_loss: As in :func:`cross_entropy`.
+        vocab_size: As in :func:`cross_entropy`; the gradients of the weights of padding are zero.
+        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+        chunk_rows: Rows in a chunk, at most. None for as many as make its logits as large as the
+            weight, or 320 MiB if that is more.
+        accumulate_dtype: What the gradient of the weight is summed in from chunk to chunk; within
+            one it is always float32. None for float32, but for a bfloat16 weight where that would
+            take more than half a GiB: the sum over the few chunks is then bfloat16, as is the
+            gradient that is returned, and needs no memory of its own.
+        backend: As in :func:`cross_entropy`, for the kernels; XLA multiplies the matrices.
+
+    Returns:
+        The loss in float32, a scalar.
+
+    Raises:
+        TypeError: ``hidden`` is not floating-point, ``weight`` differs from it in dtype, or
+            ``labels`` is not of an integer dtype.
+        ValueError: ``weight`` or ``labels`` does not fit ``hidden`` in shape, an option is out of
+            its range, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Hsu et al., "Liger Kernel" (arXiv:2410.10989) for gradients chunk by chunk in the
+    forward pass; llm.c's ``fused_classifier``.
+
+    Example:
+        >>> hidden = jnp.ones((2, 1024, 768), jnp.bfloat16)
+        >>> table = jnp.zeros((50304, 768), jnp.bfloat16)
+        >>> labels = jnp.zeros((2, 1024), jnp.int32)
+        >>> loss = jaxllm.ops.linear_cross_entropy(hidden, table, labels, transpose_weight=True)
+    """
+    check_floating(hidden=hidden, weight=weight)
+    if hidden.ndim == 0 or weight.ndim != 2:
+        raise ValueError(
+            f"hidden has shape {hidden.shape} and weight {weight.shape}; they must be (..., D) and "
+            "a matrix"
+        )
+    check_same_dtype("weight", weight, "hidden", hidden)
+    width = weight.shape[0 if transpose_weight else 1]
+    shape = (hidden.shape[-1], width)
+    wanted = shape[::-1] if transpose_weight else shape
+    check_shape("weight", weight, wanted, f"the last axis of hidden {hidden.shape} and V")
+    _check_labels(labels, "hidden", hidden)
+    what = f"weight {weight.shape}"
+    vocab_size = _check_options(width, what, label_smoothing, vocab_size)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    how = _Chunked(
+        reduction=reduction,
+        options=(ignore_index, label_smoothing, z_loss, vocab_size),
+        transpose_weight=transpose_weight,
+        chunk_rows=chunk_rows or _chunk_rows(weight, width),
+        accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight)),
+        weight_dtype=weight.dtype,
+        backend=resolve(backend),
+    )
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _linear_cross_entropy(rows, weight, labels.astype(jnp.int32).reshape(-1), how)
+
+
+def _chunk_rows(weight: Array, width: int) -> int:
+    """Larger chunks make better products, and smaller ones need less memory."""
+    most = max(320 * 2**20, weight.nbytes) // (width * weight.dtype.itemsize)
+    return most // 128 * 128 or most
+
+
+def _accumulate_dtype(weight: Array) -> DTypeLike:
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    # Float16 has not the range for a sum over all rows.
+    is_narrow = weight.dtype == jnp.bfloat16 and weight.size * wide.itemsize > 2**29
+    return weight.dtype if is_narrow else wide
+
+
+def _check_labels(labels: Array, name: str, rows: Array) -> None:
+    check_integer(labels=labels)
+    check_shape("labels", labels, rows.shape[:-1], f"the rows of {name} {rows.shape}")
+
+
+def _check_options(width: int, what: str, label_smoothing: float, vocab_size: int | None) -> int:
+    """Checks the options that both losses have; returns ``vocab_size``, the width if it is None."""
     vocab_size = width if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= width:
         raise ValueError(
-            f"vocab_size is {vocab_size}; it must be from 1 to {width}, the columns of logits "
-            f"{logits.shape}"
+            f"vocab_size is {vocab_size}; it must be from 1 to {width}, the columns of {what}"
         )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
-    labels = labels.astype(jnp.int32)
-    options = (ignore_index, label_smoothing, z_loss, vocab_size)
-    losses = cast(Array, _cross_entropy(logits, labels, options, resolve(backend)))
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / jnp.maximum(jnp.sum(labels != ignore_index), 1)
+    return vocab_size
 
 
 def _static(options: tuple) -> dict[str, int | float]:
@@ -104,20 +218,145 @@ def _static(options: tuple) -> dict[str, int | float]:
     return dict(zip(names, options, strict=True))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _cross_entropy(logits, labels, options, backend):
-    return _cross_entropy_forward(logits, labels, options, backend)[0]
+# What makes the loss of the losses of the rows: a factor, and a sum unless each row is wanted.
 
 
-def _cross_entropy_forward(logits, labels, options, backend):
-    outputs = dispatch(CROSS_ENTROPY, "forward", backend, logits, labels, **_static(options))
-    losses, lse = checkpoint_name(outputs, "cross_entropy")
-    return losses, (logits, labels, lse)
+def _factor(labels: Array, dtype: DTypeLike, reduction: Reduction, options: tuple) -> Array:
+    """What each row's loss is multiplied by: 1, or one over the rows that count."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    if reduction != "mean":
+        return jnp.ones((), wide)
+    return 1 / jnp.maximum(jnp.sum(labels != options[0]), 1).astype(wide)
 
 
-def _cross_entropy_backward(options, backend, residuals, dlosses):
-    arrays = (*residuals, dlosses)
-    return dispatch(CROSS_ENTROPY, "backward", backend, *arrays, **_static(options)), None
+def _reduce(losses: Array, factor: Array, reduction: Reduction) -> Array:
+    return losses if reduction == "none" else losses.sum() * factor
+
+
+def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """The part of a factor for the forward to multiply the gradient by, and the backward's.
+
+    Float16 has too few exponents for a gradient that is divided by the rows: what a loss scale is
+    to save would be lost before the backward sees that.
+    """
+    one = jnp.ones_like(factor)
+    return (one, factor) if dtype == jnp.float16 else (factor, one)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _cross_entropy(logits, labels, reduction, options, backend):
+    losses = dispatch(CROSS_ENTROPY, "forward", backend, logits, labels, **_static(options))
+    return _reduce(losses, _factor(labels, logits.dtype, reduction, options), reduction)
+
+
+def _cross_entropy_forward(logits, labels, reduction, options, backend):
+    factor = _factor(labels, logits.dtype, reduction, options)
+    now, later = _split(factor, logits.dtype)
+    arrays, static = (logits, labels, now), _static(options)
+    outputs = dispatch(CROSS_ENTROPY, "forward_with_gradient", backend, *arrays, **static)
+    losses, dlogits = checkpoint_name(outputs, "cross_entropy")
+    return _reduce(losses, factor, reduction), (dlogits, later)
+
+
+def _cross_entropy_backward(reduction, options, backend, residuals, dloss):
+    dlogits, later = residuals
+    return dispatch(CROSS_ENTROPY, "backward", backend, dlogits, later * dloss), None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+# linear_cross_entropy
+
+
+class _Chunked(NamedTuple):
+    """The static options of a call."""
+
+    reduction: Reduction
+    options: tuple
+    transpose_weight: bool
+    chunk_rows: int
+    accumulate_dtype: Any
+    weight_dtype: Any
+    backend: Backend
+
+    def logits(self, hidden: Array, weight: Array) -> Array:
+        return _contract(hidden, 1, weight, 1 if self.transpose_weight else 0)
+
+    def dhidden(self, dlogits: Array, weight: Array) -> Array:
+        return _contract(dlogits, 1, weight, 0 if self.transpose_weight else 1)
+
+    def dweight(self, hidden: Array, dlogits: Array) -> Array:
+        factors = (dlogits, 0, hidden, 0) if self.transpose_weight else (hidden, 0, dlogits, 0)
+        return _contract(*factors, dtype=self.accumulate_dtype)
+
+
+def _contract(a: Array, a_axis: int, b: Array, b_axis: int, dtype: Any = None) -> Array:
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+
+def _over_chunks(
+    step: Callable[[Array, Array, Array | int, Any], Any],
+    hidden: Array,
+    labels: Array,
+    chunk_rows: int,
+    carry: Any,
+) -> Any:
+    """Folds ``step(hidden, labels, first_row, carry)`` over chunks of rows.
+
+    A loop, and no sequence of chunks, which XLA might interleave: it holds the logits of one. The
+    last chunk, which may have fewer rows, stands behind it.
+    """
+
+    def visit(first_row: Array | int, size: int, carry: Any) -> Any:
+        x, y = (lax.dynamic_slice_in_dim(rows, first_row, size) for rows in (hidden, labels))
+        return step(x, y, first_row, carry)
+
+    chunks, rest = divmod(len(labels), chunk_rows)
+    if chunks:
+        carry = lax.fori_loop(0, chunks, lambda i, c: visit(i * chunk_rows, chunk_rows, c), carry)
+    return visit(chunks * chunk_rows, rest, carry) if rest else carry
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear_cross_entropy(hidden, weight, labels, how):
+    def step(x, y, _, loss):
+        arrays = (how.logits(x, weight), y)
+        return loss + dispatch(CROSS_ENTROPY, "forward", how.backend, *arrays, **static).sum()
+
+    static = _static(how.options)
+    factor = _factor(labels, hidden.dtype, how.reduction, how.options)
+    return factor * _over_chunks(step, hidden, labels, how.chunk_rows, jnp.zeros_like(factor))
+
+
+def _linear_cross_entropy_forward(hidden, weight, labels, how):
+    def step(x, y, first_row, carry):
+        loss, dhidden, dweight = carry
+        arrays = (how.logits(x, weight), y, now)
+        losses, dlogits = dispatch(
+            CROSS_ENTROPY, "forward_with_gradient", how.backend, *arrays, **static
+        )
+        dx = how.dhidden(dlogits, weight)
+        dhidden = lax.dynamic_update_slice_in_dim(dhidden, dx, first_row, axis=0)
+        # XLA adds in the product's own epilogue, in place.
+        return loss + losses.sum(), dhidden, dweight + how.dweight(x, dlogits)
+
+    static = _static(how.options)
+    factor = _factor(labels, hidden.dtype, how.reduction, how.options)
+    now, later = _split(factor, hidden.dtype)
+    sums = jnp.zeros(weight.shape, how.accumulate_dtype)
+    carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
+    loss, *gradients = _over_chunks(step, hidden, labels, how.chunk_rows, carry)
+    dhidden, dweight = checkpoint_name(tuple(gradients), "linear_cross_entropy")
+    return factor * loss, (dhidden, dweight, later)
+
+
+def _linear_cross_entropy_backward(how, residuals, dloss):
+    dhidden, dweight, later = residuals
+    dloss = later * dloss
+    dhidden = dispatch(CROSS_ENTROPY, "backward", how.backend, dhidden, dloss)
+    return dhidden, (dweight * dloss).astype(how.weight_dtype), None
+
+
+_linear_cross_entropy.defvjp(_linear_cross_entropy_forward, _linear_cross_entropy_backward)

@@ -18,7 +18,7 @@ def _case(
     vocab = int(static.get("vocab_size", shape[-1]))
     size = math.prod(shape)
     # The overshoot draws a few labels of -1, which is ignore_index, and clamped ones.
-    # Forward: logits in. Backward: logits in, dlogits out.
+    # Forward: logits in. With the gradient, in the same pass: logits in, dlogits out.
     return Case(
         "cross_entropy",
         name,
@@ -28,14 +28,49 @@ def _case(
         },
         static,
         forward_elements=size,
-        backward_elements=2 * size,
+        gradient_elements=2 * size,
+        donated=("logits",),
+        large=large,
+    )
+
+
+def _linear_case(
+    name: str,
+    *shape: int,
+    vocab: int,
+    overshoot: int = 1,
+    large: bool = False,
+    **static: int | float | str,
+) -> Case:
+    matrix = (shape[-1], vocab)
+    products = 2 * math.prod(shape) * vocab
+    return Case(
+        "linear_cross_entropy",
+        name,
+        {
+            "hidden": Normal(shape),
+            # Logits of deviation 1, as a young model has them.
+            "weight": Normal(
+                matrix[::-1] if static.get("transpose_weight") else matrix,
+                std=1 / math.sqrt(shape[-1]),
+            ),
+            "labels": Integers(
+                shape[:-1], low=-overshoot, high=int(static.get("vocab_size", vocab)) + overshoot
+            ),
+        },
+        static,
+        # Forward: both factors in. With gradients, those of both out as well.
+        forward_elements=math.prod(shape) + math.prod(matrix),
+        gradient_elements=2 * (math.prod(shape) + math.prod(matrix)),
+        forward_flops=products,
+        gradient_flops=3 * products,
         large=large,
     )
 
 
 CASES = (
-    _case("gpt2_124m", 65536, 50304, vocab_size=50257, large=True),
-    _case("llama3_8b", 8192, 128256, large=True),
+    _case("gpt2_124m", 32768, 50304, vocab_size=50257, large=True),
+    _case("llama3_1b", 16384, 128256, large=True),
     _case("odd_vocabulary_large", 5003, 50257, label_smoothing=0.1, z_loss=1e-4, large=True),
     _case("padded", 2, 3, 128, vocab_size=101),
     _case("smoothed", 9, 77, label_smoothing=0.1),
@@ -49,4 +84,12 @@ CASES = (
     _case("one_column", 6, 1),
     _case("one_row", 40),
     _case("no_rows", 0, 128),
+    _linear_case(
+        "gpt2_124m", 32768, 768, vocab=50304, transpose_weight=True, vocab_size=50257, large=True
+    ),
+    _linear_case("llama3_1b", 16384, 2048, vocab=128256, large=True),
+    _linear_case("tied", 2, 9, 16, vocab=128, transpose_weight=True, vocab_size=101, chunk_rows=8),
+    _linear_case("chunks_that_do_not_divide", 21, 12, vocab=77, chunk_rows=6),
+    _linear_case("one_chunk", 13, 12, vocab=77, label_smoothing=0.1, z_loss=1e-2, reduction="sum"),
+    _linear_case("no_rows", 0, 12, vocab=40),
 )

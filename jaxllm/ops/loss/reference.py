@@ -14,8 +14,18 @@ and :math:`\partial lse / \partial z_v = p_v = e^{z_v - lse}` gives
            - \frac{\epsilon}{V} \right)
 
 Rows without a label to learn have loss zero and gradient zero, and so have the columns of padding.
-A label outside the vocabulary counts as the nearest column, the first or the last. Both directions
-compute in float32 (float64 for float64 logits).
+A label outside the vocabulary counts as the nearest column, the first or the last. All is computed
+in float32 (float64 for float64 logits).
+
+The gradient needs nothing but what the loss needs, so one pass computes both: where a loss is
+differentiated, its forward returns ``dlogits`` for a known ``dloss``, which takes the memory of the
+logits, and the backward multiplies by the true one.
+
+For a linear head, :math:`z = h W`, the chain rule adds two products. The second is a sum over the
+rows, and so any chunk of rows can be done by itself:
+
+.. math::
+    dh = dz\, W^T \qquad dW = h^T dz
 """
 
 from __future__ import annotations
@@ -43,7 +53,7 @@ def cross_entropy(
     reduction="mean",
 ):
     """The definition of ``cross_entropy``, for JAX to differentiate."""
-    losses, _ = cross_entropy_forward(
+    losses = cross_entropy_forward(
         logits,
         labels,
         ignore_index=ignore_index,
@@ -59,7 +69,46 @@ def cross_entropy(
 
 
 def cross_entropy_forward(logits, labels, *, ignore_index, label_smoothing, z_loss, vocab_size):
-    """Returns ``(losses, lse)``, one of each a row."""
+    """Returns ``losses``, one a row."""
+    losses, _ = _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size)
+    return jnp.where(labels == ignore_index, 0, losses)
+
+
+def cross_entropy_forward_with_gradient(
+    logits, labels, scale, *, ignore_index, label_smoothing, z_loss, vocab_size
+):
+    """Returns ``losses`` and ``dlogits``, the gradient of ``scale * losses.sum()``."""
+    losses, lse = _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size)
+    columns = _columns(logits)
+    real = columns < vocab_size
+    label = jnp.clip(labels, 0, vocab_size - 1)
+    p = jnp.exp(jnp.where(real, _wide(logits) - lse[..., None], -jnp.inf))
+    slope = p * (1 + 2 * z_loss * lse[..., None])
+    slope = slope - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
+    slope = jnp.where(real, slope - label_smoothing / vocab_size, 0)
+    ignored = labels == ignore_index
+    scales = jnp.where(ignored, 0, scale)
+    return jnp.where(ignored, 0, losses), (slope * scales[..., None]).astype(logits.dtype)
+
+
+def cross_entropy_backward(dlogits, dloss):
+    """Returns ``dlogits * dloss``; there is one ``dloss``, or one a row."""
+    return (_wide(dlogits) * dloss[..., None]).astype(dlogits.dtype)
+
+
+def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, **options):
+    """The definition of ``linear_cross_entropy``, for JAX to differentiate."""
+    options = {name: value for name, value in options.items() if name not in _HOW}
+    logits = jnp.dot(hidden, weight.T if transpose_weight else weight)
+    return cross_entropy(logits, labels, **options)
+
+
+# Options that change how linear_cross_entropy computes, and not what.
+_HOW = ("chunk_rows", "accumulate_dtype")
+
+
+def _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size):
+    """The losses as if no row were left out, and ``lse``."""
     real = _columns(logits) < vocab_size
     wide = jnp.where(real, _wide(logits), -jnp.inf)
     largest = lax.stop_gradient(wide.max(axis=-1))
@@ -77,19 +126,4 @@ def cross_entropy_forward(logits, labels, *, ignore_index, label_smoothing, z_lo
     lse = largest + log_sum
     if z_loss:
         losses = losses + z_loss * lse * lse
-    return jnp.where(labels == ignore_index, 0, losses), lse
-
-
-def cross_entropy_backward(
-    logits, labels, lse, dlosses, *, ignore_index, label_smoothing, z_loss, vocab_size
-):
-    """Returns ``dlogits``."""
-    columns = _columns(logits)
-    real = columns < vocab_size
-    label = jnp.clip(labels, 0, vocab_size - 1)
-    p = jnp.exp(jnp.where(real, _wide(logits) - lse[..., None], -jnp.inf))
-    slope = p * (1 + 2 * z_loss * lse[..., None])
-    slope = slope - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
-    slope = jnp.where(real, slope - label_smoothing / vocab_size, 0)
-    dlosses = jnp.where(labels == ignore_index, 0, dlosses)
-    return (slope * dlosses[..., None]).astype(logits.dtype)
+    return losses, lse

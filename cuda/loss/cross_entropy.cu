@@ -1,0 +1,311 @@
+#include <algorithm>
+
+#include "common/launch.h"
+#include "loss/cross_entropy.h"
+#include "loss/row_sums.cuh"
+
+namespace jaxllm {
+namespace {
+
+// The kernels need so few registers that two blocks of 512 threads fit on a multiprocessor.
+constexpr int kMaxThreads = 1024;
+constexpr int kBatch = 4;  // packs that a thread takes in at once
+constexpr int kHeld = 2;   // packs that a thread holds in registers, beside those in shared memory
+
+// A run of elements: whole packs, which begin where memory is aligned, and the edges beside them.
+template <typename Index>
+struct PackedSpan {
+  // Packs cover no more than the first `packed` elements of `size`.
+  template <typename T>
+  __device__ PackedSpan(const T* first, Index packed, Index size) {
+    constexpr int kVector = kPackSize<T>;
+    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
+    head = min(static_cast<Index>((kVector - past) % kVector), packed);
+    packs = (packed - head) / kVector;
+    tail = head + packs * kVector;
+    edges = head + size - tail;
+  }
+
+  // Where edge element i is.
+  __device__ __forceinline__ Index edge(Index i) const { return i < head ? i : i - head + tail; }
+
+  Index head, packs, tail, edges;
+};
+
+template <typename T>
+__device__ __forceinline__ Pack<T> load(const T* source) {
+  Pack<T> pack;
+  reinterpret_cast<int4&>(pack) = *reinterpret_cast<const int4*>(source);
+  return pack;
+}
+
+// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
+// has once unpacked, in twice the registers.
+template <typename T, int kPacks>
+__device__ __forceinline__ void forget_unpacked(Pack<T> (&packs)[kPacks]) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+    for (uint32_t& word : packs[p].words) asm volatile("" : "+r"(word));
+  }
+}
+
+// Waits until at most `pending` of a thread's last groups of copies are on their way.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if (pending >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
+  if (pending == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
+  if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+  if (pending == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ float loss_of(const RowSums& sums, float label_logit,
+                                         const CrossEntropyOptions& options) {
+  // Exponents relative to the offset: of two logits near 1e4, float32 keeps the difference far
+  // better than it would keep lse and logit apart.
+  const float log_sum = log2f(sums.exponentials);
+  float target = (1.0f - options.label_smoothing) * sums.exponent(label_logit);
+  if (options.label_smoothing > 0.0f) {
+    target += options.label_smoothing * sums.exponent(sums.logits / options.vocab_size);
+  }
+  const float lse = kLn2 * (sums.offset + log_sum);
+  return kLn2 * (log_sum - target) + options.z_loss * lse * lse;
+}
+
+// The gradient of a row is of_exponential * 2^exponent + everywhere, and at_label more at the
+// label.
+struct Slope {
+  __device__ Slope(const RowSums& sums, float scale, const CrossEntropyOptions& options)
+      : everywhere(-scale * options.label_smoothing / options.vocab_size),
+        at_label(-scale * (1.0f - options.label_smoothing)) {
+    const float lse = kLn2 * (sums.offset + log2f(sums.exponentials));
+    of_exponential = scale * (1.0f + 2.0f * options.z_loss * lse) / sums.exponentials;
+  }
+
+  __device__ __forceinline__ float operator()(float exponent) const {
+    return fmaf(fast_exp2(exponent), of_exponential, everywhere);
+  }
+
+  float of_exponential, everywhere, at_label;
+};
+
+// A block a row. With kGradient, the first `kept` packs stay in shared memory and kHeld more of
+// each thread in registers, so that the second pass need not read them again, and the gradient is
+// written over the logits; a thread reads again, and writes, only what it has read itself. Without
+// it, `logits` is left as it is.
+template <bool kGradient, typename T>
+__global__ void __launch_bounds__(kMaxThreads)
+    cross_entropy_forward_kernel(T* logits, const int32_t* labels, const float* scales,
+                                 CrossEntropyOptions options, float* losses, int64_t width,
+                                 int64_t rows_per_scale, int kept) {
+  constexpr int kVector = kPackSize<T>;
+  constexpr int kGroups = 4;  // the row is taken in by quarters, while the others are on their way
+  extern __shared__ int4 memory[];
+  const int threads = blockDim.x, thread = threadIdx.x;
+  const int vocab = static_cast<int>(options.vocab_size);
+  const int64_t row = blockIdx.x;
+  T* const line = logits + row * width;
+  const PackedSpan<int> span(line, vocab, static_cast<int>(width));
+  T* const packed = line + span.head;
+
+  kept = min(kept, span.packs);
+  const int group = (kept + kGroups * threads - 1) / (kGroups * threads) * threads;
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    for (int p = g * group + thread; p < min((g + 1) * group, kept); p += threads) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                       static_cast<unsigned>(__cvta_generic_to_shared(memory + p))),
+                   "l"(packed + int64_t{p} * kVector)
+                   : "memory");
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  const auto pack_in_memory = [&](int p) { return load(packed + int64_t{p} * kVector); };
+  // Thread by thread, what lies behind the packs in shared memory; and where the rest begins.
+  Pack<T> held[kHeld];
+  const auto held_at = [&](int i) { return kept + i * threads + thread; };
+  if constexpr (kGradient) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) held[i] = pack_in_memory(held_at(i));
+    }
+  }
+  const int rest = min(kGradient ? kept + kHeld * threads : 0, span.packs);
+
+  // Every thread reads the label's logit before anybody writes: the barrier is in merge_block.
+  const int64_t given_label = labels[row];
+  const bool is_ignored = given_label == options.ignore_index;
+  const int label = min(max(static_cast<int>(given_label), 0), vocab - 1);
+  const float label_logit = to_float(line[label]);
+
+  const auto kept_pack = [&](int p) {
+    Pack<T> pack;
+    reinterpret_cast<int4&>(pack) = memory[p];
+    return pack;
+  };
+
+  RowSums sums;
+  const bool sums_logits = options.label_smoothing > 0.0f;
+  const auto add = [&](int begin, int end, auto pack) {
+    int p = begin + thread;
+    for (; p + (kBatch - 1) * threads < end; p += kBatch * threads) {
+      Pack<T> packs[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) packs[i] = pack(p + i * threads);
+      sums.add(packs, sums_logits);
+    }
+    for (; p < end; p += threads) sums.add({pack(p)}, sums_logits);
+  };
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    wait_for_copies(kGroups - 1 - g);
+    add(g * group, min((g + 1) * group, kept), kept_pack);
+  }
+  if constexpr (kGradient) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) sums.add({held[i]}, sums_logits);
+    }
+    forget_unpacked(held);
+  }
+  add(rest, span.packs, pack_in_memory);
+  for (int i = thread; i < span.edges; i += threads) {
+    const int column = span.edge(i);
+    if (column < vocab) sums.add(to_float(line[column]));
+  }
+  sums.merge_block();
+  if (thread == 0) losses[row] = is_ignored ? 0.0f : loss_of(sums, label_logit, options);
+
+  if constexpr (kGradient) {
+    const float scale = is_ignored ? 0.0f : scales[row / rows_per_scale];
+    const Slope slope(sums, scale, options);
+    const auto write = [&](int p, const Pack<T>& pack) {
+      float values[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[i] = slope(sums.exponent(pack[i]));
+      const int label_in_pack = label - span.head - p * kVector;
+      if (label_in_pack >= 0 && label_in_pack < kVector) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] += i == label_in_pack ? slope.at_label : 0.0f;
+      }
+      store_streaming(packed + int64_t{p} * kVector, Pack<T>::of(values));
+    };
+    // What was read last is the likeliest to be in the cache still.
+    const int turns = (span.packs - rest + threads - 1) / threads;
+    for (int p = rest + (turns - 1) * threads + thread; p >= rest; p -= threads) {
+      if (p < span.packs) write(p, pack_in_memory(p));
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (held_at(i) < span.packs) write(held_at(i), held[i]);
+    }
+#pragma unroll kBatch
+    for (int p = thread; p < kept; p += threads) write(p, kept_pack(p));
+    for (int i = thread; i < span.edges; i += threads) {
+      const int column = span.edge(i);
+      float value = 0.0f;
+      if (column < vocab) value = slope(sums.exponent(to_float(line[column])));
+      if (column == label) value += slope.at_label;
+      line[column] = from_float<T>(value);
+    }
+  }
+}
+
+// Blocks (x, y), (x + gridDim.x, y), ... share run y. As a rule the factor is 1, the gradient is
+// what it should be, and this costs next to nothing.
+template <typename T>
+__global__ void cross_entropy_backward_kernel(T* dlogits, const float* factors, int64_t groups,
+                                              int64_t size) {
+  constexpr int kVector = kPackSize<T>;
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t group = blockIdx.y; group < groups; group += gridDim.y) {
+    const float factor = factors[group];
+    if (factor == 1.0f) continue;
+    T* const run = dlogits + group * size;
+    const PackedSpan<int64_t> span(run, size, size);
+    for (int64_t p = first; p < span.packs; p += stride) {
+      T* const place = run + span.head + p * kVector;
+      const Pack<T> pack = load_streaming<kVector>(place);
+      float values[kVector];
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) values[i] = pack[i] * factor;
+      store_streaming(place, Pack<T>::of(values));
+    }
+    for (int64_t i = first; i < span.edges; i += stride) {
+      T& element = run[span.edge(i)];
+      element = from_float<T>(to_float(element) * factor);
+    }
+  }
+}
+
+// Threads for a row, a few packs each, up to `most`.
+int row_threads(int64_t width, int64_t pack_size, int most) {
+  const int64_t wanted = divide_up(divide_up(width, pack_size * kBatch), 32) * 32;
+  return static_cast<int>(std::clamp<int64_t>(wanted, 32, most));
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t CrossEntropy<T>::forward(cudaStream_t stream, const T* logits, const int32_t* labels,
+                                     CrossEntropyOptions options, float* losses, int64_t rows,
+                                     int64_t width) {
+  if (rows == 0) return cudaSuccess;
+  const int threads = row_threads(width, kPackSize<T>, 256);
+  // The kernel without a gradient writes no logits.
+  cross_entropy_forward_kernel<false><<<rows, threads, 0, stream>>>(
+      const_cast<T*>(logits), labels, nullptr, options, losses, width, 1, 0);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t CrossEntropy<T>::forward_with_gradient(cudaStream_t stream, T* logits,
+                                                   const int32_t* labels, const float* scales,
+                                                   CrossEntropyOptions options, float* losses,
+                                                   int64_t rows, int64_t width,
+                                                   int64_t rows_per_scale) {
+  if (rows == 0) return cudaSuccess;
+  const auto kernel = cross_entropy_forward_kernel<true, T>;
+  int device = 0, processor_bytes = 0, reserved_bytes = 0;
+  cudaFuncAttributes attributes;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(
+      &processor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  JAXLLM_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  const auto room = [&](int blocks) {
+    return processor_bytes / blocks - reserved_bytes - static_cast<int>(attributes.sharedSizeBytes);
+  };
+  // Two blocks on a multiprocessor, one to compute while the other waits for memory, where both of
+  // their rows fit. Else one: more rows at a time, and what is read again has left the cache.
+  const int64_t row_bytes = divide_up(width, kPackSize<T>) * 16;
+  const bool is_pair = row_bytes <= room(2);
+  const int bytes = static_cast<int>(std::min<int64_t>(row_bytes, room(is_pair ? 2 : 1)) / 16 * 16);
+  const int threads = row_threads(width, kPackSize<T>, is_pair ? 512 : kMaxThreads);
+  JAXLLM_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<rows, threads, bytes, stream>>>(logits, labels, scales, options, losses, width,
+                                           rows_per_scale, bytes / 16);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t CrossEntropy<T>::backward(cudaStream_t stream, T* dlogits, const float* factors,
+                                      int64_t groups, int64_t size) {
+  if (groups * size == 0) return cudaSuccess;
+  // About a thousand blocks of 256 threads, a pack or more for each thread.
+  constexpr int kThreads = 256;
+  constexpr int64_t kBlocks = 1024;
+  const int64_t useful = divide_up(size, kThreads * kPackSize<T>);
+  const int64_t columns = std::min(useful, std::max(kBlocks / groups, int64_t{1}));
+  const dim3 grid(columns, std::min(groups, int64_t{65535}));
+  cross_entropy_backward_kernel<<<grid, kThreads, 0, stream>>>(dlogits, factors, groups, size);
+  return cudaGetLastError();
+}
+
+template struct CrossEntropy<float>;
+template struct CrossEntropy<__nv_bfloat16>;
+template struct CrossEntropy<__half>;
+
+}  // namespace jaxllm

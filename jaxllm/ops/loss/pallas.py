@@ -1,0 +1,186 @@
+"""Pallas-Triton loss kernels.
+
+A program has one row and goes through it a block of columns at a time: once for the sum of the
+exponentials, kept relative to the largest logit so far, and once more for the gradient, which it
+writes over the logits. Everything between is float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_BLOCK = 4096  # columns at a time
+_WARPS = 8
+
+
+def cross_entropy_unsupported(logits, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if logits.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"logits has dtype {logits.dtype}; the kernel takes {names}"
+    return None
+
+
+def cross_entropy_forward(logits, labels, *, interpret=False, **options):
+    """Returns ``losses``, one a row."""
+    if logits.size == 0:
+        return jnp.zeros(labels.shape, jnp.float32)
+    row, one, _ = _specs(logits)
+    losses = pl.pallas_call(
+        functools.partial(_forward_kernel, **options),
+        grid=labels.size,
+        in_specs=[row, one],
+        out_specs=one,
+        out_shape=jax.ShapeDtypeStruct((labels.size,), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=2),
+        interpret=interpret,
+    )(_rows(logits), labels.reshape(-1))
+    return losses.reshape(labels.shape)
+
+
+def cross_entropy_forward_with_gradient(logits, labels, scale, *, interpret=False, **options):
+    """Returns ``losses`` and ``dlogits``, which takes the place of ``logits``."""
+    if logits.size == 0:
+        return jnp.zeros(labels.shape, jnp.float32), logits
+    row, one, same = _specs(logits)
+    rows = _rows(logits)
+    dlogits, losses = pl.pallas_call(
+        functools.partial(_forward_with_gradient_kernel, width=logits.shape[-1], **options),
+        grid=labels.size,
+        in_specs=[row, one, same],
+        out_specs=[row, one],
+        out_shape=[
+            jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+            jax.ShapeDtypeStruct((labels.size,), jnp.float32),
+        ],
+        input_output_aliases={0: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=2),
+        interpret=interpret,
+    )(rows, labels.reshape(-1), scale.reshape(1))
+    return losses.reshape(labels.shape), dlogits.reshape(logits.shape)
+
+
+def cross_entropy_backward(dlogits, dloss, *, interpret=False):
+    """Returns ``dlogits * dloss`` in the place of ``dlogits``, which is left as it is where 1."""
+    if dlogits.size == 0:
+        return dlogits
+    size = dlogits.size // dloss.size
+    block = min(pl.next_power_of_2(size), _BLOCK)
+    run = pl.BlockSpec((None, block), lambda i, j: (i, j))
+    scaled = pl.pallas_call(
+        functools.partial(_backward_kernel, size=size),
+        grid=(dloss.size, pl.cdiv(size, block)),
+        in_specs=[run, pl.BlockSpec((1,), lambda i, j: (i,))],
+        out_specs=run,
+        out_shape=jax.ShapeDtypeStruct((dloss.size, size), dlogits.dtype),
+        input_output_aliases={0: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+    )(dlogits.reshape(dloss.size, size), dloss.reshape(-1))
+    return scaled.reshape(dlogits.shape)
+
+
+def _forward_kernel(logits_ref, labels_ref, losses_ref, **options):
+    losses_ref[0] = _loss(logits_ref, labels_ref[0], **options)[0]
+
+
+def _forward_with_gradient_kernel(
+    logits_ref, labels_ref, scale_ref, dlogits_ref, losses_ref,
+    *, width, ignore_index, label_smoothing, z_loss, vocab_size,
+):  # fmt: skip
+    given = labels_ref[0]
+    loss, largest, total, label = _loss(
+        logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size
+    )
+    losses_ref[0] = loss
+    scale = jnp.where(given == ignore_index, 0.0, scale_ref[0])
+    of_exponential = scale * (1 + 2 * z_loss * (largest + jnp.log(total))) / total
+    at_label, everywhere = -scale * (1 - label_smoothing), -scale * label_smoothing / vocab_size
+
+    def write(i, _):
+        here, columns = _block(logits_ref, i)
+        real = columns < vocab_size
+        x = plgpu.load(logits_ref.at[here], mask=real, other=-jnp.inf).astype(jnp.float32)
+        slope = jnp.exp(x - largest) * of_exponential + everywhere
+        slope += jnp.where(columns == label, at_label, 0.0)
+        slope = jnp.where(real, slope, 0.0).astype(dlogits_ref.dtype)
+        plgpu.store(dlogits_ref.at[here], slope, mask=columns < width)
+
+    _each_block(logits_ref, width, write, None)
+
+
+def _backward_kernel(dlogits_ref, dloss_ref, scaled_ref, *, size):
+    factor, block = dloss_ref[0], dlogits_ref.shape[0]
+    inside = pl.program_id(1) * block + jnp.arange(block) < size
+
+    @pl.when(factor != 1)
+    def _():
+        values = plgpu.load(dlogits_ref, mask=inside, other=0.0).astype(jnp.float32)
+        plgpu.store(scaled_ref, (values * factor).astype(scaled_ref.dtype), mask=inside)
+
+
+def _loss(logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size):
+    """The loss of a row, its largest logit, the sum of exponentials, and the label in range."""
+    label = jnp.clip(given, 0, vocab_size - 1)
+
+    def add(i, sums):
+        largest, total, logits, target = sums
+        here, columns = _block(logits_ref, i)
+        real = columns < vocab_size
+        x = plgpu.load(logits_ref.at[here], mask=real, other=-jnp.inf).astype(jnp.float32)
+        higher = jnp.maximum(largest, jnp.max(x))
+        total = total * jnp.exp(largest - higher) + jnp.sum(jnp.exp(x - higher))
+        target += jnp.sum(jnp.where(columns == label, x, 0.0))
+        if label_smoothing:
+            logits += jnp.sum(jnp.where(real, x, 0.0))
+        return higher, total, logits, target
+
+    zero = jnp.float32(0)
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # finite, so that no difference is NaN
+    start = (lowest, zero, zero, zero)
+    largest, total, logits, target = _each_block(logits_ref, vocab_size, add, start)
+    log_sum = jnp.log(total)
+    lse = largest + log_sum
+    mean = logits / vocab_size
+    target = (1 - label_smoothing) * (target - largest)
+    if label_smoothing:
+        target += label_smoothing * (mean - largest)
+    loss = log_sum - target + z_loss * lse * lse
+    return jnp.where(given == ignore_index, 0.0, loss), largest, total, label
+
+
+def _each_block(ref, width, body, start):
+    """Folds ``body`` over the blocks of the first ``width`` columns."""
+    return lax.fori_loop(0, pl.cdiv(width, _block_width(ref.shape[0])), body, start)
+
+
+def _block(ref, i):
+    """Block ``i`` of a row as a slice, and its columns."""
+    block = _block_width(ref.shape[0])
+    return pl.ds(i * block, block), i * block + jnp.arange(block)
+
+
+def _block_width(width: int) -> int:
+    return min(pl.next_power_of_2(width), _BLOCK)
+
+
+def _rows(logits: jax.Array) -> jax.Array:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _specs(logits: jax.Array) -> tuple[pl.BlockSpec, ...]:
+    """A row in whole blocks, one value of a row, and the value that all rows share."""
+    block = _block_width(logits.shape[-1])
+    width = pl.cdiv(logits.shape[-1], block) * block
+    return (
+        pl.BlockSpec((None, width), lambda i: (i, 0)),
+        pl.BlockSpec((1,), lambda i: (i,)),
+        pl.BlockSpec((1,), lambda i: (0,)),
+    )
