@@ -12,7 +12,9 @@
   HANDLER(rms_norm_forward, RmsNormForward)              \
   HANDLER(rms_norm_backward, RmsNormBackward)            \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
-  HANDLER(add_rms_norm_backward, AddRmsNormBackward)
+  HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
+  HANDLER(adamw_update, AdamwUpdate)                     \
+  HANDLER(global_norm, GlobalNorm)
 
 namespace jaxllm {
 

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_shape
-from jaxllm.ops.optimizer import reference
+from jaxllm.ops.optimizer import cuda, pallas, reference
 
-ADAMW_UPDATE = Op("adamw_update", reference=reference)
-GLOBAL_NORM = Op("global_norm", reference=reference)
+ADAMW_UPDATE = Op("adamw_update", reference=reference, pallas=pallas, cuda=cuda)
+GLOBAL_NORM = Op("global_norm", reference=reference, pallas=pallas, cuda=cuda)
 
 Tree = Any  # an array, or a nested dict (or any other pytree) of arrays
 
