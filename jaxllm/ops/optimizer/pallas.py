@@ -127,7 +127,7 @@ def _update_leaf(param, grad, m, v, scalars, seed, kernel, copy_dtype, interpret
     copy = None if copy_dtype is None else jax.ShapeDtypeStruct((param.size,), copy_dtype)
     results = pl.pallas_call(
         functools.partial(kernel, size=param.size),
-        grid=pl.cdiv(param.size, _BLOCK),
+        grid=(pl.cdiv(param.size, _BLOCK),),
         in_specs=[
             *[row] * 4,
             pl.BlockSpec((4,), lambda i: (0,)),
@@ -150,7 +150,7 @@ def _sum_of_squares(x: Array, interpret: bool) -> Array:
     programs = pl.cdiv(x.size, block)
     partial = pl.pallas_call(
         functools.partial(_norm_kernel, size=x.size),
-        grid=programs,
+        grid=(programs,),
         in_specs=[pl.BlockSpec((block,), lambda i: (i,))],
         out_specs=pl.BlockSpec((1,), lambda i: (i,)),
         out_shape=jax.ShapeDtypeStruct((programs,), jnp.float32),

@@ -54,7 +54,7 @@ def _round(x: Array, dtype, seed: Array | None) -> Array:
     if seed is None or dtype != jnp.bfloat16:
         return x.astype(dtype)
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    carried = (bits + (_random_bits(x.shape, seed) & 0xFFFF)) & 0xFFFF0000
+    carried = (bits + (_random_bits(x.shape, seed) & 0xFFFF)) & jnp.uint32(0xFFFF0000)
     rounded = lax.bitcast_convert_type(carried, jnp.float32).astype(dtype)
     return jnp.where(jnp.isnan(x), x.astype(dtype), rounded)
 
