@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from benchmarks import timing
 from jaxllm.testing import Case, Normal
 
@@ -23,13 +25,36 @@ PEERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("torch.compile", "liger", "torch eager"),
     "add_layer_norm": ("torch.compile", "torch eager"),
     "add_rms_norm": ("torch.compile", "liger", "torch eager"),
+    "adamw_update": ("torch fused",),
+    "global_norm": ("torch.compile", "torch eager"),
 }
+
+
+def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
+    """``adamw_update`` as one writes it with optax; its defaults are ours."""
+    import optax
+
+    if seed is not None:
+        raise ValueError("optax has no random rounding")
+    optimizer = optax.adamw(lr, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    _, *rest = optimizer.init(param)
+    state = (optax.ScaleByAdamState(jax.numpy.int32(step - 1), m, v), *rest)
+    updates, (adam, *_) = optimizer.update(grad, state, param)
+    param = optax.apply_updates(param, updates)
+    if copy_dtype is None:
+        return param, adam.mu, adam.nu
+    return param, adam.mu, adam.nu, jax.tree.map(lambda x: x.astype(copy_dtype), param)
+
+
+# Peers that are JAX functions, with the op's arguments; they run beside our backends.
+JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {"adamw_update": {"optax": _optax_adamw}}
 
 _EPS = 1e-5
 
 
 def _torch_ops() -> dict[str, Callable[..., Any]]:
     """The ops as one writes them in torch."""
+    import torch
     import torch.nn.functional as F
 
     def layer_norm(x, scale, bias):
@@ -46,7 +71,11 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         h = x + residual
         return rms_norm(h, scale), h
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
+    def global_norm(tree):
+        return torch.nn.utils.get_total_norm(jax.tree.leaves(tree))
+
+    norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
+    return {fn.__name__: fn for fn in (*norms, global_norm)}
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
@@ -94,7 +123,7 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
         values = spec.mean + spec.std * torch.randn(spec.shape, device=device)
         return values.to(getattr(torch, spec.dtype or dtype))
 
-    return tuple(make(spec) for spec in case.inputs.values())
+    return tuple(jax.tree.map(make, spec) for spec in case.inputs.values())
 
 
 def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
@@ -103,6 +132,34 @@ def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[
     def call() -> Any:
         with torch.no_grad():
             return fn(*inputs)
+
+    return call
+
+
+def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]:
+    """The fused AdamW of torch, whose moments and gradients have the dtype of the parameters.
+
+    Gradients and copies in another dtype cost a conversion of their own.
+    """
+    import torch
+
+    if case.static.get("seed") is not None:
+        raise ValueError("torch has no random rounding")
+    params, grads = (jax.tree.leaves(tree) for tree in inputs[:2])
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param.dtype)
+    options = {"lr": case.static["lr"], "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(params, **options, fused=True)
+    copy_dtype = case.static.get("copy_dtype")
+    copies = [param.to(getattr(torch, copy_dtype)) for param in params] if copy_dtype else None
+
+    @torch.no_grad()
+    def call() -> None:
+        if grads[0].dtype != params[0].dtype:
+            torch._foreach_copy_([param.grad for param in params], grads)
+        optimizer.step()
+        if copies:
+            torch._foreach_copy_(copies, params)
 
     return call
 
@@ -130,13 +187,17 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = _build(peer, case.op, smoke)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
-    count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))
+    size = sum(x.numel() * x.element_size() for x in jax.tree.leaves(first))
+    count, note = timing.number_of_sets(size)
     sets = [first] + [_make_inputs(case, dtype, device) for _ in range(1, 2 if smoke else count)]
-    make_call = _forward_call if direction == "forward" else _backward_call
-    calls = [make_call(fn, inputs) for inputs in sets]
+    if peer == "torch fused":
+        calls = [_fused_adamw_call(case, inputs) for inputs in sets]
+    else:
+        fn = _build(peer, case.op, smoke)
+        make_call = _forward_call if direction == "forward" else _backward_call
+        calls = [make_call(fn, inputs) for inputs in sets]
     result = timing.time_torch(calls, repetitions=3 if smoke else 30, timer=timer)
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 
@@ -170,7 +231,7 @@ def _emit(**fields: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Times the peers of a family's cases; see the module's docstring."""
-    from benchmarks.ops import add_selection_arguments, select_cases
+    from benchmarks.ops import add_selection_arguments, directions, select_cases
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     add_selection_arguments(parser)
@@ -182,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         print(f"torch measures no limits: {reason(error)}", file=sys.stderr)
     for case in select_cases(parser, options):
-        for direction in options.direction:
+        for direction in directions(case, options):
             for peer in PEERS.get(case.op, ()):
                 row = {"op": case.op, "case": case.name, "direction": direction, "peer": peer}
                 print(f"{case.op} {case.name} {direction}: {peer}", file=sys.stderr, flush=True)
