@@ -37,9 +37,10 @@ def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
     if seed is not None:
         raise ValueError("optax has no random rounding")
     optimizer = optax.adamw(lr, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    _, *rest = optimizer.init(param)
-    state = (optax.ScaleByAdamState(jax.numpy.int32(step - 1), m, v), *rest)
-    updates, (adam, *_) = optimizer.update(grad, state, param)
+    state: Any = optimizer.init(param)
+    state = (optax.ScaleByAdamState(jax.numpy.int32(step - 1), m, v), *state[1:])
+    updates, state = optimizer.update(grad, state, param)
+    adam = state[0]
     param = optax.apply_updates(param, updates)
     if copy_dtype is None:
         return param, adam.mu, adam.nu
@@ -152,14 +153,15 @@ def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]
     optimizer = torch.optim.AdamW(params, **options, fused=True)
     copy_dtype = case.static.get("copy_dtype")
     copies = [param.to(getattr(torch, copy_dtype)) for param in params] if copy_dtype else None
+    convert: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 (pyright finds no such name)
 
     @torch.no_grad()
     def call() -> None:
         if grads[0].dtype != params[0].dtype:
-            torch._foreach_copy_([param.grad for param in params], grads)
+            convert([param.grad for param in params], grads)
         optimizer.step()
         if copies:
-            torch._foreach_copy_(copies, params)
+            convert(copies, params)
 
     return call
 

@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,10 @@ def gradients(params, step):
 def test_masters_are_those_of_optax_over_a_hundred_steps():
     start = narrow(gpt2.init(jax.random.key(0), CONFIG))
     schedule = training.warmup_cosine(1e-2, 100, warmup=10)
-    options = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": training.decay_mask}
+    options: Any = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": training.decay_mask}
     # chain takes ours like one of optax's own.
-    ours = optax.chain(optim.adamw(schedule, **options, max_grad_norm=1.0))
+    optimizer: Any = optim.adamw(schedule, **options, max_grad_norm=1.0)
+    ours = optax.chain(optimizer)
     theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, **options))
 
     @jax.jit

@@ -81,7 +81,7 @@ def test_adamw_first_step_is_clipped_sign_descent():
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("rate", [1e-2, training.warmup_cosine(1e-2, 30, warmup=3)])
 def test_adamw_in_place_is_optax_with_its_state(rate, max_grad_norm):
-    optimizer = training.adamw(rate, max_grad_norm=max_grad_norm)
+    optimizer: Any = training.adamw(rate, max_grad_norm=max_grad_norm)
     # Without its step, it is a transformation of optax's like any other.
     plain = training.optax.GradientTransformation(optimizer.init, optimizer.update)
     states = []

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import jaxllm
-from jaxllm import ops, testing, training
+from jaxllm import ffi, ops, testing, training
 from jaxllm.models import gpt2
 from jaxllm.ops.optimizer import reference
 
@@ -246,8 +247,8 @@ def test_decay_reaches_what_the_mask_names():
 
 
 def test_the_call_writes_over_its_operands():
-    if not jaxllm.ffi.is_available():
-        pytest.skip(str(jaxllm.ffi.unavailable_reason()))
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
     tree = {"a": jnp.ones((4, 5)), "b": jnp.ones(3)}
     program = testing.lower_for_cuda(
         functools.partial(ops.adamw_update, step=1, lr=0.1, backend="cuda"), *[tree] * 4
@@ -276,7 +277,7 @@ def test_donated_buffers_are_reused(backend):
     before = pointers((param, m, v))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((param, m, v)))
     compiled = update.lower(param, grad, m, v).compile()
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < 10_000  # nothing is copied
     assert pointers(update(param, grad, m, v)) == before
