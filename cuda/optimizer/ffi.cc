@@ -20,15 +20,15 @@ ffi::Error too_many(int64_t groups) {
                                      " calls; at most 65535 are supported");
 }
 
-// Reads the leaves: `operands` are params, grads, ms and vs, `results` params, ms, vs and perhaps
-// copies, one after the other.
+// Reads the leaves: `operands` are params, grads, ms, vs and perhaps one array of seeds, `results`
+// params, ms, vs and perhaps copies, one after the other.
 ffi::ErrorOr<std::vector<AdamWLeaf>> adamw_leaves(ffi::RemainingArgs operands,
                                                   ffi::RemainingRets results,
                                                   ffi::Span<const float> weight_decays,
                                                   int64_t groups) {
   const size_t count = weight_decays.size();
   const bool has_copy = results.size() == 4 * count;
-  if (operands.size() != 4 * count || (results.size() != 3 * count && !has_copy)) {
+  if (operands.size() < 4 * count || (results.size() != 3 * count && !has_copy)) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("the trees have unequal numbers of leaves"));
   }
   std::vector<AdamWLeaf> leaves(count);
@@ -86,10 +86,9 @@ ffi::Error dispatch_adamw(ffi::DataType param, ffi::DataType grad, ffi::DataType
   });
 }
 
-ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, Buffer seeds,
-                           ffi::RemainingArgs operands, ffi::RemainingRets results, float b1,
-                           float one_minus_b1, float b2, float one_minus_b2, float eps,
-                           bool is_random, ffi::Span<const float> weight_decays) {
+ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, ffi::RemainingArgs operands,
+                           ffi::RemainingRets results, float b1, float one_minus_b1, float b2,
+                           float one_minus_b2, float eps, ffi::Span<const float> weight_decays) {
   const int64_t groups = scalars.element_count() / 4;
   if (groups == 0 || weight_decays.size() == 0) return ffi::Error::Success();
   if (groups > kMaxGroups) return too_many(groups);
@@ -98,14 +97,15 @@ ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, Buffer seeds,
   const size_t count = weight_decays.size();
   const ffi::DataType copy =
       results.size() == 4 * count ? (*results.get<Buffer>(3 * count))->element_type() : ffi::BF16;
+  const uint32_t* seeds = nullptr;
+  if (operands.size() > 4 * count) seeds = data<uint32_t>(*operands.get<Buffer>(4 * count));
   return dispatch_adamw(
       operands.get<Buffer>(0)->element_type(), operands.get<Buffer>(count)->element_type(), copy,
       [&](auto param_type, auto grad_type, auto copy_type) {
         using P = typename decltype(param_type)::type;
         using G = typename decltype(grad_type)::type;
         using C = typename decltype(copy_type)::type;
-        return AdamW<P, G, C>::update(stream, *leaves, data<float>(scalars),
-                                      is_random ? data<uint32_t>(seeds) : nullptr, count,
+        return AdamW<P, G, C>::update(stream, *leaves, data<float>(scalars), seeds, count,
                                       {b1, one_minus_b1, b2, one_minus_b2, eps}, groups);
       });
 }
@@ -151,15 +151,13 @@ auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStre
 XLA_FFI_DEFINE_HANDLER_SYMBOL(AdamwUpdate, AdamwUpdateImpl,
                               stream_binding()
                                   .Arg<Buffer>()    // scalars
-                                  .Arg<Buffer>()    // seeds
-                                  .RemainingArgs()  // params, grads, ms, vs
+                                  .RemainingArgs()  // params, grads, ms, vs; perhaps seeds
                                   .RemainingRets()  // params, ms, vs, copies
                                   .Attr<float>("b1")
                                   .Attr<float>("one_minus_b1")
                                   .Attr<float>("b2")
                                   .Attr<float>("one_minus_b2")
                                   .Attr<float>("eps")
-                                  .Attr<bool>("is_random")
                                   .Attr<ffi::Span<const float>>("weight_decays"),
                               {ffi::Traits::kCmdBufferCompatible});
 

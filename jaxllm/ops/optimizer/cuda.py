@@ -34,24 +34,23 @@ def adamw_update(params, grads, ms, vs, scalars, seeds, *, b1, b2, eps, decays, 
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*params, *ms, *vs)]
     if copy_dtype is not None:
         results += [jax.ShapeDtypeStruct(x.shape, copy_dtype) for x in params]
-    # The operands are two arrays, the params, the grads, and from there on again what is replaced.
-    replaced = [*range(2, 2 + count), *range(2 + 2 * count, 2 + 4 * count)]
+    # After the scalars come the params, the grads, and then again what is replaced.
+    replaced = [*range(1, 1 + count), *range(1 + 2 * count, 1 + 4 * count)]
     outputs = ffi.call(
         "adamw_update",
         results,
         scalars,
-        jnp.zeros(count, jnp.uint32) if seeds is None else seeds,
         *params,
         *grads,
         *ms,
         *vs,
+        *([] if seeds is None else [seeds]),
         aliases={operand: result for result, operand in enumerate(replaced)},
         b1=b1,
         one_minus_b1=1 - b1,  # in double precision: 1 - 0.999 has five digits in float32
         b2=b2,
         one_minus_b2=1 - b2,
         eps=eps,
-        is_random=seeds is not None,
         weight_decays=decays,
     )
     return tuple(tuple(outputs[i * count : (i + 1) * count]) for i in range(4))

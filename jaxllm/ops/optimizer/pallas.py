@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_WARPS = 4
 _BLOCK = 512  # of an update
-_NORM_BLOCK = 1024  # that a program of the norm adds at once
+_NORM_BLOCK = 4096  # that a program of the norm adds at once
 _NORM_PROGRAMS = 2048  # of each leaf: each leaves a partial sum
 
 
@@ -47,9 +48,7 @@ def adamw_update(
     """Returns ``(params, ms, vs, copies)``."""
     results = [
         _update_leaf(
-            *arrays,
-            scalars,
-            None if seeds is None else seeds[i],
+            *(*arrays, scalars, seeds, i),
             functools.partial(_adamw_update_kernel, b1=b1, b2=b2, eps=eps, decay=decays[i]),
             copy_dtype,
             interpret,
@@ -62,7 +61,8 @@ def adamw_update(
 
 def global_norm(arrays, *, interpret=False):
     """Returns the norm."""
-    return jnp.sqrt(sum(_sum_of_squares(x, interpret) for x in arrays))
+    partials = [_partial_sums(x, interpret) for x in arrays if x.size]
+    return jnp.sqrt(jnp.sum(jnp.concatenate([jnp.zeros(1, jnp.float32), *partials])))
 
 
 def _adamw_update_kernel(
@@ -118,8 +118,8 @@ def _round(x, dtype, position, seed):
     return jnp.where(x == x, carried, x).astype(dtype)
 
 
-def _update_leaf(param, grad, m, v, scalars, seed, kernel, copy_dtype, interpret):
-    """Returns the new ``(param, m, v, copy)`` of a leaf."""
+def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, interpret):
+    """Returns the new ``(param, m, v, copy)`` of the leaf at a place."""
     if param.size == 0:
         return param, m, v, None if copy_dtype is None else param.astype(copy_dtype)
     row = pl.BlockSpec((_BLOCK,), lambda i: (i,))
@@ -131,30 +131,28 @@ def _update_leaf(param, grad, m, v, scalars, seed, kernel, copy_dtype, interpret
         in_specs=[
             *[row] * 4,
             pl.BlockSpec((4,), lambda i: (0,)),
-            None if seed is None else pl.BlockSpec((1,), lambda i: (0,)),
+            None if seeds is None else pl.BlockSpec((1,), lambda i: (place,)),
         ],
         out_specs=[row, row, row, None if copy is None else row],
         out_shape=[*(jax.ShapeDtypeStruct(flat[i].shape, flat[i].dtype) for i in (0, 2, 3)), copy],
         input_output_aliases={0: 0, 2: 1, 3: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
-    )(*flat, scalars, None if seed is None else seed.reshape(1))
+    )(*flat, scalars, seeds)
     return tuple(None if x is None else x.reshape(param.shape) for x in results)
 
 
-def _sum_of_squares(x: Array, interpret: bool) -> Array:
-    if x.size == 0:
-        return jnp.zeros((), jnp.float32)
+def _partial_sums(x: Array, interpret: bool) -> Array:
+    """The sums of the squares of the programs' blocks."""
     tiles = max(1, pl.cdiv(pl.cdiv(x.size, _NORM_BLOCK), _NORM_PROGRAMS))
     block = tiles * _NORM_BLOCK
     programs = pl.cdiv(x.size, block)
-    partial = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_norm_kernel, size=x.size),
         grid=(programs,),
         in_specs=[pl.BlockSpec((block,), lambda i: (i,))],
         out_specs=pl.BlockSpec((1,), lambda i: (i,)),
         out_shape=jax.ShapeDtypeStruct((programs,), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
     )(x.reshape(-1))
-    return jnp.sum(partial)
