@@ -44,7 +44,7 @@ class TrainState(NamedTuple):
     """All that training carries from one step to the next.
 
     Attributes:
-        params: The parameters, float32.
+        params: The parameters, float32; or narrower, where the optimizer's state has masters.
         opt_state: The optimizer's state.
         step: The number of steps taken, an int32 scalar.
     """

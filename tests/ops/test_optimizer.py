@@ -357,6 +357,12 @@ def test_norm_of_nothing():
     assert ops.global_norm({}) == 0
 
 
+def test_explain_tells_the_first_leaf_and_how_many_follow():
+    tree = {"a": jnp.ones((4, 5)), "b": jnp.ones(3), "c": jnp.ones(3, jnp.bfloat16)}
+    (call,) = jaxllm.explain(ops.global_norm, tree).calls
+    assert (call.stem, call.shapes) == ("global_norm", "f32[4,5]+2")
+
+
 def test_trees_without_leaves():
     assert ops.adamw_update({}, {}, {}, {}, step=1, lr=0.1) == ({}, {}, {})
 

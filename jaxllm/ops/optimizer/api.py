@@ -89,6 +89,7 @@ def adamw_update(
         >>> step = jax.jit(jaxllm.ops.adamw_update, donate_argnums=(0, 2, 3))
         >>> params, m, v = step(params, grads, m, v, step=1, lr=6e-4)
     """
+    backend = resolve(backend)
     params, structure = jax.tree.flatten(param)
     grads = _leaves("grad", grad, param)
     ms, vs = _leaves("m", m, param), _leaves("v", v, param)
@@ -110,7 +111,7 @@ def adamw_update(
         outputs = dispatch(
             ADAMW_UPDATE,
             "",
-            resolve(backend),
+            backend,
             *(tuple(leaves[i] for i in group) for leaves in (params, grads, ms, vs)),
             scalars,
             None if seeds is None else seeds[jnp.array(group)],
