@@ -14,7 +14,15 @@ from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_shape
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
-ADAMW_UPDATE = Op("adamw_update", reference=reference, pallas=pallas, cuda=cuda)
+# XLA makes of the definition the very passes that the Pallas kernel makes, a kernel for each leaf,
+# and is a little faster: 845 us against 847 on GPT-2 124M in float32.
+ADAMW_UPDATE = Op(
+    "adamw_update",
+    reference=reference,
+    pallas=pallas,
+    cuda=cuda,
+    preference=("cuda", "xla", "pallas"),
+)
 GLOBAL_NORM = Op("global_norm", reference=reference, pallas=pallas, cuda=cuda)
 
 Tree = Any  # an array, or a nested dict (or any other pytree) of arrays

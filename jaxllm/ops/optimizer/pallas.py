@@ -14,10 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_WARPS = 4
-_BLOCK = 512  # of an update
-_NORM_BLOCK = 4096  # that a program of the norm adds at once
-_NORM_PROGRAMS = 2048  # of each leaf: each leaves a partial sum
+_BLOCK, _WARPS = 512, 4  # of a program of the update
+_NORM_BLOCK, _NORM_WARPS = 8192, 8  # of one of the norm, which leaves a partial sum
 
 
 def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
@@ -87,16 +85,9 @@ def _adamw_update_kernel(
 
 
 def _norm_kernel(x_ref, partial_ref, *, size):
-    first = pl.program_id(0) * x_ref.shape[0]
-
-    def visit(i, sums):
-        here = pl.ds(i * _NORM_BLOCK, _NORM_BLOCK)
-        inside = first + i * _NORM_BLOCK + jnp.arange(_NORM_BLOCK) < size
-        x = _load(x_ref.at[here], inside)
-        return sums + x * x
-
-    zeros = jnp.zeros(_NORM_BLOCK, jnp.float32)
-    partial_ref[0] = jnp.sum(lax.fori_loop(0, x_ref.shape[0] // _NORM_BLOCK, visit, zeros))
+    inside = pl.program_id(0) * _NORM_BLOCK + jnp.arange(_NORM_BLOCK) < size
+    x = _load(x_ref, inside)
+    partial_ref[0] = jnp.sum(x * x)
 
 
 def _load(ref, mask):
@@ -144,15 +135,13 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
 
 def _partial_sums(x: Array, interpret: bool) -> Array:
     """The sums of the squares of the programs' blocks."""
-    tiles = max(1, pl.cdiv(pl.cdiv(x.size, _NORM_BLOCK), _NORM_PROGRAMS))
-    block = tiles * _NORM_BLOCK
-    programs = pl.cdiv(x.size, block)
+    programs = pl.cdiv(x.size, _NORM_BLOCK)
     return pl.pallas_call(
         functools.partial(_norm_kernel, size=x.size),
         grid=(programs,),
-        in_specs=[pl.BlockSpec((block,), lambda i: (i,))],
+        in_specs=[pl.BlockSpec((_NORM_BLOCK,), lambda i: (i,))],
         out_specs=pl.BlockSpec((1,), lambda i: (i,)),
         out_shape=jax.ShapeDtypeStruct((programs,), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_NORM_WARPS, num_stages=1),
         interpret=interpret,
     )(x.reshape(-1))
