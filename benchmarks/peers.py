@@ -57,6 +57,7 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
     """The ops as one writes them in torch."""
     import torch
     import torch.nn.functional as F
+    from torch.utils._pytree import tree_leaves  # torch.compile knows nothing of jax.tree
 
     def layer_norm(x, scale, bias):
         return F.layer_norm(x, scale.shape, scale, bias, _EPS)
@@ -73,7 +74,7 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         return rms_norm(h, scale), h
 
     def global_norm(tree):
-        return torch.nn.utils.get_total_norm(jax.tree.leaves(tree))
+        return torch.nn.utils.get_total_norm(tree_leaves(tree))
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     return {fn.__name__: fn for fn in (*norms, global_norm)}

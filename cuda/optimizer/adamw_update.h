@@ -17,7 +17,7 @@ struct AdamWLeaf {
   void* copy;  // out: the parameters once more, rounded; or null
   int64_t size;
   float weight_decay;
-  int seed;  // its place in `seeds`
+  int seed;  // where its seed is in `seeds`
 };
 
 struct AdamWConstants {

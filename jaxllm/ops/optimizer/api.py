@@ -14,16 +14,16 @@ from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_shape
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
-# XLA makes of the definition the very passes that the Pallas kernel makes, a kernel for each leaf,
-# and is a little faster: 845 us against 847 on GPT-2 124M in float32.
+# XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a
+# little faster at it: on an H200, for GPT-2 124M in float32, 844 us against 847 for the update and
+# 144 us against 150 for the norm.
+_PREFERENCE: tuple[Backend, ...] = ("cuda", "xla", "pallas")
 ADAMW_UPDATE = Op(
-    "adamw_update",
-    reference=reference,
-    pallas=pallas,
-    cuda=cuda,
-    preference=("cuda", "xla", "pallas"),
+    "adamw_update", reference=reference, pallas=pallas, cuda=cuda, preference=_PREFERENCE
 )
-GLOBAL_NORM = Op("global_norm", reference=reference, pallas=pallas, cuda=cuda)
+GLOBAL_NORM = Op(
+    "global_norm", reference=reference, pallas=pallas, cuda=cuda, preference=_PREFERENCE
+)
 
 Tree = Any  # an array, or a nested dict (or any other pytree) of arrays
 

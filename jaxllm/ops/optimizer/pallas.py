@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK, _WARPS = 512, 4  # of a program of the update
-_NORM_BLOCK, _NORM_WARPS = 8192, 8  # of one of the norm, which leaves a partial sum
+_NORM_BLOCK, _NORM_WARPS = 4096, 4  # of one of the norm, which leaves a partial sum
 
 
 def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
