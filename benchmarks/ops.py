@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import pkgutil
 import subprocess
@@ -97,16 +99,35 @@ def directions_of(case: Case, options: argparse.Namespace) -> list[str]:
     """The directions to time of a case, of those that were asked for."""
     has_gradient = bool(case.gradient_elements or case.gradient_flops)
     known = ("forward", GRADIENT) if has_gradient else DIRECTIONS
+    known = known if case.has_backward else ("forward",)
     return [direction for direction in options.direction if direction in known]
 
 
 # Ours
 
 
+def implementations(case: Case, options: argparse.Namespace) -> list[str]:
+    """Our backends, and the peers that are JAX functions and so run in our process."""
+    return [*options.backend, *([] if options.no_peers else peers.JAX_PEERS.get(case.op, ()))]
+
+
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted public op."""
+    """The jitted public op, or a peer in JAX; what is replaced in place is donated."""
+    names = list(case.inputs)
+    donated = tuple(names.index(name) for name in case.in_place)
+    if backend in peers.JAX_PEERS.get(case.op, ()):
+        op = peers.JAX_PEERS[case.op][backend]
+        return jax.jit(functools.partial(op, **case.static), donate_argnums=donated)
     op = getattr(jaxllm.ops, case.op)
-    return jax.jit(lambda *inputs: op(*inputs, **case.static, backend=backend))
+    return jax.jit(
+        lambda *inputs: op(*inputs, **case.static, backend=backend), donate_argnums=donated
+    )
+
+
+def replace_inputs(case: Case, inputs: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    """The inputs of the next call, where an op that works in place has donated some."""
+    replaced = dict(zip(case.in_place, outputs, strict=False))  # there may be more outputs
+    return tuple(replaced.get(name, x) for name, x in zip(case.inputs, inputs, strict=True))
 
 
 def backward_call() -> Callable[..., Any]:
@@ -186,10 +207,13 @@ def time_ours(
     Raises:
         Exception: Whatever keeps the backend from serving the call; the caller reports it.
     """
+    renew = None
     if direction == GRADIENT:
         return time_gradient(case, backend, dtype, timer=timer, smoke=smoke)
     if direction == "forward":
         fn = forward_call(case, backend)
+        if case.in_place:
+            renew = functools.partial(replace_inputs, case)
 
         def make_set(seed: int) -> tuple[Any, ...]:
             return make_inputs(case, dtype, seed)
@@ -203,7 +227,8 @@ def time_ours(
     first = make_set(0)
     count, note = timing.number_of_sets(sum(leaf.nbytes for leaf in jax.tree.leaves(first)))
     sets = [first] + [make_set(seed) for seed in range(1, 2 if smoke else count)]
-    result = timing.time_jax(fn, sets, repetitions=3 if smoke else 30, timer=timer)
+    repetitions = 3 if smoke else 30
+    result = timing.time_jax(fn, sets, repetitions=repetitions, timer=timer, renew=renew)
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 
 
@@ -212,7 +237,7 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
     results: Results = {}
     for case in cases:
         for direction in directions_of(case, options):
-            for backend in options.backend:
+            for backend in implementations(case, options):
                 key = (case.op, case.name, direction, backend)
                 try:
                     results[key] = time_ours(
@@ -313,7 +338,7 @@ def make_row(
     row: dict[str, Any] = {
         "op": case.op,
         "case": case.name,
-        "shape": "x".join(map(str, next(iter(case.inputs.values())).shape)),
+        "shape": describe_shape(next(iter(case.inputs.values()))),
         "dtype": dtype,
         "direction": direction,
         "implementation": implementation,
@@ -333,6 +358,14 @@ def make_row(
         "timer": result.timer,
         "note": result.note,
     }
+
+
+def describe_shape(spec: Any) -> str:
+    """The shape of an input, such as ``8x768``; of a tree, how many arrays and elements it has."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(spec)]
+    if len(shapes) == 1:
+        return "x".join(map(str, shapes[0]))
+    return f"{len(shapes)} arrays of {sum(map(math.prod, shapes))}"
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:

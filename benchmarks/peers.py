@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from benchmarks import timing
 from jaxllm.testing import Case, Normal
 
@@ -37,7 +39,30 @@ PEERS: dict[str, tuple[str, ...]] = {
     "linear": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
+    "adamw_update": ("torch fused",),
+    "global_norm": ("torch.compile", "torch eager"),
 }
+
+
+def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
+    """``adamw_update`` as one writes it with optax; its defaults are ours."""
+    import optax
+
+    if seed is not None:
+        raise ValueError("optax has no random rounding")
+    optimizer = optax.adamw(lr, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    state: Any = optimizer.init(param)
+    state = (optax.ScaleByAdamState(jax.numpy.int32(step - 1), m, v), *state[1:])
+    updates, state = optimizer.update(grad, state, param)
+    adam = state[0]
+    param = optax.apply_updates(param, updates)
+    if copy_dtype is None:
+        return param, adam.mu, adam.nu
+    return param, adam.mu, adam.nu, jax.tree.map(lambda x: x.astype(copy_dtype), param)
+
+
+# Peers that are JAX functions, with the op's arguments; they run beside our backends.
+JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {"adamw_update": {"optax": _optax_adamw}}
 
 _EPS = 1e-5
 
@@ -46,6 +71,7 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
     """The ops as one writes them in torch."""
     import torch
     import torch.nn.functional as F
+    from torch.utils._pytree import tree_leaves  # torch.compile knows nothing of jax.tree
 
     def layer_norm(x, scale, bias):
         return F.layer_norm(x, scale.shape, scale, bias, _EPS)
@@ -107,9 +133,12 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         logits = F.linear(hidden, weight if transpose_weight else weight.T)
         return cross_entropy(logits, labels, vocab_size=vocab_size)
 
+    def global_norm(tree):
+        return torch.nn.utils.get_total_norm(tree_leaves(tree))
+
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (softmax, repeat_kv, linear, cross_entropy, linear_cross_entropy)
+    others = (global_norm, softmax, repeat_kv, linear, cross_entropy, linear_cross_entropy)
     return {fn.__name__: fn for fn in (*norms, *activations, *others)}
 
 
@@ -207,7 +236,7 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
         values = spec.mean + spec.std * torch.randn(spec.shape, device=device)
         return values.to(getattr(torch, spec.dtype or dtype))
 
-    return tuple(make(spec) for spec in case.inputs.values())
+    return tuple(jax.tree.map(make, spec) for spec in case.inputs.values())
 
 
 def _with_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -216,8 +245,36 @@ def _with_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """The forward of a training step: like ours, it also writes what its backward needs."""
-    inputs = _with_gradients(inputs)
-    return lambda: fn(*inputs)
+    return functools.partial(fn, *_with_gradients(inputs))
+
+
+def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]:
+    """The fused AdamW of torch, whose moments and gradients have the dtype of the parameters.
+
+    Gradients and copies in another dtype cost a conversion of their own.
+    """
+    import torch
+
+    if case.static.get("seed") is not None:
+        raise ValueError("torch has no random rounding")
+    params, grads = (jax.tree.leaves(tree) for tree in inputs[:2])
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param.dtype)
+    options = {"lr": case.static["lr"], "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(params, **options, fused=True)
+    copy_dtype = case.static.get("copy_dtype")
+    copies = [param.to(getattr(torch, copy_dtype)) for param in params] if copy_dtype else None
+    convert: Any = getattr(torch, "_foreach_copy_")  # noqa: B009 (pyright finds no such name)
+
+    @torch.no_grad()
+    def call() -> None:
+        if grads[0].dtype != params[0].dtype:
+            convert([param.grad for param in params], grads)
+        optimizer.step()
+        if copies:
+            convert(copies, params)
+
+    return call
 
 
 def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
@@ -271,18 +328,23 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = _build(peer, case, smoke)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
-    count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))
+    size = sum(x.numel() * x.element_size() for x in jax.tree.leaves(first))
+    count, note = timing.number_of_sets(size)
     sets = [first] + [_make_inputs(case, dtype, device) for _ in range(1, 2 if smoke else count)]
-    make_call = {"forward": _forward_call, "backward": _backward_call}.get(
-        direction, _gradient_call
-    )
-    calls = [make_call(fn, inputs) for inputs in sets]
     repetitions = 30 if direction in ("forward", "backward") else 10
+    if peer == "torch fused":
+        calls = [_fused_adamw_call(case, inputs) for inputs in sets]
+    else:
+        fn = _build(peer, case, smoke)
+        make_call = {"forward": _forward_call, "backward": _backward_call}.get(
+            direction, _gradient_call
+        )
+        make_call = make_call if case.has_backward else functools.partial
+        calls = [make_call(fn, inputs) for inputs in sets]
     result = timing.time_torch(calls, repetitions=3 if smoke else repetitions, timer=timer)
-    if make_call is _gradient_call:
+    if direction == "gradient":
         note = "; ".join(filter(None, (note, _peak_note(calls[0]))))
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 

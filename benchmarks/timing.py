@@ -155,6 +155,7 @@ def time_jax(
     *,
     repetitions: int = 30,
     timer: str = "trace",
+    renew: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] | None = None,
 ) -> Timing:
     """The device time of a jitted function.
 
@@ -163,13 +164,20 @@ def time_jax(
         sets: Tuples of arguments to rotate through.
         repetitions: How often to time it.
         timer: ``"trace"``, or ``"wall"``; a trace without kernels falls back to it, with a note.
+        renew: ``renew(arguments, result)``, the next arguments in place of a set that ``fn``
+            donates.
     """
     import jax
+
+    sets = list(sets)
 
     def run(calls: int) -> None:
         result = None
         for i in range(calls):
-            result = fn(*sets[i % len(sets)])
+            arguments = sets[i % len(sets)]
+            result = fn(*arguments)
+            if renew:
+                sets[i % len(sets)] = renew(arguments, result)
         jax.block_until_ready(result)
 
     run(len(sets))  # compiles; a pullback may compile once a set
@@ -179,6 +187,8 @@ def time_jax(
             return _trace(lambda: record_jax(lambda: run(repetitions)), repetitions)
         except NoKernelsError as error:
             print(f"{error}; falling back to the wall timer", file=sys.stderr)
+    if renew:  # inside of another function nothing can be donated
+        return _wall(lambda count: run(count * len(sets)), len(sets), repetitions)
     chain = jax.jit(lambda sets: _chain(fn, sets))
 
     def run_chain(calls: int) -> None:

@@ -34,7 +34,9 @@
   HANDLER(repeat_kv_backward, RepeatKvBackward)                                 \
   HANDLER(cross_entropy_forward, CrossEntropyForward)                           \
   HANDLER(cross_entropy_forward_with_gradient, CrossEntropyForwardWithGradient) \
-  HANDLER(cross_entropy_backward, CrossEntropyBackward)
+  HANDLER(cross_entropy_backward, CrossEntropyBackward)                         \
+  HANDLER(adamw_update, AdamwUpdate)                                            \
+  HANDLER(global_norm, GlobalNorm)
 
 namespace jaxllm {
 

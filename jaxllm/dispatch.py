@@ -54,7 +54,8 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
         op: The op.
         direction: ``"forward"``, ``"backward"``, or ``""`` where the op has one direction.
         backend: A resolved backend.
-        *arrays: The implementation's array arguments; None stands for an absent one.
+        *arrays: The implementation's array arguments, or tuples of them; None stands for an absent
+            one.
         **static: The implementation's options; hashable.
 
     Raises:
@@ -67,7 +68,7 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
     def call() -> Call:
         return Call(
             stem=stem,
-            shapes=" ".join(_describe(array) for array in jax.tree.leaves(arrays)),
+            shapes=" ".join(_describe(array) for array in arrays if array is not None),
             on_gpu=on_gpu,
             elsewhere="error: needs a GPU" if elsewhere == "cuda" else elsewhere,
             passed_over=passed_over,
@@ -174,8 +175,10 @@ mlir.register_lowering(_refuse_p, _refuse_lowering)
 batching.primitive_batchers[_refuse_p] = _refuse_batching
 
 
-def _describe(array: jax.Array) -> str:
-    """An array's dtype and shape in one word, such as ``bf16[8,768]``."""
+def _describe(array: jax.Array | tuple[jax.Array, ...]) -> str:
+    """An array's dtype and shape in one word, such as ``bf16[8,768]``; of many, the first's."""
+    if isinstance(array, tuple):
+        return _describe(array[0]) + (f"+{len(array) - 1}" if len(array) > 1 else "")
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
     dtype = short.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     return f"{dtype}[{','.join(map(str, array.shape))}]"

@@ -64,7 +64,12 @@ def build_facts() -> dict[str, str]:
 
 
 # XLA decodes an attribute by its exact type: a bare Python float would arrive as an f64.
-_ATTRIBUTE_TYPES = {bool: np.bool_, int: np.int64, float: np.float32}
+_ATTRIBUTE_TYPES = {
+    bool: np.bool_,
+    int: np.int64,
+    float: np.float32,
+    tuple: lambda values: np.array(values, np.float32),
+}
 
 
 def call(
@@ -72,7 +77,7 @@ def call(
     results: Sequence[jax.ShapeDtypeStruct],
     *arrays: jax.Array,
     aliases: Mapping[int, int] | None = None,
-    **attributes: bool | int | float,
+    **attributes: bool | int | float | tuple[float, ...],
 ) -> Any:
     """Calls the FFI target ``jaxllm_<stem>``.
 
@@ -82,7 +87,8 @@ def call(
         *arrays: The operands.
         aliases: For an operand's index the index of the result that is written over it. Both have
             one shape and dtype. XLA copies the operand first where somebody else still needs it.
-        **attributes: Static values; int arrives as int64, float as float32, bool as bool.
+        **attributes: Static values; int arrives as int64, float as float32, bool as bool, and a
+            tuple of floats as a span of float32.
 
     Under ``jax.vmap`` every operand and result gets the new leading axis, and one call serves the
     whole batch: the handler must understand it.

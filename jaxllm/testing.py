@@ -47,7 +47,7 @@ class Case:
     Attributes:
         op: The name of a function in ``jaxllm.ops``.
         name: The case's name, such as ``"gpt2_124m"``.
-        inputs: The array arguments by name, in order.
+        inputs: The array arguments by name, in order; one may be a tree of arrays.
         static: The keyword arguments.
         forward_elements: Elements that the forward must move between chip and memory, each large
             input read once and each large output written once.
@@ -58,13 +58,16 @@ class Case:
         backward_flops: Likewise for the backward.
         gradient_flops: Likewise for outputs and gradients in one program.
         donated: Inputs whose memory the op takes for its results where the caller gives it away.
+        forward_fixed_bytes: Bytes that the forward must move beside, in whatever dtype.
+        has_backward: Whether the op has a derivative.
+        in_place: The inputs that the first outputs replace; they are donated where it is timed.
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the definition, which is on the host.
     """
 
     op: str
     name: str
-    inputs: Mapping[str, Normal | Integers]
+    inputs: Mapping[str, Any]
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     forward_elements: int = 0
     backward_elements: int = 0
@@ -73,6 +76,9 @@ class Case:
     backward_flops: int = 0
     gradient_flops: int = 0
     donated: tuple[str, ...] = ()
+    forward_fixed_bytes: int = 0
+    has_backward: bool = True
+    in_place: tuple[str, ...] = ()
     large: bool = False
     timed_only: bool = False
 
@@ -81,7 +87,7 @@ class Case:
 
     def forward_bytes(self, dtype: DTypeLike) -> int:
         """Bytes that the forward must move in ``dtype``."""
-        return self.forward_elements * jnp.dtype(dtype).itemsize
+        return self.forward_elements * jnp.dtype(dtype).itemsize + self.forward_fixed_bytes
 
     def backward_bytes(self, dtype: DTypeLike) -> int:
         """Bytes that the backward must move in ``dtype``."""
@@ -92,17 +98,18 @@ class Case:
         return self.gradient_elements * jnp.dtype(dtype).itemsize
 
 
-def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[jax.Array, ...]:
+def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
     """Random arguments for a case, floating ones in ``dtype``; equal seeds give equal values."""
-    keys = jax.random.split(jax.random.key(seed), len(case.inputs))
+    specs, tree = jax.tree.flatten(tuple(case.inputs.values()))
+    keys = jax.random.split(jax.random.key(seed), len(specs))
     arrays = []
-    for key, spec in zip(keys, case.inputs.values(), strict=True):
+    for key, spec in zip(keys, specs, strict=True):
         if isinstance(spec, Integers):
             arrays.append(jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32))
         else:
             values = spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
             arrays.append(values.astype(spec.dtype or dtype))
-    return tuple(arrays)
+    return tree.unflatten(arrays)
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:

@@ -22,6 +22,9 @@ try:
 except ImportError as error:
     raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
 
+from jaxllm import ops
+from jaxllm.optim import Optimizer, clipping
+
 Params = Any  # a nested dict of arrays
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
@@ -41,7 +44,7 @@ class TrainState(NamedTuple):
     """All that training carries from one step to the next.
 
     Attributes:
-        params: The parameters, float32.
+        params: The parameters, float32; or narrower, where the optimizer's state has masters.
         opt_state: The optimizer's state.
         step: The number of steps taken, an int32 scalar.
     """
@@ -63,12 +66,6 @@ def cast(tree: Any, dtype: DTypeLike) -> Any:
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(convert, tree)
-
-
-def global_norm(tree: Any) -> Float[Array, ""]:
-    """The root of the sum of the squares of all arrays in a structure, in float32."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def warmup_cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.1) -> Schedule:
@@ -133,8 +130,12 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     max_grad_norm: float | None = 1.0,
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """AdamW as GPT-2 is trained with: clipped gradients, decay on matrices alone.
+
+    The state is that of ``optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))``, and
+    ``update`` is that chain's. ``step`` gives the same parameters and state, to float32 rounding,
+    from :func:`jaxllm.ops.adamw_update`: one pass over memory, with the clipping folded in.
 
     Args:
         learning_rate: A rate, or a schedule of it.
@@ -147,15 +148,36 @@ def adamw(
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
     llm.c's defaults.
     """
-    update = optax.adamw(
+    chain = optax.adamw(
         learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
     )
-    if max_grad_norm is None:
-        return update
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), update)
+    if max_grad_norm is not None:
+        chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), chain)
+
+    def step(grads: Params, state: Any, params: Params, *, grad_scale: ArrayLike = 1.0):
+        scale, norm = clipping(grads, max_grad_norm, grad_scale)
+        # Adam's count, and the schedule's where there is one: they are equal.
+        count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
+        params, m, v = ops.adamw_update(
+            params,
+            grads,
+            optax.tree_utils.tree_get(state, "mu"),
+            optax.tree_utils.tree_get(state, "nu"),
+            step=count + 1,
+            lr=learning_rate(count) if callable(learning_rate) else learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            mask=decay_mask(params),
+            grad_scale=scale,
+        )
+        return params, optax.tree_utils.tree_set(state, count=count + 1, mu=m, nu=v), norm
+
+    return Optimizer(chain.init, chain.update, step)
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: Params, optimizer: Optimizer | optax.GradientTransformation) -> TrainState:
     """The state before the first step.
 
     Args:
@@ -167,7 +189,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 def make_train_step(
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer | optax.GradientTransformation,
     *,
     learning_rate: float | Schedule | None = None,
     compute_dtype: DTypeLike | None = None,
@@ -179,7 +201,8 @@ def make_train_step(
 
     Args:
         loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch.
-        optimizer: Such as :func:`adamw`.
+        optimizer: Such as :func:`adamw`, or any of optax's. An :class:`Optimizer` takes its step in
+            place, from gradients in the compute dtype where nothing is accumulated.
         learning_rate: What the optimizer was given, to have it among the metrics.
         compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
 
@@ -193,29 +216,35 @@ def make_train_step(
 
     def train_step(state: TrainState, tokens: Array, labels: Array):
         # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
-        # with respect to the cast ones, in float32.
+        # with respect to the cast ones.
         params = cast(state.params, dtype)
 
         def gradients(tokens: Array, labels: Array):
             loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
-            return loss.astype(jnp.float32), cast(grads, jnp.float32)
+            return loss.astype(jnp.float32), grads
 
         def accumulate(total, microbatch):
-            return jax.tree.map(jnp.add, total, gradients(*microbatch)), None
+            return jax.tree.map(jnp.add, total, cast(gradients(*microbatch), jnp.float32)), None
 
         # The first microbatch starts the sum, so that without accumulation there is no second
         # copy of the gradients.
         total = gradients(tokens[0], labels[0])
         if len(tokens) > 1:
-            total, _ = jax.lax.scan(accumulate, total, (tokens[1:], labels[1:]))
-        loss, grads = jax.tree.map(lambda x: x / len(tokens), total)
+            total, _ = jax.lax.scan(accumulate, cast(total, jnp.float32), (tokens[1:], labels[1:]))
+        loss, grads = total
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
+        if isinstance(optimizer, Optimizer):
+            updated, opt_state, grad_norm = optimizer.step(
+                grads, state.opt_state, state.params, grad_scale=1 / len(tokens)
+            )
+        else:
+            grads = jax.tree.map(lambda x: x / len(tokens), cast(grads, jnp.float32))
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updated, grad_norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
+        metrics = {"loss": loss / len(tokens), "grad_norm": grad_norm}
         if learning_rate is not None:
             rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        updated = optax.apply_updates(state.params, updates)
         return TrainState(updated, opt_state, state.step + 1), metrics
 
     return jax.jit(train_step, donate_argnames="state")

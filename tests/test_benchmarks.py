@@ -2,6 +2,8 @@
 
 import argparse
 import csv
+import dataclasses
+import functools
 import importlib
 from types import SimpleNamespace
 
@@ -30,13 +32,6 @@ def small_processes(monkeypatch):
 def read_csv(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-CASES = [
-    case
-    for family in ops.families()
-    for case in importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
-]
 
 
 def small_case(op):
@@ -189,7 +184,7 @@ def test_outputs_and_gradients_are_timed_in_one_program(backend):
 def test_the_peers_compute_what_our_ops_compute():
     torch = pytest.importorskip("torch")
     for op, fn in peers._torch_ops().items():
-        case = small_case(op)
+        case = next(case for case in CASES if case.op == op and not case.large)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
         theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **peers._peer_options(case))
@@ -199,7 +194,48 @@ def test_the_peers_compute_what_our_ops_compute():
 
 
 def test_every_peer_belongs_to_an_op_that_has_cases():
-    assert set(peers.PEERS) <= {case.op for case in CASES}
+    assert {*peers.PEERS, *peers.JAX_PEERS} <= {case.op for case in CASES}
+
+
+def test_optax_computes_what_our_op_computes():
+    case = next(case for case in CASES if str(case) == "adamw_update-awkward_tree")
+    inputs = make_inputs(case, "float32")
+    case = dataclasses.replace(case, in_place=(), static=case.static | {"copy_dtype": "bfloat16"})
+    ours = ops.forward_call(case, "xla")(*inputs)
+    theirs = ops.forward_call(case, "optax")(*inputs)
+    close = jax.tree.map(functools.partial(jnp.allclose, atol=1e-5), ours, theirs)
+    assert all(jax.tree.leaves(close))
+
+
+@pytest.mark.parametrize("timer", timing.TIMERS)
+def test_an_op_in_place_is_timed_on_what_it_left(timer):
+    seen = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def count(x, unused):
+        return x + 1, unused
+
+    def renew(arguments, result):
+        seen.append(float(result[0]))
+        return result[0].copy(), arguments[1]
+
+    sets = [(jnp.zeros(()), jnp.ones(())), (jnp.full((), 100.0), jnp.ones(()))]
+    timing.time_jax(count, sets, repetitions=2, timer=timer, renew=renew)
+    assert seen[:4] == [1.0, 101.0, 2.0, 102.0]
+    assert not sets[1][1].is_deleted()
+
+
+def test_an_op_without_derivative_has_forward_rows_alone(tmp_path):
+    path = tmp_path / "rows.csv"
+    command = ["optimizer", "--op", "global_norm", "--smoke", "--no-peers", "--csv", str(path)]
+    assert ops.main(command) == 0
+    rows = [(row["direction"], row["implementation"]) for row in read_csv(path)]
+    assert sorted(rows) == [("forward", name) for name in sorted(ops.BACKENDS)]
+
+
+def test_the_shape_of_a_tree_is_its_size():
+    assert ops.describe_shape(Normal((8, 768))) == "8x768"
+    assert ops.describe_shape({"a": Normal((2, 3)), "b": Normal(())}) == "2 arrays of 7"
 
 
 def test_a_gradient_that_nothing_computes_is_not_timed():

@@ -78,6 +78,26 @@ def test_adamw_first_step_is_clipped_sign_descent():
     np.testing.assert_allclose(updates["x"], [-0.6 / 1.6, -0.8 / 1.8], rtol=1e-5)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("rate", [1e-2, training.warmup_cosine(1e-2, 30, warmup=3)])
+def test_adamw_in_place_is_optax_with_its_state(rate, max_grad_norm):
+    optimizer: Any = training.adamw(rate, max_grad_norm=max_grad_norm)
+    # Without its step, it is a transformation of optax's like any other.
+    plain = training.optax.GradientTransformation(optimizer.init, optimizer.update)
+    states = []
+    for each in (optimizer, plain):
+        step = training.make_train_step(toy_loss, each, compute_dtype="float32")
+        state = fresh_state(each)
+        for seed in range(5):
+            state, metrics = step(state, *tokens_and_labels(2, 3, seed=seed))
+        states.append((state, metrics))
+    ours, theirs = states
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, theirs)
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(compare, ours, theirs)
+
+
 def test_schedule():
     schedule = training.warmup_cosine(2.0, 110, warmup=10, floor=0.1)
     values = [float(schedule(step)) for step in (0, 4, 9, 10, 60, 110, 500)]

@@ -15,8 +15,10 @@ from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxllm.ops.optimizer.api import adamw_update, global_norm
 
 __all__ = [
+    "adamw_update",
     "add",
     "add_layer_norm",
     "add_rms_norm",
@@ -26,6 +28,7 @@ __all__ = [
     "embed",
     "flash_attention",
     "gelu",
+    "global_norm",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

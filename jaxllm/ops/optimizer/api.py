@@ -1,0 +1,214 @@
+"""The optimizer's step: AdamW in place, and the norm that gradients are clipped to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_shape
+from jaxllm.ops.optimizer import cuda, pallas, reference
+
+# XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a
+# little faster at it: on an H200, for GPT-2 124M in float32, 844 us against 847 for the update and
+# 144 us against 150 for the norm.
+_PREFERENCE: tuple[Backend, ...] = ("cuda", "xla", "pallas")
+ADAMW_UPDATE = Op(
+    "adamw_update", reference=reference, pallas=pallas, cuda=cuda, preference=_PREFERENCE
+)
+GLOBAL_NORM = Op(
+    "global_norm", reference=reference, pallas=pallas, cuda=cuda, preference=_PREFERENCE
+)
+
+Tree = Any  # an array, or a nested dict (or any other pytree) of arrays
+
+
+def adamw_update(
+    param: Tree,
+    grad: Tree,
+    m: Tree,
+    v: Tree,
+    *,
+    step: ArrayLike,
+    lr: ArrayLike,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    mask: Any = None,
+    grad_scale: ArrayLike = 1.0,
+    copy_dtype: DTypeLike | None = None,
+    seed: ArrayLike | None = None,
+    backend: Backend | None = None,
+) -> tuple[Tree, ...]:
+    r"""One step of AdamW for an array, or for all arrays of a tree in one launch.
+
+    With :math:`g = grad \cdot grad\_scale`
+
+    .. math::
+        m' &= \beta_1 m + (1 - \beta_1)\, g \\
+        v' &= \beta_2 v + (1 - \beta_2)\, g^2 \\
+        param' &= param - lr \left( \frac{m' / (1 - \beta_1^{step})}
+                  {\sqrt{v' / (1 - \beta_2^{step})} + \epsilon} + weight\_decay \cdot param \right)
+
+    in float32, with ``optax.adamw``'s roundings. The kernels write ``param``, ``m`` and ``v`` where
+    they stand. For that the caller must be done with them: under ``jax.jit`` with
+    ``donate_argnums``, or as the carry of a ``lax.scan``. Otherwise XLA copies them first.
+
+    Args:
+        param: The parameters; float32, bfloat16 or float16 for the kernels.
+        grad: Their gradients, shaped as ``param``; in the dtype of ``param`` or float32, or beside
+            float32 parameters in any of the three.
+        m: The running mean of the gradients, float32.
+        v: The running mean of their squares, float32.
+        step: The number of this step, an integer scalar; the first is 1.
+        lr: The learning rate, a scalar.
+        b1: The decay of ``m``, from 0 to 1.
+        b2: The decay of ``v``, from 0 to 1.
+        eps: Added to the root of the mean square.
+        weight_decay: The share of ``lr`` by which parameters shrink.
+        mask: Which arrays decay: a tree of bools like ``param``; None for all.
+        grad_scale: A factor for all gradients, a scalar: clipping without a pass of its own.
+        copy_dtype: Return the new parameters rounded to this dtype as well: bfloat16 or float16,
+            beside float32 parameters. None for no copy.
+        seed: An integer scalar: what is rounded to bfloat16 (the copy, or the parameters
+            themselves) is rounded up or down at random, so that it is right on average. Equal seeds
+            and steps round alike under every backend. None rounds to the nearest.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``(param, m, v)``, or ``(param, m, v, copy)`` where there is a ``copy_dtype``.
+
+    Raises:
+        TypeError: An array is not of a dtype that its description allows, or there is a seed and
+            nothing to round to bfloat16.
+        ValueError: The trees differ in structure or shapes, or a decay is not in its range.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
+    llm.c's ``adamw``, with its stochastic rounding.
+
+    Example:
+        >>> step = jax.jit(jaxllm.ops.adamw_update, donate_argnums=(0, 2, 3))
+        >>> params, m, v = step(params, grads, m, v, step=1, lr=6e-4)
+    """
+    backend = resolve(backend)
+    params, structure = jax.tree.flatten(param)
+    grads = _leaves("grad", grad, param)
+    ms, vs = _leaves("m", m, param), _leaves("v", v, param)
+    decays = [True] * len(params) if mask is None else _leaves("mask", mask, param)
+    copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
+    for arrays in zip(params, grads, ms, vs, strict=True):
+        _check_arrays(*arrays)
+        _check_rounding(arrays[0].dtype, copy_dtype, seed)
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}; it must have 0 <= {name} < 1")
+
+    # optax's own formula, float32 roundings included.
+    corrections = [1 / (1 - b ** jnp.asarray(step)) for b in (b1, b2)]
+    scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale)])
+    seeds = None if seed is None else _leaf_seeds(seed, step, len(params))
+    results: list[Any] = [None] * len(params)
+    for group in _groups(params, grads):
+        outputs = dispatch(
+            ADAMW_UPDATE,
+            "",
+            backend,
+            *(tuple(leaves[i] for i in group) for leaves in (params, grads, ms, vs)),
+            scalars,
+            None if seeds is None else seeds[jnp.array(group)],
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            decays=tuple(float(weight_decay) if decays[i] else 0.0 for i in group),
+            copy_dtype=copy_dtype,
+        )
+        for i, *leaf in zip(group, *filter(None, outputs), strict=True):
+            results[i] = leaf
+    count = 3 if copy_dtype is None else 4
+    return tuple(structure.unflatten(leaf[k] for leaf in results) for k in range(count))
+
+
+def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, ""]:
+    r"""The root of the sum of the squares of all arrays in a tree.
+
+    .. math::
+        norm = \sqrt{\sum_i x_i^2}
+
+    Squares and their sum are float32, added in an order that depends on the shapes alone, so the
+    norm repeats bit for bit. It is infinite where the sum is beyond float32 (a norm above 1.8e19)
+    or an element is infinite, and NaN where an element is. The kernels have no derivative.
+
+    Args:
+        tree: The arrays; float32, bfloat16 or float16 for the kernels.
+        backend: As in :func:`adamw_update`.
+
+    Returns:
+        The norm, a float32 scalar; zero for a tree without elements.
+
+    Raises:
+        TypeError: An array is not floating-point.
+        ValueError: The backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``global_norm``.
+
+    Example:
+        >>> scale = jnp.minimum(1, 1 / jaxllm.ops.global_norm(grads))
+    """
+    leaves = jax.tree.leaves(tree)
+    for leaf in leaves:
+        check_floating(tree=leaf)
+    if not leaves:
+        return jnp.zeros((), jnp.float32)
+    return dispatch(GLOBAL_NORM, "", resolve(backend), tuple(leaves))
+
+
+def _leaves(name: str, tree: Tree, param: Tree) -> list[Any]:
+    """The leaves of a tree that must be structured as the parameters."""
+    found, wanted = jax.tree.structure(tree), jax.tree.structure(param)
+    if found != wanted:
+        raise ValueError(f"{name} has the structure {found}; it must be that of param, {wanted}")
+    return jax.tree.leaves(tree)
+
+
+def _check_arrays(param: Array, grad: Array, m: Array, v: Array) -> None:
+    check_floating(param=param, grad=grad, m=m, v=v)
+    wide = jnp.promote_types(param.dtype, jnp.float32)
+    for name, array in (("grad", grad), ("m", m), ("v", v)):
+        check_shape(name, array, param.shape, "the shape of param")
+    for name, array in (("m", m), ("v", v)):
+        if array.dtype != wide:
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be {wide}")
+
+
+def _check_rounding(dtype: Any, copy_dtype: Any, seed: ArrayLike | None) -> None:
+    if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
+    if copy_dtype is not None and dtype.itemsize < 4:
+        raise TypeError(f"param has dtype {dtype}; with a copy_dtype it must be float32")
+    if seed is not None and jnp.bfloat16 not in (dtype, copy_dtype):
+        raise TypeError(
+            f"param has dtype {dtype} and copy_dtype is {copy_dtype}; with a seed one of them must "
+            "be bfloat16"
+        )
+
+
+def _groups(params: list[Array], grads: list[Array]) -> list[list[int]]:
+    """The places of the leaves, grouped by dtypes: one launch serves leaves of one kind."""
+    groups: dict[Any, list[int]] = {}
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        groups.setdefault((param.dtype, grad.dtype), []).append(i)
+    return list(groups.values())
+
+
+def _leaf_seeds(seed: ArrayLike, step: ArrayLike, count: int) -> Array:
+    """A random uint32 for each leaf, different at each step."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    return jax.random.bits(key, (count,), jnp.uint32)
