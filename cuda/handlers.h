@@ -12,7 +12,9 @@
   HANDLER(rms_norm_forward, RmsNormForward)              \
   HANDLER(rms_norm_backward, RmsNormBackward)            \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
-  HANDLER(add_rms_norm_backward, AddRmsNormBackward)
+  HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
+  HANDLER(rope_forward, RopeForward)                     \
+  HANDLER(rope_backward, RopeBackward)
 
 namespace jaxllm {
 

@@ -6,8 +6,10 @@ from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
 
 __all__ = [
+    "RopeScaling",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
@@ -17,4 +19,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "rms_norm",
+    "rope",
+    "rope_table",
 ]
