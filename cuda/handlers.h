@@ -13,6 +13,8 @@
   HANDLER(rms_norm_backward, RmsNormBackward)            \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)       \
   HANDLER(add_rms_norm_backward, AddRmsNormBackward)     \
+  HANDLER(embed_forward, EmbedForward)                   \
+  HANDLER(embed_backward, EmbedBackward)                 \
   HANDLER(rope_forward, RopeForward)                     \
   HANDLER(rope_backward, RopeBackward)
 
