@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("torch.compile", "liger", "torch eager"),
     "add_layer_norm": ("torch.compile", "torch eager"),
     "add_rms_norm": ("torch.compile", "liger", "torch eager"),
+    "embed": ("torch.compile", "torch eager"),
+    "rope": ("torch.compile", "liger", "torch eager"),
 }
 
 _EPS = 1e-5
@@ -30,6 +33,7 @@ _EPS = 1e-5
 
 def _torch_ops() -> dict[str, Callable[..., Any]]:
     """The ops as one writes them in torch."""
+    import torch
     import torch.nn.functional as F
 
     def layer_norm(x, scale, bias):
@@ -46,15 +50,34 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
         h = x + residual
         return rms_norm(h, scale), h
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)}
+    def embed(tokens, token_table, position_table=None):
+        out = F.embedding(tokens, token_table)
+        return out if position_table is None else out + position_table[: tokens.shape[-1]]
+
+    def rope(q, k, cos, sin, interleaved=False):
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+    def rotate(x, cos, sin, interleaved):
+        # In the layout B T N H each position's row of a table serves all heads.
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        wide = x.float()
+        a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        return joined.to(x.dtype)
+
+    norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
+    return {fn.__name__: fn for fn in (*norms, embed, rope)}
 
 
 def _liger_ops() -> dict[str, Callable[..., Any]]:
     # Llama's casting keeps only the root mean square in float32. In place would overwrite the
     # cotangents that the next repetition needs; the bytes moved are the same.
+    import torch
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
 
     def layer_norm(x, scale, bias):
         return LigerLayerNormFunction.apply(x, scale, bias, _EPS)
@@ -65,7 +88,22 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
     def add_rms_norm(x, residual, scale):
         return LigerFusedAddRMSNormFunction.apply(x, residual, scale, _EPS, 0.0, "llama", False)
 
-    return {fn.__name__: fn for fn in (layer_norm, rms_norm, add_rms_norm)}
+    def rope(q, k, cos, sin, interleaved=False):
+        if interleaved:
+            raise NotImplementedError("Liger's rope is half-split")
+        # It works in place, and repetitions must not let the values grow: so true rotations. It
+        # takes heads before positions, and gives that view of memory where positions come first.
+        cos, sin = true_rotation(cos)
+        q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @functools.cache  # not part of what is timed
+    def true_rotation(angles):
+        both = torch.cat((angles, angles), -1)[None]
+        return both.cos(), both.sin()
+
+    norms = (layer_norm, rms_norm, add_rms_norm)
+    return {fn.__name__: fn for fn in (*norms, rope)}
 
 
 def _build(peer: str, op: str, smoke: bool) -> Callable[..., Any]:
@@ -90,9 +128,11 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
 
     def make(spec: Any) -> Any:
         if not isinstance(spec, Normal):
-            return torch.randint(spec.low, spec.high, spec.shape, device=device)
+            share = torch.rand(spec.shape, device=device) ** spec.skew
+            return spec.low + (share * (spec.high - spec.low)).long()
         values = spec.mean + spec.std * torch.randn(spec.shape, device=device)
-        return values.to(getattr(torch, spec.dtype or dtype))
+        values = values.to(getattr(torch, spec.dtype or dtype))
+        return values.requires_grad_(not spec.constant)
 
     return tuple(make(spec) for spec in case.inputs.values())
 
@@ -111,7 +151,6 @@ def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     """The gradients alone: the graph is built here, outside of what is timed."""
     import torch
 
-    inputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
     outputs = fn(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)
@@ -130,7 +169,7 @@ def time_peer(
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fn = _build(peer, case.op, smoke)
+    fn = functools.partial(_build(peer, case.op, smoke), **case.static)
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
     count, note = timing.number_of_sets(sum(x.numel() * x.element_size() for x in first))

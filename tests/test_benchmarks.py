@@ -1,6 +1,7 @@
 """The benchmarks' machinery: everything but the numbers."""
 
 import csv
+import importlib
 from types import SimpleNamespace
 
 import jax
@@ -8,8 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import ops, peers, record, timing, train
-from jaxllm.ops.norm.cases import CASES
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
+
+CASES = [
+    case
+    for family in ops.families()
+    for case in importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
+]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +31,7 @@ def read_csv(path):
 
 
 def small_case(op):
-    return next(case for case in CASES if case.op == op and case.name == "gpt2_row")
+    return next(case for case in CASES if case.op == op and not case.large)
 
 
 # Timing
@@ -159,7 +165,7 @@ def test_the_peers_compute_what_our_ops_compute():
         case = small_case(op)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
-        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs))
+        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **case.static)
         theirs = theirs if isinstance(theirs, tuple) else (theirs,)
         for our, their in zip(ours, theirs, strict=True):
             assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4)
