@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import jaxllm.ops
 from benchmarks import peers, timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
-from jaxllm.testing import DTYPES, Case, cotangents_like, make_inputs
+from jaxllm.testing import DTYPES, Case, Normal, cotangents_like, make_inputs
 
 DIRECTIONS = ("forward", "backward")
 # Outputs and gradients in one program: what there is to time of an op whose forward computes the
@@ -149,23 +149,22 @@ def backward_call() -> Callable[..., Any]:
 
 
 def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
-    """A jitted function from inputs to outputs and pullback, for the floating-point inputs."""
+    """A jitted function from inputs to outputs and pullback, for the inputs with a gradient."""
     op = getattr(jaxllm.ops, case.op)
+    varies = [isinstance(spec, Normal) and not spec.constant for spec in case.inputs.values()]
 
     @jax.jit
     def forward(*inputs: jax.Array) -> tuple[Any, Any]:
-        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs]
-
-        def of_floating(*values: jax.Array) -> Any:
+        def of_varying(*values: jax.Array) -> Any:
             given = iter(values)
             merged = (
-                next(given) if is_floating else x
-                for x, is_floating in zip(inputs, floating, strict=True)
+                next(given) if is_varying else x
+                for x, is_varying in zip(inputs, varies, strict=True)
             )
             return op(*merged, **case.static, backend=backend)
 
-        wanted = [x for x, is_floating in zip(inputs, floating, strict=True) if is_floating]
-        return jax.vjp(of_floating, *wanted)
+        wanted = [x for x, is_varying in zip(inputs, varies, strict=True) if is_varying]
+        return jax.vjp(of_varying, *wanted)
 
     # One trace for all sets gives pullbacks of one structure, and so one compiled backward.
     return forward

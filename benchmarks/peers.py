@@ -41,6 +41,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
     "global_norm": ("torch.compile", "torch eager"),
+    "embed": ("torch.compile", "torch eager"),
+    "rope": ("torch.compile", "liger", "torch eager"),
 }
 
 
@@ -136,10 +138,27 @@ def _torch_ops() -> dict[str, Callable[..., Any]]:
     def global_norm(tree):
         return torch.nn.utils.get_total_norm(tree_leaves(tree))
 
+    def embed(tokens, token_table, position_table=None):
+        out = F.embedding(tokens, token_table)
+        return out if position_table is None else out + position_table[: tokens.shape[-1]]
+
+    def rope(q, k, cos, sin, interleaved=False):
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+    def rotate(x, cos, sin, interleaved):
+        # In the layout B T N H each position's row of a table serves all heads.
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        wide = x.float()
+        a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        return joined.to(x.dtype)
+
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (global_norm, softmax, repeat_kv, linear, cross_entropy, linear_cross_entropy)
-    return {fn.__name__: fn for fn in (*norms, *activations, *others)}
+    others = (global_norm, softmax, repeat_kv, linear, embed, rope)
+    losses = (cross_entropy, linear_cross_entropy)
+    return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses)}
 
 
 def _labels(labels: Any, logits: Any) -> Any:
@@ -150,11 +169,13 @@ def _labels(labels: Any, logits: Any) -> Any:
 def _liger_ops() -> dict[str, Callable[..., Any]]:
     # Llama's casting keeps only the root mean square in float32. In place would overwrite the
     # cotangents that the next repetition needs; the bytes moved are the same.
+    import torch
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -186,6 +207,20 @@ def _liger_ops() -> dict[str, Callable[..., Any]]:
         weight = weight if transpose_weight else weight.T
         labels = _labels(labels, weight.T)
         return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -1)[0]
+
+    def rope(q, k, cos, sin, interleaved=False):
+        if interleaved:
+            raise NotImplementedError("Liger's rope is half-split")
+        # It works in place, and repetitions must not let the values grow: so true rotations. It
+        # takes heads before positions, and gives that view of memory where positions come first.
+        cos, sin = true_rotation(cos)
+        q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @functools.cache  # not part of what is timed
+    def true_rotation(angles):
+        both = torch.cat((angles, angles), -1)[None]
+        return both.cos(), both.sin()
 
     norms = (layer_norm, rms_norm, add_rms_norm)
     return {
@@ -223,7 +258,8 @@ def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
 
 def _peer_options(case: Case) -> dict[str, Any]:
     """The options of a case that peers understand too."""
-    shared = ("activation", "causal", "groups", "scale", "transpose_weight", "vocab_size")
+    shared = ("activation", "causal", "groups", "interleaved", "scale")
+    shared += ("transpose_weight", "vocab_size")
     return {name: case.static[name] for name in shared if name in case.static}
 
 
@@ -232,20 +268,18 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
 
     def make(spec: Any) -> Any:
         if not isinstance(spec, Normal):
-            return torch.randint(spec.low, spec.high, spec.shape, device=device)
+            share = torch.rand(spec.shape, device=device) ** spec.skew
+            return spec.low + (share * (spec.high - spec.low)).long()
         values = spec.mean + spec.std * torch.randn(spec.shape, device=device)
-        return values.to(getattr(torch, spec.dtype or dtype))
+        values = values.to(getattr(torch, spec.dtype or dtype))
+        return values.requires_grad_(case.has_backward and not spec.constant)
 
     return tuple(jax.tree.map(make, spec) for spec in case.inputs.values())
 
 
-def _with_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
-
-
 def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """The forward of a training step: like ours, it also writes what its backward needs."""
-    return functools.partial(fn, *_with_gradients(inputs))
+    return functools.partial(fn, *inputs)
 
 
 def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]:
@@ -281,7 +315,6 @@ def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     """The gradients alone: the graph is built here, outside of what is timed."""
     import torch
 
-    inputs = _with_gradients(inputs)
     outputs = fn(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)
@@ -300,7 +333,6 @@ def _gradient_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[
     """Outputs and gradients; what a peer writes over its inputs costs as much the next time."""
     import torch
 
-    inputs = _with_gradients(inputs)
     wanted = tuple(x for x in inputs if x.requires_grad)
     return lambda: torch.autograd.grad(fn(*inputs), wanted)
 

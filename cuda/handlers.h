@@ -36,7 +36,11 @@
   HANDLER(cross_entropy_forward_with_gradient, CrossEntropyForwardWithGradient) \
   HANDLER(cross_entropy_backward, CrossEntropyBackward)                         \
   HANDLER(adamw_update, AdamwUpdate)                                            \
-  HANDLER(global_norm, GlobalNorm)
+  HANDLER(global_norm, GlobalNorm)                                              \
+  HANDLER(embed_forward, EmbedForward)                                          \
+  HANDLER(embed_backward, EmbedBackward)                                        \
+  HANDLER(rope_forward, RopeForward)                                            \
+  HANDLER(rope_backward, RopeBackward)
 
 namespace jaxllm {
 

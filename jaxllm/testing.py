@@ -23,21 +23,40 @@ FLOORS = {"float64": 1e-13, "float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """A normally distributed input; ``dtype`` None means the dtype under test."""
+    """A normally distributed input.
+
+    Attributes:
+        shape: Its shape.
+        mean: The mean of its values.
+        std: Their standard deviation.
+        dtype: Its dtype; None means the dtype under test.
+        constant: Whether no gradient flows into it: the op returns zeros, and benchmarks ask for
+            none.
+    """
 
     shape: tuple[int, ...]
     mean: float = 0.0
     std: float = 1.0
     dtype: str | None = None
+    constant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """An input of int32 drawn from ``low <= value < high``."""
+    """An input of int32 drawn from ``low <= value < high``.
+
+    Attributes:
+        shape: Its shape.
+        high: One more than the largest value.
+        low: The smallest value.
+        skew: 1 draws all values alike; with more, small ones come more often than large ones, as
+            tokens do in text: of draws ``u`` from 0 to 1 the power ``u**skew`` is taken.
+    """
 
     shape: tuple[int, ...]
     high: int
     low: int = 0
+    skew: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +124,18 @@ def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
     arrays = []
     for key, spec in zip(keys, specs, strict=True):
         if isinstance(spec, Integers):
-            arrays.append(jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32))
+            arrays.append(_integers(key, spec))
         else:
             values = spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
             arrays.append(values.astype(spec.dtype or dtype))
     return tree.unflatten(arrays)
+
+
+def _integers(key: jax.Array, spec: Integers) -> jax.Array:
+    if spec.skew == 1:
+        return jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32)
+    share = jax.random.uniform(key, spec.shape) ** spec.skew
+    return spec.low + (share * (spec.high - spec.low)).astype(jnp.int32)
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:

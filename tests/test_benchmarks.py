@@ -240,7 +240,7 @@ def test_the_shape_of_a_tree_is_its_size():
 
 def test_a_gradient_that_nothing_computes_is_not_timed():
     torch = pytest.importorskip("torch")
-    x, y = torch.ones(3), torch.ones(3)
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     with pytest.raises(ValueError, match="there is nothing to time"):
         peers._backward_call(lambda x, y: x + y, (x, y))
     case = small_case("add")

@@ -16,8 +16,10 @@ from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
+from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
 
 __all__ = [
+    "RopeScaling",
     "adamw_update",
     "add",
     "add_layer_norm",
@@ -35,6 +37,8 @@ __all__ = [
     "relu",
     "repeat_kv",
     "rms_norm",
+    "rope",
+    "rope_table",
     "sigmoid",
     "softmax",
     "swiglu",

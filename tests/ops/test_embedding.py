@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm import ffi, testing
 from jaxllm.ops import embed
 
 TABLE = jnp.arange(12.0).reshape(4, 3)
@@ -73,17 +74,61 @@ def test_dtypes_that_do_not_fit_are_refused():
         embed(tokens, TABLE, POSITIONS.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "pallas"])
-def test_kernels_that_are_not_there_are_named(backend):
-    tokens = jnp.zeros((2, 3), jnp.int32)
-    with pytest.raises(jaxllm.BackendError, match="embed_forward has no " + backend + " kernel"):
-        embed(tokens, TABLE, backend=backend)
+BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def test_auto_passes_over_kernels_that_are_not_there():
-    tokens = jnp.zeros((2, 3), jnp.int32)
-    calls = jaxllm.explain(lambda x: embed(tokens, x), TABLE).calls
-    assert calls[0].on_gpu == "xla"
-    reasons = dict(calls[0].passed_over)
-    assert reasons["cuda"].startswith("embed_forward has no cuda kernel")
-    assert reasons["pallas"].startswith("embed_forward has no pallas kernel")
+def skewed_tokens(count, vocabulary):
+    """Tokens as text has them: the few that are frequent make up most of it."""
+    uniform = jax.random.uniform(jax.random.key(0), (count,), minval=1e-6)
+    return (vocabulary * uniform**4).astype(jnp.int32)
+
+
+TOKENS = {
+    "all_equal": jnp.full(300, 2),
+    "two_runs": jnp.repeat(jnp.array([3, 1]), jnp.array([130, 191]), total_repeat_length=321),
+    "exact_chunks": jnp.repeat(jnp.arange(4), 64),
+    "skewed": skewed_tokens(500, 5),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_tokens_that_repeat_add_up(tokens, backend):
+    table = jnp.zeros((5, 8))
+    dout = jax.random.normal(jax.random.key(1), (tokens.size, 8))
+    (gradient,) = jax.vjp(lambda table: embed(tokens, table, backend=backend), table)[1](dout)
+    expected = np.zeros((5, 8))
+    np.add.at(expected, np.asarray(tokens), np.asarray(dout, np.float64))
+    testing.assert_close(gradient, expected, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["pallas", "cuda"])
+@pytest.mark.parametrize("vocabulary", [50304, 300_000])
+def test_many_tokens_that_repeat_add_up_alike_each_time(vocabulary, backend):
+    tokens = skewed_tokens(2**16 + 77, vocabulary)
+    table = jnp.zeros((vocabulary, 24), jnp.bfloat16)
+    dout = jax.random.normal(jax.random.key(1), (tokens.size, 24), jnp.bfloat16)
+    run = jax.jit(lambda dout: jax.vjp(lambda t: embed(tokens, t, backend=backend), table)[1](dout))
+    (first,), (second,) = run(dout), run(dout)
+    expected = np.zeros(table.shape)
+    np.add.at(expected, np.asarray(tokens), np.asarray(dout, np.float64))
+    testing.assert_close(first, expected, "bfloat16")
+    np.testing.assert_array_equal(first, second)
+
+
+def test_the_cuda_kernel_counts_in_32_bits():
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((2**20, 2**10), jnp.int32),
+            ((4, 1), jnp.bfloat16),
+            ((2**20 + 1, 1), jnp.bfloat16),
+        )
+    ]
+    with pytest.raises(jaxllm.BackendError, match="fewer than 2"):
+        jax.eval_shape(lambda x, t: embed(x, t, backend="cuda"), *shapes[:2])
+    with pytest.raises(jaxllm.BackendError, match="token_table has 1048577 rows; the kernel takes"):
+        jax.eval_shape(lambda x, t: embed(x[0], t, backend="cuda"), shapes[0], shapes[2])

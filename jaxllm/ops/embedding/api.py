@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype
-from jaxllm.ops.embedding import reference
+from jaxllm.ops.embedding import cuda, pallas, reference
 
-EMBED = Op("embed", reference=reference)
+EMBED = Op("embed", reference=reference, pallas=pallas, cuda=cuda)
 
 
 def embed(
@@ -30,8 +30,9 @@ def embed(
         out_{bt} = wte_{tokens_{bt}} + wpe_t
 
     A token below 0 reads row 0 and one beyond the vocabulary reads the last row, as
-    ``jnp.take(mode="clip")`` has it. The gradient of ``token_table`` adds up in float32 and is
-    returned in the table's dtype; that of ``position_table`` is zero for the positions from T on.
+    ``jnp.take(mode="clip")`` has it. The gradient of ``token_table`` adds up in float32, with
+    the kernels in a fixed order, and is returned in the table's dtype; that of ``position_table``
+    is zero for the positions from T on.
 
     Args:
         tokens: Row numbers of ``token_table``; used as int32.

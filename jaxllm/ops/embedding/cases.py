@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from jaxllm.testing import Case, Integers, Normal
 
 
@@ -14,29 +16,39 @@ def _case(
     width: int,
     positions: int | None = None,
     overshoot: int = 0,
+    skew: int = 1,
     large: bool = False,
 ) -> Case:
     inputs: dict[str, Normal | Integers] = {
-        "tokens": Integers(tokens, low=-overshoot, high=vocab + overshoot),
+        "tokens": Integers(tokens, low=-overshoot, high=vocab + overshoot, skew=skew),
         "token_table": Normal((vocab, width)),
     }
     if positions is not None:
         inputs["position_table"] = Normal((positions, width))
     size = math.prod(tokens) * width
     tables = (vocab + (positions or 0)) * width
-    # Forward: a row in and a row out a token. Backward: dout in, the tables' gradients out.
+    rows_read = _distinct(math.prod(tokens), vocab, skew) + (tokens[-1] if positions else 0)
+    # Forward: each row of a table that is read in, a row out a token. Backward: dout in, the
+    # tables' gradients out.
     return Case(
         "embed",
         name,
         inputs,
-        forward_elements=2 * size,
+        forward_elements=size + rows_read * width,
         backward_elements=size + tables,
         large=large,
     )
 
 
+def _distinct(tokens: int, vocab: int, skew: int) -> int:
+    """How many rows of the table so many tokens read, as a rule."""
+    share = np.diff(np.linspace(0, 1, vocab + 1) ** (1 / skew))  # of the tokens, by row
+    return round(float(np.sum(1 - (1 - share) ** tokens)))
+
+
 CASES = (
     _case("gpt2_124m", 64, 1024, vocab=50304, width=768, positions=1024, large=True),
+    _case("gpt2_124m_text", 64, 1024, vocab=50304, width=768, positions=1024, skew=4, large=True),
     _case("gpt2_1558m", 16, 1024, vocab=50304, width=1600, positions=1024, large=True),
     _case("llama3_8b", 2, 8192, vocab=128256, width=4096, large=True),
     _case("one_hot_token", 64, 1024, vocab=1, width=768, positions=1024, large=True),

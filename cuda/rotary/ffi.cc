@@ -1,0 +1,86 @@
+// FFI handlers of the rotary kernels: check the buffers, switch on their dtype, launch.
+#include "common/ffi.h"
+
+#include "handlers.h"
+#include "rotary/rope.h"
+
+namespace jaxllm {
+namespace {
+
+using Buffer = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+// The sizes of a call. The axes of the tables before the positions are the first ones of q:
+// jax.vmap gives every buffer a new leading axis, whether or not each sequence has its table.
+ffi::ErrorOr<RopeShape> shape_of(const Buffer& q, const Buffer& k, const Buffer& cos) {
+  const auto q_axes = q.dimensions(), k_axes = k.dimensions(), table_axes = cos.dimensions();
+  if (q_axes.size() < 3 || k_axes.size() != q_axes.size() || table_axes.size() < 2) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("q, k or cos has too few axes"));
+  }
+  RopeShape shape;
+  shape.length = q_axes[q_axes.size() - 3];
+  shape.q_heads = q_axes[q_axes.size() - 2];
+  shape.k_heads = k_axes[k_axes.size() - 2];
+  shape.width = q_axes.back();
+  shape.pairs = table_axes.back();
+  shape.sequences = shape.tables = 1;
+  for (size_t i = 0; i + 3 < q_axes.size(); ++i) shape.sequences *= q_axes[i];
+  for (size_t i = 0; i + 2 < table_axes.size(); ++i) shape.tables *= table_axes[i];
+  if (cos.element_type() != ffi::F32 || k.element_type() != q.element_type()) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("cos is not float32, or k not like q"));
+  }
+  if (shape.tables != 0 && shape.sequences % shape.tables != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("q and cos do not fit each other"));
+  }
+  return shape;
+}
+
+ffi::Error rotate(cudaStream_t stream, const Buffer& q, const Buffer& k, const Buffer& cos,
+                  const Buffer& sin, bool interleaved, bool inverse, Result& q_out, Result& k_out) {
+  const ffi::ErrorOr<RopeShape> shape = shape_of(q, k, cos);
+  if (shape.has_error()) return shape.error();
+  return dispatch_floating(q.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    return to_ffi_error(Rope<T>::rotate(stream, data<T>(q), data<T>(k), data<float>(cos),
+                                        data<float>(sin), data<T>(q_out), data<T>(k_out),
+                                        interleaved, inverse, *shape));
+  });
+}
+
+ffi::Error RopeForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer cos, Buffer sin,
+                           bool interleaved, Result q_out, Result k_out) {
+  return rotate(stream, q, k, cos, sin, interleaved, /*inverse=*/false, q_out, k_out);
+}
+
+ffi::Error RopeBackwardImpl(cudaStream_t stream, Buffer dq_out, Buffer dk_out, Buffer cos,
+                            Buffer sin, bool interleaved, Result dq, Result dk) {
+  return rotate(stream, dq_out, dk_out, cos, sin, interleaved, /*inverse=*/true, dq, dk);
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RopeForward, RopeForwardImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Buffer>()              // q
+                                  .Arg<Buffer>()              // k
+                                  .Arg<Buffer>()              // cos
+                                  .Arg<Buffer>()              // sin
+                                  .Attr<bool>("interleaved")  //
+                                  .Ret<Buffer>()              // q_out
+                                  .Ret<Buffer>(),             // k_out
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(RopeBackward, RopeBackwardImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Buffer>()              // dq_out
+                                  .Arg<Buffer>()              // dk_out
+                                  .Arg<Buffer>()              // cos
+                                  .Arg<Buffer>()              // sin
+                                  .Attr<bool>("interleaved")  //
+                                  .Ret<Buffer>()              // dq
+                                  .Ret<Buffer>(),             // dk
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxllm

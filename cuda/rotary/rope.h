@@ -1,0 +1,30 @@
+// Rotary position embeddings: pairs of columns turn by the angle of their position.
+//
+// T is the dtype of queries and keys; the tables are float32.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jaxllm {
+
+// The sizes of a call. The tables hold `length` rows for each of `tables` groups of sequences, so
+// sequence s reads group s / (sequences / tables).
+struct RopeShape {
+  int64_t sequences, length, tables;
+  int64_t q_heads, k_heads;
+  int64_t width;  // columns of a head
+  int64_t pairs;  // pairs of columns that turn; the columns from 2 * pairs on stay as they are
+};
+
+template <typename T>
+struct Rope {
+  // out_a = a * cos - b * sin and out_b = a * sin + b * cos, where the pair (a, b) is columns i and
+  // i + pairs, or 2 * i and 2 * i + 1 if `interleaved`. `inverse` turns by the negative angle.
+  static cudaError_t rotate(cudaStream_t stream, const T* q, const T* k, const float* cos,
+                            const float* sin, T* q_out, T* k_out, bool interleaved, bool inverse,
+                            const RopeShape& shape);
+};
+
+}  // namespace jaxllm

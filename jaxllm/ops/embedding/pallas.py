@@ -1,0 +1,204 @@
+"""Pallas-Triton embedding kernels.
+
+Rows are as wide as the next power of two, as Triton asks, with the columns past the end masked. The
+backward pass sorts the tokens, and a program adds up the rows of ``dout`` that belong to one row of
+the table, in the order of their places and in float32. So that no program has much to add on its
+own, runs of one token are added up in chunks before, by programs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_WIDTH = 65536
+_TILE = 2048  # elements that a forward program writes, unless one row is longer
+_SEARCHES = 256  # rows of the table that one program looks up among the sorted tokens
+_CHUNK = 64
+
+
+def embed_unsupported(tokens, token_table, position_table, *_) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if token_table.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"token_table has dtype {token_table.dtype}; the kernel takes {names}"
+    if token_table.shape[1] > _MAX_WIDTH:
+        return f"token_table has rows of {token_table.shape[1]}; the kernel takes {_MAX_WIDTH}"
+    if tokens.size >= 2**30:
+        return f"tokens has {tokens.size} elements; the kernel takes fewer than 2**30"
+    return None
+
+
+def embed_forward(tokens, token_table, position_table, *, interpret=False):
+    """Returns ``out``."""
+    width = token_table.shape[1]
+    result = jax.ShapeDtypeStruct((tokens.size, width), token_table.dtype)
+    if 0 in result.shape:
+        return jnp.zeros((*tokens.shape, width), token_table.dtype)
+    columns = pl.next_power_of_2(width)
+    tile = max(1, _TILE // columns)
+    out = pl.pallas_call(
+        functools.partial(_embed_forward_kernel, count=tokens.size, length=tokens.shape[-1]),
+        grid=(pl.cdiv(tokens.size, tile),),
+        in_specs=[
+            pl.BlockSpec((tile,), lambda i: (i,)),
+            pl.no_block_spec,
+            None if position_table is None else pl.no_block_spec,
+        ],
+        out_specs=pl.BlockSpec((tile, columns), lambda i: (i, 0)),
+        out_shape=result,
+        compiler_params=_parameters(tile * columns),
+        interpret=interpret,
+    )(tokens.reshape(-1), token_table, position_table)
+    return out.reshape(*tokens.shape, width)
+
+
+def embed_backward(tokens, token_table, position_table, dout, *, interpret=False):
+    """Returns ``(dtoken_table, dposition_table)``; of the tables only shape and dtype are used."""
+    dtoken_table = _sum_by_token(tokens.reshape(-1), token_table, dout, interpret)
+    if position_table is None:
+        return dtoken_table, None
+    dpositions = dout.astype(jnp.float32).sum(axis=tuple(range(dout.ndim - 2)))
+    unread = position_table.shape[0] - tokens.shape[-1]
+    dposition_table = jnp.pad(dpositions, ((0, unread), (0, 0)))
+    return dtoken_table, dposition_table.astype(position_table.dtype)
+
+
+def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: bool) -> Array:
+    count, (vocabulary, width) = tokens.size, token_table.shape
+    if count * width == 0:
+        return jnp.zeros_like(token_table)
+    rows = jnp.clip(tokens, 0, vocabulary - 1)
+    tokens, places = lax.sort((rows, lax.iota(jnp.int32, count)), num_keys=1, is_stable=True)
+    dout = dout.reshape(count, width)
+    columns = pl.next_power_of_2(width)
+    whole_row = pl.BlockSpec((None, columns), lambda i: (i, 0))
+
+    starts = pl.pallas_call(
+        functools.partial(_starts_kernel, vocabulary=vocabulary),
+        grid=(pl.cdiv(vocabulary + 1, _SEARCHES),),
+        in_specs=[pl.no_block_spec],
+        out_specs=pl.BlockSpec((_SEARCHES,), lambda i: (i,)),
+        out_shape=jax.ShapeDtypeStruct((vocabulary + 1,), jnp.int32),
+        compiler_params=_parameters(_SEARCHES),
+        interpret=interpret,
+    )(tokens)
+
+    partial = None
+    if chunks := count // _CHUNK:
+        partial = pl.pallas_call(
+            _chunk_sums_kernel,
+            grid=(chunks,),
+            in_specs=[pl.no_block_spec] * 3,
+            out_specs=whole_row,
+            out_shape=jax.ShapeDtypeStruct((chunks, width), jnp.float32),
+            compiler_params=_parameters(columns),
+            interpret=interpret,
+        )(tokens, places, dout)
+
+    return pl.pallas_call(
+        _embed_backward_kernel,
+        grid=(vocabulary,),
+        in_specs=[pl.no_block_spec] * 3 + [None if partial is None else pl.no_block_spec],
+        out_specs=whole_row,
+        out_shape=jax.ShapeDtypeStruct(token_table.shape, token_table.dtype),
+        compiler_params=_parameters(columns),
+        interpret=interpret,
+    )(starts, places, dout, partial)
+
+
+def _embed_forward_kernel(
+    tokens_ref, token_table_ref, position_table_ref, out_ref, *, count, length
+):
+    tile, columns = out_ref.shape
+    vocabulary, width = token_table_ref.shape
+    rows = pl.program_id(0) * tile + jnp.arange(tile)
+    tokens = plgpu.load(tokens_ref, mask=rows < count, other=0)
+    inside = (rows < count)[:, None] & (jnp.arange(columns) < width)
+
+    def read(table_ref, which):
+        return plgpu.load(table_ref.at[_grid(which, columns)], mask=inside, other=0.0)
+
+    out = read(token_table_ref, jnp.clip(tokens, 0, vocabulary - 1))
+    if position_table_ref is not None:
+        positions = read(position_table_ref, rows % length)
+        out = (out.astype(jnp.float32) + positions.astype(jnp.float32)).astype(out.dtype)
+    plgpu.store(out_ref, out, mask=inside)
+
+
+def _starts_kernel(tokens_ref, starts_ref, *, vocabulary):
+    """The first of the sorted tokens that is not below each row of the table."""
+    (count,) = tokens_ref.shape
+    row = pl.program_id(0) * starts_ref.shape[0] + jnp.arange(starts_ref.shape[0])
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        token = plgpu.load(tokens_ref.at[middle], mask=low < high, other=0)
+        below = (low < high) & (token < row)
+        return jnp.where(below, middle + 1, low), jnp.where(below, high, middle)
+
+    bounds = jnp.zeros_like(row), jnp.full_like(row, count)
+    low, _ = lax.fori_loop(0, count.bit_length(), halve, bounds)
+    plgpu.store(starts_ref, low, mask=row <= vocabulary)
+
+
+def _chunk_sums_kernel(tokens_ref, places_ref, dout_ref, out_ref):
+    """Adds up a chunk of the sorted places if its tokens are all one; zeros stand for others."""
+    first = pl.program_id(0) * _CHUNK
+    is_whole = tokens_ref[first] == tokens_ref[first + _CHUNK - 1]
+    end = jnp.where(is_whole, first + _CHUNK, first)
+    _store_row(out_ref, _add_rows(dout_ref, places_ref, first, end, _zeros(out_ref)), dout_ref)
+
+
+def _embed_backward_kernel(starts_ref, places_ref, dout_ref, partial_ref, out_ref):
+    """Places before the first whole chunk of a row, sums of chunks, places after the last."""
+    row = pl.program_id(0)
+    begin, end = starts_ref[row], starts_ref[row + 1]
+    first_chunk = (begin + _CHUNK - 1) // _CHUNK
+    last_chunk = jnp.maximum(end // _CHUNK, first_chunk)
+    head_end = jnp.minimum(first_chunk * _CHUNK, end)
+    tail = jnp.maximum(last_chunk * _CHUNK, head_end)
+    total = _add_rows(dout_ref, places_ref, begin, head_end, _zeros(out_ref))
+    if partial_ref is not None:
+        total = _add_rows(partial_ref, None, first_chunk, last_chunk, total)
+    total = _add_rows(dout_ref, places_ref, tail, end, total)
+    _store_row(out_ref, total, dout_ref)
+
+
+def _add_rows(rows_ref, places_ref, begin, end, total):
+    """Adds rows ``places[begin:end]``, or rows ``begin`` to ``end`` themselves, to ``total``."""
+    columns = jnp.arange(total.size)
+
+    def add(i, total):
+        place = i if places_ref is None else places_ref[i]
+        row = rows_ref.at[jnp.full_like(columns, place), columns]
+        mask = columns < rows_ref.shape[1]
+        return total + plgpu.load(row, mask=mask, other=0.0).astype(jnp.float32)
+
+    return lax.fori_loop(begin, end, add, total)
+
+
+def _zeros(out_ref):
+    return jnp.zeros(out_ref.shape, jnp.float32)
+
+
+def _store_row(out_ref, row, like_ref):
+    mask = jnp.arange(row.size) < like_ref.shape[1]
+    plgpu.store(out_ref, row.astype(out_ref.dtype), mask=mask)
+
+
+def _grid(rows: Array, columns: int) -> tuple[Array, ...]:
+    """The indices of every column of some rows."""
+    return tuple(jnp.meshgrid(rows, jnp.arange(columns), indexing="ij"))
+
+
+def _parameters(elements: int) -> plgpu.CompilerParams:
+    """The compiler parameters for a program that holds so many elements."""
+    return plgpu.CompilerParams(num_warps=min(max(elements // 512, 1), 16), num_stages=1)

@@ -1,0 +1,190 @@
+"""Rotary position embeddings: the rotation of queries and keys, and the tables of its angles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.rotary import cuda, pallas, reference
+
+ROPE = Op("rope", reference=reference, pallas=pallas, cuda=cuda)
+
+
+@typing.overload
+def rope(
+    q: Array, k: Array, cos: Array, sin: Array, *,
+    interleaved: bool = False, backend: Backend | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@typing.overload
+def rope(
+    q: Array, k: None, cos: Array, sin: Array, *,
+    interleaved: bool = False, backend: Backend | None = None,
+) -> Array: ...  # fmt: skip
+
+
+def rope(
+    q: Float[Array, "*B T N H"],
+    k: Float[Array, "*B T K H"] | None,
+    cos: Float[Array, "*#B T R"],
+    sin: Float[Array, "*#B T R"],
+    *,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]] | Float[Array, "*B T N H"]:
+    r"""Turns pairs of columns of each head by the angles of the head's position.
+
+    .. math::
+        out_a = x_a \cos - x_b \sin \qquad out_b = x_a \sin + x_b \cos
+
+    Queries and keys turn in one pass. With :math:`i` from 0 to R - 1, the i-th pair is columns
+    ``i`` and ``i + R`` (half-split, as in Hugging Face's models), or ``2i`` and ``2i + 1``
+    (interleaved, as in Meta's and llm.c's). The columns from 2R on stay as they are. The tables
+    are constants: their gradients are zero.
+
+    Args:
+        q: Queries; float32, bfloat16 or float16 for the kernels.
+        k: Keys, which may have fewer heads, in the dtype of ``q``; None to turn ``q`` alone.
+        cos: Cosines, one a pair, as :func:`rope_table` makes them: for each position (T, R), or
+            for each position of each sequence (\*B, T, R); float32 for the kernels.
+        sin: Sines, in the shape and dtype of ``cos``.
+        interleaved: Whether the columns of a pair are neighbours.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``q`` and ``k``, turned, in their shapes and dtypes; ``q`` alone where ``k`` is None.
+
+    Raises:
+        TypeError: An argument is not floating-point, or ``k`` differs from ``q``, or ``sin`` from
+            ``cos``, in dtype.
+        ValueError: ``q`` has fewer than three axes, ``k`` differs from it in another axis than the
+            heads, ``cos`` does not fit it, ``sin`` differs from ``cos`` in shape, or the backend is
+            unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Su et al., "RoFormer" (arXiv:2104.09864); llama3.cuda's ``apply_rope``.
+
+    Example:
+        >>> q, k = jnp.ones((2, 1024, 32, 128)), jnp.ones((2, 1024, 8, 128))
+        >>> cos, sin = jaxllm.ops.rope_table(jnp.arange(1024), 128, theta=500_000.0)
+        >>> q, k = jaxllm.ops.rope(q, k, cos, sin)
+    """
+    check_floating(q=q, cos=cos, sin=sin)
+    if q.ndim < 3:
+        raise ValueError(f"q has shape {q.shape}; it must be (*B, T, N, H)")
+    if k is not None:
+        _check_keys(q, k)
+    _check_tables(q, cos, sin)
+    return _rope(q, k, cos, sin, interleaved, resolve(backend))
+
+
+def _check_keys(q: Array, k: Array) -> None:
+    check_floating(k=k)
+    check_same_dtype("k", k, "q", q)
+    if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"k has shape {k.shape}; it must be that of q {q.shape} but for the number of heads, "
+            "the last axis but one"
+        )
+
+
+def _check_tables(q: Array, cos: Array, sin: Array) -> None:
+    if cos.ndim < 2 or cos.shape[:-1] not in (q.shape[-3:-2], q.shape[:-2]):
+        raise ValueError(
+            f"cos has shape {cos.shape}; with q {q.shape} it must be {(*q.shape[-3:-2], 'R')} "
+            f"or {(*q.shape[:-2], 'R')}"
+        )
+    if 2 * cos.shape[-1] > q.shape[-1]:
+        raise ValueError(
+            f"cos has shape {cos.shape}, {cos.shape[-1]} pairs of columns; q {q.shape} has heads "
+            f"of {q.shape[-1]} columns"
+        )
+    check_shape("sin", sin, cos.shape, "the shape of cos")
+    check_same_dtype("sin", sin, "cos", cos)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch the angles beyond the length that was first trained on.
+
+    Attributes:
+        factor: What slow frequencies are divided by.
+        low: A frequency that turns at most this often over ``original_length`` is slow.
+        high: One that turns at least this often stays as it is; those between are blended.
+        original_length: The positions of the first training.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original_length: int = 8192
+
+
+def rope_table(
+    positions: Integer[Array, "*P"],
+    head_dim: int,
+    *,
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "*P R"], Float[Array, "*P R"]]:
+    r"""The cosines and sines of the angles by which :func:`rope` turns.
+
+    .. math::
+        angle_{p,i} = p \cdot \theta^{-2i / head\_dim} \qquad 0 \le i < R = head\_dim / 2
+
+    Args:
+        positions: Positions, in any shape.
+        head_dim: The columns that turn, an even number: as a rule all of a head's.
+        theta: The base of the frequencies; 10,000 in Llama 2, 500,000 in Llama 3.
+        scaling: How to stretch slow frequencies; None to leave them.
+
+    Returns:
+        ``(cos, sin)``, float32, with a last axis of ``head_dim / 2``.
+
+    Raises:
+        TypeError: ``positions`` is not of an integer dtype.
+        ValueError: ``head_dim`` is odd.
+
+    Source: llama3.cuda's ``precompute_freqs_cis``; Hugging Face's ``rope_type`` "llama3".
+    """
+    check_integer(positions=positions)
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; it must be even, as columns turn in pairs")
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    if scaling is not None:
+        turns = scaling.original_length * frequencies / (2 * np.pi)
+        kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+    angles = positions[..., None].astype(jnp.float32) * frequencies.astype(np.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _rope(q, k, cos, sin, interleaved, backend):
+    return _rope_forward(q, k, cos, sin, interleaved, backend)[0]
+
+
+def _rope_forward(q, k, cos, sin, interleaved, backend):
+    turned = dispatch(ROPE, "forward", backend, q, k, cos, sin, interleaved=interleaved)
+    turned_q, turned_k = checkpoint_name(turned, "rope")
+    return turned_q if k is None else (turned_q, turned_k), (cos, sin)
+
+
+def _rope_backward(interleaved, backend, tables, cotangents):
+    dq, dk = cotangents if isinstance(cotangents, tuple) else (cotangents, None)
+    gradients = dispatch(ROPE, "backward", backend, dq, dk, *tables, interleaved=interleaved)
+    return *gradients, None, None
+
+
+_rope.defvjp(_rope_forward, _rope_backward)
