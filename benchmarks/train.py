@@ -133,7 +133,7 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
     from jaxllm.models import gpt2
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return gpt2.loss(params, tokens, labels, model)
+        return gpt2.loss(params, tokens, labels, model, unroll=True)
 
     optimizer = training.adamw(6e-4)
     state = training.init_state(gpt2.init(jax.random.key(0), model), optimizer)

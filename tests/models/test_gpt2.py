@@ -156,9 +156,12 @@ def test_a_token_has_no_influence_on_earlier_logits(params, batch):
     assert (before[:, 11:, : CONFIG.vocab_size] != after[:, 11:, : CONFIG.vocab_size]).any()
 
 
-def test_remat_gives_equal_gradients(params, batch):
+@pytest.mark.parametrize(
+    "options", [{"remat": True}, {"unroll": True}, {"remat": True, "unroll": True}], ids=str
+)
+def test_remat_and_unrolled_layers_give_equal_gradients(options, params, batch):
     _, plain = loss_and_gradients(params, *batch)
-    again = jax.jit(jax.grad(lambda p: loss(p, *batch, remat=True)))(params)
+    again = jax.jit(jax.grad(lambda p: loss(p, *batch, **options)))(params)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert error(b, a) <= 1e-6
 
@@ -169,6 +172,7 @@ def test_remat_runs_the_blocks_again(params, batch):
         return str(jax.make_jaxpr(gradient)(params)).count("tanh")
 
     assert forwards(remat=True) > forwards()
+    assert forwards(remat=True, unroll=True) > forwards(unroll=True)
 
 
 def test_padding_has_no_influence(params, batch):
