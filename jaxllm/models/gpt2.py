@@ -233,7 +233,8 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool, unro
 
 def _unstack(stacked: Any, layers: int) -> list[Any]:
     """The layers apart. The gradient of lax.split is one concatenation; that of an index would be
-    an array of all layers, padded with zeros, for each layer."""
+    an array of all layers, padded with zeros, for each layer.
+    """
     parts = jax.tree.map(lambda x: jax.lax.split(x, (1,) * layers), stacked)
     structure = jax.tree.structure(stacked)
     by_layer = zip(*structure.flatten_up_to(parts), strict=True)
@@ -246,8 +247,10 @@ def _block(
     """One block, from the residual stream and its normalization to the next of either."""
     attention, mlp = layer["attention"], layer["mlp"]
     B, T, D = x.shape
-    qkv = ops.linear(x, **attention["qkv"]).reshape(B, T, 3, config.heads, config.head_width)
-    x = ops.flash_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=True)
+    # The gradient of lax.split is one concatenation.
+    qkv = jax.lax.split(ops.linear(x, **attention["qkv"]), (D, D, D), axis=-1)
+    q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in qkv)
+    x = ops.flash_attention(q, k, v, causal=True)
     x = ops.linear(x.reshape(B, T, D), **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
     x = ops.linear(x, **mlp["up"], activation="gelu")

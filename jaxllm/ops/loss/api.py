@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -186,7 +187,7 @@ def linear_cross_entropy(
 def _chunk_rows(weight: Array, width: int) -> int:
     """Larger chunks make better products, and smaller ones need less memory."""
     most = max(320 * 2**20, weight.nbytes) // (width * weight.dtype.itemsize)
-    return most // 128 * 128 or most
+    return most // _TILE_ROWS * _TILE_ROWS or most
 
 
 def _accumulate_dtype(weight: Array) -> DTypeLike:
@@ -269,6 +270,9 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 # linear_cross_entropy
 
 
+_TILE_ROWS = 128
+
+
 class _Chunked(NamedTuple):
     """The static options of a call."""
 
@@ -297,26 +301,35 @@ def _contract(a: Array, a_axis: int, b: Array, b_axis: int, dtype: Any = None) -
 
 
 def _over_chunks(
-    step: Callable[[Array, Array, Array | int, Any], Any],
+    step: Callable[[Array, Array, Array, Any], Any],
     hidden: Array,
     labels: Array,
-    chunk_rows: int,
+    how: _Chunked,
     carry: Any,
 ) -> Any:
-    """Folds ``step(hidden, labels, first_row, carry)`` over chunks of rows.
+    """Folds ``step(hidden, labels, first_row, carry)`` over chunks of rows, all of one size.
 
-    A loop, and no sequence of chunks, which XLA might interleave: it holds the logits of one. The
-    last chunk, which may have fewer rows, stands behind it.
+    Where the rows are no multiple of it, the first two chunks overlap. The first ignores the rows
+    that they share, and the second writes over what it left there: a last chunk of another size
+    would stand behind the loop, and XLA would hold its logits beside the loop's.
     """
+    rows = len(labels)
+    if rows == 0:
+        return carry
+    chunks = math.ceil(rows / how.chunk_rows)
+    # As many chunks, but no larger than they must be; products like multiples of a tile.
+    size = min(rows, how.chunk_rows, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
+    shared = chunks * size - rows
 
-    def visit(first_row: Array | int, size: int, carry: Any) -> Any:
-        x, y = (lax.dynamic_slice_in_dim(rows, first_row, size) for rows in (hidden, labels))
+    def visit(i: Array, carry: Any) -> Any:
+        first_row = jnp.maximum(i * size - shared, 0)
+        x, y = (lax.dynamic_slice_in_dim(array, first_row, size) for array in (hidden, labels))
+        if shared:
+            is_shared = (i == 0) & (jnp.arange(size) >= size - shared)
+            y = jnp.where(is_shared, how.options[0], y)
         return step(x, y, first_row, carry)
 
-    chunks, rest = divmod(len(labels), chunk_rows)
-    if chunks:
-        carry = lax.fori_loop(0, chunks, lambda i, c: visit(i * chunk_rows, chunk_rows, c), carry)
-    return visit(chunks * chunk_rows, rest, carry) if rest else carry
+    return lax.fori_loop(0, chunks, visit, carry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -327,7 +340,7 @@ def _linear_cross_entropy(hidden, weight, labels, how):
 
     static = _static(how.options)
     factor = _factor(labels, hidden.dtype, how.reduction, how.options)
-    return factor * _over_chunks(step, hidden, labels, how.chunk_rows, jnp.zeros_like(factor))
+    return factor * _over_chunks(step, hidden, labels, how, jnp.zeros_like(factor))
 
 
 def _linear_cross_entropy_forward(hidden, weight, labels, how):
@@ -347,7 +360,7 @@ def _linear_cross_entropy_forward(hidden, weight, labels, how):
     now, later = _split(factor, hidden.dtype)
     sums = jnp.zeros(weight.shape, how.accumulate_dtype)
     carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
-    loss, *gradients = _over_chunks(step, hidden, labels, how.chunk_rows, carry)
+    loss, *gradients = _over_chunks(step, hidden, labels, how, carry)
     dhidden, dweight = checkpoint_name(tuple(gradients), "linear_cross_entropy")
     return factor * loss, (dhidden, dweight, later)
 
