@@ -17,23 +17,33 @@ ROOT = Path(__file__).resolve().parent.parent
 PROVENANCE = ("date", "commit", "gpu", "driver", "jax", "jaxlib", "torch", "cuda")
 
 
-def provenance() -> dict[str, str]:
-    """The machine and the versions of this run; starts JAX's backend."""
-    import jax
-    from jax.extend.backend import get_backend
+def provenance(device: tuple[str, str] | None = None) -> dict[str, str]:
+    """The machine and the versions of this run.
 
-    cuda = re.search(r"cuda (\d+)", get_backend().platform_version.lower())
+    Args:
+        device: The GPU's name and the version of CUDA; None asks JAX, and so starts its backend.
+    """
+    gpu, cuda = device or _jax_device()
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
-        "gpu": jax.devices()[0].device_kind,
+        "gpu": gpu,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": _version("jax"),
         "jaxlib": _version("jaxlib"),
         "torch": _version("torch"),
-        # 13000 is 13.0.
-        "cuda": f"{int(cuda[1]) // 1000}.{int(cuda[1]) % 1000 // 10}" if cuda else "",
+        "cuda": cuda,
     }
+
+
+def _jax_device() -> tuple[str, str]:
+    import jax
+    from jax.extend.backend import get_backend
+
+    cuda = re.search(r"cuda (\d+)", get_backend().platform_version.lower())
+    # 13000 is 13.0.
+    version = f"{int(cuda[1]) // 1000}.{int(cuda[1]) % 1000 // 10}" if cuda else ""
+    return jax.devices()[0].device_kind, version
 
 
 def commit() -> str:

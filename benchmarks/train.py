@@ -1,4 +1,4 @@
-"""One training step of GPT-2: ours beside plain JAX, in one run on one GPU.
+"""One training step of GPT-2: ours beside plain JAX and torch, in one run on one GPU.
 
 ``python -m benchmarks.train`` times each implementation in a process of its own, one after another,
 prints a table and appends its rows to ``benchmarks/results/<gpu>_train.csv``.
@@ -17,14 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
-IMPLEMENTATIONS = ("plain", "plain_unrolled", "jaxllm")
+IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
 COLUMNS = (
     *PROVENANCE,
     *("model", "batch_size", "seq_len", "implementation", "backend", "dtype"),
@@ -36,20 +36,25 @@ _WARM_UP = 3
 _BATCHES = 4  # batches on the device, in turn, so that no step waits for the host
 _PROFILED = 3
 _REPORT = "TRAIN-REPORT "
+_EXCEPTION = r"[\w.]+(Error|Exception|Failed|Unsupported)\b"  # the last two are torch's
 
 
 # Kernels by what they do
 
 
-# The first pattern that is found in a kernel's name counts.
+# The first pattern that is found in a kernel's name counts. Our CUDA kernels lie in our namespace,
+# which shows in a mangled name too. A Pallas kernel's name is that of its function alone.
 _OURS = "ours"
 _CATEGORIES = (
-    (_OURS, r"jaxllm"),
+    (_OURS, r"\bjaxllm::|6jaxllm"),
     ("GEMM", r"cublas|cutlass(?!.*(fmha|sdpa|flash))|gemm|nvjet|xmma|splitk"),
     ("attention", r"cudnn|fmha|sdpa|flash_(f|b)prop"),
-    (_OURS, r"_(forward|backward)\b|_kernel(\b|_)"),
-    ("copies and fills", r"^(memcpy|memset)"),
-    ("XLA", r"fusion|^(wrapped|loop|input|triton|copy|transpose|broadcast|concatenate)_?"),
+    (_OURS, r"^\w+_(forward|backward|kernel)(_+\d+)*$"),
+    ("copies and fills", r"^(memcpy|memset)|^(wrapped_|loop_)?copy(_fusion)?(_\d+)*$"),
+    (
+        "XLA fusions",
+        r"fusion|^(wrapped|loop|input|triton|copy|transpose|broadcast|concatenate)_?",
+    ),
 )
 
 
@@ -64,20 +69,24 @@ def breakdown(events: Sequence[timing.Event], steps: int, top: int = 25) -> str:
     times: dict[str, float] = collections.defaultdict(float)
     groups: dict[str, float] = collections.defaultdict(float)
     counts = collections.Counter(event.name for event in events)
+    launches = collections.Counter(category(event.name) for event in events)
     for event in events:
         milliseconds = event.duration_ns / 1e6 / steps
         times[event.name] += milliseconds
         groups[category(event.name)] += milliseconds
     total = sum(groups.values())
-    by_group = [(name, f"{t:.3f}", f"{t / total:.1%}", "") for name, t in _longest(groups)]
-    by_group.append(("all", f"{total:.3f}", "", ""))
+    by_group = [
+        (name, f"{t:.3f}", f"{t / total:.1%}", f"{launches[name] / steps:g}", "")
+        for name, t in _longest(groups)
+    ]
+    by_group.append(("all", f"{total:.3f}", "", f"{len(events) / steps:g}", ""))
     by_kernel = [
         (category(name), f"{t:.3f}", f"{counts[name] / steps:g}", name[:110])
         for name, t in _longest(times)[:top]
     ]
     return "\n\n".join(
         (
-            format_table(("category", "ms a step", "share", ""), by_group),
+            format_table(("category", "ms a step", "share", "launches", ""), by_group),
             format_table(("category", "ms a step", "launches", "kernel"), by_kernel),
         )
     )
@@ -88,6 +97,20 @@ def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
 
 
 # One implementation, in a process of its own
+
+
+class _Trainer(NamedTuple):
+    """An implementation with its state and its batches.
+
+    Attributes:
+        run: Takes that many steps, waits for the device, and returns the last loss.
+        peak_bytes: The highest use of memory so far, where the allocator knows it.
+        origin: The provenance of its rows.
+    """
+
+    run: Callable[[int], Any]
+    peak_bytes: Callable[[], int | None]
+    origin: dict[str, str]
 
 
 def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -158,17 +181,11 @@ def _model(options: argparse.Namespace) -> Any:
     return dataclasses.replace(preset, max_seq_len=max(preset.max_seq_len, options.seq_len))
 
 
-def work(options: argparse.Namespace) -> dict[str, Any]:
-    """Times one implementation; the fields of its row."""
+def _jax_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
     import jax
     import jax.numpy as jnp
 
-    import jaxllm
-    from jaxllm import training
-    from jaxllm.models import gpt2
-
     ours = options.worker == "jaxllm"
-    model = _model(options)
     state, step = (_jaxllm if ours else _plain)(options, model)
     # The library's step takes microbatches on a leading axis.
     leading = (1,) if ours else ()
@@ -176,48 +193,102 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         tuple(jnp.asarray(part.reshape(*leading, *part.shape)) for part in batch)
         for batch in _batches(options, model.vocab_size)
     ]
-    value = None
 
-    def run(steps: int) -> None:
-        nonlocal state, value
+    def run(steps: int) -> Any:
+        nonlocal state
+        value = None
         for i in range(steps):
             state, value = step(state, *batches[i % len(batches)])
         jax.block_until_ready((state, value))
+        return value
 
+    def peak_bytes() -> int | None:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+    return _Trainer(run, peak_bytes, provenance())
+
+
+def _torch_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
+    import torch
+
+    from benchmarks import torch_gpt2
+
+    on_gpu = torch.cuda.is_available()
+    config = torch_gpt2.Config(
+        layers=model.layers,
+        heads=model.heads,
+        width=model.width,
+        max_seq_len=model.max_seq_len,
+        vocab_size=model.padded_vocab_size,
+        dtype=options.dtype,
+        # A smoke test's shapes are tiny, and it need not wait for a C++ compiler.
+        fused_attention=not options.smoke,
+        compiler="aot_eager" if options.smoke else "inductor",
+    )
+    device = "cuda" if on_gpu else "cpu"
+    _, step = torch_gpt2.make_step(config, device)
+    batches = [
+        tuple(torch.tensor(part, dtype=torch.int64, device=device) for part in batch)
+        for batch in _batches(options, model.vocab_size)
+    ]
+
+    def run(steps: int) -> Any:
+        value = None
+        for i in range(steps):
+            value = step(*batches[i % len(batches)])
+        if on_gpu:
+            torch.cuda.synchronize()
+        return value
+
+    def peak_bytes() -> int | None:
+        return torch.cuda.max_memory_allocated() if on_gpu else None
+
+    # JAX must not start here: it would take most of the memory.
+    gpu = torch.cuda.get_device_name() if on_gpu else "cpu"
+    return _Trainer(run, peak_bytes, provenance((gpu, torch.version.cuda or "")))
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Times one implementation; the fields of its row."""
+    import jaxllm
+    from jaxllm import training
+    from jaxllm.models import gpt2
+
+    in_torch = options.worker == "torch_compile"
+    model = _model(options)
+    trainer = (_torch_trainer if in_torch else _jax_trainer)(options, model)
     # The library's step takes its backend from what surrounds it; plain JAX has none.
     with jaxllm.use_backend(options.backend):
         start = time.perf_counter()
-        run(1)
+        trainer.run(1)
         print(f"first step: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-        run(_WARM_UP - 1)
+        value = trainer.run(_WARM_UP - 1)
         seconds = []
         for _ in range(_GROUPS):
             start = time.perf_counter()
-            run(options.steps)
+            value = trainer.run(options.steps)
             seconds.append((time.perf_counter() - start) / options.steps)
         # Read before the profiled steps: XLA may run those without command buffers.
-        memory = jax.local_devices()[0].memory_stats() or {}
+        peak = trainer.peak_bytes()
         table = ""
-        if options.profile:
+        if options.profile and not in_torch:
             try:
-                events = timing.record_jax(lambda: run(_PROFILED))
+                events = timing.record_jax(lambda: trainer.run(_PROFILED))
                 busy = timing.busy_ns(events) / 1e6 / _PROFILED
                 table = f"device busy {busy:.3f} ms a step\n\n{breakdown(events, _PROFILED)}"
             except timing.NoKernelsError as error:
                 table = f"no profile: {error}"
-    origin = provenance()
     median = float(np.median(seconds))
     tokens = options.batch_size * options.seq_len
     flops = tokens * gpt2.flops_per_token(model, options.seq_len)
-    mfu = training.model_flops_utilization(flops, median, origin["gpu"])
-    peak = memory.get("peak_bytes_in_use")
+    mfu = training.model_flops_utilization(flops, median, trainer.origin["gpu"])
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
-    row = origin | {
+    row = trainer.origin | {
         "step_ms": f"{median * 1e3:.3f}",
         "tokens_per_s": f"{tokens / median:.0f}",
         "mfu": "" if mfu is None else f"{mfu:.4f}",
         "peak_gib": "" if peak is None else f"{peak / 2**30:.2f}",
-        "loss": f"{float(value):.4f}",  # type: ignore[arg-type]
+        "loss": f"{float(value):.4f}",
         "timer": "wall",
         "note": spread,
     }
@@ -255,7 +326,7 @@ def run_worker(implementation: str, options: argparse.Namespace) -> dict[str, An
             return json.loads(line.removeprefix(_REPORT))
     print("\n".join([f"{implementation}: {status}", *log[-20:]]), file=sys.stderr)
     # An exception's last lines may be a footnote; its own begins with its type.
-    error = next((x for x in reversed(log) if re.match(r"[\w.]+(Error|Exception)\b", x)), "")
+    error = next((x for x in reversed(log) if re.match(_EXCEPTION, x)), "")
     return {"row": {"note": "; ".join(filter(None, (status, error)))[:200]}, "profile": ""}
 
 
@@ -274,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="holds train_*.bin; random tokens by default"
     )
-    parser.add_argument("--profile", action="store_true", help="print the time by kernel")
+    parser.add_argument("--profile", action="store_true", help="print the time by kernel, for JAX")
     parser.add_argument(
         "--timeout", type=float, default=280, help="seconds for each implementation"
     )
