@@ -19,6 +19,7 @@ def _attention(
     kv_heads: int | None = None,
     std: float = 1.0,
     large: bool = False,
+    timed_only: bool = False,
     **static: Any,
 ) -> Case:
     keys, kv_heads = length if keys is None else keys, kv_heads or heads
@@ -37,6 +38,7 @@ def _attention(
         forward_flops=2 * products,
         backward_flops=5 * products,
         large=large,
+        timed_only=timed_only,
     )
 
 
@@ -83,9 +85,14 @@ def _repeat_kv(name: str, *shape: int, groups: int, large: bool = False) -> Case
 CASES = (
     _attention("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
     _attention("gpt2_1558m", 8, 1024, 25, 64, causal=True, large=True),
-    _attention("llama3_8b", 1, 8192, 32, 128, kv_heads=8, causal=True, large=True),
+    # The definition holds all scores: shorter sequences are compared.
+    _attention("llama3_8b", 1, 8192, 32, 128, kv_heads=8, causal=True, large=True, timed_only=True),
+    _attention("llama3_8b_short", 1, 2048, 32, 128, kv_heads=8, causal=True, large=True),
     _attention("bidirectional", 8, 2048, 16, 64, large=True),
-    _attention("long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True),
+    _attention(
+        "long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True, timed_only=True
+    ),
+    _attention("window", 1, 4096, 4, 128, causal=True, window=1024, large=True),
     _attention("causal", 2, 7, 3, 8, causal=True),
     _attention("odd_head_width", 2, 7, 3, 5, causal=True),
     _attention("grouped", 1, 9, 6, 8, kv_heads=2, causal=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jaxllm.testing import Case, Integers, Normal
 
@@ -13,6 +14,7 @@ def _case(
     std: float = 1.0,
     overshoot: int = 1,
     large: bool = False,
+    timed_only: bool = False,
     **static: int | float | str,
 ) -> Case:
     vocab = int(static.get("vocab_size", shape[-1]))
@@ -31,6 +33,7 @@ def _case(
         gradient_elements=2 * size,
         donated=("logits",),
         large=large,
+        timed_only=timed_only,
     )
 
 
@@ -40,6 +43,7 @@ def _linear_case(
     vocab: int,
     overshoot: int = 1,
     large: bool = False,
+    timed_only: bool = False,
     **static: int | float | str,
 ) -> Case:
     matrix = (shape[-1], vocab)
@@ -65,12 +69,18 @@ def _linear_case(
         forward_flops=products,
         gradient_flops=3 * products,
         large=large,
+        timed_only=timed_only,
     )
 
 
+_GPT2_HEAD: dict[str, Any] = {"vocab": 50304, "vocab_size": 50257, "transpose_weight": True}
+
 CASES = (
-    _case("gpt2_124m", 32768, 50304, vocab_size=50257, large=True),
-    _case("llama3_1b", 16384, 128256, large=True),
+    # The definition in float32 would take tens of GiB: fewer rows are compared.
+    _case("gpt2_124m", 32768, 50304, vocab_size=50257, large=True, timed_only=True),
+    _case("gpt2_124m_fewer_rows", 4096, 50304, vocab_size=50257, large=True),
+    _case("llama3_1b", 16384, 128256, large=True, timed_only=True),
+    _case("llama3_1b_fewer_rows", 2000, 128256, large=True),
     _case("odd_vocabulary_large", 5003, 50257, label_smoothing=0.1, z_loss=1e-4, large=True),
     _case("padded", 2, 3, 128, vocab_size=101),
     _case("smoothed", 9, 77, label_smoothing=0.1),
@@ -84,10 +94,10 @@ CASES = (
     _case("one_column", 6, 1),
     _case("one_row", 40),
     _case("no_rows", 0, 128),
-    _linear_case(
-        "gpt2_124m", 32768, 768, vocab=50304, transpose_weight=True, vocab_size=50257, large=True
-    ),
-    _linear_case("llama3_1b", 16384, 2048, vocab=128256, large=True),
+    _linear_case("gpt2_124m", 32768, 768, **_GPT2_HEAD, large=True, timed_only=True),
+    _linear_case("gpt2_124m_fewer_rows", 5000, 768, **_GPT2_HEAD, large=True),
+    _linear_case("llama3_1b", 16384, 2048, vocab=128256, large=True, timed_only=True),
+    _linear_case("llama3_1b_fewer_rows", 3000, 2048, vocab=128256, large=True),
     _linear_case("tied", 2, 9, 16, vocab=128, transpose_weight=True, vocab_size=101, chunk_rows=8),
     _linear_case("chunks_that_do_not_divide", 21, 12, vocab=77, chunk_rows=6),
     _linear_case("one_chunk", 13, 12, vocab=77, label_smoothing=0.1, z_loss=1e-2, reduction="sum"),
