@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "common/launch.h"
-#include "common/unit.cuh"
 #include "common/reduce.cuh"
+#include "common/unit.cuh"
 #include "embedding/embed.h"
 #include "embedding/group_tokens.cuh"
 
