@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.convert.huggingface import config_to_dict, from_state_dict, to_state_dict
 from jaxllm.models import llama3
 from jaxllm.models.blocks import SAVE_PRODUCTS
 from jaxllm.ops import RopeScaling
@@ -63,6 +64,65 @@ def loss(params, tokens, labels, **options):
 
 logits_of = jax.jit(lambda params, tokens: llama3.forward(params, tokens, CONFIG))
 loss_and_gradients = jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize("direction", ["from_state_dict", "to_state_dict"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_heads": 1},
+        {"kv_heads": 2},
+        {"kv_heads": 8},
+        {"kv_heads": 2, "tied_head": True},
+        {"kv_heads": 2, "rope_scaling": None},
+    ],
+    ids=str,
+)
+def test_logits_loss_and_every_gradient_agree_with_huggingface(
+    huggingface, changed, batch, direction
+):
+    torch, transformers = huggingface
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, heads=8, norm_eps=1e-3, **changed)
+    theirs = transformers.LlamaConfig(**config_to_dict(config), attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(theirs).float()
+    if direction == "to_state_dict":
+        params = noisy(config)
+        ours = to_state_dict(params, config)
+        model.load_state_dict({name: torch.from_numpy(array) for name, array in ours.items()})
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        state_dict = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+        params = from_state_dict(state_dict, config)
+
+    tokens, labels = batch
+    logits = model(torch.from_numpy(np.array(tokens)).long()).logits
+    expected_loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(np.array(labels)).long().flatten(), ignore_index=-1
+    )
+    expected_loss.backward()
+
+    ours = jax.jit(lambda p: llama3.forward(p, tokens, config))(params)
+    assert error(ours[..., : config.vocab_size], logits.detach().numpy()) <= 1e-4
+    gradient = jax.jit(jax.value_and_grad(lambda p: llama3.loss(p, tokens, labels, config)))
+    value, gradients = gradient(params)
+    assert error(value, expected_loss.item()) <= 1e-4
+    gradients = to_state_dict(gradients, config)
+    compared = 0
+    for name, parameter in model.named_parameters():
+        found = error(gradients[name], parameter.grad.numpy())
+        assert found <= 1e-4, f"{name}: {found:.3g}"
+        compared += 1
+    assert compared == 2 + 9 * config.layers + (not config.tied_head)
+
+
+def test_scaled_positions_make_a_difference(params, batch):
+    """The comparison above would otherwise say nothing of the scaling."""
+    plain = dataclasses.replace(CONFIG, rope_scaling=None)
+    difference = error(logits_of(params, batch[0]), llama3.forward(params, batch[0], plain))
+    assert difference > 1e-2
 
 
 # As Hugging Face and Meta publish them.
