@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -293,3 +294,9 @@ def test_transformers_reads_what_we_write(request, name, all_params, tmp_path):
     params, config = huggingface.load(tmp_path / "theirs")
     assert config == NAMES[name]
     assert_equal(params, all_params[name])
+
+
+def test_safetensors_that_are_missing_are_named(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r'package safetensors: pip install "jaxllm\[convert\]"'):
+        huggingface.load(saved / "whole")
