@@ -1,15 +1,15 @@
 r"""Pallas-Triton kernels of flash attention, forward and backward.
 
-A program takes a block of queries and walks over blocks of the keys that they see, or the other way
-round, so that no more than one block of scores exists at a time. The forward keeps the largest score
-of each query so far, the sum of the exponentials and that of the values, and scales both sums down
-whenever the largest grows. The backward computes the scores again from ``lse``: one kernel takes
-blocks of keys, for dk and dv, and adds up the query heads of the group one after the other; one
-takes blocks of queries, for dq. There are no atomics: the gradients repeat bit for bit.
+A program takes a block of queries and walks over blocks of the keys that they see, or the other
+way round, so that no more than one block of scores exists at a time. The forward keeps the largest
+score of each query so far, the sum of the exponentials and that of the values, and scales both sums
+down whenever the largest grows. The backward computes the scores again from ``lse``: one kernel
+takes blocks of keys, for dk and dv, and adds up the query heads of the group one after the other;
+one takes blocks of queries, for dq. There are no atomics: the gradients repeat bit for bit.
 
-Where no pair of a block is hidden, no mask is computed: the blocks that a program visits are those at
-the edges of what the mask lets through, and those between. Exponentials are powers of two, with
-log2(e) in the factor that holds the scale.
+Blocks that the mask hides are not visited, and those that it lets through as a whole, between the
+ones at the edges, have no mask computed. Exponentials are powers of two, with log2(e) in the factor
+that holds the scale.
 
 Heads stay where they are: q, (B, T, N, H), is read as (B, T, N*H), and a block is some of the rows
 and the columns of one head. Triton's blocks have powers of two on a side, and its products ask for
@@ -57,9 +57,9 @@ class Tiles:
     backward_queries: Tile
 
 
-# By the head width, rounded up. Sums of the size of a block of queries or keys live in registers, one
-# in the forward and the backward over queries, two in the backward over keys: these are the largest
-# tiles that ptxas compiles for sm_90a with next to no spills, and not yet the fastest of many.
+# By the head width, rounded up. Sums of the size of a block of queries or keys live in registers,
+# one in the forward and the backward over queries, two in the backward over keys: these are tiles
+# that ptxas compiles for sm_90a with few spills or none. They have not been timed yet.
 _HALF_TILES = {
     64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
     128: Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2)),
@@ -159,7 +159,7 @@ class _Problem:
     interpret: bool
 
     @classmethod
-    def of(cls, q: Array, k: Array, causal, scale, window, softcap, interpret) -> _Problem:
+    def of(cls, q, k, causal, scale, window, softcap, interpret) -> _Problem:
         (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
         back = None if window is None else window - 1
         ahead = 0 if causal else back
@@ -220,8 +220,8 @@ class _Problem:
         return y
 
 
-# The kernels. A ref is all of one batch entry: rows are queries or keys, columns those of all heads,
-# and lse and delta hold the queries of one head after those of another.
+# The kernels. A ref is all of one batch entry: rows are queries or keys, columns those of all
+# heads; lse and delta hold the queries of one head after those of another.
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, segments, out_ref, lse_ref, *, problem, tile):
@@ -442,14 +442,14 @@ def _within_segments(bounds: _Bounds, segments, block) -> _Bounds:
     return dataclasses.replace(bounds, start=start, stop=stop)
 
 
-def _walk(visit, bounds: _Bounds, size: int, length: int, carry):
+def _walk(visit, bounds: _Bounds, size: int, length: int, carry, loop=lax.fori_loop):
     """Calls ``visit(rows, carry, edge)`` for each block of rows within the bounds, in order."""
 
     def over(start, stop, edge, carry):
         def visit_block(i, carry):
             return visit(_Rows(i * size, size, length, edge), carry, edge)
 
-        return lax.fori_loop(start, stop, visit_block, carry)
+        return loop(start, stop, visit_block, carry)
 
     # The edges of a few blocks may meet, and leave none whole.
     start, stop = bounds.start, bounds.stop
@@ -488,8 +488,8 @@ def _segments_of_keys(segment_ids, tile: Tile):
 def _shared_range(mine: Array, size: int, theirs: Array, their_size: int) -> tuple[Array, Array]:
     """For each of my blocks the first of theirs that may share a segment, and the end of them.
 
-    Blocks whose segments lie apart as intervals share none. That finds all of them where segments are
-    numbered in order, as packed documents are; elsewhere some are visited in vain.
+    Blocks whose segments lie apart as intervals share none. That finds all of them where segments
+    are numbered in order, as packed documents are; elsewhere some are visited in vain.
     """
     (low, high), (their_low, their_high) = _extrema(mine, size), _extrema(theirs, their_size)
     meet = low[:, :, None] <= their_high[:, None, :]
@@ -532,7 +532,7 @@ def _head_block(ref, rows: _Rows, head, problem: _Problem):
     mask = rows.mask()
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None], (rows.size, width))
-    if H != width:
+    if width != H:
         columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32) < H, (rows.size, width))
         mask = columns if mask is None else mask & columns
     return ref.at[pl.ds(rows.start, rows.size), pl.ds(head * H, width)], mask
