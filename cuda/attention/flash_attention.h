@@ -54,13 +54,13 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
-// T is float, __nv_bfloat16 or __half. Any sizes, of zero too, up to the two limits above. Widths
-// above 128 want 136 KiB of shared memory for the backward; cudaErrorInvalidValue where a block
-// cannot have it, as on the smaller GPUs.
+// T is float, __nv_bfloat16 or __half. Any sizes, of zero too, up to the two limits above, but at
+// least one head. cudaErrorInvalidValue for others; and in the backward of bfloat16 and float16 of
+// heads wider than 128 where a block cannot have 133 KiB of shared memory, as on the smaller GPUs.
 template <typename T>
 struct FlashAttention {
-  // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros and
-  // -infinity where it sees none.
+  // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros
+  // and -infinity where it sees none.
   static cudaError_t forward(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
                              HeadRows<const T> v, const FlashShape& shape,
                              const FlashOptions& options, HeadRows<T> out, float* lse);

@@ -1,5 +1,4 @@
 #include "attention/flash_backward_mma.cuh"
-
 #include "attention/flash_prepare.h"
 
 namespace jaxllm::attention {
@@ -16,8 +15,7 @@ cudaError_t launch(cudaStream_t stream, const BackwardArguments<T>& arguments, i
 }
 
 template <int kWidth, typename T>
-cudaError_t launch_both(cudaStream_t stream, const BackwardArguments<T>& arguments,
-                        int64_t batch) {
+cudaError_t launch_both(cudaStream_t stream, const BackwardArguments<T>& arguments, int64_t batch) {
   JAXLLM_RETURN_IF_ERROR((launch<BackwardTiles<Rows::kKeys, kWidth>>(stream, arguments, batch)));
   return launch<BackwardTiles<Rows::kQueries, kWidth>>(stream, arguments, batch);
 }
@@ -32,11 +30,10 @@ cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q
                                         HeadRows<const T> k, HeadRows<const T> v,
                                         HeadRows<const T> out, const float* lse,
                                         HeadRows<const T> dout, const FlashShape& shape,
-                                        const FlashOptions& options, HeadRows<T> dq,
-                                        HeadRows<T> dk, HeadRows<T> dv, float* delta) {
+                                        const FlashOptions& options, HeadRows<T> dq, HeadRows<T> dk,
+                                        HeadRows<T> dv, float* delta) {
   using namespace attention;
   if (!is_supported(shape)) return cudaErrorInvalidValue;
-  if (shape.batch * shape.heads == 0) return cudaSuccess;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
   JAXLLM_RETURN_IF_ERROR(find_delta<T>(stream, out, dout, shape, delta));
   BackwardArguments<T> arguments{q, k, v, dout, lse, delta, dq, dk, dv};

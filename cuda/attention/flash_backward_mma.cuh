@@ -1,11 +1,11 @@
 // The backward of flash attention on tensor cores by mma.sync, without atomics.
 //
 // One kernel, for two sets of results. A block owns a tile of queries and sums up dq over the tiles
-// of keys; or it owns a tile of keys and sums up dk and dv over the tiles of queries, of every query
-// head that shares the key head. Either computes the scores and their gradients anew, with its own
-// rows as the rows of the products and the other side's as the columns, so that neither has to pass
-// through shared memory: with (own1, own2) and (other1, other2) being (q, dout) and (k, v), or (k, v)
-// and (q, dout),
+// of keys; or it owns a tile of keys and sums up dk and dv over the tiles of queries, of every
+// query head that shares the key head. Either computes the scores and their gradients anew, with
+// its own rows as the rows of the products and the other side's as the columns, so that neither has
+// to pass through shared memory: with (own1, own2) and (other1, other2) being (q, dout) and (k, v),
+// or (k, v) and (q, dout),
 //
 //   x = own1 other1^T   dx = own2 other2^T   sum1 += da other1   sum2 += p other2
 #pragma once
@@ -58,8 +58,7 @@ __device__ __forceinline__ float negative_lse(float lse) {
 }
 
 // The weight of a product and, where there is a softcap, the scores' derivative by it.
-__device__ __forceinline__ float weight_of(float product, const Scores& scores,
-                                           float minus_lse) {
+__device__ __forceinline__ float weight_of(float product, const Scores& scores, float minus_lse) {
   if (scores.cap == 0.0f) return exp2_fast(fmaf(product, scores.factor, minus_lse));
   return exp2_fast(fmaf(tanh_fast(product * scores.factor), scores.cap, minus_lse));
 }
@@ -224,9 +223,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
           for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              da[m][n][2 * h + c] *=
-                  softcap_derivative(p[m][n][2 * h + c], arguments.scores,
-                                     kOwnsKeys ? of_column : row_lse[m][h]);
+              da[m][n][2 * h + c] *= softcap_derivative(p[m][n][2 * h + c], arguments.scores,
+                                                        kOwnsKeys ? of_column : row_lse[m][h]);
             }
           }
         }

@@ -1,5 +1,5 @@
-// What the kernels of flash attention share, whatever they multiply with: what a block works on, and
-// how it is launched.
+// What the kernels of flash attention share, whatever they multiply with: what a block works on,
+// and how it is launched.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ namespace jaxllm::attention {
 inline bool is_supported(const FlashShape& shape) {
   return shape.width <= kFlashMaxWidth && shape.queries <= kFlashMaxLength &&
          shape.keys <= kFlashMaxLength && shape.batch <= INT_MAX && shape.heads <= INT_MAX &&
-         (shape.heads == 0 || (shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0));
+         shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0;
 }
 
 // The rows of one head of one sequence.
@@ -26,8 +26,8 @@ __device__ T* head_of(const HeadRows<T>& rows, int b, int length, int head, int 
   return rows.data + int64_t{b} * length * rows.row_stride + int64_t{head} * width;
 }
 
-// Where a block stands in a grid of `tiles` for each head of each sequence. The heads of a tile come
-// first, since they share what they read, then the sequence's other tiles.
+// Where a block stands in a grid of `tiles` for each head of each sequence. The heads of a tile
+// come first, since they share what they read, then the sequence's other tiles.
 struct Place {
   int b, tile, head;
 

@@ -42,8 +42,7 @@ __device__ void load_tile(float* tile, const float* head, int64_t row_stride, in
   for (int index = threadIdx.x; index < Tiles::kRows * Tiles::kWidth; index += Tiles::kThreads) {
     const int row = index / Tiles::kWidth, column = index % Tiles::kWidth;
     const bool valid = first + row < rows && column < width;
-    tile[row * Tiles::kStride + column] =
-        valid ? head[(first + row) * row_stride + column] : 0.0f;
+    tile[row * Tiles::kStride + column] = valid ? head[(first + row) * row_stride + column] : 0.0f;
   }
 }
 
@@ -162,8 +161,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   }
   if (query >= queries) return;
   float* target = head_of(arguments.out, b, queries, head, width);
-  store_row<Tiles>(out, sum == 0.0f ? 0.0f : 1.0f / sum,
-                   target + query * arguments.out.row_stride, width);
+  store_row<Tiles>(out, sum == 0.0f ? 0.0f : 1.0f / sum, target + query * arguments.out.row_stride,
+                   width);
   if (lane == 0) {
     arguments.new_lse[(int64_t{b} * arguments.heads + head) * queries + query] =
         maximum + logf(sum);
@@ -245,10 +244,9 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   }
   if (first + row >= own_rows) return;
   const auto store = [&](const HeadRows<float>& target, auto& sums, float factor) {
-    store_row<Tiles>(sums, factor,
-                     head_of(target, b, own_rows, own_head, width) +
-                         (first + row) * target.row_stride,
-                     width);
+    store_row<Tiles>(
+        sums, factor,
+        head_of(target, b, own_rows, own_head, width) + (first + row) * target.row_stride, width);
   };
   store(kOwnsKeys ? arguments.dk : arguments.dq, sum1, arguments.scale);
   if constexpr (kOwnsKeys) store(arguments.dv, sum2, 1.0f);
@@ -295,7 +293,6 @@ cudaError_t FlashAttention<float>::forward(cudaStream_t stream, HeadRows<const f
                                            HeadRows<float> out, float* lse) {
   using namespace attention;
   if (!is_supported(shape)) return cudaErrorInvalidValue;
-  if (shape.batch * shape.queries * shape.heads == 0) return cudaSuccess;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
   Arguments arguments = make_arguments(shape, options);
   arguments.q = q;
@@ -319,7 +316,6 @@ cudaError_t FlashAttention<float>::backward(cudaStream_t stream, HeadRows<const 
                                             HeadRows<float> dk, HeadRows<float> dv, float* delta) {
   using namespace attention;
   if (!is_supported(shape)) return cudaErrorInvalidValue;
-  if (shape.batch * shape.heads == 0) return cudaSuccess;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
   JAXLLM_RETURN_IF_ERROR(find_delta<float>(stream, out, dout, shape, delta));
   Arguments arguments = make_arguments(shape, options);
@@ -334,9 +330,9 @@ cudaError_t FlashAttention<float>::backward(cudaStream_t stream, HeadRows<const 
   arguments.dv = dv;
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
-    JAXLLM_RETURN_IF_ERROR((launch<T>(
-        stream, flash_attention_backward_float32_kernel<Rows::kKeys, T>,
-        shape.batch * shape.kv_heads, shape.keys, arguments)));
+    JAXLLM_RETURN_IF_ERROR(
+        (launch<T>(stream, flash_attention_backward_float32_kernel<Rows::kKeys, T>,
+                   shape.batch * shape.kv_heads, shape.keys, arguments)));
     return launch<T>(stream, flash_attention_backward_float32_kernel<Rows::kQueries, T>,
                      shape.batch * shape.heads, shape.queries, arguments);
   });

@@ -1,5 +1,4 @@
 #include "attention/flash_forward_mma.cuh"
-
 #include "attention/flash_prepare.h"
 
 namespace jaxllm::attention {
@@ -27,7 +26,6 @@ cudaError_t FlashAttention<T>::forward(cudaStream_t stream, HeadRows<const T> q,
                                        HeadRows<T> out, float* lse) {
   using namespace attention;
   if (!is_supported(shape)) return cudaErrorInvalidValue;
-  if (shape.batch * shape.queries * shape.heads == 0) return cudaSuccess;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
   ForwardArguments<T> arguments{q, k, v, out, lse};
   arguments.heads = static_cast<int>(shape.heads);

@@ -1,7 +1,7 @@
 // The forward of flash attention on tensor cores by mma.sync.
 //
-// A block holds a tile of queries of one head, and visits the tiles of keys that they see. Each warp
-// keeps some of the queries to itself: their scores, their running maximum and sum, and their
+// A block holds a tile of queries of one head, and visits the tiles of keys that they see. Each
+// warp keeps some of the queries to itself: their scores, their running maximum and sum, and their
 // output, which is scaled down whenever a larger score comes, stay in its registers.
 #pragma once
 
@@ -21,8 +21,8 @@ struct ForwardArguments {
   bool aligned;
 };
 
-// Sizes of tiles. Each part of a key tile that a warp loads serves all its queries: 32 of them, where
-// the registers suffice for their output, need half the reads of shared memory that 16 do.
+// Sizes of tiles. Each part of a key tile that a warp loads serves all its queries: 32 of them,
+// where the registers suffice for their output, need half the reads of shared memory that 16 do.
 template <int kHeadWidth>
 struct ForwardTiles {
   static constexpr int kWidth = kHeadWidth;

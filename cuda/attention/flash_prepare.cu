@@ -1,8 +1,7 @@
-#include "attention/flash_prepare.h"
-
 #include <algorithm>
 
 #include "attention/flash_block.cuh"
+#include "attention/flash_prepare.h"
 #include "common/vector.cuh"
 
 namespace jaxllm::attention {

@@ -1,7 +1,7 @@
 // Tiles of heads in shared memory, and the products of a warp's rows with them.
 //
-// A tile's rows are 16 bytes longer than a head is wide: eight rows that stand below each other then
-// lie in different banks, whatever the width, and addresses differ by constants.
+// A tile's rows are 16 bytes longer than a head is wide: eight rows that stand below each other
+// then lie in different banks, whatever the width, and addresses differ by constants.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -173,7 +173,7 @@ __device__ __forceinline__ void store_rows(const float (&values)[kRowTiles][kCol
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       T* target = tile + (16 * m + lane / 4) * kStride + 8 * n + 2 * (lane % 4);
-      const float(&x)[4] = values[m][n];
+      const float (&x)[4] = values[m][n];
       *reinterpret_cast<uint32_t*>(target) = round_pair<T>(x[0], x[1]);
       *reinterpret_cast<uint32_t*>(target + 8 * kStride) = round_pair<T>(x[2], x[3]);
     }

@@ -7,9 +7,10 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import jaxllm
+from jaxllm import ffi
 from jaxllm.ops import flash_attention, repeat_kv, softmax
 from jaxllm.ops.attention import cuda, pallas, reference, xla
-from jaxllm.testing import error, tolerance
+from jaxllm.testing import error, lower_for_cuda, tolerance
 
 
 def arrays(B=2, T=6, N=4, H=8, S=None, K=None, dtype="float32"):
@@ -275,22 +276,108 @@ def test_segment_ids_that_do_not_fit_are_refused():
         flash_attention(q, k, v, segment_ids=(of_query, of_key.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "pallas"])
-def test_kernels_that_are_not_there_are_named(backend):
+def test_kernels_that_are_not_there_are_named():
     q, k, v = arrays()
-    with pytest.raises(
-        jaxllm.BackendError, match="flash_attention_forward has no " + backend + " kernel"
-    ):
-        flash_attention(q, k, v, backend=backend)
+    with pytest.raises(jaxllm.BackendError, match="flash_attention_forward has no pallas kernel"):
+        flash_attention(q, k, v, backend="pallas")
 
 
-def test_auto_passes_over_kernels_that_are_not_there():
+def test_auto_leaves_attention_to_cudnn_and_the_definition():
     q, k, v = arrays()
-    calls = jaxllm.explain(lambda x: flash_attention(x, k, v), q).calls
-    assert calls[0].on_gpu == "xla"
-    reasons = dict(calls[0].passed_over)
-    assert reasons["cuda"].startswith("flash_attention_forward has no cuda kernel")
-    assert reasons["pallas"].startswith("flash_attention_forward has no pallas kernel")
+    (call,) = jaxllm.explain(lambda x: flash_attention(x, k, v), q).calls
+    assert call.on_gpu == "xla"
+    assert [name for name, _ in call.passed_over] == ["xla-gpu"]
+
+
+# The CUDA kernels.
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_program_for_a_gpu_holds_the_cuda_kernels(segments):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    q, k, v = arrays(N=4, K=2, dtype="bfloat16")
+    segment_ids = jnp.zeros((2, 6), jnp.int32) if segments else None
+    options = {"causal": True, "window": 3, "softcap": 5, "segment_ids": segment_ids}
+    program = lower_for_cuda(lambda q, k, v: gradients(q, k, v, **options, backend="cuda"), q, k, v)
+    for direction, operands in (("forward", 3), ("backward", 6)):
+        (call,) = (
+            line for line in program.splitlines() if f"@jaxllm_flash_attention_{direction}(" in line
+        )
+        arguments = call[call.index("(") + 1 : call.index(")")]
+        assert len(arguments.split(",")) == operands + 2 * segments
+        assert "window = 3 : i64" in call
+        assert "softcap = 5.000000e+00 : f32" in call
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"H": 257}, "heads are 257 wide; the kernel takes at most 256"),
+        ({"N": 0, "K": 1}, "q has no heads"),
+        ({"dtype": "float8_e4m3fn"}, "q has dtype float8_e4m3fn; the kernel takes"),
+    ],
+)
+def test_what_the_cuda_kernels_cannot_serve_is_named(shapes, reason, monkeypatch):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    B, T, N, H = 1, 6, shapes.get("N", 2), shapes.get("H", 8)
+    dtype = jnp.dtype(shapes.get("dtype", "bfloat16"))
+    q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    k = jax.ShapeDtypeStruct((B, T, shapes.get("K", N), H), dtype)
+    with pytest.raises(jaxllm.BackendError, match=reason):
+        jax.eval_shape(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, k)
+
+
+def documents(B, length):
+    """Segments of unequal lengths, one after the other, which begin elsewhere in each sequence."""
+    return jnp.array([[(5 * i + 37 * b) // length for i in range(length)] for b in range(B)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("H", [32, 40, 64, 96, 128, 200, 256])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((301, 301), {"causal": True}),
+        ((301, 301), {}),
+        ((97, 517), {"causal": True, "window": 90}),
+        ((517, 97), {"causal": True}),
+        ((517, 301), {"window": 70, "softcap": 3.0}),
+        ((301, 517), {"segments": True, "scale": -0.1}),
+        ((301, 301), {"segments": True, "causal": True, "softcap": 5.0, "window": 99}),
+    ],
+)
+def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
+    T, S = lengths
+    q, k, v = arrays(T=T, S=S, N=6, K=2, H=H, dtype=dtype)
+    options = dict(options)
+    if options.pop("segments", False):
+        options["segment_ids"] = (documents(2, T), documents(2, S))
+
+    def run(q, k, v, backend):
+        out, pull = jax.vjp(lambda *qkv: flash_attention(*qkv, **options, backend=backend), q, k, v)
+        dout = jax.random.normal(jax.random.key(1), out.shape, jnp.bfloat16).astype(out.dtype)
+        return out, *pull(dout)
+
+    with jax.default_matmul_precision("highest"):
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        expected = jax.jit(run, static_argnums=3)(*wide, "xla")
+    found = jax.jit(run, static_argnums=3)(q, k, v, "cuda")
+    for a, e in zip(found, expected, strict=True):
+        assert error(a, e) < tolerance(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cuda_kernels_stand_huge_scores_and_rows_without_keys(dtype):
+    q, k, v = arrays(T=150, S=90, H=64, dtype=dtype)
+    options = {"causal": True, "backend": "cuda"}
+    out = flash_attention(1e4 * q, k, v, **options)
+    assert not out[:, :60].any()
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for x in gradients(1e4 * q, k, v, **options):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
 
 
 # softmax

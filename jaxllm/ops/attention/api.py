@@ -14,7 +14,14 @@ from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.attention import cuda, pallas, reference, xla
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 
-FLASH_ATTENTION = Op("flash_attention", reference=reference, xla=xla)
+FLASH_ATTENTION = Op(
+    "flash_attention",
+    reference=reference,
+    xla=xla,
+    cuda=cuda,
+    # The CUDA kernels have not been timed beside cuDNN yet: they run where they are asked for.
+    preference=("xla", "cuda"),
+)
 SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
 REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
 
