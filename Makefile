@@ -54,8 +54,9 @@ format: $(VENV)/.installed-dev ## format the sources
 	$(VENV)/bin/clang-format -i $(KERNEL_SOURCES)
 
 bench: $(call installed,train) ## time the ops and the training step; needs a GPU
-	$(PY) -m benchmarks.ops norm
-	$(PY) -m benchmarks.train
+	for family in $$($(PY) -c 'from benchmarks.ops import families; print(*families())'); do \
+	    $(PY) -m benchmarks.ops $$family || exit 1; done
+	$(PY) -m benchmarks.train --implementation plain_unrolled torch_compile jaxllm
 
 clean: ## remove .venv, build products and caches; leaves data/ and runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -21,15 +21,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-
-Params = dict[str, Any]
+from jaxllm.models.blocks import (
+    Params,
+    Policy,
+    check_sizes,
+    check_tokens,
+    count,
+    pad_vocab,
+    run_blocks,
+    shift_norms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +61,7 @@ class GPT2Config:
     width: int = 768
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be >= 1")
+        check_sizes(**dataclasses.asdict(self))
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -68,7 +73,7 @@ class GPT2Config:
     @property
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
-        return -(-self.vocab_size // 128) * 128
+        return pad_vocab(self.vocab_size)
 
 
 PRESETS = {
@@ -123,7 +128,7 @@ def forward(
     tokens: Integer[Array, "B T"],
     config: GPT2Config,
     *,
-    remat: bool = False,
+    remat: bool | Policy = False,
     unroll: bool = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
@@ -132,7 +137,9 @@ def forward(
         params: As :func:`init` makes them, in the dtype to compute in.
         tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
         config: The shape that ``params`` was made with.
-        remat: Recompute each block in the backward pass, and keep its input alone.
+        remat: Recompute each block in the backward pass, and keep its input alone; or what else
+            to keep, as one of ``jax.checkpoint_policies`` or
+            ``jaxllm.models.blocks.SAVE_PRODUCTS``.
         unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
             a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
             stacked arrays.
@@ -154,7 +161,7 @@ def loss(
     labels: Integer[Array, "B T"],
     config: GPT2Config,
     *,
-    remat: bool = False,
+    remat: bool | Policy = False,
     unroll: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
@@ -179,8 +186,7 @@ def loss(
 
 def num_params(config: GPT2Config) -> int:
     """How many numbers the parameters hold, the padding of the vocabulary included."""
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
 
 
 def flops_per_token(config: GPT2Config, seq_len: int) -> int:
@@ -201,44 +207,25 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
-def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool, unroll: bool) -> Array:
+def _hidden(
+    params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy, unroll: bool
+) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
-    _check_tokens(tokens, config)
-    blocks, ln_f = params["blocks"], params["ln_f"]
+    check_tokens(tokens, config.max_seq_len)
+    blocks = params["blocks"]
     # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm = jax.tree.map(lambda layers: layers[0], blocks["ln1"])
-    next_norms = jax.tree.map(
-        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks["ln1"], ln_f
-    )
+    first_norm, next_norms = shift_norms(blocks["ln1"], params["ln_f"])
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config), None
-
-    if remat:
-        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
-        block = jax.checkpoint(block, prevent_cse=unroll)
+        return _block(residual, x, layer, next_norm, config)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     carry = residual, ops.layer_norm(residual, **first_norm)
-    if unroll:
-        for layer in _unstack((blocks, next_norms), config.layers):
-            carry, _ = block(carry, layer)
-    else:
-        carry, _ = jax.lax.scan(block, carry, (blocks, next_norms))
-    return carry[1]
-
-
-def _unstack(stacked: Any, layers: int) -> list[Any]:
-    """The layers apart. The gradient of lax.split is one concatenation; that of an index would be
-    an array of all layers, padded with zeros, for each layer.
-    """
-    parts = jax.tree.map(lambda x: jax.lax.split(x, (1,) * layers), stacked)
-    structure = jax.tree.structure(stacked)
-    by_layer = zip(*structure.flatten_up_to(parts), strict=True)
-    return [structure.unflatten([x[0] for x in layer]) for layer in by_layer]
+    _, x = run_blocks(block, carry, (blocks, next_norms), remat=remat, unroll=unroll)
+    return x
 
 
 def _block(
@@ -257,15 +244,3 @@ def _block(
     x = ops.linear(x, **mlp["down"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x
-
-
-def _check_tokens(tokens: Array, config: GPT2Config) -> None:
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
-    if tokens.shape[1] > config.max_seq_len:
-        raise ValueError(
-            f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
-            f"max_seq_len {config.max_seq_len}"
-        )

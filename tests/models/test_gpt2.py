@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.convert.huggingface import gpt2_from_huggingface, gpt2_to_huggingface
+from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
 from jaxllm.testing import error
 
@@ -41,7 +41,7 @@ logits_of = jax.jit(lambda params, tokens: gpt2.forward(params, tokens, CONFIG))
 loss_and_gradients = jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("direction", ["from_huggingface", "to_huggingface"])
+@pytest.mark.parametrize("direction", ["from_state_dict", "to_state_dict"])
 def test_logits_loss_and_every_gradient_agree_with_huggingface(
     huggingface, params, batch, direction
 ):
@@ -61,15 +61,15 @@ def test_logits_loss_and_every_gradient_agree_with_huggingface(
         attn_implementation="eager",
     )
     model = transformers.GPT2LMHeadModel(config).float()
-    if direction == "to_huggingface":
-        ours = gpt2_to_huggingface(params, CONFIG)
+    if direction == "to_state_dict":
+        ours = to_state_dict(params, CONFIG)
         model.load_state_dict({name: torch.from_numpy(array) for name, array in ours.items()})
     else:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         theirs = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-        params = gpt2_from_huggingface(theirs, CONFIG)
+        params = from_state_dict(theirs, CONFIG)
 
     tokens, labels = batch
     logits = model(torch.from_numpy(np.array(tokens)).long()).logits
@@ -82,7 +82,7 @@ def test_logits_loss_and_every_gradient_agree_with_huggingface(
     assert error(ours, logits.detach().numpy()) <= 1e-4
     value, gradients = loss_and_gradients(params, tokens, labels)
     assert error(value, expected_loss.item()) <= 1e-4
-    gradients = gpt2_to_huggingface(gradients, CONFIG)
+    gradients = to_state_dict(gradients, CONFIG)
     compared = 0
     for name, parameter in model.named_parameters():
         found = error(gradients[name], parameter.grad.numpy())

@@ -9,8 +9,11 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 import jaxllm
 from jaxllm import ffi
 from jaxllm.ops import flash_attention, repeat_kv, softmax
-from jaxllm.ops.attention import cuda, pallas, reference, xla
-from jaxllm.testing import error, lower_for_cuda, tolerance
+from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
+from jaxllm.ops.attention.pallas_flash import Tile, Tiles
+from jaxllm.testing import assert_close, error, lower_for_cuda, tolerance
+
+FLASH_BACKENDS = ["xla", "pallas"]
 
 
 def arrays(B=2, T=6, N=4, H=8, S=None, K=None, dtype="float32"):
@@ -113,24 +116,31 @@ def test_gradients_with_segments_are_those_of_the_definition(options):
         assert error(a, e) < 2e-6
 
 
-def test_a_query_without_keys_gives_zeros_and_has_no_gradient():
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+def test_a_query_without_keys_gives_zeros_and_has_no_gradient(backend):
     q, k, v = arrays(T=5, S=3)
     options = {"causal": True, "scale": 1.0, "window": None, "softcap": None}
-    out, lse = reference.flash_attention_forward(q, k, v, None, **options)
+    if backend == "pallas":
+        options["interpret"] = jax.default_backend() != "gpu"
+    module = {"xla": reference, "pallas": pallas_flash}[backend]
+    out, lse = module.flash_attention_forward(q, k, v, None, **options)
     assert not out[:, :2].any()
     np.testing.assert_array_equal(lse[:, :, :2], -np.inf)
     assert np.isfinite(lse[:, :, 2:]).all()
-    dq, dk, dv = gradients(q, k, v, causal=True)
+    dq, dk, dv = gradients(q, k, v, causal=True, backend=backend)
     assert not dq[:, :2].any()
     assert dq[:, 3:].any()
     assert all(np.isfinite(x).all() for x in (dq, dk, dv))
 
 
-def test_if_no_query_has_a_key_all_gradients_are_zero():
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize("of_key", [[1, 1, 1, 1], [9, 0, 9, 0]])
+def test_if_no_query_has_a_key_all_gradients_are_zero(of_key, backend):
     q, k, v = arrays(T=4)
-    segments = (jnp.zeros((2, 4), jnp.int32), jnp.ones((2, 4), jnp.int32))
-    assert not flash_attention(q, k, v, segment_ids=segments).any()
-    assert not any(x.any() for x in gradients(q, k, v, segment_ids=segments))
+    segments = (jnp.full((2, 4), 3), jnp.array([of_key] * 2))
+    options = {"segment_ids": segments, "backend": backend}
+    assert not flash_attention(q, k, v, **options).any()
+    assert not any(x.any() for x in gradients(q, k, v, **options))
 
 
 def test_lse_is_the_logarithm_of_the_sum_for_each_head_and_query():
@@ -143,10 +153,13 @@ def test_lse_is_the_logarithm_of_the_sum_for_each_head_and_query():
     assert error(lse, expected) < 1e-6
 
 
-def test_huge_scores_are_stable():
-    q, k, v = arrays()
-    assert np.isfinite(flash_attention(1e4 * q, k, v)).all()
-    assert all(np.isfinite(x).all() for x in gradients(1e4 * q, k, v))
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_huge_scores_are_stable(dtype, backend):
+    q, k, v = arrays(dtype=dtype)
+    options = {"causal": True, "scale": 1.0, "backend": backend}
+    assert np.isfinite(flash_attention(100 * q, 100 * k, v, **options)).all()
+    assert all(np.isfinite(x).all() for x in gradients(100 * q, 100 * k, v, **options))
 
 
 # cuDNN runs on a GPU alone, but what JAX hands to it can be read anywhere.
@@ -231,7 +244,7 @@ def test_what_cudnn_cannot_serve_goes_to_the_definition(
 @pytest.mark.no_gpu
 def test_without_a_gpu_cudnn_is_passed_over_with_the_reason():
     q, k, v = arrays(dtype="bfloat16")
-    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv), q, k, v).calls
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="xla"), q, k, v).calls
     assert dict(call.passed_over)["xla-gpu"].startswith("this process has no NVIDIA GPU")
 
 
@@ -276,17 +289,27 @@ def test_segment_ids_that_do_not_fit_are_refused():
         flash_attention(q, k, v, segment_ids=(of_query, of_key.astype(jnp.float32)))
 
 
-def test_kernels_that_are_not_there_are_named():
-    q, k, v = arrays()
-    with pytest.raises(jaxllm.BackendError, match="flash_attention_forward has no pallas kernel"):
-        flash_attention(q, k, v, backend="pallas")
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
+    pretend_cudnn, options, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    q, k, v = arrays(dtype="bfloat16")
+    grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
+    for call in jaxllm.explain(grad, q, k, v).calls:
+        assert call.elsewhere == "xla"
+        if options:
+            assert (call.on_gpu, call.passed_over) == ("cuda", ())
+        else:
+            assert call.on_gpu == "xla-gpu"
+            assert "benchmarks/results" in dict(call.passed_over)["cuda"]
 
 
-def test_auto_leaves_attention_to_cudnn_and_the_definition():
-    q, k, v = arrays()
-    (call,) = jaxllm.explain(lambda x: flash_attention(x, k, v), q).calls
-    assert call.on_gpu == "xla"
-    assert [name for name, _ in call.passed_over] == ["xla-gpu"]
+def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    q, k, v = arrays(dtype="bfloat16")
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, v).calls
+    assert (call.on_gpu, call.passed_over) == ("cuda", ())
 
 
 # The CUDA kernels.
@@ -378,6 +401,152 @@ def test_cuda_kernels_stand_huge_scores_and_rows_without_keys(dtype):
     assert np.isfinite(np.asarray(out, np.float32)).all()
     for x in gradients(1e4 * q, k, v, **options):
         assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+# The Pallas kernels of flash attention, in tiles so small that short sequences have many.
+
+SMALL_TILES = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+
+
+def both_passes(module, q, k, v, segment_ids=None, /, **options):
+    """``(out, lse, dq, dk, dv)`` of an implementation."""
+    static = {"causal": False, "scale": 0.25, "window": None, "softcap": None} | options
+    dout = jnp.cos(jnp.arange(q.size)).reshape(q.shape).astype(q.dtype)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, lse = module.flash_attention_forward(q, k, v, segment_ids, **static)
+        arrays = (q, k, v, out, lse, dout, segment_ids)
+        return out, lse, *module.flash_attention_backward(*arrays, **static)
+
+    return run(q, k, v, dout)
+
+
+def pallas_passes(q, k, v, segment_ids=None, /, **options):
+    options |= {"tiles": SMALL_TILES, "interpret": jax.default_backend() != "gpu"}
+    return both_passes(pallas_flash, q, k, v, segment_ids, **options)
+
+
+def check_small_tiles(q, k, v, segment_ids=None, **options):
+    with jax.enable_x64(True):
+        wide_q, wide_k, wide_v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
+        expected = both_passes(reference, wide_q, wide_k, wide_v, segment_ids, **options)
+        expected = [np.asarray(x) for x in expected]
+    narrow = both_passes(reference, q, k, v, segment_ids, **options)
+    found = pallas_passes(q, k, v, segment_ids, **options)
+    assert_close(found, expected, q.dtype, narrow)
+
+
+@pytest.mark.parametrize(("T", "S"), [(64, 64), (49, 83), (83, 49)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 20},
+        {"window": 5, "softcap": 2.0},
+        {"causal": True, "window": 34, "scale": -0.25},
+    ],
+)
+def test_pallas_walks_over_blocks_whole_and_cut(T, S, options):
+    q, k, v = arrays(T=T, S=S, K=2, H=16)
+    check_small_tiles(q, k, v, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_pallas_walks_over_blocks_that_share_segments(dtype):
+    of_query = np.sort(np.random.default_rng(0).integers(6, size=(2, 70)), axis=1)
+    of_key = np.sort(np.random.default_rng(1).integers(1, 7, size=(2, 90)), axis=1)
+    segments = (jnp.array(of_query, jnp.int32), jnp.array(of_key, jnp.int32))
+    q, k, v = arrays(T=70, S=90, K=1, H=40, dtype=dtype)
+    check_small_tiles(q, k, v, segments)
+    check_small_tiles(q, k, v, segments, causal=True)
+
+
+@pytest.mark.parametrize("by", ["window", "segments"])
+def test_pallas_reads_no_block_that_is_hidden(by):
+    q, k, v = arrays(T=16, S=64)
+    hidden = jnp.arange(64)[None, :, None, None] < 32
+    k, v = (jnp.where(hidden, jnp.nan, x) for x in (k, v))
+    if by == "window":
+        results = pallas_passes(q, k, v, causal=True, window=8)
+    else:
+        segments = (jnp.ones((2, 16), jnp.int32), (jnp.arange(64) // 32).repeat(2).reshape(64, 2).T)
+        results = pallas_passes(q, k, v, segments)
+    out, lse, dq, dk, dv = results
+    assert all(np.isfinite(x).all() for x in (out, lse, dq))
+    assert all(np.isfinite(x).all() and not x[:, :32].any() for x in (dk, dv))
+
+
+@pytest.mark.parametrize(("T", "S"), [(40, 40), (23, 61), (61, 23), (1, 50)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 7, 30, 70])
+def test_pallas_visits_what_is_seen_and_masks_what_is_cut(T, S, causal, window):
+    q, k = (jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32) for length in (T, S))
+    problem = pallas_flash._Problem.of(q, k, causal, 1.0, window, None, True)
+    seen = np.asarray(reference._mask(T, S, causal, window, None))
+    tile = Tile(8, 4, 1, 1)
+    for size, their_size, mask, bounds_of in (
+        (tile.queries, tile.keys, seen, pallas_flash._visible_keys),
+        (tile.keys, tile.queries, seen.T, pallas_flash._seeing_queries),
+    ):
+        for i in range(-(-len(mask) // size)):
+            visits = []
+            pallas_flash._walk(
+                lambda rows, _, edge, to=visits: to.append((int(rows.start) // rows.size, edge)),
+                bounds_of(jnp.int32(i), None, problem, tile), their_size, mask.shape[1], None,
+                loop=lambda start, stop, body, carry: [body(j, carry) for j in range(start, stop)],
+            )  # fmt: skip
+            rows = mask[i * size : (i + 1) * size]
+            cut = [rows[:, j : j + their_size] for j in range(0, mask.shape[1], their_size)]
+            assert [j for j, _ in visits] == sorted({j for j, _ in visits})
+            for j, block in enumerate(cut):
+                edge = dict(visits).get(j)
+                assert (edge is not None) == block.any()
+                if edge is False:
+                    assert block.all() and block.shape[1] == their_size
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        ({"T": 1024, "H": 64}, {"causal": True}),
+        ({"T": 1000, "S": 2100, "H": 128, "K": 1}, {"causal": True, "window": 300}),
+        ({"T": 77, "H": 256}, {"softcap": 20.0, "window": 9}),
+        ({"T": 1, "S": 300, "H": 96}, {"causal": True, "scale": -1.0}),
+        ({"T": 9, "H": 5}, {"causal": True, "segment_ids": np.zeros((2, 9), np.int32)}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_pallas_lowers_to_three_kernels_for_a_gpu(shapes, options, dtype):
+    def gradient(*qkv):
+        total = lambda *qkv: flash_attention(*qkv, **options, backend="pallas").sum()  # noqa: E731
+        return jax.grad(total, argnums=(0, 1, 2))(*qkv)
+
+    program = lower_for_cuda(gradient, *arrays(**shapes, dtype=dtype))
+    for name in ("forward", "backward_keys", "backward_queries"):
+        assert program.count(f'name = "_{name}_kernel"') == 1
+
+
+def test_pallas_holds_no_scores():
+    q, k, v = (jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16) for _ in range(3))
+    segments = jnp.zeros((1, 4096), jnp.int32)
+
+    def gradient(backend):
+        options = {"causal": True, "segment_ids": segments, "backend": backend}
+        return jax.grad(lambda *qkv: flash_attention(*qkv, **options).sum(), argnums=(0, 1, 2))
+
+    assert "4096x4096" in lower_for_cuda(gradient("xla"), q, k, v)
+    assert "4096x4096" not in lower_for_cuda(gradient("pallas"), q, k, v)
+
+
+def test_pallas_names_what_it_cannot_serve():
+    q = jax.ShapeDtypeStruct((1, 4, 2, 257), jnp.bfloat16)
+    call = lambda q: flash_attention(q, q, q, backend="pallas")  # noqa: E731
+    with pytest.raises(jaxllm.BackendError, match="heads are 257 wide; the kernel takes at most"):
+        jax.eval_shape(call, q)
+    with jax.enable_x64(True), pytest.raises(jaxllm.BackendError, match="q has dtype float64"):
+        call(jnp.zeros((1, 4, 2, 8), jnp.float64))
 
 
 # softmax

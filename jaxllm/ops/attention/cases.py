@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxllm.testing import Case, Normal
 
 
@@ -40,6 +42,17 @@ def _attention(
         large=large,
         timed_only=timed_only,
     )
+
+
+def _packed(batch: int, *lengths: int) -> np.ndarray:
+    """The segments of documents of these lengths, one after the other."""
+    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return np.broadcast_to(numbers, (batch, sum(lengths)))
+
+
+def _scattered(batch: int, length: int, segments: int, seed: int) -> np.ndarray:
+    """Segments in no order at all."""
+    return np.random.default_rng(seed).integers(segments, size=(batch, length), dtype=np.int32)
 
 
 def _softmax(
@@ -105,6 +118,45 @@ CASES = (
     _attention("scale", 1, 12, 2, 8, causal=True, scale=0.5),
     _attention("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True),
     _attention("wide_heads", 1, 70, 2, 128),
+    _attention("head_width_96", 1, 33, 2, 96, keys=50, causal=True),
+    _attention("head_width_256", 1, 20, 2, 256, keys=37, kv_heads=1, causal=True),
+    _attention(
+        "all_options",
+        1,
+        150,
+        3,
+        24,
+        keys=201,
+        kv_heads=1,
+        std=3.0,
+        causal=True,
+        window=67,
+        softcap=5.0,
+        scale=0.3,
+    ),
+    _attention("negative_scale", 1, 35, 2, 8, window=20, scale=-0.5),
+    _attention(
+        "packed_documents",
+        2,
+        150,
+        2,
+        8,
+        kv_heads=1,
+        causal=True,
+        segment_ids=_packed(2, 3, 70, 1, 64, 12),
+    ),
+    # Some queries have a segment that no key has.
+    _attention(
+        "scattered_segments",
+        2,
+        21,
+        2,
+        8,
+        keys=40,
+        window=9,
+        softcap=4.0,
+        segment_ids=(_scattered(2, 21, 5, seed=0), _scattered(2, 40, 4, seed=1)),
+    ),
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),

@@ -33,6 +33,11 @@ def flash_attention_unsupported(q, k, *_, **__) -> str | None:
     return None
 
 
+def flash_attention_slower(*_, **__) -> str | None:
+    """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
+    return "no row in benchmarks/results shows it faster than cuDNN"
+
+
 def softmax_unsupported(x, *_, **__) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
     if x.shape[-1] > _MAX_WIDTH:
