@@ -3,19 +3,15 @@
 // cores; sums are float.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-namespace jaxllm {
+#include "common/head_rows.h"
 
-// Element (b, t, n, h) of a (batch, length, heads, width) array is
-// data[(b * length + t) * row_stride + n * width + h]: the array may be part of wider rows.
-template <typename T>
-struct HeadRows {
-  T* data;
-  int64_t row_stride;
-};
+namespace jaxllm {
 
 // q, out and their gradients are (batch, queries, heads, width), k and v (batch, keys, kv_heads,
 // width); query head n reads key head n / (heads / kv_heads). lse and delta are dense (batch,
@@ -27,6 +23,17 @@ struct FlashShape {
 // The smallest and the largest segment of some neighbouring rows.
 struct SegmentRange {
   int32_t least, most;
+};
+
+// Rotary embeddings: q and k turn before their product, and their gradients turn back.
+struct FlashRope {
+  // Null for none; (tables, queries, pairs), of which sequence b reads b / (batch / tables). There
+  // are as many keys as queries.
+  const float *cos, *sin;
+  int64_t tables, pairs;
+  bool interleaved;  // as in rotary/rope.h
+  // A workspace of batch * queries * (heads + kv_heads) * width elements of q's type.
+  void* turned;
 };
 
 struct FlashOptions {
@@ -42,6 +49,7 @@ struct FlashOptions {
   const int32_t* key_segments;
   // Then a workspace of batch * flash_segment_ranges(queries, keys) elements.
   SegmentRange* segment_ranges;
+  FlashRope rope;
 };
 
 inline constexpr int64_t kFlashMaxWidth = 256;
@@ -73,6 +81,17 @@ struct FlashAttention {
                               HeadRows<const T> dout, const FlashShape& shape,
                               const FlashOptions& options, HeadRows<T> dq, HeadRows<T> dk,
                               HeadRows<T> dv, float* delta);
+};
+
+// The forward of arrays in float8 (e4m3), each head of which is to be multiplied by a scale. The
+// products are of bfloat16, which holds every float8 exactly, so that only the weights and the
+// result are rounded. No rotary embeddings.
+struct FlashAttentionFloat8 {
+  static cudaError_t forward(cudaStream_t stream, HeadRows<const __nv_fp8_e4m3> q,
+                             HeadRows<const __nv_fp8_e4m3> k, HeadRows<const __nv_fp8_e4m3> v,
+                             const float* q_scale, const float* k_scale, const float* v_scale,
+                             const FlashShape& shape, const FlashOptions& options,
+                             HeadRows<__nv_bfloat16> out);
 };
 
 }  // namespace jaxllm

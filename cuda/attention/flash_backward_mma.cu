@@ -1,5 +1,5 @@
 #include "attention/flash_backward_mma.cuh"
-#include "attention/flash_prepare.h"
+#include "attention/flash_kernels.h"
 
 namespace jaxllm::attention {
 namespace {
@@ -14,39 +14,52 @@ cudaError_t launch(cudaStream_t stream, const BackwardArguments<T>& arguments, i
                       Tiles::template kSharedBytes<T>, arguments);
 }
 
+// Whether a multiprocessor's shared memory holds two of the larger blocks, as on a Hopper GPU.
+cudaError_t has_large_memory(bool* answer) {
+  int device = 0, bytes = 0;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  *answer = bytes >= 220 * 1024;
+  return cudaSuccess;
+}
+
 template <int kWidth, typename T>
 cudaError_t launch_both(cudaStream_t stream, const BackwardArguments<T>& arguments, int64_t batch) {
+  if constexpr (kWidth == 96 || kWidth == 128) {
+    bool is_large = false;
+    JAXLLM_RETURN_IF_ERROR(has_large_memory(&is_large));
+    if (is_large) {
+      JAXLLM_RETURN_IF_ERROR(
+          (launch<BackwardTiles<Rows::kKeys, kWidth, true>>(stream, arguments, batch)));
+      return launch<BackwardTiles<Rows::kQueries, kWidth, true>>(stream, arguments, batch);
+    }
+  }
   JAXLLM_RETURN_IF_ERROR((launch<BackwardTiles<Rows::kKeys, kWidth>>(stream, arguments, batch)));
   return launch<BackwardTiles<Rows::kQueries, kWidth>>(stream, arguments, batch);
 }
 
 }  // namespace
-}  // namespace jaxllm::attention
-
-namespace jaxllm {
 
 template <typename T>
-cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q,
-                                        HeadRows<const T> k, HeadRows<const T> v,
-                                        HeadRows<const T> out, const float* lse,
-                                        HeadRows<const T> dout, const FlashShape& shape,
-                                        const FlashOptions& options, HeadRows<T> dq, HeadRows<T> dk,
-                                        HeadRows<T> dv, float* delta) {
-  using namespace attention;
-  if (!is_supported(shape)) return cudaErrorInvalidValue;
-  JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
-  JAXLLM_RETURN_IF_ERROR(find_delta<T>(stream, out, dout, shape, delta));
-  BackwardArguments<T> arguments{q, k, v, dout, lse, delta, dq, dk, dv};
+cudaError_t backward_by_mma(cudaStream_t stream, const BackwardCall<T>& call,
+                            const FlashShape& shape, const FlashOptions& options) {
+  BackwardArguments<T> arguments{call.q,     call.k,  call.v,  call.dout, call.lse,
+                                 call.delta, call.dq, call.dk, call.dv};
   arguments.heads = static_cast<int>(shape.heads);
   arguments.group = static_cast<int>(shape.heads / shape.kv_heads);
   arguments.width = static_cast<int>(shape.width);
   arguments.scale = options.scale;
   arguments.scores = make_scores(options);
   arguments.mask = make_mask(shape, options);
+  if (shape.width <= kMmaMaxTurningWidth) {
+    arguments.rotation = make_rotation(shape, options.rope);
+  }
   const auto aligned = [&](const auto&... rows) {
     return (heads_are_aligned(rows, shape.width) && ...);
   };
-  arguments.aligned = aligned(q, k, v, dout, dq, dk, dv);
+  arguments.aligned =
+      aligned(call.q, call.k, call.v, call.dout) && aligned(call.dq, call.dk, call.dv);
   if (shape.width <= 32) return launch_both<32>(stream, arguments, shape.batch);
   if (shape.width <= 64) return launch_both<64>(stream, arguments, shape.batch);
   if (shape.width <= 96) return launch_both<96>(stream, arguments, shape.batch);
@@ -54,15 +67,9 @@ cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q
   return launch_both<256>(stream, arguments, shape.batch);
 }
 
-using Bfloat16 = __nv_bfloat16;
-using Float16 = __half;
-template cudaError_t FlashAttention<Bfloat16>::backward(
-    cudaStream_t, HeadRows<const Bfloat16>, HeadRows<const Bfloat16>, HeadRows<const Bfloat16>,
-    HeadRows<const Bfloat16>, const float*, HeadRows<const Bfloat16>, const FlashShape&,
-    const FlashOptions&, HeadRows<Bfloat16>, HeadRows<Bfloat16>, HeadRows<Bfloat16>, float*);
-template cudaError_t FlashAttention<Float16>::backward(
-    cudaStream_t, HeadRows<const Float16>, HeadRows<const Float16>, HeadRows<const Float16>,
-    HeadRows<const Float16>, const float*, HeadRows<const Float16>, const FlashShape&,
-    const FlashOptions&, HeadRows<Float16>, HeadRows<Float16>, HeadRows<Float16>, float*);
+template cudaError_t backward_by_mma(cudaStream_t, const BackwardCall<__nv_bfloat16>&,
+                                     const FlashShape&, const FlashOptions&);
+template cudaError_t backward_by_mma(cudaStream_t, const BackwardCall<__half>&, const FlashShape&,
+                                     const FlashOptions&);
 
-}  // namespace jaxllm
+}  // namespace jaxllm::attention

@@ -24,22 +24,25 @@ struct BackwardArguments {
   float scale;
   Scores scores;
   Mask mask;
+  Rotation rotation;  // back, of dq and dk
   bool aligned;
 };
 
 // Sizes of tiles, with two tiles of each array of the other side: one is copied while the other is
-// used. Where the registers suffice a warp owns 32 rows, which halves its reads of shared memory.
-// Up to a width of 128 a block fits into the 99 KiB that smaller GPUs have.
-template <Rows kOwnRows, int kHeadWidth>
+// used. They are what was fastest on an H200 of the sizes that fit two to four blocks there: few
+// warps leave the tensor cores waiting. Up to a width of 128 a block fits into the 99 KiB that
+// smaller GPUs have, unless it is kLarge.
+template <Rows kOwnRows, int kHeadWidth, bool kLarge = false>
 struct BackwardTiles {
   static constexpr Rows kOwn = kOwnRows;
   static constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
   static constexpr int kWidth = kHeadWidth;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRowTiles = kWidth <= 64 ? 2 : 1;  // of 16 rows, for each warp
+  static constexpr int kBlocks = kWidth <= 64 ? 4 : 1;            // on a multiprocessor, at least
+  static constexpr int kRowTiles = kLarge && !kOwnsKeys ? 2 : 1;  // of 16 rows, for each warp
   static constexpr int kOwnTile = 16 * kRowTiles * kWarps;
-  static constexpr int kTile = kWidth <= 64 && !kOwnsKeys ? 64 : 32;
+  static constexpr int kTile = (kLarge && kOwnsKeys) || (kWidth <= 64 && !kOwnsKeys) ? 64 : 32;
   // dk and dv of whole keys would be too much for the registers: a block has half of each.
   static constexpr int kParts = kOwnsKeys && kWidth > 128 ? 2 : 1;
   static constexpr int kPartWidth = kWidth / kParts;
@@ -73,7 +76,7 @@ __device__ __forceinline__ float softcap_derivative(float weight, const Scores& 
 }
 
 template <class Tiles, typename T>
-__global__ void __launch_bounds__(Tiles::kThreads)
+__global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     flash_attention_backward_kernel(const BackwardArguments<T> arguments) {
   constexpr Rows kOwn = Tiles::kOwn;
   constexpr bool kOwnsKeys = Tiles::kOwnsKeys;
@@ -246,14 +249,20 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   }
   // Each warp is done with its own rows in shared memory; the results take their place.
   const int width_here = min(width - part_column, kPartWidth);
-  const auto store = [&](const auto& sum, T* rows_of_warp, const HeadRows<T>& target) {
+  const auto store = [&](const auto& sum, T* rows_of_warp, const HeadRows<T>& target,
+                         const auto& change) {
     T* target_head = head_of(target, b, own_rows, own_head, width) + part_column;
     store_rows<kWidth>(sum, rows_of_warp, target_head, target.row_stride, first + warp_row,
-                       own_rows, width_here, aligned);
+                       own_rows, width_here, aligned, change);
   };
-  store(sum1, own1_tile + warp_row * kTileStride<kWidth>, kOwnsKeys ? arguments.dk : arguments.dq);
+  T* rows1 = own1_tile + warp_row * kTileStride<kWidth>;
+  store(sum1, rows1, kOwnsKeys ? arguments.dk : arguments.dq, [&] {
+    if (arguments.rotation.cos == nullptr) return;
+    rotate_rows<kWidth, 16 * kRowTiles>(rows1, arguments.rotation, -1.0f, b, first + warp_row,
+                                        own_rows);
+  });
   if constexpr (kOwnsKeys) {
-    store(sum2, own2_tile + warp_row * kTileStride<kWidth>, arguments.dv);
+    store(sum2, own2_tile + warp_row * kTileStride<kWidth>, arguments.dv, [] {});
   }
 }
 

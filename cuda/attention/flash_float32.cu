@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "attention/flash_block.cuh"
-#include "attention/flash_prepare.h"
+#include "attention/flash_kernels.h"
 #include "common/reduce_max.cuh"
 
 namespace jaxllm::attention {
@@ -282,24 +282,15 @@ cudaError_t choose_tiles(int64_t width, Launch launch) {
 }
 
 }  // namespace
-}  // namespace jaxllm::attention
 
-namespace jaxllm {
-
-template <>
-cudaError_t FlashAttention<float>::forward(cudaStream_t stream, HeadRows<const float> q,
-                                           HeadRows<const float> k, HeadRows<const float> v,
-                                           const FlashShape& shape, const FlashOptions& options,
-                                           HeadRows<float> out, float* lse) {
-  using namespace attention;
-  if (!is_supported(shape)) return cudaErrorInvalidValue;
-  JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
+cudaError_t forward_by_float32(cudaStream_t stream, const ForwardCall<float>& call,
+                               const FlashShape& shape, const FlashOptions& options) {
   Arguments arguments = make_arguments(shape, options);
-  arguments.q = q;
-  arguments.k = k;
-  arguments.v = v;
-  arguments.out = out;
-  arguments.new_lse = lse;
+  arguments.q = call.q;
+  arguments.k = call.k;
+  arguments.v = call.v;
+  arguments.out = call.out;
+  arguments.new_lse = call.lse;
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
     return launch<T>(stream, flash_attention_forward_float32_kernel<T>, shape.batch * shape.heads,
@@ -307,27 +298,18 @@ cudaError_t FlashAttention<float>::forward(cudaStream_t stream, HeadRows<const f
   });
 }
 
-template <>
-cudaError_t FlashAttention<float>::backward(cudaStream_t stream, HeadRows<const float> q,
-                                            HeadRows<const float> k, HeadRows<const float> v,
-                                            HeadRows<const float> out, const float* lse,
-                                            HeadRows<const float> dout, const FlashShape& shape,
-                                            const FlashOptions& options, HeadRows<float> dq,
-                                            HeadRows<float> dk, HeadRows<float> dv, float* delta) {
-  using namespace attention;
-  if (!is_supported(shape)) return cudaErrorInvalidValue;
-  JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
-  JAXLLM_RETURN_IF_ERROR(find_delta<float>(stream, out, dout, shape, delta));
+cudaError_t backward_by_float32(cudaStream_t stream, const BackwardCall<float>& call,
+                                const FlashShape& shape, const FlashOptions& options) {
   Arguments arguments = make_arguments(shape, options);
-  arguments.q = q;
-  arguments.k = k;
-  arguments.v = v;
-  arguments.dout = dout;
-  arguments.lse = lse;
-  arguments.delta = delta;
-  arguments.dq = dq;
-  arguments.dk = dk;
-  arguments.dv = dv;
+  arguments.q = call.q;
+  arguments.k = call.k;
+  arguments.v = call.v;
+  arguments.dout = call.dout;
+  arguments.lse = call.lse;
+  arguments.delta = call.delta;
+  arguments.dq = call.dq;
+  arguments.dk = call.dk;
+  arguments.dv = call.dv;
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
     JAXLLM_RETURN_IF_ERROR(
@@ -338,4 +320,4 @@ cudaError_t FlashAttention<float>::backward(cudaStream_t stream, HeadRows<const 
   });
 }
 
-}  // namespace jaxllm
+}  // namespace jaxllm::attention

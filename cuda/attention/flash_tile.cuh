@@ -19,10 +19,11 @@ namespace jaxllm::attention {
 template <int kWidth>
 inline constexpr int kTileStride = kWidth + 8;
 
-// Whether heads may be moved in packs of 16 bytes.
+// Whether heads may be moved in packs of eight elements.
 template <typename T>
 bool heads_are_aligned(const HeadRows<T>& rows, int64_t width) {
-  return width % 8 == 0 && rows.row_stride % 8 == 0 && aligned_16(rows.data);
+  return width % 8 == 0 && rows.row_stride % 8 == 0 &&
+         reinterpret_cast<std::uintptr_t>(rows.data) % (8 * sizeof(T)) == 0;
 }
 
 // Starts copying rows first, first + 1, ... of a head into a tile, with zeros beyond the last row
@@ -54,6 +55,100 @@ __device__ __forceinline__ void load_tile(T* tile, const T* head, int64_t row_st
           valid ? head[(first + row) * row_stride + column] : from_float<T>(0.0f);
     }
   }
+}
+
+// The same of float8, which is widened on the way: nothing is left to wait for but a barrier.
+template <int kRows, int kWidth, int kThreads, typename T>
+__device__ __forceinline__ void load_tile(T* tile, const __nv_fp8_e4m3* head, int64_t row_stride,
+                                          int first, int rows, int width, bool aligned) {
+  constexpr int kPacks = kWidth / 8;
+#pragma unroll 2
+  for (int index = threadIdx.x; index < kRows * kPacks; index += kThreads) {
+    const int row = index / kPacks, column = index % kPacks * 8;
+    const __nv_fp8_e4m3* source = head + (first + row) * row_stride + column;
+    const bool valid = first + row < rows && column < width;
+    alignas(8) __nv_fp8_e4m3 stored[8] = {};
+    if (valid && aligned) {
+      *reinterpret_cast<uint2*>(stored) = __ldg(reinterpret_cast<const uint2*>(source));
+    } else if (valid) {
+      for (int i = 0; i < 8 && column + i < width; ++i) stored[i] = source[i];
+    }
+    float values[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = static_cast<float>(stored[i]);
+    store(tile + row * kTileStride<kWidth> + column, Pack<T>::of(values));
+  }
+}
+
+// Rotary embeddings of a block's own rows.
+struct Rotation {
+  const float *cos, *sin;  // null for none
+  int sequences;           // that share a table
+  int pairs;
+  bool interleaved, whole_packs;
+};
+
+inline Rotation make_rotation(const FlashShape& shape, const FlashRope& rope) {
+  if (rope.cos == nullptr) return {};
+  return {rope.cos,
+          rope.sin,
+          static_cast<int>(shape.batch / rope.tables),
+          static_cast<int>(rope.pairs),
+          rope.interleaved,
+          rope.pairs % 8 == 0 && aligned_16(rope.cos, rope.sin)};
+}
+
+// Turns kRows rows of a warp, in shared memory, by `sign` times the angles of their positions,
+// first, first + 1, ... of `length`. Nobody else reads or writes the rows meanwhile.
+template <int kWidth, int kRows, typename T>
+__device__ void rotate_rows(T* tile, const Rotation& rotation, float sign, int b, int first,
+                            int length) {
+  const int lane = threadIdx.x % 32, pairs = rotation.pairs;
+  const int64_t table = int64_t{b / rotation.sequences} * length * pairs;
+  __syncwarp();
+  if (rotation.whole_packs) {  // eight pairs at a time
+    for (int index = lane; index < kRows * pairs / 8; index += 32) {
+      const int row = index / (pairs / 8), pair = index % (pairs / 8) * 8;
+      if (first + row >= length) break;
+      const int64_t place = table + int64_t{first + row} * pairs + pair;
+      const auto cos = load_cached<8>(rotation.cos + place);
+      const auto sin = load_cached<8>(rotation.sin + place);
+      T* a = tile + row * kTileStride<kWidth> + (rotation.interleaved ? 2 * pair : pair);
+      T* b_or_rest = a + (rotation.interleaved ? 8 : pairs);
+      const Pack<T> packs[2] = {load<8>(a), load<8>(b_or_rest)};
+      float turned[2][8];
+      const auto turn = [&](int i, float x, float y, float& out_x, float& out_y) {
+        out_x = x * cos[i] - y * (sign * sin[i]);
+        out_y = y * cos[i] + x * (sign * sin[i]);
+      };
+      if (rotation.interleaved) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int pack = i / 4, column = 2 * i % 8;
+          turn(i, packs[pack][column], packs[pack][column + 1], turned[pack][column],
+               turned[pack][column + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) turn(i, packs[0][i], packs[1][i], turned[0][i], turned[1][i]);
+      }
+      store(a, Pack<T>::of(turned[0]));
+      store(b_or_rest, Pack<T>::of(turned[1]));
+    }
+  } else {
+    for (int index = lane; index < kRows * pairs; index += 32) {
+      const int row = index / pairs, pair = index % pairs;
+      if (first + row >= length) break;
+      const int64_t place = table + int64_t{first + row} * pairs + pair;
+      const float cos = rotation.cos[place], sin = sign * rotation.sin[place];
+      T* a = tile + row * kTileStride<kWidth> + (rotation.interleaved ? 2 * pair : pair);
+      T* b_of_pair = a + (rotation.interleaved ? 1 : pairs);
+      const float x = to_float(*a), y = to_float(*b_of_pair);
+      *a = from_float<T>(x * cos - y * sin);
+      *b_of_pair = from_float<T>(y * cos + x * sin);
+    }
+  }
+  __syncwarp();
 }
 
 // c += a b^T, where `a` has the rows of the warp and `b` kColumns rows.
@@ -160,14 +255,16 @@ __device__ __forceinline__ void hide(float (&values)[kRowTiles][kColumnTiles][4]
   }
 }
 
-// Rounds the rows of a warp into `tile`, where nobody else reads or writes them, and copies those
-// that there are to a head, whole packs at a time. `first` is the head's row of the tile's first.
-template <int kWidth, int kRowTiles, int kColumnTiles, typename T>
+// Rounds the rows of a warp into `tile`, where nobody else reads or writes them, and has `change`
+// change them there; then copies those that there are to a head, whole packs at a time. `first` is
+// the head's row of the tile's first.
+template <int kWidth, int kRowTiles, int kColumnTiles, typename T, class Change>
 __device__ __forceinline__ void store_rows(const float (&values)[kRowTiles][kColumnTiles][4],
                                            T* tile, T* head, int64_t row_stride, int first,
-                                           int rows, int width, bool aligned) {
+                                           int rows, int width, bool aligned, Change change) {
   constexpr int kStride = kTileStride<kWidth>;
   const int lane = threadIdx.x % 32;
+  __syncwarp();  // the other lanes have read what stood there
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -178,6 +275,7 @@ __device__ __forceinline__ void store_rows(const float (&values)[kRowTiles][kCol
       *reinterpret_cast<uint32_t*>(target + 8 * kStride) = round_pair<T>(x[2], x[3]);
     }
   }
+  change();
   __syncwarp();
 #pragma unroll 4
   for (int index = lane; index < 16 * kRowTiles * kColumnTiles; index += 32) {
