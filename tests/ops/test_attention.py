@@ -820,6 +820,7 @@ def test_softmax_passes_over_scores_of_minus_infinity(backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_softmax_of_more_elements_than_an_int_counts(backend):
     # 9 GiB in all. The rows are checked in a few places, at the end above all.
