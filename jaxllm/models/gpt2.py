@@ -224,12 +224,9 @@ def _block(
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either."""
     attention, mlp = layer["attention"], layer["mlp"]
-    B, T, D = x.shape
-    # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(ops.linear(x, **attention["qkv"]), (D, D, D), axis=-1)
-    q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in qkv)
-    x = ops.flash_attention(q, k, v, causal=True)
-    x = ops.linear(x.reshape(B, T, D), **attention["out"])
+    x = ops.linear(x, **attention["qkv"])
+    x = ops.flash_attention_packed(x, config.heads, causal=True)
+    x = ops.linear(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
     x = ops.linear(x, **mlp["up"], activation="gelu")
     x = ops.linear(x, **mlp["down"])

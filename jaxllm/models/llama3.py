@@ -307,14 +307,9 @@ def _block(
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either."""
     attention, mlp, eps = layer["attention"], layer["mlp"], config.norm_eps
-    B, T, D = x.shape
-    # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(ops.linear(x, **attention["qkv"]), config.qkv_widths, axis=-1)
-    heads = (config.heads, config.kv_heads, config.kv_heads)
-    q, k, v = (x.reshape(B, T, n, config.head_width) for x, n in zip(qkv, heads, strict=True))
-    q, k = ops.rope(q, k, *angles)
-    x = ops.flash_attention(q, k, v, causal=True)
-    x = ops.linear(x.reshape(B, T, D), **attention["out"])
+    x = ops.linear(x, **attention["qkv"])
+    x = ops.flash_attention_packed(x, config.heads, config.kv_heads, causal=True, rope_table=angles)
+    x = ops.linear(x, **attention["out"])
     x, residual = ops.add_rms_norm(x, residual, **layer["norm2"], eps=eps)
     x = ops.swiglu_packed(ops.linear(x, **mlp["gate_up"]))
     x = ops.linear(x, **mlp["down"])

@@ -241,9 +241,9 @@ def test_padding_has_no_influence(params, batch):
 
 
 def test_a_step_is_made_of_the_fused_ops(params, batch):
-    """One op turns queries and keys, and each residual addition is in the norm after it."""
+    """Attention turns queries and keys, and each residual addition is in the norm after it."""
     stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
-    attention = ["linear", "rope", "flash_attention", "linear", "add_rms_norm"]
+    attention = ["linear", "flash_attention_packed", "linear", "add_rms_norm"]
     mlp = ["linear", "swiglu_packed", "linear", "add_rms_norm"]
     ops = ["embed", "rms_norm", *attention, *mlp]  # the block is in a scan, and traced once
     forward = [f"{op}_forward" for op in ops]
