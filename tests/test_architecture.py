@@ -45,7 +45,8 @@ def allowed(module):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation of the same backend.
-        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
+        shared = (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
+        return (*shared, "jaxllm.ffi") if family[2] == "cuda" else shared
     if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
         # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's.
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])

@@ -1,16 +1,13 @@
 // A matrix product on Hopper, with what follows it in a network fused into its end.
 //
-// A block has one warpgroup that copies and two that multiply. The copier brings slices of a and b,
-// 64 deep, into a ring of buffers, as far ahead as there is room; blocks of a cluster that need the
-// same slice copy a part of it each, into all of them. A block stays until there are no tiles left,
-// and the multipliers share its tiles in one of two ways:
+// A block has one warpgroup that copies and two that multiply, and stays until there are no tiles
+// of the result left. The copier brings slices of a and b, 64 deep, into a ring of buffers, as far
+// ahead as there is room; blocks of a cluster that need the same slice copy a part of it each, into
+// all of them. The multipliers take tiles in turn: while one finishes its tile (activation,
+// rounding, storing), the other has the tensor cores.
 //
-//   alternately  each computes whole tiles, in turn: while one finishes its tile (activation,
-//                rounding, storing), the other has the tensor cores;
-//   together     each computes one half of the rows of every tile: larger tiles, which need less
-//                copying, but nobody multiplies at the end of a tile.
-//
-// A finished tile leaves through shared memory, in slabs of 64 columns.
+// A finished tile leaves through shared memory, in slabs of 64 columns; so do slabs of the array
+// that the slope of an activation is taken of come in, before they are needed.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +16,6 @@
 #include "common/hopper.cuh"
 #include "common/vector.cuh"
 #include "gemm/hopper_matrix.cuh"
-#include "gemm/matmul_hopper.h"
 #include "gemm/matrix_map.h"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
@@ -32,13 +28,29 @@ namespace {
 
 using namespace hopper;
 
-// How a kernel divides its work. A multiplier has kBlocksOf64 x 64 rows and kColumns columns.
-template <int kBlocksOf64_, int kColumns_, bool kAlternate_, int kStages_, int kClusterRows_ = 1,
-          int kClusterColumns_ = 1>
+// What becomes of the product p before it is stored.
+enum class Epilogue {
+  kBiasGelu,   // h = p, out = gelu(p + bias)
+  kGeluSlope,  // out = p gelu'(h + bias), and partial sums of its columns
+};
+
+// One call: a of (rows, depth), b turned (depth, columns) or (columns, depth), out and h of (rows,
+// columns), bias of (columns).
+template <typename T>
+struct HopperMatmul {
+  int64_t rows, columns, depth;
+  const T* a;
+  const T* b;
+  T* out;
+  const T* h;
+  const T* bias;
+  float* partial;
+};
+
+// How a kernel divides its work. A tile has 128 rows.
+template <int kColumns_, int kStages_, int kClusterRows_, int kClusterColumns_>
 struct TileShape {
-  static constexpr int kBlocksOf64 = kBlocksOf64_;
   static constexpr int kColumns = kColumns_;
-  static constexpr bool kAlternate = kAlternate_;
   static constexpr int kStages = kStages_;
   // Blocks of a cluster that have the same columns, and so the same b; and the same rows and a.
   static constexpr int kClusterRows = kClusterRows_;
@@ -47,14 +59,17 @@ struct TileShape {
 
   static constexpr int kMultipliers = 2;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr int kMultiplierRows = kBlocksOf64 * 64;
-  static constexpr int kRows = kAlternate ? kMultiplierRows : kMultipliers * kMultiplierRows;
+  static constexpr int kBlocksOf64 = 2;
+  static constexpr int kRows = kBlocksOf64 * 64;
   static constexpr int kDepth = 64;
   static constexpr int kSlabs = kColumns / kSlabWidth;
   static constexpr int kSlots = 2;  // slabs of the result on their way, for each multiplier
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
   // Warps that say, in each block of the cluster, that they are done with a stage.
-  static constexpr int kReaders = (kAlternate ? 1 : kMultipliers) * 4 * kCluster;
+  static constexpr int kReaders = 4 * kCluster;
+  // Together the 64K registers of a multiprocessor.
+  static constexpr int kCopierRegisters = 24;
+  static constexpr int kMultiplierRegisters = 240;
   static_assert(kColumns % kSlabWidth == 0);
 };
 
@@ -62,19 +77,19 @@ template <typename T, class Shape>
 struct MatmulShared {
   T a[Shape::kStages][Shape::kRows * Shape::kDepth];
   T b[Shape::kStages][Shape::kColumns * Shape::kDepth];
-  T slots[Shape::kMultipliers][Shape::kSlots][Shape::kMultiplierRows * kSlabWidth];
+  T slots[Shape::kMultipliers][Shape::kSlots][Shape::kRows * kSlabWidth];
   float sums[Shape::kMultipliers][4][kSlabWidth];  // of columns, by warp
   Barrier full[Shape::kStages], empty[Shape::kStages];
   Barrier slot_full[Shape::kMultipliers][Shape::kSlots];
   Barrier slot_empty[Shape::kMultipliers][Shape::kSlots];
-  Barrier turn[Shape::kMultipliers];  // of those that alternate: to multiply
+  Barrier turn[Shape::kMultipliers];  // to multiply
 };
 
 template <typename T>
 struct MatmulArguments {
-  int rows, columns;      // of the result
-  int steps;              // of kDepth
-  int row_tiles, tiles;   // of a cluster
+  int rows, columns;     // of the result
+  int steps;             // of kDepth
+  int row_tiles, tiles;  // of a cluster
   int row_tiles_at_a_time;
   const T* bias;
   float* partial;
@@ -90,8 +105,8 @@ template <class Shape, typename T>
 __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& arguments, int tile,
                                                   int rank) {
   const int column_tiles = arguments.tiles / arguments.row_tiles;
-  const int first_row_tile = tile / (arguments.row_tiles_at_a_time * column_tiles) *
-                             arguments.row_tiles_at_a_time;
+  const int first_row_tile =
+      tile / (arguments.row_tiles_at_a_time * column_tiles) * arguments.row_tiles_at_a_time;
   const int row_tiles = min(arguments.row_tiles_at_a_time, arguments.row_tiles - first_row_tile);
   const int rest = tile - first_row_tile * column_tiles;
   const int row_tile = first_row_tile + rest % row_tiles, column_tile = rest / row_tiles;
@@ -120,7 +135,7 @@ __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, in
   }
 }
 
-template <class Shape, bool kTurnA, bool kTurnB, typename T>
+template <class Shape, bool kTurnB, typename T>
 __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
                                               const MatmulArguments<T>& arguments,
                                               const CUtensorMap& a_map, const CUtensorMap& b_map,
@@ -143,7 +158,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
       Barrier& full = shared.full[ring.stage];
       shared.empty[ring.stage].wait(ring.parity ^ 1);
       full.arrive_and_expect(Shape::kStageBytes);
-      load_slice<Shape::kRows, kTurnA, Shape::kClusterColumns>(
+      load_slice<Shape::kRows, false, Shape::kClusterColumns>(
           shared.a[ring.stage], a_map, origin.row, depth, rank_column, same_rows, full);
       load_slice<Shape::kColumns, kTurnB, Shape::kClusterRows>(
           shared.b[ring.stage], b_map, origin.column, depth, rank_row, same_columns, full);
@@ -159,17 +174,16 @@ __device__ __forceinline__ void copy_saved(MatmulShared<T, Shape>& shared,
                                            const CUtensorMap& h_map, int rank, int multiplier) {
   RingPosition<Shape::kSlots> ring;
   const int clusters = gridDim.x / Shape::kCluster;
-  int tile = blockIdx.x / Shape::kCluster + (Shape::kAlternate ? multiplier * clusters : 0);
-  for (; tile < arguments.tiles; tile += clusters * (Shape::kAlternate ? 2 : 1)) {
+  int tile = blockIdx.x / Shape::kCluster + multiplier * clusters;
+  for (; tile < arguments.tiles; tile += Shape::kMultipliers * clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
-    const int row = origin.row + (Shape::kAlternate ? 0 : multiplier * Shape::kMultiplierRows);
 #pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       Barrier& full = shared.slot_full[multiplier][ring.stage];
       shared.slot_empty[multiplier][ring.stage].wait(ring.parity ^ 1);
-      full.arrive_and_expect(Shape::kMultiplierRows * kSlabWidth * sizeof(T));
+      full.arrive_and_expect(Shape::kRows * kSlabWidth * sizeof(T));
       load_matrix_box(shared.slots[multiplier][ring.stage], h_map,
-                      origin.column + slab * kSlabWidth, row, full);
+                      origin.column + slab * kSlabWidth, origin.row, full);
       ring.advance();
     }
   }
@@ -209,18 +223,16 @@ __device__ __forceinline__ float2 unpack(uint32_t word, __half) {
 
 constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
 
-template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
+template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
                                                const MatmulArguments<T>& arguments,
-                                               const CUtensorMap& out_map,
-                                               const CUtensorMap& h_map, int rank, int multiplier) {
-  constexpr bool kHasBias = kEpilogue != Epilogue::kNone;
+                                               const CUtensorMap& out_map, const CUtensorMap& h_map,
+                                               int rank, int multiplier) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
   const int clusters = gridDim.x / Shape::kCluster;
   const auto synchronise = [&] { named_barrier_sync(kMultiplierBarrier + multiplier, kWarpgroup); };
 
-  // From here to the element pair of column block j, in row 8 r + 64 block: (j ^ lane / 4) 16 bytes
-  // and (8 r + 64 block) 128 bytes.
+  // Where a slot has the thread's first row; see word_at.
   char* slots[Shape::kSlots];
 #pragma unroll
   for (int slot = 0; slot < Shape::kSlots; ++slot) {
@@ -237,11 +249,10 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     ring.stage = position % Shape::kStages;
   };
   const auto release = [&](int stage) {
+    __syncwarp();
     if constexpr (Shape::kCluster == 1) {
-      __syncwarp();
       if (lane == 0) shared.empty[stage].arrive();
     } else {
-      __syncwarp();
       if (lane < Shape::kCluster) arrive_at(shared.empty[stage], lane);
     }
   };
@@ -249,122 +260,127 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
   // The first has had its turn passed to it, so to speak, by the phase before the first.
   uint32_t turn_parity = multiplier == 0;
   int tile = blockIdx.x / Shape::kCluster;
-  if (Shape::kAlternate && multiplier == 1) {
+  if (multiplier == 1) {
     tile += clusters;
     skip_tile();
   }
-  for (; tile < arguments.tiles; tile += clusters * (Shape::kAlternate ? 2 : 1)) {
+  for (; tile < arguments.tiles; tile += Shape::kMultipliers * clusters) {
     // Also because a barrier tells only the present phase from the one before: who waits at a
     // stage must not be further ahead.
-    if constexpr (Shape::kAlternate) {
-      shared.turn[multiplier].wait(turn_parity);
-      turn_parity ^= 1;
-    }
+    shared.turn[multiplier].wait(turn_parity);
+    turn_parity ^= 1;
     int last_stage = 0;
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {
       shared.full[ring.stage].wait(ring.parity);
-      const int first_row = Shape::kAlternate ? 0 : multiplier * Shape::kMultiplierRows;
-      // Turned or not, 64 rows of the result are 8 KiB of a stage.
-      const uint32_t a_address = shared_address(shared.a[ring.stage] + first_row * Shape::kDepth);
+      const uint32_t a_address = shared_address(shared.a[ring.stage]);
       const uint32_t b_address = shared_address(shared.b[ring.stage]);
-      const uint64_t a_operand =
-          kTurnA ? depth_across_rows(a_address, 64 * kSlabRowBytes) : depth_along_rows(a_address);
+      const uint64_t a_operand = depth_along_rows(a_address);
       const uint64_t b_operand =
           kTurnB ? depth_across_rows(b_address, 64 * kSlabRowBytes) : depth_along_rows(b_address);
-      constexpr uint32_t kStepA = (kTurnA ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
+      constexpr uint32_t kStepA = kDepthStepAlongRows >> 4;
       constexpr uint32_t kStepB = (kTurnB ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
       fence_products();
 #pragma unroll
       for (int part = 0; part < Shape::kDepth / 16; ++part) {
 #pragma unroll
         for (int block = 0; block < Shape::kBlocksOf64; ++block) {
-          multiply<T, kTurnA, kTurnB>(
-              sums[block], a_operand + part * kStepA + block * (64 * kSlabRowBytes >> 4),
-              b_operand + part * kStepB, step > 0 || part > 0);
+          multiply<T, 0, kTurnB>(sums[block],
+                                 a_operand + part * kStepA + block * (64 * kSlabRowBytes >> 4),
+                                 b_operand + part * kStepB, step > 0 || part > 0);
         }
       }
       commit_products();
       // The products of the step before are done: those of this one follow them without a gap.
-      if constexpr (Shape::kBlocksOf64 == 1) {
-        wait_for_products<1>(sums[0]);
-      } else {
-        wait_for_products<1>(sums[0], sums[1]);
-      }
+      wait_for_products<1>(sums[0], sums[1]);
       if (step > 0) release(last_stage);
       last_stage = ring.stage;
       ring.advance();
     }
-    if (Shape::kAlternate && thread == 0) shared.turn[multiplier ^ 1].arrive();
-    if constexpr (Shape::kBlocksOf64 == 1) {
-      wait_for_products<0>(sums[0]);
-    } else {
-      wait_for_products<0>(sums[0], sums[1]);
-    }
+    if (thread == 0) shared.turn[multiplier ^ 1].arrive();
+    wait_for_products<0>(sums[0], sums[1]);
     release(last_stage);
-    if constexpr (Shape::kAlternate) skip_tile();
+    skip_tile();
 
-    TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
-    if constexpr (!Shape::kAlternate) origin.row += multiplier * Shape::kMultiplierRows;
+    const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
 #pragma unroll
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       const int slab_column = origin.column + slab * kSlabWidth;
-      // The slot to use, and for kBiasGelu the one for h.
-      int slot = slab % Shape::kSlots;
-      char* target = slots[slot];
+      int slot = 0;
+      char* target = slots[0];
       if constexpr (kEpilogue == Epilogue::kGeluSlope) {
         slot = slot_ring.stage;
         target = slot == 0 ? slots[0] : slots[1];
         shared.slot_full[multiplier][slot].wait(slot_ring.parity);
         slot_ring.advance();
       } else {
-        if (thread == 0) {
-          wait_until_older_stores_have_read<kEpilogue == Epilogue::kBiasGelu ? 0 : 1>();
-        }
+        if (thread == 0) wait_until_stores_have_read();
         synchronise();
       }
-      float column_sums[16];
+      uint32_t biases[8] = {};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int column = slab_column + 8 * j + accumulator_column(thread);
-        float2 bias = {0.0f, 0.0f};
-        if constexpr (kHasBias) {
-          if (column < arguments.columns) {
-            bias = unpack(__ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column)), T{});
+        if (column < arguments.columns) {
+          biases[j] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
+        }
+      }
+      constexpr int kPairs = 2 * Shape::kBlocksOf64;
+      // The thread's two elements in the eight columns from 8 j on. It has four rows: pair 0 is its
+      // first, 1 is 8 further, 2 and 3 are 64 further.
+      const auto word_at = [&](char* base, int j, int pair) {
+        const int row = pair % 2 * 8 + pair / 2 * 64;
+        const uint32_t offset = (j ^ lane / 4) * 16 + row * kSlabRowBytes;
+        return reinterpret_cast<uint32_t*>(base + offset);
+      };
+      float column_sums[16];
+      uint32_t saved[kPairs];
+      if constexpr (kEpilogue == Epilogue::kGeluSlope) {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) saved[pair] = *word_at(target, 0, pair);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 bias = unpack(biases[j], T{});
+        float2 total = {0.0f, 0.0f};
+        uint32_t words[kPairs], others[kPairs], next[kPairs];
+        if (kEpilogue == Epilogue::kGeluSlope && j < 7) {
+          // Ahead of the stores, which the compiler must take for stores to the same place.
+#pragma unroll
+          for (int pair = 0; pair < kPairs; ++pair) next[pair] = *word_at(target, j + 1, pair);
+        }
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          const int i = 4 * (8 * slab + j) + 2 * (pair % 2);
+          const float2 sum = {sums[pair / 2][i], sums[pair / 2][i + 1]};
+          if constexpr (kEpilogue == Epilogue::kBiasGelu) {
+            others[pair] = pack<T>(sum.x, sum.y);
+            words[pair] = pack<T>(gelu(sum.x + bias.x), gelu(sum.y + bias.y));
+          } else {
+            const float2 h = unpack(saved[pair], T{});
+            const float2 dh = {sum.x * gelu_slope(h.x + bias.x), sum.y * gelu_slope(h.y + bias.y)};
+            words[pair] = pack<T>(dh.x, dh.y);
+            total.x += dh.x;
+            total.y += dh.y;
           }
         }
-        float2 total = {0.0f, 0.0f};
 #pragma unroll
-        for (int block = 0; block < Shape::kBlocksOf64; ++block) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int i = 4 * (8 * slab + j) + 2 * r;
-            const float2 sum = {sums[block][i], sums[block][i + 1]};
-            const uint32_t offset =
-                (j ^ lane / 4) * 16 + (8 * r + 64 * block) * kSlabRowBytes;
-            uint32_t* const word = reinterpret_cast<uint32_t*>(target + offset);
-            if constexpr (kEpilogue == Epilogue::kNone || kEpilogue == Epilogue::kBias) {
-              *word = pack<T>(sum.x + bias.x, sum.y + bias.y);
-            } else if constexpr (kEpilogue == Epilogue::kBiasGelu) {
-              *reinterpret_cast<uint32_t*>(slots[0] + offset) = pack<T>(sum.x, sum.y);
-              *reinterpret_cast<uint32_t*>(slots[1] + offset) =
-                  pack<T>(gelu(sum.x + bias.x), gelu(sum.y + bias.y));
-            } else {
-              const float2 h = unpack(*word, T{});
-              const float2 dh = {sum.x * gelu_slope(h.x + bias.x),
-                                 sum.y * gelu_slope(h.y + bias.y)};
-              *word = pack<T>(dh.x, dh.y);
-              total.x += dh.x;
-              total.y += dh.y;
-            }
+        for (int pair = 0; pair < kPairs; ++pair) {
+          if constexpr (kEpilogue == Epilogue::kBiasGelu) {
+            *word_at(slots[0], j, pair) = others[pair];
+            *word_at(slots[1], j, pair) = words[pair];
+          } else {
+            *word_at(target, j, pair) = words[pair];
           }
+          saved[pair] = next[pair];
         }
         column_sums[2 * j] = total.x;
         column_sums[2 * j + 1] = total.y;
       }
       if constexpr (kEpilogue == Epilogue::kGeluSlope) {
         const float2 two = sum_over_rows(column_sums, lane);
-        const int j = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);
+        const int j =
+            (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // the bits of lane / 4 reversed
         *reinterpret_cast<float2*>(&shared.sums[multiplier][warp][8 * j + lane % 4 * 2]) = two;
       }
       fence_async_proxy();
@@ -384,7 +400,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
             shared.slot_empty[multiplier][slot ^ 1].arrive();
           }
           if (slab == Shape::kSlabs - 1) {
-            wait_until_older_stores_have_read<0>();
+            wait_until_stores_have_read();
             shared.slot_empty[multiplier][slot].arrive();
           }
         }
@@ -396,7 +412,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
           float sum = 0.0f;
 #pragma unroll
           for (int w = 0; w < 4; ++w) sum += of_warps[w][thread - 64];
-          const int64_t partial_row = origin.row / Shape::kMultiplierRows;
+          const int64_t partial_row = origin.row / Shape::kRows;
           arguments.partial[partial_row * arguments.columns + column] = sum;
         }
         synchronise();
@@ -406,7 +422,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
   if (thread == 0) wait_for_stores();
 }
 
-template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
+template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map,
                          const __grid_constant__ CUtensorMap b_map,
@@ -445,19 +461,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int rank = blockIdx.x % Shape::kCluster;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
-    give_registers<24>();
+    give_registers<Shape::kCopierRegisters>();
     if (threadIdx.x % 32 == 0) {
       if (warp == 0) {
-        copy_operands<Shape, kTurnA, kTurnB>(shared, arguments, a_map, b_map, rank);
+        copy_operands<Shape, kTurnB>(shared, arguments, a_map, b_map, rank);
       } else if (kEpilogue == Epilogue::kGeluSlope && warp <= Shape::kMultipliers) {
         copy_saved(shared, arguments, h_map, rank, warp - 1);
       }
     }
     __syncwarp();
   } else {
-    take_registers<240>();
-    multiply_tiles<Shape, kEpilogue, kTurnA, kTurnB>(shared, arguments, out_map, h_map, rank,
-                                                     warp / 4 - 1);
+    take_registers<Shape::kMultiplierRegisters>();
+    multiply_tiles<Shape, kEpilogue, kTurnB>(shared, arguments, out_map, h_map, rank, warp / 4 - 1);
   }
   // Nobody leaves while another block of the cluster may still write to its shared memory.
   if constexpr (Shape::kCluster > 1) {
@@ -467,15 +482,23 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
-cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call, int row_tiles_at_a_time) {
-  const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnA, kTurnB, T>;
+// A block a multiprocessor, which takes tiles until there are none.
+template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
+cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
+                          int row_tiles_at_a_time) {
+  const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnB, T>;
   constexpr int kBytes = sizeof(MatmulShared<T, Shape>);
   static_assert(kBytes <= 232448);
   constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  int device = 0, multiprocessors = 0;
+  int device = 0, major = 0, multiprocessors = 0;
   JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (major != 9) return cudaErrorNotSupported;
+  // Built for sm_90 or less the kernel has an empty body, which needs next to no registers.
+  cudaFuncAttributes attributes;
+  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  if (attributes.numRegs < 64) return cudaErrorNotSupported;
   JAXLLM_RETURN_IF_ERROR(
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   JAXLLM_RETURN_IF_ERROR(
@@ -483,19 +506,14 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call, int 
 
   const int64_t rows = call.rows, columns = call.columns, depth = call.depth;
   CUtensorMap a_map, b_map, out_map, h_map;
-  const Matrix a = kTurnA ? Matrix{call.a, depth, rows} : Matrix{call.a, rows, depth};
   const Matrix b = kTurnB ? Matrix{call.b, depth, columns} : Matrix{call.b, columns, depth};
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map(
-      a, kType, (kTurnA ? 64 : Shape::kRows) / Shape::kClusterColumns, &a_map));
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map(
-      b, kType, (kTurnB ? 64 : Shape::kColumns) / Shape::kClusterRows, &b_map));
+  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.a, rows, depth}, kType,
+                                           Shape::kRows / Shape::kClusterColumns, &a_map));
   JAXLLM_RETURN_IF_ERROR(
-      encode_matrix_map({call.out, rows, columns}, kType, Shape::kMultiplierRows, &out_map));
-  h_map = out_map;
-  if (call.h != nullptr) {
-    JAXLLM_RETURN_IF_ERROR(
-        encode_matrix_map({call.h, rows, columns}, kType, Shape::kMultiplierRows, &h_map));
-  }
+      encode_matrix_map(b, kType, (kTurnB ? 64 : Shape::kColumns) / Shape::kClusterRows, &b_map));
+  JAXLLM_RETURN_IF_ERROR(
+      encode_matrix_map({call.out, rows, columns}, kType, Shape::kRows, &out_map));
+  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, Shape::kRows, &h_map));
 
   const int64_t row_tiles = divide_up(rows, Shape::kRows * Shape::kClusterRows);
   const int64_t tiles = row_tiles * divide_up(columns, Shape::kColumns * Shape::kClusterColumns);

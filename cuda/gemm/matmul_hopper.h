@@ -1,33 +1,27 @@
-// Matrix products by Hopper's tensor cores, with what follows them in a network.
+// Matrix products by Hopper's tensor cores, with what precedes or follows them in a network.
+//
+// Widths are multiples of eight elements and pointers of 16 bytes, or the launchers return
+// cudaErrorNotSupported; so they do on other GPUs than Hopper's.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
 namespace jaxllm {
 
-// What becomes of the product p = a b before it is stored.
-enum class Epilogue {
-  kNone,       // out = p
-  kBias,       // out = p + bias
-  kBiasGelu,   // h = p, out = gelu(p + bias)
-  kGeluSlope,  // out = p gelu'(h + bias), and partial sums of its columns
-};
-
-// One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
-// depth), out and h of (rows, columns), bias of (columns).
 template <typename T>
-struct HopperMatmul {
-  int64_t rows, columns, depth;
-  const T* a;
-  const T* b;
-  T* out;
-  T* h = nullptr;
-  const T* bias = nullptr;
-  float* partial = nullptr;
+struct MatmulHopper {
+  // h = x weight, out = gelu(h + bias): x (rows, width), weight (width, columns).
+  static cudaError_t bias_gelu(cudaStream_t stream, const T* x, const T* weight, const T* bias,
+                               T* h, T* out, int64_t rows, int64_t width, int64_t columns);
+
+  // dh = (dout weight^T) gelu'(h + bias), dbias = the sum over rows of dh, before it is rounded:
+  // dout (rows, width), weight (columns, width), h (rows, columns). `partial` is a workspace of a
+  // row of `columns` floats for every 128 rows.
+  static cudaError_t gelu_slope(cudaStream_t stream, const T* dout, const T* weight, const T* h,
+                                const T* bias, T* dh, T* dbias, float* partial, int64_t rows,
+                                int64_t width, int64_t columns);
 };
 
 }  // namespace jaxllm

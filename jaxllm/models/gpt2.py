@@ -228,7 +228,7 @@ def _block(
     x = ops.flash_attention_packed(x, config.heads, causal=True)
     x = ops.linear(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = ops.linear(x, **mlp["up"], activation="gelu")
-    x = ops.linear(x, **mlp["down"])
+    up, down = mlp["up"], mlp["down"]
+    x = ops.mlp(x, up["weight"], up["bias"], down["weight"], down["bias"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x

@@ -18,7 +18,7 @@ from jaxllm.ops.attention.api import (
     softmax,
 )
 from jaxllm.ops.embedding.api import embed
-from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.api import linear, mlp
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
@@ -42,6 +42,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "mlp",
     "relu",
     "repeat_kv",
     "rms_norm",
