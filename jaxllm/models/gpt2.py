@@ -35,7 +35,7 @@ from jaxllm.models.blocks import (
     count,
     pad_vocab,
     run_blocks,
-    shift_norms,
+    with_next_norms,
 )
 
 
@@ -129,7 +129,6 @@ def forward(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -140,9 +139,6 @@ def forward(
         remat: Recompute each block in the backward pass, and keep its input alone; or what else
             to keep, as one of ``jax.checkpoint_policies`` or
             ``jaxllm.models.blocks.SAVE_PRODUCTS``.
-        unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
-            a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
-            stacked arrays.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -152,7 +148,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return ops.linear(_hidden(params, tokens, config, remat, unroll), params["wte"].T)
+    return ops.linear(_hidden(params, tokens, config, remat), params["wte"].T)
 
 
 def loss(
@@ -162,7 +158,6 @@ def loss(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -172,13 +167,12 @@ def loss(
         labels: The token that follows each token; -1 leaves a place out of the mean.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
-        unroll: As in :func:`forward`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden, params["wte"], labels, transpose_weight=True, vocab_size=config.vocab_size
     )
@@ -207,15 +201,12 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
-def _hidden(
-    params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy, unroll: bool
-) -> Array:
+def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    blocks = params["blocks"]
     # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm, next_norms = shift_norms(blocks["ln1"], params["ln_f"])
+    first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
     def block(carry, inputs):
         residual, x = carry
@@ -224,7 +215,7 @@ def _hidden(
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     carry = residual, ops.layer_norm(residual, **first_norm)
-    _, x = run_blocks(block, carry, (blocks, next_norms), remat=remat, unroll=unroll)
+    _, x = run_blocks(block, carry, layers, remat=remat)
     return x
 
 

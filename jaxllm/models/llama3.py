@@ -38,7 +38,7 @@ from jaxllm.models.blocks import (
     count,
     pad_vocab,
     run_blocks,
-    shift_norms,
+    with_next_norms,
 )
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
@@ -193,7 +193,6 @@ def forward(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -204,9 +203,6 @@ def forward(
         remat: Recompute each block in the backward pass, and keep its input alone; or what else
             to keep, as one of ``jax.checkpoint_policies`` or
             ``jaxllm.models.blocks.SAVE_PRODUCTS``.
-        unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
-            a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
-            stacked arrays.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -216,7 +212,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear(hidden, head(params, config).T)
 
 
@@ -227,7 +223,6 @@ def loss(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -237,13 +232,12 @@ def loss(
         labels: The token that follows each token; -1 leaves a place out of the mean.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
-        unroll: As in :func:`forward`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden,
         head(params, config),
@@ -279,15 +273,12 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
-def _hidden(
-    params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy, unroll: bool
-) -> Array:
+def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    blocks = params["blocks"]
     # Each block ends with the norm that comes next, fused with its last residual addition: norm1 of
     # the following block, or norm_f after the last. So the first norm1 stands before all blocks.
-    first_norm, next_norms = shift_norms(blocks["norm1"], params["norm_f"])
+    first_norm, layers = with_next_norms(params["blocks"], "norm1", params["norm_f"])
     angles = ops.rope_table(
         jnp.arange(tokens.shape[1]),
         config.head_width,
@@ -302,7 +293,7 @@ def _hidden(
 
     residual = ops.embed(tokens, params["wte"])
     carry = residual, ops.rms_norm(residual, **first_norm, eps=config.norm_eps)
-    _, x = run_blocks(block, carry, (blocks, next_norms), remat=remat, unroll=unroll)
+    _, x = run_blocks(block, carry, layers, remat=remat)
     return x
 
 
