@@ -207,6 +207,22 @@ def test_optax_computes_what_our_op_computes():
     assert all(jax.tree.leaves(close))
 
 
+@pytest.mark.parametrize("name", ["causal_window", "symmetric_window", "packed_documents"])
+def test_cudnn_with_a_mask_computes_what_our_op_computes(name, monkeypatch):
+    attention = jax.nn.dot_product_attention  # in plain JAX, which a CPU has too
+    anywhere = lambda *qkv, implementation, **options: attention(*qkv, **options)  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", anywhere)
+    case = next(case for case in CASES if str(case) == f"flash_attention-{name}")
+    if case.inputs["q"].shape[1] != case.inputs["k"].shape[1]:
+        case = dataclasses.replace(case, inputs=dict.fromkeys("qkv", case.inputs["q"]))
+    inputs = make_inputs(case, "float32")
+    ours, theirs = (
+        ops.forward_call(case, implementation)(*inputs)
+        for implementation in ("xla", "cudnn with a mask")
+    )
+    assert jnp.allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize("timer", timing.TIMERS)
 def test_an_op_in_place_is_timed_on_what_it_left(timer):
     seen = []

@@ -339,10 +339,10 @@ def test_a_projection_holds_queries_then_keys_then_values(N, K, backend):
     out, pull = jax.vjp(lambda x: flash_attention_packed(x, N, K, **options), qkv)
     expected, pull_unpacked = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
     assert out.shape == (2, 6, N * 8)
-    np.testing.assert_array_equal(out, expected.reshape(out.shape))
+    assert error(out, expected.reshape(out.shape)) <= tolerance("float32")
     dout = jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
     wanted = [x.reshape(2, 6, -1) for x in pull_unpacked(dout.reshape(expected.shape))]
-    np.testing.assert_array_equal(pull(dout)[0], jnp.concatenate(wanted, axis=-1))
+    assert error(pull(dout)[0], jnp.concatenate(wanted, axis=-1)) <= tolerance("float32")
 
 
 @pytest.mark.parametrize("backend", FLASH_BACKENDS)
@@ -364,7 +364,7 @@ def test_attention_turns_queries_and_keys_as_rope_does(interleaved, backend):
         for fn in (inside, before)
     )
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert error(a, e) < 2e-6
+        assert error(a, e) <= tolerance("float32")
 
 
 def test_each_sequence_may_have_its_angles_and_none_has_a_gradient():
@@ -375,7 +375,7 @@ def test_each_sequence_may_have_its_angles_and_none_has_a_gradient():
     out = run(qkv, angles)
     for b in range(2):
         alone = run(qkv[b : b + 1], jax.tree.map(lambda x: x[b], angles))  # noqa: B023
-        assert error(out[b], alone[0]) < 1e-6
+        assert error(out[b], alone[0]) <= tolerance("float32")
     gradients = jax.grad(lambda angles: run(qkv, angles).sum())(angles)
     assert not any(x.any() for x in gradients)
 
