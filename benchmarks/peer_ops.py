@@ -63,12 +63,27 @@ def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
     )
 
 
+def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale=None):
+    """``flash_attention`` by cuDNN, with an array of what each query sees."""
+    if window is None and segment_ids is None:
+        raise ValueError("without a window or segments cuDNN needs no mask: see xla")
+    distance = jax.numpy.arange(q.shape[1])[:, None] - jax.numpy.arange(k.shape[1])
+    mask = distance >= 0 if causal else jax.numpy.ones_like(distance, bool)
+    if window is not None:
+        mask &= abs(distance) < window
+    mask = mask[None, None]
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+
+
 # Peers that are JAX functions, with the op's arguments; they run beside our backends.
 JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "adamw_update": {"optax": _optax_adamw},
     "flash_attention": {
         "tokamax mosaic": functools.partial(_tokamax_attention, "mosaic"),
         "tokamax triton": functools.partial(_tokamax_attention, "triton"),
+        "cudnn with a mask": _masked_cudnn,
     },
 }
 
