@@ -1,0 +1,454 @@
+// A block has one warpgroup that copies and two or three that multiply. The copier brings tiles of
+// k and v into rings of buffers, as far ahead as there is room; each multiplier holds 64 queries
+// and their part of the output, and walks over the tiles of keys with the online softmax:
+//
+//   s = q k^T    m' = max(m, max s)    p = 2^(c (s - m'))    o = o 2^(c (m - m')) + p v
+//
+// with c = scale log2(e). Two things run beside each other in a multiplier: the tensor cores take
+// the scores of the next tile and p v of the present one while the threads compute exponentials.
+// And the multipliers take turns at the tensor cores, so that one computes exponentials while
+// another multiplies.
+//
+// Source: Shah et al., "FlashAttention-3" (arXiv:2407.08608).
+#include <algorithm>
+#include <cmath>
+
+#include "attention/band.cuh"
+#include "attention/hopper_launch.h"
+#include "common/hopper.cuh"
+
+namespace jaxllm {
+namespace {
+
+using namespace hopper;
+
+template <int kWidth>
+struct ForwardShape {
+  // Three warpgroups share each load of k and v where the output leaves registers for them.
+  static constexpr int kMultipliers = kWidth == 64 ? 3 : 2;
+  static constexpr int kQueries = kMultipliers * 64;
+  static constexpr int kKeys = 128;
+  static constexpr int kStages = kWidth == 64 ? 3 : 2;
+  static constexpr int kSlabs = kWidth / kSlabWidth;
+  static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
+  // Together the 64K registers of a multiprocessor.
+  static constexpr int kCopierRegisters = kMultipliers == 3 ? 32 : 24;
+  static constexpr int kMultiplierRegisters = kMultipliers == 3 ? 160 : 240;
+  // Each warp of each multiplier says that it is done with a buffer.
+  static constexpr int kReaders = kMultipliers * 4;
+};
+
+template <typename T, int kWidth>
+struct ForwardShared {
+  using Shape = ForwardShape<kWidth>;
+  T q[Shape::kMultipliers][64 * kWidth];
+  T k[Shape::kStages][Shape::kKeys * kWidth];
+  T v[Shape::kStages][Shape::kKeys * kWidth];
+  T out[Shape::kMultipliers][64 * kWidth];
+  Barrier q_full, q_empty;
+  Barrier k_full[Shape::kStages], k_empty[Shape::kStages];
+  Barrier v_full[Shape::kStages], v_empty[Shape::kStages];
+  int tile;  // comes with q; -1 after the last
+};
+
+struct ForwardArguments {
+  Band band;
+  int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
+  float scale;
+  float* lse;
+  int* counter;
+};
+
+// A tile of queries of one head.
+struct ForwardTile {
+  int query_tile, head, sequence;
+};
+
+// The order of the tiles: those with most keys first, so that the last to be taken are short; but
+// only so many heads at a time as have their keys and values in the L2 cache together. Heads that
+// share keys are neighbours.
+__device__ __forceinline__ ForwardTile decode_tile(const ForwardArguments& a, int tile) {
+  const int first_head = tile / (a.heads_at_a_time * a.query_tiles) * a.heads_at_a_time;
+  const int heads = min(a.heads_at_a_time, a.batch * a.heads - first_head);
+  const int rest = tile - first_head * a.query_tiles;
+  const int head = first_head + rest % heads;
+  return {a.query_tiles - 1 - rest / heads, head % a.heads, head / a.heads};
+}
+
+// Numbers of the named barriers; 0 is __syncthreads'.
+constexpr int kTurnBarrier = 1;   // + multiplier: its turn at the tensor cores
+constexpr int kStoreBarrier = 4;  // + multiplier: its part of the output is in shared memory
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void copy_forward(ForwardShared<T, kWidth>& shared,
+                                             const ForwardArguments& a, const CUtensorMap& q_map,
+                                             const CUtensorMap& k_map, const CUtensorMap& v_map) {
+  using Shape = ForwardShape<kWidth>;
+  constexpr int kTileBytes = Shape::kKeys * kWidth * sizeof(T);
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  RingPosition<Shape::kStages> k_ring, v_ring;
+  RingPosition<1> q_ring;
+
+  int tile = blockIdx.x;
+  while (tile < a.tiles) {
+    const int next_tile = gridDim.x + atomicAdd(a.counter, 1);  // long before it is needed
+    const ForwardTile place = decode_tile(a, tile);
+    const int kv_head = place.head / (a.heads / a.kv_heads);
+    const TileRange range = band.keys_of(place.query_tile);
+
+    const auto load_keys = [&](int key_tile) {
+      const Barrier& full = shared.k_full[k_ring.stage];
+      shared.k_empty[k_ring.stage].wait(k_ring.parity ^ 1);
+      shared.k_full[k_ring.stage].arrive_and_expect(kTileBytes);
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        load_box(shared.k[k_ring.stage] + slab * Shape::kKeys * kSlabWidth, k_map,
+                 {slab * kSlabWidth, kv_head, key_tile * Shape::kKeys, place.sequence}, full);
+      }
+      k_ring.advance();
+    };
+    const auto load_values = [&](int key_tile) {
+      const Barrier& full = shared.v_full[v_ring.stage];
+      shared.v_empty[v_ring.stage].wait(v_ring.parity ^ 1);
+      shared.v_full[v_ring.stage].arrive_and_expect(kTileBytes);
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        load_box(shared.v[v_ring.stage] + slab * Shape::kKeys * kSlabWidth, v_map,
+                 {slab * kSlabWidth, kv_head, key_tile * Shape::kKeys, place.sequence}, full);
+      }
+      v_ring.advance();
+    };
+
+    if (range.size() > 0) load_keys(range.end - 1);
+    shared.q_empty.wait(q_ring.parity ^ 1);
+    shared.tile = tile;
+    shared.q_full.arrive_and_expect(Shape::kQueries * kWidth * sizeof(T));
+    for (int multiplier = 0; multiplier < Shape::kMultipliers; ++multiplier) {
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        load_box(shared.q[multiplier] + slab * 64 * kSlabWidth, q_map,
+                 {slab * kSlabWidth, place.head,
+                  place.query_tile * Shape::kQueries + multiplier * 64, place.sequence},
+                 shared.q_full);
+      }
+    }
+    q_ring.advance();
+    // In the order in which they are used: the scores are a tile ahead.
+    for (int key_tile = range.end - 1; key_tile >= range.begin && key_tile < range.end;
+         --key_tile) {
+      if (key_tile > range.begin) load_keys(key_tile - 1);
+      load_values(key_tile);
+    }
+    tile = next_tile;
+  }
+  shared.q_empty.wait(q_ring.parity ^ 1);
+  shared.tile = -1;
+  shared.q_full.arrive();
+}
+
+// The running softmax of a thread's two rows.
+struct SoftmaxRows {
+  float largest[2] = {-INFINITY, -INFINITY};  // of the row's scores, not yet scaled
+  float total[2] = {0.0f, 0.0f};              // of this thread's columns
+
+  // Turns scores into weights; correction is what earlier weights are to be multiplied by.
+  __device__ __forceinline__ void weigh(float (&s)[64], float scale_log2, float (&correction)[2]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float highest = largest[row];
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) {
+        highest = fmaxf(highest, fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, 2));
+      // A row without keys so far: -inf - -inf is no number.
+      const float origin = highest == -INFINITY ? 0.0f : highest * scale_log2;
+      correction[row] = exp2_fast(fmaf(largest[row], scale_log2, -origin));
+      largest[row] = highest;
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          float& weight = s[i + 2 * row + b];
+          weight = exp2_fast(fmaf(weight, scale_log2, -origin));
+          sum += weight;
+        }
+      }
+      total[row] = fmaf(total[row], correction[row], sum);
+    }
+  }
+};
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void multiply_forward(ForwardShared<T, kWidth>& shared,
+                                                 const ForwardArguments& a,
+                                                 const CUtensorMap& out_map, int multiplier) {
+  using Shape = ForwardShape<kWidth>;
+  constexpr int kSlabBytes = Shape::kKeys * kSlabRowBytes;
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  const int thread = threadIdx.x % kWarpgroup;
+  const bool is_first_lane = thread % 32 == 0;
+  const float scale_log2 = a.scale * float{M_LOG2E};
+  const uint64_t q_operand = depth_along_rows(shared_address(shared.q[multiplier]));
+
+  RingPosition<Shape::kStages> k_ring, v_ring;
+  RingPosition<1> q_ring;
+  float s[64], o[kWidth / 2];
+  uint32_t p[32];
+
+  // Lets another warpgroup's copier know, once this warp is done with a buffer.
+  const auto release = [&](Barrier& empty) {
+    __syncwarp();
+    if (is_first_lane) empty.arrive();
+  };
+  const auto start_scores = [&] {
+    shared.k_full[k_ring.stage].wait(k_ring.parity);
+    const uint64_t k_operand = depth_along_rows(shared_address(shared.k[k_ring.stage]));
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kWidth / 16; ++step) {
+      const int within = step % 4 * kDepthStepAlongRows;
+      multiply<T, 0, 0>(s, q_operand + ((step / 4 * 64 * kSlabRowBytes + within) >> 4),
+                        k_operand + ((step / 4 * kSlabBytes + within) >> 4), step > 0);
+    }
+    commit_products();
+  };
+  const auto start_output = [&] {
+    shared.v_full[v_ring.stage].wait(v_ring.parity);
+    const uint64_t v_operand =
+        depth_across_rows(shared_address(shared.v[v_ring.stage]), kSlabBytes);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < Shape::kKeys / 16; ++step) {
+      multiply<T, 1>(o, p + 4 * step, v_operand + (step * kDepthStepAcrossRows >> 4));
+    }
+    commit_products();
+  };
+
+  // The turn passes from one multiplier to the next; the first has it at the start.
+  constexpr int kTurnThreads = 2 * kWarpgroup;
+  const int next = multiplier + 1 == Shape::kMultipliers ? 0 : multiplier + 1;
+  const auto await_turn = [&] { named_barrier_sync(kTurnBarrier + multiplier, kTurnThreads); };
+  const auto pass_turn = [&] { named_barrier_arrive(kTurnBarrier + next, kTurnThreads); };
+  if (next == 0) pass_turn();
+
+  for (;;) {
+    shared.q_full.wait(q_ring.parity);
+    q_ring.advance();
+    const int tile = shared.tile;
+    if (tile < 0) break;
+    const ForwardTile place = decode_tile(a, tile);
+    const TileRange range = band.keys_of(place.query_tile);
+    const int first_query = place.query_tile * Shape::kQueries + multiplier * 64;
+    const int row = first_query + accumulator_row(thread);
+
+    const auto mask = [&](int key_tile) {
+      const int first_key = key_tile * Shape::kKeys;
+      if (band.is_inside(first_query, 64, first_key, Shape::kKeys)) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // From here on relative to the thread's first column.
+        const int origin = first_key + accumulator_column(thread);
+        const int low = band.first_key(row + 8 * r) - origin;
+        const int high = min(band.last_key(row + 8 * r), band.keys - 1) - origin;
+#pragma unroll
+        for (int i = 0; i < 64; i += 4) {
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            const int column = 2 * i + b;
+            if (column < low || column > high) s[i + 2 * r + b] = -INFINITY;
+          }
+        }
+      }
+    };
+
+    SoftmaxRows softmax;
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) o[i] = 0.0f;
+    float correction[2];
+
+    if (range.size() == 0) {
+      release(shared.q_empty);
+    } else {
+      int key_tile = range.end - 1;
+      start_scores();
+      wait_for_products<0>(s);
+      release(shared.k_empty[k_ring.stage]);
+      k_ring.advance();
+      mask(key_tile);
+      softmax.weigh(s, scale_log2, correction);
+      // The loop turns between the exponentials and the wait for the products beside them: within
+      // one basic block the assembler would put the wait first.
+      for (;;) {
+        wait_for_products<0>(o, s);
+        if (key_tile < range.end - 1) {
+          release(shared.v_empty[v_ring.stage]);
+          v_ring.advance();
+        }
+#pragma unroll
+        for (int i = 0; i < kWidth / 2; ++i) o[i] *= correction[i / 2 % 2];
+        pack<T>(s, p);
+        if (key_tile == range.begin) break;
+
+        --key_tile;
+        await_turn();
+        start_scores();
+        start_output();
+        pass_turn();
+        wait_for_products<1>(s);
+        release(shared.k_empty[k_ring.stage]);
+        k_ring.advance();
+        mask(key_tile);
+        softmax.weigh(s, scale_log2, correction);
+        pin(s);
+      }
+      release(shared.q_empty);
+      start_output();
+      wait_for_products<0>(o);
+      release(shared.v_empty[v_ring.stage]);
+      v_ring.advance();
+    }
+
+    // The earlier tile's output has left shared memory.
+    if (thread == 0) wait_until_stores_have_read();
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total = softmax.total[r];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
+      factor[r] = total == 0.0f ? 0.0f : 1.0f / total;
+      if (thread % 4 == 0 && row + 8 * r < band.queries) {
+        const int64_t head = int64_t{place.sequence} * a.heads + place.head;
+        a.lse[head * band.queries + row + 8 * r] =
+            total == 0.0f ? -INFINITY : softmax.largest[r] * a.scale + logf(total);
+      }
+    }
+    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+    char* const target = reinterpret_cast<char*>(shared.out[multiplier]);
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; i += 2) {
+      const int r = i / 2 % 2, column = i / 4 * 8;
+      const uint32_t offset = slab_offset(accumulator_row(thread) + 8 * r,
+                                          column % kSlabWidth + accumulator_column(thread));
+      *reinterpret_cast<uint32_t*>(target + column / kSlabWidth * 64 * kSlabRowBytes + offset) =
+          pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
+    }
+    fence_async_proxy();
+    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+    if (thread == 0 && first_query < band.queries) {
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        store_box(out_map, shared.out[multiplier] + slab * 64 * kSlabWidth,
+                  {slab * kSlabWidth, place.head, first_query, place.sequence});
+      }
+      commit_stores();
+    }
+  }
+  if (multiplier == 0) await_turn();  // nobody leaves with a turn passed to nobody
+  if (thread == 0) wait_for_stores();
+}
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(ForwardShape<kWidth>::kThreads, 1)
+    flash_attention_forward_hopper_kernel(const __grid_constant__ CUtensorMap q_map,
+                                          const __grid_constant__ CUtensorMap k_map,
+                                          const __grid_constant__ CUtensorMap v_map,
+                                          const __grid_constant__ CUtensorMap out_map,
+                                          const __grid_constant__ ForwardArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Shape = ForwardShape<kWidth>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<ForwardShared<T, kWidth>*>(shared_memory);
+
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(q_map);
+    prefetch_tensor_map(k_map);
+    prefetch_tensor_map(v_map);
+    prefetch_tensor_map(out_map);
+    shared.q_full.init(1);
+    shared.q_empty.init(Shape::kReaders);
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      shared.k_full[stage].init(1);
+      shared.k_empty[stage].init(Shape::kReaders);
+      shared.v_full[stage].init(1);
+      shared.v_empty[stage].init(Shape::kReaders);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<Shape::kCopierRegisters>();
+    if (threadIdx.x == 0) copy_forward<T, kWidth>(shared, a, q_map, k_map, v_map);
+  } else {
+    take_registers<Shape::kMultiplierRegisters>();
+    multiply_forward<T, kWidth>(shared, a, out_map, warpgroup - 1);
+  }
+#endif
+}
+
+// A block a multiprocessor, which takes tiles until there are none.
+template <typename T, int kWidth>
+cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens<const T> q,
+                   Tokens<const T> k, Tokens<const T> v, Tokens<T> out, float* lse, int* counter) {
+  using Shape = ForwardShape<kWidth>;
+  const auto kernel = flash_attention_forward_hopper_kernel<T, kWidth>;
+  constexpr int kBytes = sizeof(ForwardShared<T, kWidth>);
+  int multiprocessors = 0;
+  JAXLLM_RETURN_IF_ERROR(
+      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
+
+  CUtensorMap q_map, k_map, v_map, out_map;
+  JAXLLM_RETURN_IF_ERROR(map_queries(attention, q, 64, &q_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(attention, k, Shape::kKeys, &k_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(attention, v, Shape::kKeys, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(attention, out, 64, &out_map));
+
+  const int64_t query_tiles = divide_up(attention.queries, Shape::kQueries);
+  const int64_t tiles = query_tiles * attention.batch * attention.heads;
+  if (tiles > kMaxTiles) return cudaErrorNotSupported;
+  // Keys and values of the heads at work at one time, in bytes of the L2 cache.
+  constexpr int64_t kCachedBytes = 32 << 20;
+  const int64_t group = attention.heads / attention.kv_heads;
+  const int64_t groups_at_a_time = std::clamp<int64_t>(
+      kCachedBytes / std::max<int64_t>(2 * attention.keys * kWidth * sizeof(T), 1), 1,
+      attention.batch * attention.kv_heads);
+  const ForwardArguments arguments{to_band(attention),
+                                   static_cast<int>(attention.batch),
+                                   static_cast<int>(attention.heads),
+                                   static_cast<int>(attention.kv_heads),
+                                   static_cast<int>(query_tiles),
+                                   static_cast<int>(tiles),
+                                   static_cast<int>(groups_at_a_time * group),
+                                   attention.scale,
+                                   lse,
+                                   counter};
+  JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(counter, 0, sizeof(int), stream));
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles, multiprocessors));
+  kernel<<<blocks, Shape::kThreads, kBytes, stream>>>(q_map, k_map, v_map, out_map, arguments);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t FlashAttentionHopper<T>::forward(cudaStream_t stream, const HopperAttention& attention,
+                                             Tokens<const T> q, Tokens<const T> k,
+                                             Tokens<const T> v, Tokens<T> out, float* lse,
+                                             int* counter) {
+  if (!is_served(attention)) return cudaErrorNotSupported;
+  if (attention.batch == 0 || attention.queries == 0 || attention.heads == 0) return cudaSuccess;
+  return attention.width == 64 ? launch<T, 64>(stream, attention, q, k, v, out, lse, counter)
+                               : launch<T, 128>(stream, attention, q, k, v, out, lse, counter);
+}
+
+template cudaError_t FlashAttentionHopper<__nv_bfloat16>::forward(
+    cudaStream_t, const HopperAttention&, Tokens<const __nv_bfloat16>, Tokens<const __nv_bfloat16>,
+    Tokens<const __nv_bfloat16>, Tokens<__nv_bfloat16>, float*, int*);
+template cudaError_t FlashAttentionHopper<__half>::forward(cudaStream_t, const HopperAttention&,
+                                                           Tokens<const __half>,
+                                                           Tokens<const __half>,
+                                                           Tokens<const __half>, Tokens<__half>,
+                                                           float*, int*);
+
+}  // namespace jaxllm
