@@ -38,6 +38,11 @@ struct BackwardShape {
   // What registers allow: of the five accumulators two grow with the queries, two with the width.
   static constexpr int kQueries = kWidth == 64 ? 128 : 64;
   static constexpr int kStages = 2;
+  // What more runs beside each other, as far as registers go (with both, or the other of the two,
+  // the assembler runs out of them, and then it lets every product wait for the one before):
+  // dv += p dout beside the arithmetic of ds, or the next step's s beside the handing on of dq.
+  static constexpr bool kEarlyDv = kWidth == 128;
+  static constexpr bool kEarlyScores = kWidth == 64;
   static constexpr int kSlabs = kWidth / kSlabWidth;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
   static constexpr int kCopierRegisters = 24;
@@ -139,6 +144,7 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
     shared.kv_empty.wait(kv_ring.parity ^ 1);
     kv_ring.advance();
     shared.kv_full.arrive_and_expect(2 * kKeyBytes);
+#pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       const Box box{slab * kSlabWidth, item.kv_head, key_tile * Shape::kKeys, item.sequence};
       load_box(shared.k + slab * Shape::kKeys * kSlabWidth, k_map, box, shared.kv_full);
@@ -151,6 +157,7 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
         const int stage = ring.stage;
         shared.q_empty[stage].wait(ring.parity ^ 1);
         shared.q_full[stage].arrive_and_expect(kQueryBytes);
+#pragma unroll 1
         for (int slab = 0; slab < Shape::kSlabs; ++slab) {
           load_box(shared.q[stage] + slab * Shape::kQueries * kSlabWidth, q_map,
                    {slab * kSlabWidth, head, query, item.sequence}, shared.q_full[stage]);
@@ -159,6 +166,7 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
                    shared.q_full[stage]);
         shared.dout_empty[stage].wait(ring.parity ^ 1);
         shared.dout_full[stage].arrive_and_expect(kQueryBytes);
+#pragma unroll 1
         for (int slab = 0; slab < Shape::kSlabs; ++slab) {
           load_box(shared.dout[stage] + slab * Shape::kQueries * kSlabWidth, dout_map,
                    {slab * kSlabWidth, head, query, item.sequence}, shared.dout_full[stage]);
@@ -332,19 +340,20 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     const int steps = group * range.size();
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
+    pin(dk);
+    pin(dv);
 
     shared.kv_full.wait(kv_ring.parity);
     kv_ring.advance();
-    if (steps > 0) {
-      shared.q_full[q_ring.stage].wait(q_ring.parity);
-      start_scores(s, k_operand, shared.q[q_ring.stage]);
-    }
-    int query_tile = range.begin;
-    for (int step = 0; step < steps; ++step) {
+    const auto walk = [&](int query_tile, bool has_next) {
+      if constexpr (!Shape::kEarlyScores) {
+        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        start_scores(s, k_operand, shared.q[q_ring.stage]);
+      }
       const int q_stage = q_ring.stage, dout_stage = dout_ring.stage;
       shared.dout_full[dout_stage].wait(dout_ring.parity);
       start_scores(dp, v_operand, shared.dout[dout_stage]);
-      wait_for_products<1>(s);
+      if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
       mask(key_tile, query_tile);
 #pragma unroll
       for (int j = 0; j < kQueries / 2; j += 4) {
@@ -355,10 +364,18 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
           s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
         }
       }
-      pack<T>(s, p_operand);
-      start_gradient(dv, p_operand, shared.dout[dout_stage]);
-
-      wait_for_products<1>(dp);
+      if constexpr (Shape::kEarlyDv) {
+        pack<T>(s, p_operand);
+        start_gradient(dv, p_operand, shared.dout[dout_stage]);
+        wait_for_products<1>(dp);
+        shared.ds_empty.wait(ds_ring.parity ^ 1);
+      } else {
+        // A wait that branches, between the exponentials and the wait for the product beside them:
+        // within one basic block the assembler would put the latter first.
+        pin(s);
+        shared.ds_empty.wait(ds_ring.parity ^ 1);
+        wait_for_products<0>(dp);
+      }
 #pragma unroll
       for (int j = 0; j < kQueries / 2; j += 4) {
         const float2 delta =
@@ -369,9 +386,10 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
           dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
         }
       }
+      if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
       pack<T>(dp, ds_left_operand);
+      if constexpr (!Shape::kEarlyDv) start_gradient(dv, p_operand, shared.dout[dout_stage]);
       // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
-      shared.ds_empty.wait(ds_ring.parity ^ 1);
 #pragma unroll
       for (int j = 0; j < kQueries / 4; ++j) {
         const int first_query = j / 2 * 8;
@@ -386,18 +404,17 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       start_gradient(dk, ds_left_operand, shared.q[q_stage]);
       shared.ds_full.wait(ds_ring.parity);
       ds_ring.advance();
-      wait_for_products<1>(dv);
+      wait_for_products<1>();  // of dv
       start_dq();
-
-      // The scores of the next step run while dq is handed on.
       q_ring.advance();
       dout_ring.advance();
-      if (step + 1 < steps) {
-        shared.q_full[q_ring.stage].wait(q_ring.parity);
+      if constexpr (Shape::kEarlyScores) {
+        // After the last step nobody reads them: they cost less than a branch around a product.
+        if (has_next) shared.q_full[q_ring.stage].wait(q_ring.parity);
         start_scores(s, k_operand, shared.q[q_ring.stage]);
-        wait_for_products<1>(dq, dk);
+        wait_for_products<1>(dq);
       } else {
-        wait_for_products<0>(dq, dk);
+        wait_for_products<0>(dq);
       }
       arrive(shared.ds_empty);
       arrive(shared.q_empty[q_stage]);
@@ -411,9 +428,22 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       }
       fence_async_proxy();
       arrive(shared.dq_full);
-      if (++query_tile == range.end) query_tile = range.begin;
+      if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
+    };
+    if (steps > 0) {
+      if constexpr (Shape::kEarlyScores) {
+        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        start_scores(s, k_operand, shared.q[q_ring.stage]);
+        wait_for_products<0>(s);
+      }
+      int query_tile = range.begin, remaining = steps;
+      do {
+        walk(query_tile, remaining > 1);
+        if (++query_tile == range.end) query_tile = range.begin;
+      } while (--remaining > 0);
     }
 
+    wait_for_products<0>(dk, dv);
     // Both have read k; a row of v has one reader only.
     named_barrier_sync(kAllBarrier, Shape::kMultipliers * kWarpgroup);
     store_gradient(dk, a.scale, shared.k);
