@@ -201,10 +201,7 @@ __host__ __device__ __forceinline__ constexpr uint32_t slab_offset(uint32_t row,
   return row * kSlabRowBytes + ((chunk ^ (row % 8)) * 16) + (column % 8) * 2;
 }
 
-// Descriptors of operands. `address` is that of the operand's first element.
-//
-// Depth along the rows (its 16 elements to a product are consecutive in memory): the operand's rows
-// come in groups of eight. The next 16 of the depth lie kDepthStepAlongRows further.
+// Where an operand lies; `address` is that of its first element.
 __host__ __device__ __forceinline__ constexpr uint64_t descriptor(uint32_t address,
                                                                   uint32_t leading_bytes,
                                                                   uint32_t stride_bytes) {
@@ -213,6 +210,9 @@ __host__ __device__ __forceinline__ constexpr uint64_t descriptor(uint32_t addre
          ((address & 0x3ffff) >> 4);
 }
 
+// Depth along the rows, as in q k^T: the 16 elements of a product's depth are consecutive, and the
+// operand's rows come in groups of eight. The next 16 lie kDepthStepAlongRows further, but for the
+// next slab. A step is added to the descriptor in units of 16 bytes.
 __host__ __device__ __forceinline__ constexpr uint64_t depth_along_rows(uint32_t address) {
   return descriptor(address, 16, kEightRowsBytes);  // the hardware ignores the leading bytes
 }
