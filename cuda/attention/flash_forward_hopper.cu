@@ -136,10 +136,10 @@ __device__ __forceinline__ void copy_forward(ForwardShared<T, kWidth>& shared,
     }
     q_ring.advance();
     // In the order in which they are used: the scores are a tile ahead.
-    for (int key_tile = range.end - 1; key_tile >= range.begin && key_tile < range.end;
-         --key_tile) {
-      if (key_tile > range.begin) load_keys(key_tile - 1);
-      load_values(key_tile);
+#pragma unroll 1
+    for (int left = range.size(); left > 0; --left) {
+      if (left > 1) load_keys(range.begin + left - 2);
+      load_values(range.begin + left - 1);
     }
     tile = next_tile;
   }
