@@ -13,42 +13,55 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
+
+#include "common/head_rows.h"
 
 namespace jaxllm {
+
+// The smallest and the largest segment of some neighbouring rows.
+struct SegmentRange {
+  int32_t least, most;
+};
+
+inline constexpr int64_t kSegmentGranule = 32;
 
 struct HopperAttention {
   int64_t batch, queries, keys, heads, kv_heads, width;
   float scale;          // above zero
   int64_t left, right;  // kUnbounded: all that there are; causal: right = 0
+  // Where not null, (batch, queries) and (batch, keys): a query sees its own segment alone.
+  const int32_t *query_segments, *key_segments;
+  // Then those of every kSegmentGranule queries of a sequence and, behind them, of its keys.
+  const SegmentRange* segment_ranges;
 
   static constexpr int64_t kUnbounded = int64_t{1} << 29;
 };
 
-// An array, and the number of elements from one token to the next.
-template <typename T>
-struct Tokens {
-  T* data;
-  int64_t stride;
-};
-
-// The launchers return cudaErrorNotSupported where they cannot serve: another kind of GPU, a build
-// without sm_90a, another width, 2^29 tokens, or pointers or strides that are no multiples of 16
-// bytes. They launch and do nothing else, so they may be captured into a graph.
+// The launchers launch and do nothing else, so they may be captured into a graph.
 template <typename T>
 struct FlashAttentionHopper {
-  // lse is (batch, heads, queries); counter is one element of workspace.
-  static cudaError_t forward(cudaStream_t stream, const HopperAttention& attention,
-                             Tokens<const T> q, Tokens<const T> k, Tokens<const T> v, Tokens<T> out,
-                             float* lse, int* counter);
+  // Whether this GPU and build serve a call: not another kind of GPU, a build without sm_90a, other
+  // widths, 2^29 tokens, a scale not above zero, nor arrays that begin or whose rows begin at no
+  // multiple of 16 bytes. The launchers return cudaErrorNotSupported then.
+  static bool serves(const HopperAttention& attention,
+                     std::initializer_list<HeadRows<const T>> arrays);
 
-  // The elements of workspace that backward needs: about one float for each element of q.
+  // The elements of workspace that the directions need: a few for each sequence, and about one for
+  // each element of q. A workspace begins at a multiple of 16 bytes.
+  static int64_t forward_workspace(const HopperAttention& attention);
   static int64_t backward_workspace(const HopperAttention& attention);
 
-  // Repeats bit for bit. `workspace` begins at a multiple of 16 bytes.
+  // lse is (batch, heads, queries).
+  static cudaError_t forward(cudaStream_t stream, const HopperAttention& attention,
+                             HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
+                             HeadRows<T> out, float* lse, int* workspace);
+
+  // Repeats bit for bit.
   static cudaError_t backward(cudaStream_t stream, const HopperAttention& attention,
-                              Tokens<const T> q, Tokens<const T> k, Tokens<const T> v,
-                              Tokens<const T> out, const float* lse, Tokens<const T> dout,
-                              Tokens<T> dq, Tokens<T> dk, Tokens<T> dv, float* workspace);
+                              HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
+                              HeadRows<const T> out, const float* lse, HeadRows<const T> dout,
+                              HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv, float* workspace);
 };
 
 }  // namespace jaxllm

@@ -23,6 +23,7 @@
 
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
+#include "attention/segment_tiles.cuh"
 #include "common/hopper.cuh"
 #include "common/vector.cuh"
 
@@ -89,7 +90,22 @@ struct BackwardArguments {
   float* dq;           // (batch, heads, tiles of queries) of tiles in the order of accumulators
   int* ranks;          // (batch, heads, tiles of queries): how often a tile of dq was added to
   int* tickets;
+  Segments segments;
 };
+
+// The tiles of queries that a tile of keys visits, and the other way round.
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange queries_seen(const BackwardArguments& a, const Tiles& band,
+                                                  int sequence, int key_tile) {
+  if constexpr (!kSegments) return band.queries_of(key_tile);
+  return a.segments.of_keys[int64_t{sequence} * band.key_tiles() + key_tile];
+}
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange keys_seen(const BackwardArguments& a, const Tiles& band,
+                                               int sequence, int query_tile) {
+  if constexpr (!kSegments) return band.keys_of(query_tile);
+  return a.segments.of_queries[int64_t{sequence} * band.query_tiles() + query_tile];
+}
 
 // The tiles of keys of a block, one after the other.
 struct BackwardItem {
@@ -128,7 +144,7 @@ __host__ __device__ __forceinline__ int rank_of(int key_tile, const TileRange& s
 constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
 constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
 
-template <typename T, int kWidth>
+template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
                                               const BackwardArguments& a, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
@@ -145,7 +161,7 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
 
   for (int i = 0; i < item.count; ++i) {
     const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = band.queries_of(key_tile);
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
     shared.kv_empty.wait(kv_ring.parity ^ 1);
     kv_ring.advance();
     shared.kv_full.arrive_and_expect(2 * kKeyBytes);
@@ -195,7 +211,7 @@ __device__ __forceinline__ void store_release(int* target, int value) {
 }
 
 // Adds each tile of dq to global memory when it is its turn.
-template <typename T, int kWidth>
+template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
                                        const BackwardArguments& a) {
   using Shape = BackwardShape<kWidth>;
@@ -207,10 +223,11 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
 
   for (int i = 0; i < item.count; ++i) {
     const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = band.queries_of(key_tile);
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
     for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
       for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
-        const int rank = rank_of(key_tile, band.keys_of(query_tile), a.split);
+        const int rank =
+            rank_of(key_tile, keys_seen<kSegments>(a, band, item.sequence, query_tile), a.split);
         const int64_t tile = (int64_t{item.sequence} * a.heads + head) * query_tiles + query_tile;
         shared.dq_full.wait(ring.parity);
         ring.advance();
@@ -235,7 +252,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
   }
 }
 
-template <typename T, int kWidth>
+template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& shared,
                                                   const BackwardArguments& a,
                                                   const CUtensorMap& dk_map,
@@ -306,23 +323,47 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     }
     commit_products();
   };
+  SegmentRows query_segments, key_segments;
+  if constexpr (kSegments) {
+    query_segments = queries_of_sequence(a.segments, band, item.sequence);
+    key_segments = keys_of_sequence(a.segments, band, item.sequence);
+  }
   const auto mask = [&](int key_tile, int query_tile) {
     const int first_key = key_tile * Shape::kKeys + multiplier * 64;
     const int first_query = query_tile * kQueries;
-    if (band.is_inside(first_query, kQueries, first_key, 64)) return;
+    const int key = key_tile * Shape::kKeys + key_in_tile;
+    // From here on relative to the thread's first column.
+    const int origin = first_query + column;
+    if (!band.is_inside(first_query, kQueries, first_key, 64)) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = key_tile * Shape::kKeys + key_in_tile + 8 * r;
-      // From here on relative to the thread's first column.
-      const int origin = first_query + column;
-      const int low = key < band.keys ? band.first_query(key) - origin : INT_MAX;
-      const int high = band.last_query(key) - origin;
+      for (int r = 0; r < 2; ++r) {
+        const int low = key + 8 * r < band.keys ? band.first_query(key + 8 * r) - origin : INT_MAX;
+        const int high = band.last_query(key + 8 * r) - origin;
+#pragma unroll
+        for (int i = 0; i < kQueries / 2; i += 4) {
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            const int query = 2 * i + b;
+            if (query < low || query > high) s[i + 2 * r + b] = -INFINITY;
+          }
+        }
+      }
+    }
+    if constexpr (kSegments) {
+      if (are_one_segment(query_segments.of<kQueries>(first_query),
+                          key_segments.of<64>(first_key))) {
+        return;
+      }
+      const int segment[2] = {key_segments.id(key), key_segments.id(key + 8)};
 #pragma unroll
       for (int i = 0; i < kQueries / 2; i += 4) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const int query = 2 * i + b;
-          if (query < low || query > high) s[i + 2 * r + b] = -INFINITY;
+          const int of_query = query_segments.id(origin + 2 * i + b);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (of_query != segment[r]) s[i + 2 * r + b] = -INFINITY;
+          }
         }
       }
     }
@@ -341,7 +382,7 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
 
   for (int i = 0; i < item.count; ++i) {
     const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = band.queries_of(key_tile);
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
     const int steps = group * range.size();
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
@@ -473,7 +514,7 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   if (thread == 0) wait_for_stores();
 }
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kSegments>
 __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     flash_attention_backward_hopper_kernel(const __grid_constant__ CUtensorMap q_map,
                                            const __grid_constant__ CUtensorMap k_map,
@@ -508,11 +549,11 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<Shape::kCopierRegisters>();
-    if (threadIdx.x == 0) copy_backward<T, kWidth>(shared, a, q_map, k_map, v_map, dout_map);
-    if (threadIdx.x == 32) add_dq<T, kWidth>(shared, a);
+    if (threadIdx.x == 0) copy_backward<kSegments>(shared, a, q_map, k_map, v_map, dout_map);
+    if (threadIdx.x == 32) add_dq<kSegments>(shared, a);
   } else {
     take_registers<Shape::kMultiplierRegisters>();
-    multiply_backward<T, kWidth>(shared, a, dk_map, dv_map, warpgroup - 1);
+    multiply_backward<kSegments>(shared, a, dk_map, dv_map, warpgroup - 1);
   }
 #endif
 }
@@ -523,7 +564,7 @@ constexpr int kRowThreads = 256;
 // threads takes a row, a pack each; a block takes consecutive queries of one head.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
-    flash_attention_backward_rows_kernel(Tokens<const T> out, Tokens<const T> dout,
+    flash_attention_backward_rows_kernel(HeadRows<const T> out, HeadRows<const T> dout,
                                          const float* lse, float* padded_lse, float* delta,
                                          int* ranks, int* tickets, int queries, int padded_queries,
                                          int64_t rank_count) {
@@ -540,8 +581,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (query < queries) {
     const int64_t token = sequence * queries + query;
     const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
-    const auto outs = load<kPackSize<T>>(out.data + token * out.stride + column);
-    const auto douts = load<kPackSize<T>>(dout.data + token * dout.stride + column);
+    const auto outs = load<kPackSize<T>>(out.data + token * out.row_stride + column);
+    const auto douts = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) sum += outs[i] * douts[i];
   }
@@ -558,18 +599,20 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // Rounds dq. The parts of a tile lie as the multipliers' accumulators did: four threads hold eight
 // columns of two rows, and here one thread reads what those four wrote, 64 bytes.
-template <typename T, int kWidth>
+template <typename T, int kWidth, bool kSegments>
 __global__ void __launch_bounds__(kRowThreads)
-    flash_attention_backward_dq_kernel(const float* parts, Tokens<T> dq, Band plain_band,
-                                       float scale) {
+    flash_attention_backward_dq_kernel(const __grid_constant__ BackwardArguments a,
+                                       HeadRows<T> dq) {
   using Shape = BackwardShape<kWidth>;
   constexpr int kReaders = Shape::kMultipliers * Shape::kPartOfDq / 16;
   static_assert(kReaders % kRowThreads == 0);
-  const TiledBand<Shape::kQueries, Shape::kKeys> band(plain_band);
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int query_tile = blockIdx.x;
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
-  const bool is_written = band.keys_of(query_tile).size() > 0;
-  parts += ((sequence * gridDim.y + head) * gridDim.x + query_tile) * (Shape::kQueries * kWidth);
+  const bool is_written =
+      keys_seen<kSegments>(a, band, static_cast<int>(sequence), query_tile).size() > 0;
+  const float* const parts =
+      a.dq + ((sequence * gridDim.y + head) * gridDim.x + query_tile) * (Shape::kQueries * kWidth);
 
 #pragma unroll
   for (int first = 0; first < kReaders; first += kRowThreads) {
@@ -583,10 +626,10 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 part = reinterpret_cast<const float4*>(source)[i];
-        values[0][2 * i] = part.x * scale;
-        values[0][2 * i + 1] = part.y * scale;
-        values[1][2 * i] = part.z * scale;
-        values[1][2 * i + 1] = part.w * scale;
+        values[0][2 * i] = part.x * a.scale;
+        values[0][2 * i + 1] = part.y * a.scale;
+        values[1][2 * i] = part.z * a.scale;
+        values[1][2 * i + 1] = part.w * a.scale;
       }
     }
     constexpr bool kByColumn = Shape::kSlabs == 2;
@@ -596,7 +639,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int r = 0; r < 2; ++r) {
       const int query = query_tile * Shape::kQueries + row + 8 * r;
       if (query < band.queries) {
-        store(dq.data + (sequence * band.queries + query) * dq.stride + head * kWidth + column,
+        store(dq.data + (sequence * band.queries + query) * dq.row_stride + head * kWidth + column,
               Pack<T>::of(values[r]));
       }
     }
@@ -606,28 +649,40 @@ __global__ void __launch_bounds__(kRowThreads)
 // The parts of the workspace, in floats.
 struct BackwardWorkspace {
   int64_t rows, dq, ranks;
+  int64_t query_tiles, key_tiles;  // with segments
 
+  static constexpr int64_t kRange = sizeof(TileRange) / sizeof(float);
   int64_t lse_at() const { return 0; }
   int64_t delta_at() const { return rows; }
   int64_t dq_at() const { return 2 * rows; }
-  int64_t ranks_at() const { return dq_at() + dq; }
+  int64_t queries_seen_at() const { return dq_at() + dq; }
+  int64_t keys_seen_at() const { return queries_seen_at() + key_tiles * kRange; }
+  int64_t ranks_at() const { return keys_seen_at() + query_tiles * kRange; }
   int64_t tickets_at() const { return ranks_at() + ranks; }
   int64_t size() const { return tickets_at() + 1; }
 };
 
-BackwardWorkspace workspace_of(const HopperAttention& a) {
-  const int64_t tile = a.width == 64 ? BackwardShape<64>::kQueries : BackwardShape<128>::kQueries;
-  const int64_t tiles = divide_up(a.queries, tile) * a.batch * a.heads;
-  return {tiles * tile, tiles * tile * a.width, tiles};
+template <int kWidth>
+BackwardWorkspace workspace_of_width(const HopperAttention& a) {
+  using Shape = BackwardShape<kWidth>;
+  const int64_t query_tiles = a.batch * divide_up(a.queries, Shape::kQueries);
+  const int64_t tiles = query_tiles * a.heads;
+  const bool segments = a.query_segments != nullptr;
+  return {tiles * Shape::kQueries, tiles * Shape::kQueries * kWidth, tiles,
+          segments ? query_tiles : 0, segments ? a.batch * divide_up(a.keys, Shape::kKeys) : 0};
 }
 
-template <typename T, int kWidth>
-cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens<const T> q,
-                   Tokens<const T> k, Tokens<const T> v, Tokens<const T> out, const float* lse,
-                   Tokens<const T> dout, Tokens<T> dq, Tokens<T> dk, Tokens<T> dv,
-                   float* workspace) {
+BackwardWorkspace workspace_of(const HopperAttention& a) {
+  return a.width == 64 ? workspace_of_width<64>(a) : workspace_of_width<128>(a);
+}
+
+template <typename T, int kWidth, bool kSegments>
+cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRows<const T> q,
+                   HeadRows<const T> k, HeadRows<const T> v, HeadRows<const T> out,
+                   const float* lse, HeadRows<const T> dout, HeadRows<T> dq, HeadRows<T> dk,
+                   HeadRows<T> dv, float* workspace) {
   using Shape = BackwardShape<kWidth>;
-  const auto kernel = flash_attention_backward_hopper_kernel<T, kWidth>;
+  const auto kernel = flash_attention_backward_hopper_kernel<T, kWidth, kSegments>;
   constexpr int kBytes = sizeof(BackwardShared<T, kWidth>);
   int multiprocessors = 0;
   JAXLLM_RETURN_IF_ERROR(
@@ -656,8 +711,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens
   // on 132 multiprocessors, the share of the time in which they work is 0.93 with pairs and 0.86
   // without for 32 key heads of 32 tiles, each of four heads; but 0.81 and 0.95 for 384 heads of 8
   // tiles.
-  const bool is_triangle =
-      attention.right < attention.keys && attention.left >= attention.queries + attention.keys;
+  const bool is_triangle = !kSegments && attention.right < attention.keys &&
+                           attention.left >= attention.queries + attention.keys;
   const int half = (key_tiles + 1) / 2;
   constexpr int64_t kFewTiles = 16;  // to a multiprocessor
   const bool pairs = is_triangle && half <= multiprocessors &&
@@ -666,6 +721,12 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens
   const int64_t blocks = attention.batch * attention.kv_heads * split;
   if (blocks > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
 
+  auto* const queries_seen = reinterpret_cast<TileRange*>(workspace + parts.queries_seen_at());
+  auto* const keys_seen = reinterpret_cast<TileRange*>(workspace + parts.keys_seen_at());
+  if constexpr (kSegments) {
+    JAXLLM_RETURN_IF_ERROR((find_tile_ranges<Shape::kQueries, Shape::kKeys>(
+        stream, attention, band, /*of_queries=*/keys_seen, /*of_keys=*/queries_seen)));
+  }
   const BackwardArguments arguments{band,
                                     static_cast<int>(attention.heads),
                                     static_cast<int>(attention.kv_heads),
@@ -676,7 +737,9 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens
                                     workspace + parts.delta_at(),
                                     workspace + parts.dq_at(),
                                     reinterpret_cast<int*>(workspace + parts.ranks_at()),
-                                    reinterpret_cast<int*>(workspace + parts.tickets_at())};
+                                    reinterpret_cast<int*>(workspace + parts.tickets_at()),
+                                    {attention.query_segments, attention.key_segments,
+                                     attention.segment_ranges, keys_seen, queries_seen}};
   constexpr int kRowsPerBlock = kRowThreads / (kWidth / kPackSize<T>);
   const dim3 row_grid(padded_queries / kRowsPerBlock, attention.heads, attention.batch);
   flash_attention_backward_rows_kernel<T, kWidth><<<row_grid, kRowThreads, 0, stream>>>(
@@ -689,16 +752,24 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, Tokens
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
 
   const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
-  flash_attention_backward_dq_kernel<T, kWidth>
-      <<<dq_grid, kRowThreads, 0, stream>>>(arguments.dq, dq, band, attention.scale);
+  flash_attention_backward_dq_kernel<T, kWidth, kSegments>
+      <<<dq_grid, kRowThreads, 0, stream>>>(arguments, dq);
   return cudaGetLastError();
 }
 
 // Without queries keys and values have no gradient.
 template <typename T>
-cudaError_t zero_keys(cudaStream_t stream, const HopperAttention& a, Tokens<T> gradient) {
-  return cudaMemset2DAsync(gradient.data, gradient.stride * sizeof(T), 0,
+cudaError_t zero_keys(cudaStream_t stream, const HopperAttention& a, HeadRows<T> gradient) {
+  return cudaMemset2DAsync(gradient.data, gradient.row_stride * sizeof(T), 0,
                            a.kv_heads * a.width * sizeof(T), a.batch * a.keys, stream);
+}
+
+template <typename T>
+auto launcher_of(const HopperAttention& attention) {
+  if (attention.query_segments == nullptr) {
+    return attention.width == 64 ? launch<T, 64, false> : launch<T, 128, false>;
+  }
+  return attention.width == 64 ? launch<T, 64, true> : launch<T, 128, true>;
 }
 
 }  // namespace
@@ -710,21 +781,29 @@ int64_t FlashAttentionHopper<T>::backward_workspace(const HopperAttention& atten
 
 template <typename T>
 cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperAttention& attention,
-                                              Tokens<const T> q, Tokens<const T> k,
-                                              Tokens<const T> v, Tokens<const T> out,
-                                              const float* lse, Tokens<const T> dout, Tokens<T> dq,
-                                              Tokens<T> dk, Tokens<T> dv, float* workspace) {
+                                              HeadRows<const T> q, HeadRows<const T> k,
+                                              HeadRows<const T> v, HeadRows<const T> out,
+                                              const float* lse, HeadRows<const T> dout,
+                                              HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv,
+                                              float* workspace) {
   if (!is_served(attention)) return cudaErrorNotSupported;
   if (attention.batch == 0 || attention.heads == 0) return cudaSuccess;
   if (attention.queries == 0) {
     JAXLLM_RETURN_IF_ERROR(zero_keys(stream, attention, dk));
     return zero_keys(stream, attention, dv);
   }
-  const auto launch_width = attention.width == 64 ? launch<T, 64> : launch<T, 128>;
-  return launch_width(stream, attention, q, k, v, out, lse, dout, dq, dk, dv, workspace);
+  return launcher_of<T>(attention)(stream, attention, q, k, v, out, lse, dout, dq, dk, dv,
+                                   workspace);
 }
 
-template struct FlashAttentionHopper<__nv_bfloat16>;
-template struct FlashAttentionHopper<__half>;
+#define JAXLLM_INSTANTIATE(T)                                                             \
+  template int64_t FlashAttentionHopper<T>::backward_workspace(const HopperAttention&);   \
+  template cudaError_t FlashAttentionHopper<T>::backward(                                 \
+      cudaStream_t, const HopperAttention&, HeadRows<const T>, HeadRows<const T>,         \
+      HeadRows<const T>, HeadRows<const T>, const float*, HeadRows<const T>, HeadRows<T>, \
+      HeadRows<T>, HeadRows<T>, float*)
+JAXLLM_INSTANTIATE(__nv_bfloat16);
+JAXLLM_INSTANTIATE(__half);
+#undef JAXLLM_INSTANTIATE
 
 }  // namespace jaxllm
