@@ -40,7 +40,7 @@ test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
 	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 test-gpu: $(call installed,test) ## run the tests on a GPU; a test that is skipped fails
-	$(PY) -m pytest -n 12 --require-gpu $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 12 --dist loadgroup --require-gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check formatting, lint and types
 	$(VENV)/bin/ruff format --check .
@@ -54,8 +54,9 @@ format: $(VENV)/.installed-dev ## format the sources
 	$(VENV)/bin/clang-format -i $(KERNEL_SOURCES)
 
 bench: $(call installed,train) ## time the ops and the training step; needs a GPU
-	$(PY) -m benchmarks.ops norm
-	$(PY) -m benchmarks.train
+	for family in $$($(PY) -c 'from benchmarks.ops import families; print(*families())'); do \
+	    $(PY) -m benchmarks.ops $$family || exit 1; done
+	$(PY) -m benchmarks.train --implementation plain_unrolled torch_compile jaxllm
 
 clean: ## remove .venv, build products and caches; leaves data/ and runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

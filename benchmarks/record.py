@@ -47,12 +47,18 @@ def _jax_device() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """The short commit, marked where files differ from it; JAXLLM_COMMIT where git has none."""
+    """The short commit, marked where files differ from it.
+
+    JAXLLM_COMMIT goes first: a copy of the tree on another machine may be of another commit than
+    the history beside it, or have none.
+    """
+    if named := os.environ.get("JAXLLM_COMMIT"):
+        return named
     # A copy of the tree may lie inside another repository: only this one's own .git counts.
     head = _output("git", "rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else ""
-    if not head:
-        return os.environ.get("JAXLLM_COMMIT", "unknown")
-    return head + ("+dirty" if _output("git", "status", "--porcelain") else "")
+    return (
+        head + ("+dirty" if _output("git", "status", "--porcelain") else "") if head else "unknown"
+    )
 
 
 def _version(package: str) -> str:

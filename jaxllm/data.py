@@ -301,9 +301,15 @@ def build(
     Raises:
         FileExistsError: The folder exists and is not empty.
         FileNotFoundError: A path does not exist, or there is no text in any.
-        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range.
+        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range, or the tokenizer has more
+            ids than a shard can hold.
     """
     folder, paths = Path(folder), list(paths)
+    if tokenizer.vocab_size > 2**16:
+        raise ValueError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids; a shard holds ids of 0 to "
+            "65535"
+        )
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
     if not 1 <= shard_tokens < 2**31:

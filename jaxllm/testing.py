@@ -83,7 +83,8 @@ class Case:
         has_backward: Whether the op has a derivative.
         in_place: The inputs that the first outputs replace; they are donated where it is timed.
         large: Too large for a CPU: run on a GPU only, and timed there.
-        timed_only: Too large also for the comparison with the definition, which is on the host.
+        timed_only: Too large also for the comparison with the definition, whose float32
+            intermediates would not fit beside those of other test processes.
     """
 
     op: str

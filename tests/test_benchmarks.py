@@ -457,7 +457,7 @@ def test_slug():
     assert record.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
 
 
-def test_commit_comes_from_the_environment_where_git_has_none(monkeypatch, tmp_path):
+def test_the_environment_names_the_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.delenv("JAXLLM_COMMIT", raising=False)
     assert record.commit() == "unknown"

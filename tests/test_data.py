@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 
@@ -241,3 +242,11 @@ def test_command_line_misuse_is_one_sentence(texts, monkeypatch, capsys, argumen
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (texts.parent / "new").exists()
+
+
+def test_a_vocabulary_beyond_16_bits_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    large = dataclasses.replace(BYTES, name="large", vocab_size=2**16 + 1)
+    with pytest.raises(ValueError, match="tokenizer large has 65537 ids; a shard holds ids of 0"):
+        data.build(tmp_path / "new", [tmp_path / "text.txt"], tokenizer=large)
+    assert not (tmp_path / "new").exists()

@@ -1,31 +1,27 @@
-import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pretrain_gpt2
+import pretrain_llama3
+import pretraining
 import pytest
+import switch_backends
 
 import jaxllm
 from jaxllm import data
 from jaxllm.backend import resolve
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks a class's module up
-    spec.loader.exec_module(module)
-    return module
-
-
-pretrain_gpt2 = load("pretrain_gpt2")
-switch_backends = load("switch_backends")
+# The scripts that train, and where they leave what they made.
+SCRIPTS = pytest.mark.parametrize(
+    ("script", "out"),
+    [(pretrain_gpt2, "runs/gpt2_tiny"), (pretrain_llama3, "runs/llama3_tiny")],
+    ids=["gpt2", "llama3"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +33,10 @@ def read_log(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_pretrain(capsys):
-    pretrain_gpt2.main(["--smoke", "--val-every", "4", "--sample-every", "4"])
-    out = Path("runs/gpt2_tiny")
+@SCRIPTS
+def test_pretrain(capsys, script, out):
+    script.main(["--smoke", "--val-every", "4", "--sample-every", "4"])
+    out = Path(out)
     records = read_log(out / "log.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))
     assert [record["step"] for record in records if "val_loss" in record] == [4, 8]
@@ -50,7 +47,7 @@ def test_pretrain(capsys):
     printed = capsys.readouterr().out
     assert printed.count("a sample after step") == 2
     assert "\ndef " in printed
-    assert printed.rstrip().endswith("curve: runs/gpt2_tiny/loss.png")
+    assert printed.rstrip().endswith(f"curve: {out}/loss.png")
 
 
 def test_pretrain_repeats():
@@ -97,21 +94,40 @@ def test_pretrain_says_which_backend_cannot_serve(monkeypatch):
         assert resolve() == "pallas"
         raise jaxllm.BackendError("no kernel")
 
-    monkeypatch.setattr(pretrain_gpt2, "train", refuse)
+    monkeypatch.setattr(pretraining, "train", refuse)
     with pytest.raises(SystemExit, match="no kernel"):
         pretrain_gpt2.main(["--smoke", "--backend", "pallas"])
 
 
+@pytest.mark.parametrize("remat", ["activations", "blocks"])
+def test_pretrain_with_recomputation_changes_little(remat):
+    for options in ([], ["--remat", remat]):
+        out = ["--out", f"runs/{len(options)}"]
+        pretrain_llama3.main(["--smoke", "--steps", "3", "--val-every", "0", *out, *options])
+    plain, again = (
+        [record["loss"] for record in read_log(Path("runs", out, "log.jsonl"))] for out in "02"
+    )
+    np.testing.assert_allclose(again, plain, rtol=1e-4)
+
+
+@SCRIPTS
+def test_pretrain_runs_as_a_script_from_anywhere(script, out):
+    command = [sys.executable, script.__file__, "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert script.__doc__.splitlines()[0] in run.stdout
+    assert all(preset in run.stdout for preset in script.FAMILY.presets)
+
+
 def press_ctrl_c(monkeypatch, at_steps):
     """Sends this process a SIGINT while each of the steps is run."""
-    plain = pretrain_gpt2.make_batch
+    plain = pretraining.make_batch
 
     def make_batch(dataset, options, step):
         if step in at_steps:
             os.kill(os.getpid(), signal.SIGINT)
         return plain(dataset, options, step)
 
-    monkeypatch.setattr(pretrain_gpt2, "make_batch", make_batch)
+    monkeypatch.setattr(pretraining, "make_batch", make_batch)
 
 
 def test_ctrl_c_finishes_in_order(monkeypatch, capsys):
@@ -136,7 +152,7 @@ def test_second_ctrl_c_quits(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("still here")
 
-    monkeypatch.setattr(pretrain_gpt2, "validate", press_twice)
+    monkeypatch.setattr(pretraining, "validate", press_twice)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         pretrain_gpt2.main(["--smoke", "--val-every", "2"])

@@ -32,24 +32,6 @@ struct PackedSpan {
   Index head, packs, tail, edges;
 };
 
-template <typename T>
-__device__ __forceinline__ Pack<T> load(const T* source) {
-  Pack<T> pack;
-  reinterpret_cast<int4&>(pack) = *reinterpret_cast<const int4*>(source);
-  return pack;
-}
-
-// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
-// has once unpacked, in twice the registers.
-template <typename T, int kPacks>
-__device__ __forceinline__ void forget_unpacked(Pack<T> (&packs)[kPacks]) {
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-    for (uint32_t& word : packs[p].words) asm volatile("" : "+r"(word));
-  }
-}
-
 // Waits until at most `pending` of a thread's last groups of copies are on their way.
 __device__ __forceinline__ void wait_for_copies(int pending) {
   if (pending >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
@@ -119,7 +101,9 @@ __global__ void __launch_bounds__(kMaxThreads)
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
-  const auto pack_in_memory = [&](int p) { return load(packed + int64_t{p} * kVector); };
+  const auto pack_in_memory = [&](int p) {
+    return load<kPackSize<T>>(packed + int64_t{p} * kVector);
+  };
   // Thread by thread, what lies behind the packs in shared memory; and where the rest begins.
   Pack<T> held[kHeld];
   const auto held_at = [&](int i) { return kept + i * threads + thread; };

@@ -23,17 +23,6 @@ __device__ __forceinline__ int pack_column(const Team& team, int p) {
   return (team.thread() + p * team.threads()) * kPackSize<T>;
 }
 
-// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
-// has once unpacked, in twice the registers, and half as many warps would fit.
-template <typename T, int kVector, int kPacks>
-__device__ __forceinline__ void forget_unpacked(Pack<T, kVector> (&packs)[kPacks]) {
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-    for (uint32_t& word : packs[p].words) asm volatile("" : "+r"(word));
-  }
-}
-
 // Reads a thread's packs of a row, where it is one; the packs past the row's end stay as they are.
 // With kExact no pack is past the end, which spares the kernel the question.
 template <bool kExact, typename T, int kPacks, class Team>

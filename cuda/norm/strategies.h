@@ -40,9 +40,9 @@ bool choose_forward(int64_t packs, Launch launch) {
   } else {
     if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
     if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
-  }
-  if (packs <= kThreads) {
-    return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6>{}, block_threads(packs, 2));
+    if (packs <= kThreads) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6>{}, block_threads(packs, 2));
+    }
   }
   if (packs <= 2 * kThreads) {
     return launch(ForwardStrategy<BlockPerRow<kThreads>, 2, 2>{}, block_threads(packs, 2));

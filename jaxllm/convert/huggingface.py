@@ -1,135 +1,239 @@
-"""Parameters to and from Hugging Face ``transformers``, as dicts of NumPy arrays.
+"""GPT-2 and Llama 3 to and from Hugging Face ``transformers``: state dicts, and checkpoint folders.
 
-Neither direction imports torch: pass ``{name: tensor.numpy() for ...}`` of a ``state_dict()``, and
-``torch.from_numpy`` what comes back.
+Nothing here imports torch: pass ``{name: tensor.numpy() for ...}`` of a ``state_dict()``, and
+``torch.from_numpy`` what comes back. Folders hold ``config.json`` and safetensors files, as
+``save_pretrained`` writes them and the Hugging Face Hub has them; they need the package
+``safetensors``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxllm.models.gpt2 import GPT2Config, Params, init
+from jaxllm.convert.huggingface_formats import FORMATS, HEAD, Config, format_of, has_tied_head
+from jaxllm.convert.places import Place, Shapes, assemble, check, flatten
+from jaxllm.convert.safetensors_files import (
+    DTYPES,
+    Stored,
+    open_tensors,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from jaxllm.models.blocks import Params
 
-Path = tuple[str, ...]
-
-# Where each of our arrays is in a GPT2LMHeadModel; {} is the layer. Its Conv1D weights are
-# (in, out), as ours are.
-_TABLES: dict[Path, str] = {
-    ("wte",): "transformer.wte.weight",
-    ("wpe",): "transformer.wpe.weight",
-    ("ln_f", "scale"): "transformer.ln_f.weight",
-    ("ln_f", "bias"): "transformer.ln_f.bias",
-}
-_LAYERS: dict[Path, str] = {
-    ("blocks", "ln1", "scale"): "transformer.h.{}.ln_1.weight",
-    ("blocks", "ln1", "bias"): "transformer.h.{}.ln_1.bias",
-    ("blocks", "attention", "qkv", "weight"): "transformer.h.{}.attn.c_attn.weight",
-    ("blocks", "attention", "qkv", "bias"): "transformer.h.{}.attn.c_attn.bias",
-    ("blocks", "attention", "out", "weight"): "transformer.h.{}.attn.c_proj.weight",
-    ("blocks", "attention", "out", "bias"): "transformer.h.{}.attn.c_proj.bias",
-    ("blocks", "ln2", "scale"): "transformer.h.{}.ln_2.weight",
-    ("blocks", "ln2", "bias"): "transformer.h.{}.ln_2.bias",
-    ("blocks", "mlp", "up", "weight"): "transformer.h.{}.mlp.c_fc.weight",
-    ("blocks", "mlp", "up", "bias"): "transformer.h.{}.mlp.c_fc.bias",
-    ("blocks", "mlp", "down", "weight"): "transformer.h.{}.mlp.c_proj.weight",
-    ("blocks", "mlp", "down", "bias"): "transformer.h.{}.mlp.c_proj.bias",
-}
-_HEAD = "lm_head.weight"  # tied to wte: a second name of the same numbers
+T = TypeVar("T")
 
 
-def gpt2_from_huggingface(state_dict: Mapping[str, np.ndarray], config: GPT2Config) -> Params:
-    """Our parameters, in float32, from those of a ``GPT2LMHeadModel``.
+def config_from_dict(config: Mapping[str, Any]) -> Config:
+    """Our config from the contents of a ``config.json``.
+
+    Raises:
+        ValueError: The model is neither a GPT-2 nor a Llama, it differs from ours in a way that
+            matters, such as biases or another activation, or a key is missing or no number.
+    """
+    kind = config.get("model_type")
+    if kind not in FORMATS:
+        raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
+    if config.get("quantization_config"):
+        raise ValueError("quantization_config is given; quantized checkpoints cannot be read")
+    return FORMATS[kind].config_from_dict(config)
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """The contents of a ``config.json`` that ``transformers`` reads."""
+    return format_of(config).config_to_dict(config)
+
+
+def from_state_dict(
+    state_dict: Mapping[str, np.ndarray], config: Config, *, dtype: DTypeLike = jnp.float32
+) -> Params:
+    """Our parameters from those of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
 
     Args:
-        state_dict: The model's arrays by name. ``lm_head.weight`` may be left out.
+        state_dict: The model's arrays by name. ``lm_head.weight`` may be left out where it is tied
+            to the token table, as may the prefix that all other names have in common.
         config: The shape of the model; the vocabulary is padded with rows of zeros.
+        dtype: The dtype of our arrays.
 
     Raises:
         ValueError: A name is missing or unexpected, a shape is not the one that ``config`` asks
-            for, or the head is not tied to the token table.
+            for, or a head that ``config`` has tied to the token table differs from it.
     """
-    ours = _our_shapes(config)
-    wanted = {name: ours[path] for path, name in _TABLES.items()}
-    wanted[_TABLES["wte",]] = (config.vocab_size, config.width)
-    for path, name in _LAYERS.items():
-        wanted |= {name.format(layer): ours[path][1:] for layer in range(config.layers)}
-    if _HEAD in state_dict:
-        wanted[_HEAD] = (config.vocab_size, config.width)
-    _check({name: array.shape for name, array in state_dict.items()}, wanted)
-    if _HEAD in state_dict and not np.array_equal(state_dict[_HEAD], state_dict[_TABLES["wte",]]):
-        raise ValueError(f"{_HEAD} differs from {_TABLES['wte',]}; GPT-2 ties the two")
-
-    arrays = {path: np.asarray(state_dict[name], np.float32) for path, name in _TABLES.items()}
-    padding = config.padded_vocab_size - config.vocab_size
-    arrays["wte",] = np.pad(arrays["wte",], ((0, padding), (0, 0)))
-    for path, name in _LAYERS.items():
-        layers = [state_dict[name.format(layer)] for layer in range(config.layers)]
-        arrays[path] = np.stack(layers).astype(np.float32)
-    return _unflatten({path: jnp.asarray(array) for path, array in arrays.items()})
+    arrays = _in_full(state_dict, config)
+    shapes = {name: np.shape(array) for name, array in arrays.items()}
+    return _read(shapes, arrays.__getitem__, config, dtype)
 
 
-def gpt2_to_huggingface(params: Params, config: GPT2Config) -> dict[str, np.ndarray]:
-    """The ``state_dict`` of a ``GPT2LMHeadModel``, in float32, from our parameters.
+def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
+    """The ``state_dict`` of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``, in float32.
 
     Args:
-        params: As :func:`jaxllm.models.gpt2.init` makes them, in any dtype; gradients of them too.
+        params: As the model's ``init`` makes them, in any dtype; gradients of them too.
         config: The shape of the model; the padding of the vocabulary is dropped.
 
     Raises:
         ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for.
     """
-    arrays = _flatten(params)
-    _check(
-        {"/".join(path): array.shape for path, array in arrays.items()},
-        {"/".join(path): shape for path, shape in _our_shapes(config).items()},
-    )
-    # Copies: what np.asarray makes of a jax.Array may not be written to.
-    arrays = {path: np.array(array, np.float32) for path, array in arrays.items()}
-    arrays["wte",] = arrays["wte",][: config.vocab_size]
-    named = {name: arrays[path] for path, name in _TABLES.items()} | {_HEAD: arrays["wte",]}
-    for path, name in _LAYERS.items():
-        named |= {name.format(layer): arrays[path][layer] for layer in range(config.layers)}
-    return named
+    arrays, places = _write_plan(params, config)
+    named = {name: place.copy(arrays[place.path], np.float32) for name, place in places.items()}
+    return named | {HEAD: named[format_of(config).table]} if has_tied_head(config) else named
 
 
-def _our_shapes(config: GPT2Config) -> dict[Path, tuple[int, ...]]:
+def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params, Config]:
+    """Reads a checkpoint folder: ``config.json``, and safetensors files, one or several.
+
+    Everything is checked before the first tensor is read. Tensors are read one at a time, into one
+    of our arrays at a time.
+
+    Args:
+        folder: The folder.
+        dtype: The dtype of our arrays; None for the checkpoint's, or float32 where its tensors
+            differ in dtype.
+
+    Returns:
+        ``(params, config)``. The padding of the vocabulary has rows of zeros.
+
+    Raises:
+        FileNotFoundError: The folder, or a file that it should hold, is not there.
+        ValueError: A file is truncated or corrupt, the model is not one of ours, or the tensors are
+            not the ones that it has: a name is missing or unexpected, or a tensor has another shape
+            or is not of float32, bfloat16 or float16.
+
+    Example:
+        >>> params, config = huggingface.load("Llama-3.2-1B", dtype="bfloat16")
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder")
+    contents = read_json(folder / "config.json")
+    try:
+        config = config_from_dict(contents)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    with open_tensors(folder) as stored:
+        tensors = _in_full(stored, config)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        try:
+            _check_dtypes(tensors)
+            dtype = _stored_dtype(tensors) if dtype is None else dtype
+            params = _read(shapes, lambda name: tensors[name].read(), config, dtype)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
+    return params, config
+
+
+def save(
+    folder: str | Path, params: Params, config: Config, *, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Writes a checkpoint folder that :func:`load` and ``from_pretrained`` read.
+
+    The folder appears only once it is complete. It holds no tokenizer.
+
+    Args:
+        folder: The folder to create.
+        params: As the model's ``init`` makes them; float32, bfloat16 or float16, which is kept.
+        config: The shape of the model; the padding of the vocabulary is dropped.
+        max_shard_bytes: Tensors that are larger together are written into several files. No more
+            than one file's are in the machine's memory at a time.
+
+    Raises:
+        FileExistsError: The folder exists and is not empty.
+        ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for, or one
+            of another dtype; or ``max_shard_bytes`` is below 1.
+    """
+    folder = Path(folder)
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be >= 1")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
+    arrays, places = _write_plan(params, config)
+    for path, array in arrays.items():
+        if array.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{path} has dtype {array.dtype}; it must be {_either(DTYPES.values())}"
+            )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        contents = config_to_dict(config) | {"torch_dtype": arrays["wte"].dtype.name}
+        write_json(partial / "config.json", contents)
+        write_tensors(
+            partial,
+            {name: place.nbytes(arrays[place.path]) for name, place in places.items()},
+            lambda name: places[name].copy(arrays[places[name].path]),
+            max_bytes=max_shard_bytes,
+        )
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def _in_full(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
+    """Tensors by the names that they have in the model with its head, without old buffers."""
+    form = format_of(config)
+    bare = not any(name.startswith(form.prefix) for name in tensors)
+    prefix = form.prefix if bare else ""
+    full = {name if name == HEAD else prefix + name: tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor
+        for name, tensor in full.items()
+        if not form.buffers.fullmatch(name.removeprefix(form.prefix))
+    }
+
+
+def _read(
+    shapes: Shapes, read: Callable[[str], np.ndarray], config: Config, dtype: DTypeLike
+) -> Params:
+    """Our parameters from the tensors that have these names and shapes."""
+    form = format_of(config)
+    ours, places = _shapes(config), form.places(config)
+    wanted = {name: place.shape(ours[place.path]) for name, place in places.items()}
+    has_second_head = has_tied_head(config) and HEAD in shapes
+    if has_second_head:
+        wanted[HEAD] = wanted[form.table]
+    check(shapes, wanted)
+    if has_second_head and not np.array_equal(read(HEAD), read(form.table)):
+        raise ValueError(f"{HEAD} differs from {form.table}; the model's config ties the two")
+    return assemble(read, places, ours, dtype)
+
+
+def _write_plan(params: Params, config: Config) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Our arrays by path, checked, and the place of each tensor that is to be written."""
+    arrays = flatten(params)
+    check({path: array.shape for path, array in arrays.items()}, _shapes(config))
+    return arrays, format_of(config).places(config)
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of our arrays by path."""
+    init = format_of(config).model.init
     params = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return {path: leaf.shape for path, leaf in _flatten(params).items()}
+    return {path: leaf.shape for path, leaf in flatten(params).items()}
 
 
-def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless names and shapes are the wanted ones; the message has them all."""
-    faults = [f"{name} is missing" for name in wanted if name not in found]
-    faults += [f"{name} is unexpected" for name in found if name not in wanted]
-    faults += [
-        f"{name} has shape {tuple(found[name])}; it must be {shape}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name]) != shape
-    ]
-    if faults:
-        raise ValueError("; ".join(faults))
+def _check_dtypes(tensors: Mapping[str, Stored]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {_either(DTYPES)}")
 
 
-def _flatten(tree: Params, prefix: Path = ()) -> dict[Path, Any]:
-    """The arrays of a nested dict by their paths."""
-    flat = {}
-    for name, value in tree.items():
-        path = (*prefix, name)
-        flat |= _flatten(value, path) if isinstance(value, dict) else {path: value}
-    return flat
+def _stored_dtype(tensors: Mapping[str, Stored]) -> DTypeLike:
+    """The dtype that holds all tensors."""
+    dtypes = {DTYPES[tensor.dtype] for tensor in tensors.values()}
+    return dtypes.pop() if len(dtypes) == 1 else jnp.float32
 
 
-def _unflatten(flat: dict[Path, Any]) -> Params:
-    """The nested dict whose arrays have these paths."""
-    tree: Params = {}
-    for path, value in flat.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = value
-    return tree
+def _either(names: Iterable[Any]) -> str:
+    return " or ".join(map(str, names))

@@ -21,15 +21,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-
-Params = dict[str, Any]
+from jaxllm.models.blocks import (
+    Params,
+    Policy,
+    check_sizes,
+    check_tokens,
+    count,
+    pad_vocab,
+    run_blocks,
+    with_next_norms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +61,7 @@ class GPT2Config:
     width: int = 768
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be >= 1")
+        check_sizes(**dataclasses.asdict(self))
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -68,7 +73,7 @@ class GPT2Config:
     @property
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
-        return -(-self.vocab_size // 128) * 128
+        return pad_vocab(self.vocab_size)
 
 
 PRESETS = {
@@ -123,8 +128,7 @@ def forward(
     tokens: Integer[Array, "B T"],
     config: GPT2Config,
     *,
-    remat: bool = False,
-    unroll: bool = False,
+    remat: bool | Policy = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -132,10 +136,9 @@ def forward(
         params: As :func:`init` makes them, in the dtype to compute in.
         tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
         config: The shape that ``params`` was made with.
-        remat: Recompute each block in the backward pass, and keep its input alone.
-        unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
-            a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
-            stacked arrays.
+        remat: Recompute each block in the backward pass, and keep its input alone; or what else
+            to keep, as one of ``jax.checkpoint_policies`` or
+            ``jaxllm.models.blocks.SAVE_PRODUCTS``.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -145,7 +148,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return ops.linear(_hidden(params, tokens, config, remat, unroll), params["wte"].T)
+    return ops.linear(_hidden(params, tokens, config, remat), params["wte"].T)
 
 
 def loss(
@@ -154,8 +157,7 @@ def loss(
     labels: Integer[Array, "B T"],
     config: GPT2Config,
     *,
-    remat: bool = False,
-    unroll: bool = False,
+    remat: bool | Policy = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -165,13 +167,12 @@ def loss(
         labels: The token that follows each token; -1 leaves a place out of the mean.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
-        unroll: As in :func:`forward`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden, params["wte"], labels, transpose_weight=True, vocab_size=config.vocab_size
     )
@@ -179,8 +180,7 @@ def loss(
 
 def num_params(config: GPT2Config) -> int:
     """How many numbers the parameters hold, the padding of the vocabulary included."""
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
 
 
 def flops_per_token(config: GPT2Config, seq_len: int) -> int:
@@ -201,44 +201,22 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
-def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool, unroll: bool) -> Array:
+def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
-    _check_tokens(tokens, config)
-    blocks, ln_f = params["blocks"], params["ln_f"]
+    check_tokens(tokens, config.max_seq_len)
     # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm = jax.tree.map(lambda layers: layers[0], blocks["ln1"])
-    next_norms = jax.tree.map(
-        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks["ln1"], ln_f
-    )
+    first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config), None
-
-    if remat:
-        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
-        block = jax.checkpoint(block, prevent_cse=unroll)
+        return _block(residual, x, layer, next_norm, config)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     carry = residual, ops.layer_norm(residual, **first_norm)
-    if unroll:
-        for layer in _unstack((blocks, next_norms), config.layers):
-            carry, _ = block(carry, layer)
-    else:
-        carry, _ = jax.lax.scan(block, carry, (blocks, next_norms))
-    return carry[1]
-
-
-def _unstack(stacked: Any, layers: int) -> list[Any]:
-    """The layers apart. The gradient of lax.split is one concatenation; that of an index would be
-    an array of all layers, padded with zeros, for each layer.
-    """
-    parts = jax.tree.map(lambda x: jax.lax.split(x, (1,) * layers), stacked)
-    structure = jax.tree.structure(stacked)
-    by_layer = zip(*structure.flatten_up_to(parts), strict=True)
-    return [structure.unflatten([x[0] for x in layer]) for layer in by_layer]
+    _, x = run_blocks(block, carry, layers, remat=remat)
+    return x
 
 
 def _block(
@@ -246,26 +224,11 @@ def _block(
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either."""
     attention, mlp = layer["attention"], layer["mlp"]
-    B, T, D = x.shape
-    # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(ops.linear(x, **attention["qkv"]), (D, D, D), axis=-1)
-    q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in qkv)
-    x = ops.flash_attention(q, k, v, causal=True)
-    x = ops.linear(x.reshape(B, T, D), **attention["out"])
+    x = ops.linear(x, **attention["qkv"])
+    x = ops.flash_attention_packed(x, config.heads, causal=True)
+    x = ops.linear(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
     x = ops.linear(x, **mlp["up"], activation="gelu")
     x = ops.linear(x, **mlp["down"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x
-
-
-def _check_tokens(tokens: Array, config: GPT2Config) -> None:
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
-    if tokens.shape[1] > config.max_seq_len:
-        raise ValueError(
-            f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
-            f"max_seq_len {config.max_seq_len}"
-        )

@@ -10,7 +10,13 @@ from jaxllm.ops.activation.api import (
     swiglu,
     swiglu_packed,
 )
-from jaxllm.ops.attention.api import flash_attention, repeat_kv, softmax
+from jaxllm.ops.attention.api import (
+    flash_attention,
+    flash_attention_float8,
+    flash_attention_packed,
+    repeat_kv,
+    softmax,
+)
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
@@ -29,6 +35,8 @@ __all__ = [
     "cross_entropy",
     "embed",
     "flash_attention",
+    "flash_attention_float8",
+    "flash_attention_packed",
     "gelu",
     "global_norm",
     "layer_norm",

@@ -1,98 +1,302 @@
-"""Conversion between our GPT-2 parameters and Hugging Face's names, without torch."""
+"""Conversion between our parameters and Hugging Face's names, without torch."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.convert.huggingface import gpt2_from_huggingface, gpt2_to_huggingface
-from jaxllm.models.gpt2 import GPT2Config, init
+from jaxllm.convert.huggingface import (
+    config_from_dict,
+    config_to_dict,
+    from_state_dict,
+    to_state_dict,
+)
+from jaxllm.convert.huggingface_formats import Config, format_of
+from jaxllm.models import gpt2, llama3
+from jaxllm.ops import RopeScaling
 
-CONFIG = GPT2Config(vocab_size=61, max_seq_len=16, layers=3, heads=2, width=32)
+GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=3, heads=2, width=32)
+LLAMA = llama3.Llama3Config(
+    vocab_size=61, max_seq_len=16, layers=3, heads=4, kv_heads=2, width=32, mlp_width=40
+)
+TIED = dataclasses.replace(LLAMA, tied_head=True)
+NAMES: dict[str, Config] = {"gpt2": GPT2, "llama": LLAMA, "tied": TIED}
 
 
-@pytest.fixture(scope="module")
-def params():
+def random_params(config):
     """Random in every array, biases and scales too, so that no two are alike."""
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0), CONFIG))
+    init = format_of(config).model.init
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     random = tree.unflatten(
         [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
     )
-    return random | {"wte": random["wte"].at[CONFIG.vocab_size :].set(0)}
+    tables = {"wte", "head"} & set(random)
+    return random | {name: random[name].at[config.vocab_size :].set(0) for name in tables}
+
+
+def assert_equal(params, others):
+    assert jax.tree.structure(params) == jax.tree.structure(others)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture(scope="module")
+def all_params():
+    return {name: random_params(config) for name, config in NAMES.items()}
+
+
+@pytest.fixture(params=NAMES)
+def case(request, all_params):
+    return all_params[request.param], NAMES[request.param]
 
 
 @pytest.fixture
-def state_dict(params):
-    return gpt2_to_huggingface(params, CONFIG)
+def gpt2_state_dict(all_params):
+    return to_state_dict(all_params["gpt2"], GPT2)
 
 
-def test_there_and_back_changes_no_bit(params, state_dict):
-    back = gpt2_from_huggingface(state_dict, CONFIG)
-    assert jax.tree.structure(back) == jax.tree.structure(params)
-    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(back), strict=True):
-        assert after.dtype == jnp.float32
-        np.testing.assert_array_equal(before, after)
+@pytest.fixture
+def llama_state_dict(all_params):
+    return to_state_dict(all_params["llama"], LLAMA)
 
 
-def test_names_and_shapes_are_those_of_the_state_dict(state_dict):
-    assert len(state_dict) == 2 + 12 * CONFIG.layers + 2 + 1
-    assert state_dict["transformer.wte.weight"].shape == (61, 32)
-    assert state_dict["transformer.wpe.weight"].shape == (16, 32)
-    assert state_dict["transformer.h.2.attn.c_attn.weight"].shape == (32, 96)
-    assert state_dict["transformer.h.0.mlp.c_proj.weight"].shape == (128, 32)
-    assert all(array.dtype == np.float32 for array in state_dict.values())
+def test_there_and_back_changes_no_bit(case):
+    params, config = case
+    assert_equal(from_state_dict(to_state_dict(params, config), config), params)
+
+
+def test_gpt2_names_and_shapes_are_those_of_the_state_dict(gpt2_state_dict):
+    assert len(gpt2_state_dict) == 2 + 12 * GPT2.layers + 2 + 1
+    assert gpt2_state_dict["transformer.wte.weight"].shape == (61, 32)
+    assert gpt2_state_dict["transformer.wpe.weight"].shape == (16, 32)
+    assert gpt2_state_dict["transformer.h.2.attn.c_attn.weight"].shape == (32, 96)
+    assert gpt2_state_dict["transformer.h.0.mlp.c_proj.weight"].shape == (128, 32)
+    assert all(array.dtype == np.float32 for array in gpt2_state_dict.values())
     np.testing.assert_array_equal(
-        state_dict["lm_head.weight"], state_dict["transformer.wte.weight"]
+        gpt2_state_dict["lm_head.weight"], gpt2_state_dict["transformer.wte.weight"]
     )
 
 
-def test_each_layer_keeps_its_place(params, state_dict):
-    for layer in range(CONFIG.layers):
+def test_llama_names_and_shapes_are_those_of_the_state_dict(llama_state_dict):
+    assert len(llama_state_dict) == 1 + 9 * LLAMA.layers + 2
+    expected = {
+        "self_attn.q_proj": (32, 32),
+        "self_attn.k_proj": (16, 32),
+        "self_attn.v_proj": (16, 32),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (40, 32),
+        "mlp.up_proj": (40, 32),
+        "mlp.down_proj": (32, 40),
+        "input_layernorm": (32,),
+        "post_attention_layernorm": (32,),
+    }
+    for name, shape in expected.items():
+        assert llama_state_dict[f"model.layers.2.{name}.weight"].shape == shape
+    assert llama_state_dict["model.embed_tokens.weight"].shape == (61, 32)
+    assert llama_state_dict["lm_head.weight"].shape == (61, 32)
+    assert all(array.flags.c_contiguous for array in llama_state_dict.values())
+
+
+def test_each_layer_keeps_its_place(all_params, gpt2_state_dict, llama_state_dict):
+    for layer in range(3):
         np.testing.assert_array_equal(
-            state_dict[f"transformer.h.{layer}.mlp.c_fc.bias"],
-            params["blocks"]["mlp"]["up"]["bias"][layer],
+            gpt2_state_dict[f"transformer.h.{layer}.mlp.c_fc.bias"],
+            all_params["gpt2"]["blocks"]["mlp"]["up"]["bias"][layer],
+        )
+        np.testing.assert_array_equal(
+            llama_state_dict[f"model.layers.{layer}.self_attn.v_proj.weight"].T,
+            all_params["llama"]["blocks"]["attention"]["qkv"]["weight"][layer, :, 48:],
         )
 
 
-def test_bfloat16_parameters_come_out_in_float32(params):
+def test_bfloat16_parameters_come_out_in_float32(case):
+    params, config = case
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    converted = gpt2_to_huggingface(half, CONFIG)["transformer.wpe.weight"]
-    np.testing.assert_array_equal(converted, half["wpe"].astype(jnp.float32))
+    converted = to_state_dict(half, config)
+    assert all(array.dtype == np.float32 for array in converted.values())
+    assert_equal(from_state_dict(converted, config, dtype="bfloat16"), half)
 
 
-def test_the_head_may_be_left_out_but_not_untied(params, state_dict):
-    del state_dict["lm_head.weight"]
-    np.testing.assert_array_equal(gpt2_from_huggingface(state_dict, CONFIG)["wte"], params["wte"])
-    state_dict["lm_head.weight"] = state_dict["transformer.wte.weight"] + 1
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from transformer\.wte\.weight"):
-        gpt2_from_huggingface(state_dict, CONFIG)
+def test_a_tied_head_may_be_left_out_but_not_differ(all_params):
+    for name, table in (("gpt2", "transformer.wte.weight"), ("tied", "model.embed_tokens.weight")):
+        state_dict = to_state_dict(all_params[name], NAMES[name])
+        np.testing.assert_array_equal(state_dict.pop("lm_head.weight"), state_dict[table])
+        assert_equal(from_state_dict(state_dict, NAMES[name]), all_params[name])
+        state_dict["lm_head.weight"] = state_dict[table] + 1
+        with pytest.raises(ValueError, match=rf"lm_head\.weight differs from {table}"):
+            from_state_dict(state_dict, NAMES[name])
 
 
-def test_a_missing_tensor_is_named(state_dict):
-    del state_dict["transformer.h.1.ln_2.bias"]
+def test_a_head_of_its_own_may_not_be_left_out(llama_state_dict):
+    del llama_state_dict["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
+        from_state_dict(llama_state_dict, LLAMA)
+
+
+def test_names_without_their_prefix_and_old_buffers_are_read(case):
+    """As the bare model's state_dict has them, and as the first GPT-2 checkpoints are stored."""
+    params, config = case
+    buffers = {
+        "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8),
+        "transformer.h.2.attn.masked_bias": np.float32(-1e4),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    first = "transformer." if isinstance(config, gpt2.GPT2Config) else "model."
+    state_dict = to_state_dict(params, config)
+    state_dict |= {name: array for name, array in buffers.items() if name.startswith(first)}
+    assert_equal(from_state_dict(state_dict, config), params)
+    bare = {name.removeprefix(first): array for name, array in state_dict.items()}
+    assert_equal(from_state_dict(bare, config), params)
+
+
+def test_a_missing_tensor_is_named(gpt2_state_dict, llama_state_dict):
+    del gpt2_state_dict["transformer.h.1.ln_2.bias"]
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_2\.bias is missing"):
-        gpt2_from_huggingface(state_dict, CONFIG)
+        from_state_dict(gpt2_state_dict, GPT2)
+    del llama_state_dict["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_an_unexpected_tensor_is_named(state_dict):
-    state_dict["transformer.h.3.ln_2.bias"] = np.zeros(32, np.float32)
+def test_an_unexpected_tensor_is_named(gpt2_state_dict, llama_state_dict):
+    gpt2_state_dict["transformer.h.3.ln_2.bias"] = np.zeros(32, np.float32)
     with pytest.raises(ValueError, match=r"transformer\.h\.3\.ln_2\.bias is unexpected"):
-        gpt2_from_huggingface(state_dict, CONFIG)
+        from_state_dict(gpt2_state_dict, GPT2)
+    llama_state_dict["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
+    with pytest.raises(ValueError, match=r"self_attn\.q_proj\.bias is unexpected"):
+        from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_a_misshapen_tensor_is_named_with_both_shapes(state_dict):
+def test_a_misshapen_tensor_is_named_with_both_shapes(gpt2_state_dict, llama_state_dict):
     name = "transformer.h.0.mlp.c_fc.weight"
-    state_dict[name] = state_dict[name].T
+    gpt2_state_dict[name] = gpt2_state_dict[name].T
     message = r"h\.0\.mlp\.c_fc\.weight has shape \(128, 32\); it must be \(32, 128\)"
     with pytest.raises(ValueError, match=message):
-        gpt2_from_huggingface(state_dict, CONFIG)
+        from_state_dict(gpt2_state_dict, GPT2)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    llama_state_dict[name] = np.zeros((32, 32), np.float32)
+    message = r"self_attn\.k_proj\.weight has shape \(32, 32\); it must be \(16, 32\)"
+    with pytest.raises(ValueError, match=message):
+        from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_parameters_of_another_shape_are_refused(params):
+def test_of_many_faults_ten_are_named(llama_state_dict):
+    with pytest.raises(ValueError) as caught:
+        from_state_dict(dict(list(llama_state_dict.items())[:15]), LLAMA)
+    assert str(caught.value).count("is missing") == 10
+    assert str(caught.value).endswith("; and 5 more")
+
+
+def test_parameters_of_another_shape_are_refused(all_params):
+    params = all_params["gpt2"]
     with pytest.raises(ValueError, match=r"wpe has shape \(16, 32\); it must be \(17, 32\)"):
-        gpt2_to_huggingface(params, GPT2Config(61, 17, 3, 2, 32))
+        to_state_dict(params, dataclasses.replace(GPT2, max_seq_len=17))
     without = {name: value for name, value in params.items() if name != "ln_f"}
     with pytest.raises(ValueError, match="ln_f/scale is missing"):
-        gpt2_to_huggingface(without, CONFIG)
+        to_state_dict(without, GPT2)
+    with pytest.raises(ValueError, match="head is unexpected"):
+        to_state_dict(all_params["llama"], TIED)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*NAMES.values(), *gpt2.PRESETS.values(), *llama3.PRESETS.values()],
+    ids=[*NAMES, *(f"gpt2-{name}" for name in gpt2.PRESETS), *llama3.PRESETS],
+)
+def test_configs_go_there_and_back(config):
+    assert config_from_dict(config_to_dict(config)) == config
+
+
+# The config.json of Llama 3.2 1B, but for keys that say nothing of the shape.
+LLAMA_3_2_1B = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+
+
+def llama_config(contents):
+    config = config_from_dict(contents)
+    assert isinstance(config, llama3.Llama3Config)
+    return config
+
+
+def test_published_configs_are_the_presets():
+    assert config_from_dict(LLAMA_3_2_1B) == llama3.PRESETS["3.2-1b"]
+    # As transformers 5 writes the rotary positions.
+    together = {"rope_theta": LLAMA_3_2_1B["rope_theta"], **LLAMA_3_2_1B["rope_scaling"]}
+    rest = {k: v for k, v in LLAMA_3_2_1B.items() if not k.startswith("rope_")}
+    assert config_from_dict({**rest, "rope_parameters": together}) == llama3.PRESETS["3.2-1b"]
+    plain = llama_config({**rest, "rope_parameters": {"rope_theta": 1e4}})
+    assert plain.rope_scaling is None
+    assert plain.rope_theta == 10_000.0
+    shape = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12}
+    assert config_from_dict({"model_type": "gpt2", **shape}) == gpt2.PRESETS["d12"]
+
+
+def test_a_missing_number_of_key_heads_is_that_of_the_heads():
+    without = {k: v for k, v in LLAMA_3_2_1B.items() if k != "num_key_value_heads"}
+    assert llama_config(without).kv_heads == 32
+
+
+def test_scaling_has_its_own_numbers():
+    scaling = {**LLAMA_3_2_1B["rope_scaling"], "factor": 2, "low_freq_factor": 1.5}
+    config = llama_config({**LLAMA_3_2_1B, "rope_scaling": scaling})
+    assert config.rope_scaling == RopeScaling(2.0, 1.5, 4.0, 8192)
+    written = config_to_dict(config)["rope_scaling"]
+    assert written == scaling
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'; it must be 'gpt2' or 'llama'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True; it must be False"),
+        ({"head_dim": 128}, "head_dim is 128; it must be None or 64"),
+        ({"num_key_value_heads": 5}, "heads 32 is not a multiple of kv_heads 5"),
+        ({"hidden_size": "2048"}, "hidden_size is '2048'; it must be an integer"),
+        ({"num_attention_heads": 0}, "heads is 0"),
+        ({"rope_theta": None}, "rope_theta is None; it must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints cannot be read"),
+    ],
+)
+def test_a_model_that_differs_from_ours_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict({**LLAMA_3_2_1B, **changed})
+
+
+def test_a_missing_key_is_named():
+    for key in ("hidden_size", "rms_norm_eps", "vocab_size"):
+        with pytest.raises(ValueError, match=f"{key} is missing"):
+            config_from_dict({k: v for k, v in LLAMA_3_2_1B.items() if k != key})
+    with pytest.raises(ValueError, match="activation_function is 'relu'; it must be 'gelu_new'"):
+        config_from_dict({**config_to_dict(GPT2), "activation_function": "relu"})

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.convert.huggingface import gpt2_from_huggingface, gpt2_to_huggingface
+from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
+from jaxllm.models.blocks import stack, unstack
 from jaxllm.testing import error
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
@@ -41,7 +42,7 @@ logits_of = jax.jit(lambda params, tokens: gpt2.forward(params, tokens, CONFIG))
 loss_and_gradients = jax.jit(jax.value_and_grad(loss))
 
 
-@pytest.mark.parametrize("direction", ["from_huggingface", "to_huggingface"])
+@pytest.mark.parametrize("direction", ["from_state_dict", "to_state_dict"])
 def test_logits_loss_and_every_gradient_agree_with_huggingface(
     huggingface, params, batch, direction
 ):
@@ -61,15 +62,15 @@ def test_logits_loss_and_every_gradient_agree_with_huggingface(
         attn_implementation="eager",
     )
     model = transformers.GPT2LMHeadModel(config).float()
-    if direction == "to_huggingface":
-        ours = gpt2_to_huggingface(params, CONFIG)
+    if direction == "to_state_dict":
+        ours = to_state_dict(params, CONFIG)
         model.load_state_dict({name: torch.from_numpy(array) for name, array in ours.items()})
     else:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         theirs = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-        params = gpt2_from_huggingface(theirs, CONFIG)
+        params = from_state_dict(theirs, CONFIG)
 
     tokens, labels = batch
     logits = model(torch.from_numpy(np.array(tokens)).long()).logits
@@ -82,7 +83,7 @@ def test_logits_loss_and_every_gradient_agree_with_huggingface(
     assert error(ours, logits.detach().numpy()) <= 1e-4
     value, gradients = loss_and_gradients(params, tokens, labels)
     assert error(value, expected_loss.item()) <= 1e-4
-    gradients = gpt2_to_huggingface(gradients, CONFIG)
+    gradients = to_state_dict(gradients, CONFIG)
     compared = 0
     for name, parameter in model.named_parameters():
         found = error(gradients[name], parameter.grad.numpy())
@@ -156,23 +157,22 @@ def test_a_token_has_no_influence_on_earlier_logits(params, batch):
     assert (before[:, 11:, : CONFIG.vocab_size] != after[:, 11:, : CONFIG.vocab_size]).any()
 
 
-@pytest.mark.parametrize(
-    "options", [{"remat": True}, {"unroll": True}, {"remat": True, "unroll": True}], ids=str
-)
-def test_remat_and_unrolled_layers_give_equal_gradients(options, params, batch):
+@pytest.mark.parametrize(("remat", "form"), [(True, stack), (False, unstack), (True, unstack)])
+def test_remat_and_layers_apart_give_equal_gradients(remat, form, params, batch):
     _, plain = loss_and_gradients(params, *batch)
-    again = jax.jit(jax.grad(lambda p: loss(p, *batch, **options)))(params)
+    again = stack(jax.jit(jax.grad(lambda p: loss(p, *batch, remat=remat)))(form(params)))
+    assert jax.tree.structure(plain) == jax.tree.structure(again)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert error(b, a) <= 1e-6
 
 
 def test_remat_runs_the_blocks_again(params, batch):
-    def forwards(**options):
+    def forwards(params, **options):
         gradient = jax.grad(lambda p: loss(p, *batch, **options))
         return str(jax.make_jaxpr(gradient)(params)).count("tanh")
 
-    assert forwards(remat=True) > forwards()
-    assert forwards(remat=True, unroll=True) > forwards(unroll=True)
+    assert forwards(params, remat=True) > forwards(params)
+    assert forwards(unstack(params), remat=True) > forwards(unstack(params))
 
 
 def test_padding_has_no_influence(params, batch):

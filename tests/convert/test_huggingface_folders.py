@@ -1,0 +1,302 @@
+"""Checkpoint folders: config.json and safetensors files."""
+
+import json
+import shutil
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from test_huggingface import GPT2, LLAMA, NAMES, TIED, assert_equal, random_params
+
+from jaxllm.convert import huggingface, safetensors_files
+
+
+@pytest.fixture(scope="module")
+def all_params():
+    return {name: random_params(config) for name, config in NAMES.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(all_params, tmp_path_factory):
+    """A folder with one file and one with many, of the untied Llama."""
+    root = tmp_path_factory.mktemp("saved")
+    huggingface.save(root / "whole", all_params["llama"], LLAMA)
+    huggingface.save(root / "sharded", all_params["llama"], LLAMA, max_shard_bytes=20_000)
+    return root
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of the folder with one file, to be damaged."""
+    return shutil.copytree(saved / "whole", tmp_path / "whole")
+
+
+@pytest.fixture
+def sharded(saved, tmp_path):
+    return shutil.copytree(saved / "sharded", tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 10_000])
+def test_there_and_back_changes_no_bit(name, dtype, max_shard_bytes, all_params, tmp_path):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), all_params[name])
+    huggingface.save(tmp_path / "a", params, NAMES[name], max_shard_bytes=max_shard_bytes)
+    back, config = huggingface.load(tmp_path / "a")
+    assert config == NAMES[name]
+    assert_equal(back, params)
+    # And the files that are written from what was read are the same, byte by byte.
+    huggingface.save(tmp_path / "b", back, config, max_shard_bytes=max_shard_bytes)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert ("model.safetensors" in files) == (max_shard_bytes > 10_000)
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_folder_has_what_transformers_looks_for(saved):
+    config = json.loads((saved / "whole" / "config.json").read_text())
+    assert config["torch_dtype"] == "float32"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    with safe_open(saved / "whole" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert len(file.keys()) == 1 + 9 * LLAMA.layers + 2
+
+
+def test_shards_and_their_index_agree(saved, all_params):
+    index = json.loads((saved / "sharded" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (saved / "sharded").glob("*.safetensors"))
+    assert files == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, 1 + len(files))
+    ]
+    contents = {file: load_file(saved / "sharded" / file) for file in files}
+    held = {name: file for file, tensors in contents.items() for name in tensors}
+    assert held == index["weight_map"]
+    sizes = {f: sum(x.nbytes for x in tensors.values()) for f, tensors in contents.items()}
+    assert max(sizes.values()) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+
+
+def test_a_tied_head_is_not_written_twice(all_params, tmp_path):
+    for name in ("gpt2", "tied"):
+        huggingface.save(tmp_path / name, all_params[name], NAMES[name])
+        assert "lm_head.weight" not in load_file(tmp_path / name / "model.safetensors")
+
+
+def test_the_dtype_may_be_chosen(saved, all_params):
+    params, _ = huggingface.load(saved / "whole", dtype="bfloat16")
+    assert_equal(params, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), all_params["llama"]))
+
+
+def rewrite(folder, change):
+    """Changes the tensors of a folder with one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_tensors_of_several_dtypes_become_float32(folder, all_params):
+    name = "model.layers.0.input_layernorm.weight"
+    rewrite(folder, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16)}))
+    params, _ = huggingface.load(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    ours = all_params["llama"]["blocks"]["norm1"]["scale"]
+    expected = ours.at[0].set(ours[0].astype("bfloat16").astype("float32"))
+    np.testing.assert_array_equal(params["blocks"]["norm1"]["scale"], expected)
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+LONG = "model.layers.3.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NAME), rf"{NAME} is missing"),
+        (lambda t: t.update({LONG: t[NAME]}), rf"{LONG} is unexpected"),
+        (lambda t: t.update({NAME: t[NAME][:-1]}), r"shape \(39, 32\); it must be \(40, 32\)"),
+        (lambda t: t.update({NAME: t[NAME].astype("int8")}), rf"{NAME} has dtype I8; it must be F"),
+        (lambda t: t.update({NAME: t[NAME].astype("float64")}), rf"{NAME} has dtype F64"),
+    ],
+    ids=["missing", "unexpected", "misshapen", "int8", "float64"],
+)
+def test_tensors_that_are_not_the_model_s_are_refused(folder, change, message):
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=rf"^{folder}: .*{message}"):
+        huggingface.load(folder)
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, 20_000, -1])
+def test_a_truncated_file_is_refused(folder, left):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ValueError, match=f"^{path}: no whole safetensors file"):
+        huggingface.load(folder)
+
+
+def header_of(data):
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+@pytest.mark.parametrize("fault", ["length", "json", "offsets", "tail"])
+def test_a_corrupt_file_is_refused(folder, fault):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    header, body = header_of(data)
+    if fault == "length":
+        data = struct.pack("<Q", 2**60) + data[8:]
+    elif fault == "json":
+        data = data[:8] + b"}" + data[9:]
+    elif fault == "offsets":
+        header[NAME]["data_offsets"][0] += 4
+        text = json.dumps(header).encode()
+        data = struct.pack("<Q", len(text)) + text + body
+    else:
+        data += b"\0"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"^{path}: no whole safetensors file"):
+        huggingface.load(folder)
+
+
+def test_nothing_is_read_before_all_is_checked(sharded, monkeypatch):
+    """The last of many files is cut short; no tensor of the others is touched."""
+    last = sorted(sharded.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+
+    def assemble(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(huggingface, "assemble", assemble)
+    with pytest.raises(ValueError, match=f"^{last}: no whole safetensors file"):
+        huggingface.load(sharded)
+
+
+def test_a_tensor_is_read_when_its_place_is_filled(saved, monkeypatch):
+    """Not before: of all tensors, the machine's memory holds one at a time."""
+    log = []
+    stored = safetensors_files._stored
+
+    def noting(file, name):
+        tensor = stored(file, name)
+        return tensor._replace(read=lambda: log.append(name) or tensor.read())
+
+    monkeypatch.setattr(safetensors_files, "_stored", noting)
+    huggingface.load(saved / "sharded")
+    assert len(log) == len(set(log)) == 1 + 9 * LLAMA.layers + 2
+    # By our arrays: those of one stand together.
+    parts = [name for name in log if any(part in name for part in ("q_proj", "k_proj", "v_proj"))]
+    assert parts == [
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkv"
+    ]
+    first = log.index(parts[0])
+    assert log[first : first + 9] == parts
+
+
+def test_files_that_are_not_there_are_named(folder, sharded, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such folder"):
+        huggingface.load(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor model\.safetens"):
+        huggingface.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json: there is no such file"):
+        huggingface.load(folder)
+    second = sorted(sharded.glob("*.safetensors"))[1]
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{second.name} is missing, which .* names"):
+        huggingface.load(sharded)
+
+
+def test_an_index_that_is_wrong_is_refused(sharded):
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+
+    def refused(change, message):
+        weight_map = dict(index["weight_map"])
+        change(weight_map)
+        path.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=message):
+            huggingface.load(sharded)
+
+    refused(lambda m: m.pop(NAME), f"{NAME} is in the file alone")
+    refused(lambda m: m.update({LONG: m[NAME]}), rf"{LONG} is in model.*index\.json alone")
+    refused(
+        lambda m: m.update({NAME: "../whole/model.safetensors"}), "must be a file of the folder"
+    )
+    refused(lambda m: m.update({NAME: 3}), "must be a file of the folder")
+    refused(lambda m: m.clear(), "weight_map is missing or empty")
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json: no JSON"):
+        huggingface.load(sharded)
+
+
+def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match=r"model\.layers\.3\.input_layernorm\.weight is missing"):
+        huggingface.load(folder)
+    path.write_text(json.dumps({**config, "hidden_act": "relu"}))
+    with pytest.raises(ValueError, match=f"^{path}: hidden_act is 'relu'"):
+        huggingface.load(folder)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=f"^{path}: holds no JSON object"):
+        huggingface.load(folder)
+
+
+def test_saving_refuses_what_it_cannot_write(all_params, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    with pytest.raises(FileExistsError, match="full: exists already"):
+        huggingface.save(tmp_path / "full", all_params["gpt2"], GPT2)
+    with pytest.raises(ValueError, match="head is unexpected"):
+        huggingface.save(tmp_path / "new", all_params["llama"], TIED)
+    whole = jax.tree.map(lambda leaf: leaf.astype(jnp.int8), all_params["gpt2"])
+    with pytest.raises(ValueError, match="bias has dtype int8; it must be float32 or bfloat16 or"):
+        huggingface.save(tmp_path / "new", whole, GPT2)
+    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+        huggingface.save(tmp_path / "new", all_params["gpt2"], GPT2, max_shard_bytes=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_save_that_fails_leaves_nothing(all_params, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(huggingface, "write_tensors", fail)
+    with pytest.raises(OSError, match="no space left"):
+        huggingface.save(tmp_path / "new", all_params["gpt2"], GPT2)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_reads_what_we_write(request, name, all_params, tmp_path):
+    """And we read what it writes."""
+    torch, transformers = request.getfixturevalue("huggingface")
+    huggingface.save(tmp_path / "ours", all_params[name], NAMES[name], max_shard_bytes=20_000)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    expected = huggingface.to_state_dict(all_params[name], NAMES[name])
+    theirs = {key: tensor.numpy() for key, tensor in model.state_dict().items()}
+    assert theirs.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(theirs[key], array)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    params, config = huggingface.load(tmp_path / "theirs")
+    assert config == NAMES[name]
+    assert_equal(params, all_params[name])
+
+
+def test_safetensors_that_are_missing_are_named(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r'package safetensors: pip install "jaxllm\[convert\]"'):
+        huggingface.load(saved / "whole")
