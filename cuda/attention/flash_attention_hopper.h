@@ -15,16 +15,9 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "common/head_rows.h"
+#include "attention/flash_attention.h"
 
 namespace jaxllm {
-
-// The smallest and the largest segment of some neighbouring rows.
-struct SegmentRange {
-  int32_t least, most;
-};
-
-inline constexpr int64_t kSegmentGranule = 32;
 
 struct HopperAttention {
   int64_t batch, queries, keys, heads, kv_heads, width;
