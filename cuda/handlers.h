@@ -28,6 +28,7 @@
   HANDLER(rms_norm_backward, RmsNormBackward)                                   \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)                              \
   HANDLER(add_rms_norm_backward, AddRmsNormBackward)                            \
+  HANDLER(decode_attention, DecodeAttention)                                    \
   HANDLER(softmax_forward, SoftmaxForward)                                      \
   HANDLER(softmax_backward, SoftmaxBackward)                                    \
   HANDLER(repeat_kv_forward, RepeatKvForward)                                   \

@@ -10,7 +10,7 @@ from jaxllm.ops.activation.api import (
     swiglu,
     swiglu_packed,
 )
-from jaxllm.ops.attention.api import flash_attention, repeat_kv, softmax
+from jaxllm.ops.attention.api import decode_attention, flash_attention, repeat_kv, softmax
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
@@ -27,6 +27,7 @@ __all__ = [
     "bias_add",
     "bias_gelu",
     "cross_entropy",
+    "decode_attention",
     "embed",
     "flash_attention",
     "gelu",
