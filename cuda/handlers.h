@@ -29,6 +29,11 @@
   HANDLER(add_rms_norm_forward, AddRmsNormForward)                              \
   HANDLER(add_rms_norm_backward, AddRmsNormBackward)                            \
   HANDLER(decode_attention, DecodeAttention)                                    \
+  HANDLER(decode_block, DecodeBlock)                                            \
+  HANDLER(matvec, Matvec)                                                       \
+  HANDLER(quantize, Quantize)                                                   \
+  HANDLER(dequantize, Dequantize)                                               \
+  HANDLER(quantized_matvec, QuantizedMatvec)                                    \
   HANDLER(softmax_forward, SoftmaxForward)                                      \
   HANDLER(softmax_backward, SoftmaxBackward)                                    \
   HANDLER(repeat_kv_forward, RepeatKvForward)                                   \

@@ -45,7 +45,13 @@ def allowed(module):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation of the same backend.
-        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
+        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products", "jaxllm.ffi")
+    if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
+        # A block is made of products and attention of the same backend.
+        parts = ("attention", "gemm", "quantization")
+        names = (family[2], f"{family[2]}_decode")
+        own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
+        return (*own, "jaxllm.ops.decoding.composed", "jaxllm.ffi")
     if family and family[2] in IMPLEMENTATIONS:
         return ("jaxllm.ffi",)
     if family and family[2] == "cases":

@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #include "attention/decode.h"
-#include "attention/decode_fragments.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/fragments.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -18,6 +19,7 @@ constexpr int kTokens = 16;  // of the cache, at a time
 #endif
 constexpr int kWarps = DECODE_WARPS;
 constexpr int kThreads = 32 * kWarps;
+constexpr int kMaxCluster = 16;
 constexpr float kLog2e = 1.44269504f;
 
 template <typename T, typename C>
@@ -32,6 +34,7 @@ struct Arguments {
   int heads, kv_heads, length, width;
   int head_blocks;  // blocks for the query heads of one key head
   int splits;       // blocks along the cache
+  int added;        // tokens in the cache beyond `lengths`
 };
 
 // What a block works on.
@@ -49,7 +52,7 @@ __device__ Place place_of(const Arguments& a) {
   place.first_head = place.kv_head * group + first;
   place.heads = min(kHeads, group - first);
   // A sequence's own length is split, so that all blocks have a part of it.
-  place.length = min(max(a.lengths[place.sequence], 0), a.length);
+  place.length = min(max(a.lengths[place.sequence] + a.added, 0), a.length);
   const int chunks = (place.length + kTokens - 1) / kTokens;
   const int per_split = (chunks + a.splits - 1) / a.splits;
   place.first_chunk = blockIdx.x * per_split;
@@ -58,17 +61,20 @@ __device__ Place place_of(const Arguments& a) {
 }
 
 // The softmax of some keys so far, of each head: the largest score (of base 2), the sum of the
-// weights beside it, and the sum of the weighted values.
+// weights beside it, and the sum of the weighted values. What a block's warps have is added up, and
+// each block of a cluster then sends every other one a share of its columns, to add up and write.
 struct Shared {
-  float largest[kWarps][kHeads], total[kWarps][kHeads];
-  float block_largest[kHeads], block_total[kHeads];
-  float sums[1];  // [kWarps][kHeads][width]
+  float largest[kWarps][kHeads], total[kWarps][kHeads], weight[kWarps][kHeads];
+  float received_largest[kMaxCluster][kHeads], received_total[kMaxCluster][kHeads];
+  float received_weight[kMaxCluster][kHeads], all_total[kHeads], all_largest[kHeads];
+  float sums[1];  // [kWarps][kHeads][width], then what is received
 
   __device__ float* of_warp(int warp, int width) { return sums + warp * kHeads * width; }
+  __device__ float* received(int width) { return sums + kWarps * kHeads * width; }
 };
 
 __host__ __device__ constexpr size_t shared_bytes(int width) {
-  return sizeof(Shared) + sizeof(float) * kWarps * kHeads * width;
+  return sizeof(Shared) + sizeof(float) * ((kWarps + 1) * kHeads * width + kMaxCluster);
 }
 
 // The weight of a part of the softmax in the whole; a part without keys has none.
@@ -76,74 +82,110 @@ __device__ __forceinline__ float weight_of(float largest, float largest_of_all) 
   return largest == -INFINITY ? 0.0f : exp2f(largest - largest_of_all);
 }
 
-// Adds up what the warps of a block have, into block_largest, block_total and the first warp's
-// sums.
-__device__ void merge_warps(Shared& shared, int heads, int width) {
+// A cluster of blocks, or one block by itself where there are no clusters.
+struct Cluster {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::cluster_group group = cooperative_groups::this_cluster();
+  __device__ int blocks() const { return group.num_blocks(); }
+  __device__ int rank() const { return group.block_rank(); }
+  __device__ void arrive() const { group.barrier_arrive(); }
+  __device__ void wait() const { group.barrier_wait(); }
+  __device__ Shared* memory_of(Shared& mine, int rank) const {
+    return group.map_shared_rank(&mine, rank);
+  }
+#else
+  __device__ int blocks() const { return 1; }
+  __device__ int rank() const { return 0; }
+  __device__ void arrive() const {}
+  __device__ void wait() const { __syncthreads(); }
+  __device__ Shared* memory_of(Shared& mine, int) const { return &mine; }
+#endif
+};
+
+// Adds up what the warps of a block have, and what the blocks of a cluster have, and writes it. The
+// cluster's blocks have arrived once already, to say that they run.
+template <class Arguments>
+__device__ void merge(Shared& shared, const Cluster& cluster, const Arguments& a,
+                      const Place& place) {
+  const int blocks = cluster.blocks(), rank = cluster.rank(), count = place.heads * a.width;
+  const int share = (count + blocks - 1) / blocks, thread = threadIdx.x;
   __syncthreads();
-  for (int i = threadIdx.x; i < heads * width; i += kThreads) {
-    const int head = i / width;
+  if (thread < kWarps * kHeads) {
+    const int warp = thread / kHeads, head = thread % kHeads;
     float largest = -INFINITY;
     for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w][head]);
-    float total = 0.0f, sum = 0.0f;
+    shared.weight[warp][head] = weight_of(shared.largest[warp][head], largest);
+  }
+  cluster.wait();
+  __syncthreads();
+  for (int i = thread; i < blocks * kHeads; i += kThreads) {
+    const int head = i % kHeads;
+    float largest = -INFINITY, total = 0.0f;
     for (int w = 0; w < kWarps; ++w) {
-      const float weight = weight_of(shared.largest[w][head], largest);
-      total += weight * shared.total[w][head];
-      sum += weight * shared.of_warp(w, width)[i];
+      largest = fmaxf(largest, shared.largest[w][head]);
+      total += shared.weight[w][head] * shared.total[w][head];
     }
-    shared.sums[i] = sum;
-    if (i % width == 0) {
-      shared.block_largest[head] = largest;
-      shared.block_total[head] = total;
+    Shared& other = *cluster.memory_of(shared, i / kHeads);
+    other.received_largest[rank][head] = largest;
+    other.received_total[rank][head] = total;
+  }
+  for (int i = thread; i < count; i += kThreads) {
+    const int head = i / a.width;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      sum += shared.weight[w][head] * shared.of_warp(w, a.width)[i];
+    }
+    cluster.memory_of(shared, i / share)->received(a.width)[rank * share + i % share] = sum;
+  }
+  cluster.arrive();
+  cluster.wait();
+  if (thread < kHeads) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int k = 0; k < blocks; ++k) largest = fmaxf(largest, shared.received_largest[k][thread]);
+    for (int k = 0; k < blocks; ++k) {
+      const float weight = weight_of(shared.received_largest[k][thread], largest);
+      shared.received_weight[k][thread] = weight;
+      total += weight * shared.received_total[k][thread];
+    }
+    shared.all_largest[thread] = largest;
+    shared.all_total[thread] = total;
+  }
+  __syncthreads();
+  const int parts = a.splits / blocks, part = blockIdx.x / blocks;
+  const int64_t first_row = int64_t{place.sequence} * a.heads + place.first_head;
+  const int64_t rows = int64_t{gridDim.z} * a.heads;
+  for (int i = rank * share + thread; i < min((rank + 1) * share, count); i += kThreads) {
+    const int head = i / a.width, column = i % a.width;
+    const float* received = shared.received(a.width) + i - rank * share;
+    float sum = 0.0f;
+    for (int k = 0; k < blocks; ++k) sum += shared.received_weight[k][head] * received[k * share];
+    const float total = shared.all_total[head];
+    const int64_t row = first_row + head;
+    if (parts == 1) {
+      using T = std::remove_reference_t<decltype(*a.out)>;
+      a.out[row * a.width + column] = from_float<T>(total == 0.0f ? 0.0f : sum / total);
+    } else {
+      a.partial[(part * rows + row) * a.width + column] = sum;
+      if (column == 0) {
+        float* statistics = a.partial + parts * rows * a.width + (part * rows + row) * 2;
+        statistics[0] = shared.all_largest[head];
+        statistics[1] = total;
+      }
     }
   }
 }
 
-// Adds up what the blocks of a cluster have, each block a part of the columns, and writes it.
-template <class Arguments>
-__device__ void merge_blocks(Shared& shared, const Arguments& a, const Place& place) {
-#if __CUDA_ARCH__ >= 900
-  namespace cg = cooperative_groups;
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int blocks = cluster.num_blocks(), rank = cluster.block_rank();
-  cluster.sync();
-#else
-  const int blocks = 1, rank = 0;
-  __syncthreads();
-#endif
-  const int parts = a.splits / blocks, part = blockIdx.x / blocks;
-  const int64_t first_row = int64_t{place.sequence} * a.heads + place.first_head;
-  const int64_t rows = int64_t{gridDim.z} * a.heads;
-  for (int i = rank * kThreads + threadIdx.x; i < place.heads * a.width; i += blocks * kThreads) {
-    const int head = i / a.width;
-    float largest = -INFINITY, total = 0.0f, sum = 0.0f;
-    const auto block = [&](int k) {
-#if __CUDA_ARCH__ >= 900
-      return cluster.map_shared_rank(&shared, k);
-#else
-      return &shared;
-#endif
-    };
-    for (int k = 0; k < blocks; ++k) largest = fmaxf(largest, block(k)->block_largest[head]);
-    for (int k = 0; k < blocks; ++k) {
-      const Shared& other = *block(k);
-      const float weight = weight_of(other.block_largest[head], largest);
-      total += weight * other.block_total[head];
-      sum += weight * other.sums[i];
-    }
-    const int64_t row = first_row + head;
-    const int column = i % a.width;
-    if (parts == 1) {
-      a.out[row * a.width + column] =
-          from_float<std::remove_reference_t<decltype(*a.out)>>(total == 0.0f ? 0.0f : sum / total);
-    } else {
-      a.partial[(part * rows + row) * a.width + column] = sum;
-      float* statistics = a.partial + parts * rows * a.width + (part * rows + row) * 2;
-      if (column == 0) statistics[0] = largest, statistics[1] = total;
-    }
+// Eight or sixteen bytes that are used once.
+template <int kWords, typename C>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kWords], const C* source) {
+  if constexpr (kWords == 4) {
+    const int4 found = __ldcs(reinterpret_cast<const int4*>(source));
+    words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
+  } else {
+    const int2 found = __ldcs(reinterpret_cast<const int2*>(source));
+    words[0] = found.x, words[1] = found.y;
   }
-#if __CUDA_ARCH__ >= 900
-  cluster.sync();  // nobody leaves while others read its memory
-#endif
 }
 
 // The scores of 16 keys are a product of keys and queries; lane 4 r + c loads keys r and r + 8. In
@@ -161,6 +203,10 @@ __global__ void __launch_bounds__(kThreads, 16 / kWarps)
   static_assert(kLoads * 4 * kPerLoad == kWidth && kParts * 8 * kPerLane == kWidth);
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const Cluster cluster;
+  cluster.arrive();
+  start_next_kernel();
+  wait_for_last_kernel();
 
   const Place place = place_of(a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
@@ -186,91 +232,97 @@ __global__ void __launch_bounds__(kThreads, 16 / kWarps)
   // Of heads 2c and 2c + 1.
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
   float sums[kParts][kPerLane / 2][4] = {};
-  for (int chunk = place.first_chunk + warp; chunk < place.last_chunk; chunk += kWarps) {
-    const int token = chunk * kTokens, last = place.length - 1;
-    uint32_t keys[2][kLoads][4];
+  // Short keys are read two chunks at a time, to have as many bytes on the way.
+  constexpr int kChunks = kWidth * sizeof(C) <= 128 ? 2 : 1;
+  const int last = min(place.length, place.last_chunk * kTokens) - 1;
+  for (int chunk = place.first_chunk + warp; chunk < place.last_chunk; chunk += kWarps * kChunks) {
+    uint32_t keys[kChunks][2][kLoads][4];
+    uint32_t values[kChunks][4][kParts][kWords];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9
+    float k_scale[kChunks][2], v_scale[kChunks][2];
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const C* row = a.k + start + min(token + r + 8 * t, last) * stride + c * kPerLoad;
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        const int4 words = __ldcs(reinterpret_cast<const int4*>(row + j * 4 * kPerLoad));
-        keys[t][j][0] = words.x, keys[t][j][1] = words.y;
-        keys[t][j][2] = words.z, keys[t][j][3] = words.w;
-      }
-    }
-    uint32_t values[4][kParts][kWords];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int at = min(token + 2 * c + t % 2 + t / 2 * 8, last);
-      const C* row = a.v + start + at * stride + r * kPerLane;
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) {
-        if constexpr (kWords == 4) {
-          const int4 words = __ldcs(reinterpret_cast<const int4*>(row + p * 8 * kPerLane));
-          values[t][p][0] = words.x, values[t][p][1] = words.y;
-          values[t][p][2] = words.z, values[t][p][3] = words.w;
-        } else {
-          const int2 words = __ldcs(reinterpret_cast<const int2*>(row + p * 8 * kPerLane));
-          values[t][p][0] = words.x, values[t][p][1] = words.y;
-        }
-      }
-    }
-    float k_scale[2] = {a.scale * kLog2e, a.scale * kLog2e}, v_scale[2] = {1.0f, 1.0f};
-    if constexpr (sizeof(C) == 1) {
+    for (int n = 0; n < kChunks; ++n) {
+      const int token = (chunk + n * kWarps) * kTokens;
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        const int64_t at =
-            (int64_t{place.sequence} * a.length + min(token + r + 8 * t, last)) * a.kv_heads +
-            place.kv_head;
-        k_scale[t] *= a.k_scales[at];
-        v_scale[t] = a.v_scales[at];
+        const C* row = a.k + start + min(token + r + 8 * t, last) * stride + c * kPerLoad;
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          load_words(keys[n][t][j], row + j * 4 * kPerLoad);
+        }
+        k_scale[n][t] = a.scale * kLog2e;
+        v_scale[n][t] = 1.0f;
+        if constexpr (sizeof(C) == 1) {
+          const int64_t at =
+              (int64_t{place.sequence} * a.length + min(token + r + 8 * t, last)) * a.kv_heads +
+              place.kv_head;
+          k_scale[n][t] *= a.k_scales[at];
+          v_scale[n][t] = a.v_scales[at];
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int at = min(token + 2 * c + t % 2 + t / 2 * 8, last);
+        const C* row = a.v + start + at * stride + r * kPerLane;
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) load_words(values[n][t][p], row + p * 8 * kPerLane);
       }
     }
 
-    // Of tokens r (the first two) and r + 8, heads 2c and 2c + 1.
-    float scores[4] = {};
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
+    for (int n = 0; n < kChunks; ++n) {
+      const int token = (chunk + n * kWarps) * kTokens;
+      // Of tokens r (the first two) and r + 8, heads 2c and 2c + 1.
+      float scores[4] = {};
 #pragma unroll
-      for (int i = 0; i < kPerLoad; i += 4) {
-        multiply_16x8x16<T>(scores, neighbours<T, C>(keys[0][j], i),
-                            neighbours<T, C>(keys[1][j], i), neighbours<T, C>(keys[0][j], i + 2),
-                            neighbours<T, C>(keys[1][j], i + 2), q[j][i / 2], q[j][i / 2 + 1]);
+      for (int j = 0; j < kLoads; ++j) {
+        const uint32_t *low = keys[n][0][j], *high = keys[n][1][j];
+#pragma unroll
+        for (int i = 0; i < kPerLoad; i += 4) {
+          multiply_16x8x16<T>(scores, neighbours<T, C>(low, i), neighbours<T, C>(high, i),
+                              neighbours<T, C>(low, i + 2), neighbours<T, C>(high, i + 2),
+                              q[j][i / 2], q[j][i / 2 + 1]);
+        }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[i] = token + r + i / 2 * 8 <= last ? scores[i] * k_scale[i / 2] : -INFINITY;
-    }
-    float factor[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float found = fmaxf(scores[h], scores[2 + h]);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        found = fmaxf(found, __shfl_xor_sync(kFullWarp, found, offset));
+      for (int i = 0; i < 4; ++i) {
+        const bool seen = token + r + i / 2 * 8 <= last;
+        scores[i] = seen ? scores[i] * k_scale[n][i / 2] : -INFINITY;
       }
-      found = fmaxf(found, largest[h]);
-      factor[h] = exp2f(largest[h] - found);
-      largest[h] = found;
+      float factor[2];
 #pragma unroll
-      for (int t = 0; t < 2; ++t) scores[2 * t + h] = exp2f(scores[2 * t + h] - found);
-      total[h] = total[h] * factor[h] + scores[h] + scores[2 + h];
-    }
-    const uint32_t w0 = transpose_8x8(pack_pair<T>(scores[0] * v_scale[0], scores[1] * v_scale[0]));
-    const uint32_t w1 = transpose_8x8(pack_pair<T>(scores[2] * v_scale[1], scores[3] * v_scale[1]));
+      for (int h = 0; h < 2; ++h) {
+        float found = fmaxf(scores[h], scores[2 + h]);
 #pragma unroll
-    for (int p = 0; p < kParts; ++p) {
+        for (int offset = 4; offset < 32; offset *= 2) {
+          found = fmaxf(found, __shfl_xor_sync(kFullWarp, found, offset));
+        }
+        found = fmaxf(found, largest[h]);
+        factor[h] = exp2f(largest[h] - found);
+        largest[h] = found;
 #pragma unroll
-      for (int i = 0; i < kPerLane / 2; ++i) {
-        float (&sum)[4] = sums[p][i];
+        for (int t = 0; t < 2; ++t) scores[2 * t + h] = exp2f(scores[2 * t + h] - found);
+        total[h] = total[h] * factor[h] + scores[h] + scores[2 + h];
+      }
+      uint32_t weights[2];
 #pragma unroll
-        for (int s = 0; s < 4; ++s) sum[s] *= factor[s % 2];
-        multiply_16x8x16<T>(sum, across<T, C>(values[0][p], values[1][p], 2 * i),
-                            across<T, C>(values[0][p], values[1][p], 2 * i + 1),
-                            across<T, C>(values[2][p], values[3][p], 2 * i),
-                            across<T, C>(values[2][p], values[3][p], 2 * i + 1), w0, w1);
+      for (int t = 0; t < 2; ++t) {
+        weights[t] = transpose_8x8(
+            pack_pair<T>(scores[2 * t] * v_scale[n][t], scores[2 * t + 1] * v_scale[n][t]));
+      }
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) {
+        const auto& value = values[n];
+#pragma unroll
+        for (int i = 0; i < kPerLane / 2; ++i) {
+          float (&sum)[4] = sums[p][i];
+#pragma unroll
+          for (int s = 0; s < 4; ++s) sum[s] *= factor[s % 2];
+          multiply_16x8x16<T>(sum, across<T, C>(value[0][p], value[1][p], 2 * i),
+                              across<T, C>(value[0][p], value[1][p], 2 * i + 1),
+                              across<T, C>(value[2][p], value[3][p], 2 * i),
+                              across<T, C>(value[2][p], value[3][p], 2 * i + 1), weights[0],
+                              weights[1]);
+        }
       }
     }
   }
@@ -297,17 +349,7 @@ __global__ void __launch_bounds__(kThreads, 16 / kWarps)
       }
     }
   }
-  merge_warps(shared, place.heads, kWidth);
-  merge_blocks(shared, a, place);
-}
-
-template <typename C>
-__device__ __forceinline__ float number(C x) {
-  if constexpr (sizeof(C) == 1) {
-    return x;
-  } else {
-    return to_float(x);
-  }
+  merge(shared, cluster, a, place);
 }
 
 // The same without tensor cores, for float32 and for heads of other widths: a lane has columns
@@ -317,6 +359,10 @@ __global__ void __launch_bounds__(kThreads)
     decode_attention_any_width_kernel(const Arguments<T, C> a) {
   extern __shared__ __align__(16) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const Cluster cluster;
+  cluster.arrive();
+  start_next_kernel();
+  wait_for_last_kernel();
   const Place place = place_of(a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float q[kHeads][kColumns], sums[kHeads][kColumns] = {};
@@ -380,14 +426,15 @@ __global__ void __launch_bounds__(kThreads)
       if (column < a.width) shared.of_warp(warp, a.width)[h * a.width + column] = sums[h][i];
     }
   }
-  merge_warps(shared, place.heads, a.width);
-  merge_blocks(shared, a, place);
+  merge(shared, cluster, a, place);
 }
 
 // Adds up the parts of a sequence that different clusters have read, a block a head of a sequence.
 template <typename T>
-__global__ void decode_attention_merge_kernel(const float* partial, T* out, int parts, int width) {
+__global__ void decode_attention_merge_kernel(float* partial, T* out, int parts, int width) {
   const int64_t row = blockIdx.x, rows = gridDim.x;
+  start_next_kernel();
+  wait_for_last_kernel();
   const float* statistics = partial + parts * rows * width;
   float largest = -INFINITY, total = 0.0f;
   for (int p = 0; p < parts; ++p) largest = fmaxf(largest, statistics[(p * rows + row) * 2]);
@@ -408,8 +455,8 @@ __global__ void decode_attention_merge_kernel(const float* partial, T* out, int 
 // A block for each split, for eight query heads of a key head, and for each sequence; the splits
 // are clusters of `cluster` blocks.
 template <class Kernel, typename T, typename C>
-cudaError_t launch(cudaStream_t stream, Kernel kernel, Arguments<T, C> arguments, int64_t batch,
-                   int cluster) {
+cudaError_t launch(cudaStream_t stream, Kernel kernel, const Arguments<T, C>& arguments,
+                   int64_t batch, int cluster, bool overlap) {
   const size_t bytes = shared_bytes(arguments.width);
   JAXLLM_RETURN_IF_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -417,17 +464,8 @@ cudaError_t launch(cudaStream_t stream, Kernel kernel, Arguments<T, C> arguments
     JAXLLM_RETURN_IF_ERROR(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(arguments.splits, arguments.kv_heads * arguments.head_blocks, batch);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  const dim3 grid(arguments.splits, arguments.kv_heads * arguments.head_blocks, batch);
+  return launch_kernel(stream, kernel, grid, dim3(kThreads), bytes, cluster, overlap, arguments);
 }
 
 }  // namespace
@@ -457,9 +495,11 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   arguments.heads = sizes.heads, arguments.kv_heads = sizes.kv_heads;
   arguments.length = sizes.length, arguments.width = width;
   arguments.head_blocks = divide_up(sizes.heads / sizes.kv_heads, kHeads);
-  arguments.splits = splits;
+  arguments.splits = splits, arguments.added = sizes.added;
 
-  const auto with = [&](auto kernel) { return launch(stream, kernel, arguments, batch, cluster); };
+  const auto with = [&](auto kernel) {
+    return launch(stream, kernel, arguments, batch, cluster, sizes.overlap);
+  };
   const auto any_width = [&] {
     if (width <= 64) return with(decode_attention_any_width_kernel<T, C, 2>);
     if (width <= 128) return with(decode_attention_any_width_kernel<T, C, 4>);
@@ -480,8 +520,9 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   }
   JAXLLM_RETURN_IF_ERROR(status);
   if (splits > cluster) {
-    decode_attention_merge_kernel<<<batch * sizes.heads, 128, 0, stream>>>(partial, out,
-                                                                           splits / cluster, width);
+    JAXLLM_RETURN_IF_ERROR(launch_kernel(
+        stream, decode_attention_merge_kernel<T>, dim3(batch * sizes.heads), dim3(128), 0, 1, true,
+        partial, out, static_cast<int>(splits / cluster), static_cast<int>(width)));
   }
   return cudaGetLastError();
 }

@@ -11,6 +11,8 @@ namespace jaxllm {
 // width), their scales (batch, length, kv_heads).
 struct DecodeSizes {
   int64_t batch, heads, kv_heads, length, width;
+  int64_t added = 0;     // tokens that each cache has beyond its `lengths`
+  bool overlap = false;  // may start while the kernel before it on the stream still runs
 };
 
 // T is the type of q and out, C that of the caches: T, or int8_t with scales.

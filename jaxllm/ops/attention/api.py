@@ -1,4 +1,4 @@
-"""Attention over whole sequences or a cache, and its parts: softmax, and repetition of key heads."""
+"""Attention over whole sequences and caches, and its parts: softmax, repetition of key heads."""
 
 from __future__ import annotations
 

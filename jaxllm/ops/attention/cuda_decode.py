@@ -13,7 +13,7 @@ _MAX_BATCH = 65535
 _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
 # Blocks that keep the largest GPUs busy, and the tokens that are worth a block.
 _BLOCKS = 128
-_TOKENS_PER_BLOCK = 64
+_TOKENS_PER_BLOCK = 256
 _MAX_SPLITS = 64
 
 
@@ -36,7 +36,7 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale)
     """Returns ``out``."""
     B, N, H = q.shape
     S, K = k_cache.shape[1:3]
-    splits = _splits(B * K * -(-(N // K) // _HEADS_PER_BLOCK), S)
+    splits = count_splits(B, N, K, S)
     # Each split's sums, and its largest score and total; unused where there is one split.
     partial = jax.ShapeDtypeStruct((splits if splits > 1 else 0, B, N, H + 2), jnp.float32)
     out, _ = ffi.call(
@@ -48,8 +48,9 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale)
     return out
 
 
-def _splits(blocks: int, length: int) -> int:
+def count_splits(batch: int, heads: int, kv_heads: int, length: int) -> int:
     """Into how many parts a cache is cut, a power of two: enough for all of the GPU to read."""
+    blocks = batch * kv_heads * -(-(heads // kv_heads) // _HEADS_PER_BLOCK)
     splits = 1
     while (
         splits < _MAX_SPLITS and splits * blocks < _BLOCKS and splits * _TOKENS_PER_BLOCK < length

@@ -1,5 +1,5 @@
-// What decode_attention feeds the tensor cores with: words of two 16-bit numbers, straight from
-// memory or made of int8, and the product of 16 x 16 and 16 x 8 fragments.
+// What decoding feeds the tensor cores with: words of two 16-bit numbers, straight from memory or
+// made of int8, and the product of 16 x 16 and 16 x 8 fragments.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,19 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/vector.cuh"
+
 namespace jaxllm {
+
+// An element of a weight or a cache: a floating one, or int8.
+template <typename W>
+__device__ __forceinline__ float number(W x) {
+  if constexpr (sizeof(W) == 1) {
+    return x;
+  } else {
+    return to_float(x);
+  }
+}
 
 // c += a b. Of the fragments lane 4 r + c holds: of a, rows r and r + 8, columns 2c, 2c + 1 and
 // 2c + 8, 2c + 9; of b, the same columns as rows, of column r; of c, rows r and r + 8, columns 2c
