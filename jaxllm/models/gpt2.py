@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
@@ -33,10 +35,15 @@ from jaxllm.models.blocks import (
     check_sizes,
     check_tokens,
     count,
+    layers_of,
+    logits,
     pad_vocab,
+    project,
     run_blocks,
     shift_norms,
+    widen,
 )
+from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +159,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return ops.linear(_hidden(params, tokens, config, remat, unroll), params["wte"].T)
+    return logits(_hidden(params, tokens, config, remat, unroll), _table(params))
 
 
 def loss(
@@ -180,8 +187,50 @@ def loss(
     """
     hidden = _hidden(params, tokens, config, remat, unroll)
     return ops.linear_cross_entropy(
-        hidden, params["wte"], labels, transpose_weight=True, vocab_size=config.vocab_size
+        hidden,
+        widen(_table(params), params["wte"].dtype),
+        labels,
+        transpose_weight=True,
+        vocab_size=config.vocab_size,
     )
+
+
+def empty_cache(config: GPT2Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
+    """A cache for :func:`prefill`, of ``batch`` sequences of at most ``room`` tokens.
+
+    Args:
+        config: The model's shape.
+        batch: Sequences.
+        room: Tokens of each, prompt and all.
+        dtype: That of the model's parameters, or int8.
+    """
+    return make_cache(config.layers, batch, room, config.heads, config.head_width, dtype)
+
+
+def prefill(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, " B"],
+    config: GPT2Config,
+    cache: KVCache,
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads prompts into an empty cache, as :func:`jaxllm.models.llama3.prefill` does."""
+    check_tokens(tokens, min(config.max_seq_len, cache.room))
+    x, cache = _cached(params, tokens, params["wpe"], config, cache, attend_prompt)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    cache = cache._replace(lengths=lengths.astype(jnp.int32))
+    return logits(last, _table(params)), cache
+
+
+def decode_step(
+    params: Params, tokens: Integer[Array, " B"], config: GPT2Config, cache: KVCache
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads one more token of each sequence, as :func:`jaxllm.models.llama3.decode_step` does."""
+    # One sequence at a time has its position's row.
+    positions = params["wpe"][cache.lengths][:, None]
+    x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
+    cache = cache._replace(lengths=cache.lengths + 1)
+    return logits(x[:, 0], _table(params)), cache
 
 
 def num_params(config: GPT2Config) -> int:
@@ -207,6 +256,37 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
+def _table(params: Params) -> Array | Params:
+    # The int8 form has a head of its own.
+    return params["head"] if "head" in params else params["wte"]
+
+
+def _cached(
+    params: Params, tokens: Array, positions: Array, config: GPT2Config, cache: KVCache, attend
+) -> tuple[Array, KVCache]:
+    """What the head is applied to, (B, T, D), of tokens that see a cache, and the new cache."""
+    layers = layers_of(params)
+    next_norms = [*(layer["ln1"] for layer in layers[1:]), params["ln_f"]]
+    if positions.ndim == 2:
+        residual = ops.embed(tokens, params["wte"], positions)
+    else:
+        residual = ops.embed(tokens, params["wte"]) + positions
+    x = ops.layer_norm(residual, **layers[0]["ln1"])
+    for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+
+        def attend_layer(q, k, v, i=i):
+            nonlocal cache
+            out, cache = attend(cache, i, q, k, v)
+            return out
+
+        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
+    return x, cache
+
+
+def _attend(q: Array, k: Array, v: Array) -> Array:
+    return ops.flash_attention(q, k, v, causal=True)
+
+
 def _hidden(
     params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy, unroll: bool
 ) -> Array:
@@ -229,18 +309,22 @@ def _hidden(
 
 
 def _block(
-    residual: Array, x: Array, layer: Params, next_norm: Params, config: GPT2Config
+    residual: Array,
+    x: Array,
+    layer: Params,
+    next_norm: Params,
+    config: GPT2Config,
+    attend: Callable[[Array, Array, Array], Array] = _attend,
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either."""
     attention, mlp = layer["attention"], layer["mlp"]
     B, T, D = x.shape
     # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(ops.linear(x, **attention["qkv"]), (D, D, D), axis=-1)
+    qkv = jax.lax.split(project(x, **attention["qkv"]), (D, D, D), axis=-1)
     q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in qkv)
-    x = ops.flash_attention(q, k, v, causal=True)
-    x = ops.linear(x.reshape(B, T, D), **attention["out"])
+    x = project(attend(q, k, v).reshape(B, T, D), **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = ops.linear(x, **mlp["up"], activation="gelu")
-    x = ops.linear(x, **mlp["down"])
+    x = project(x, **mlp["up"], activation="gelu")
+    x = project(x, **mlp["down"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x
