@@ -40,7 +40,7 @@ test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
 	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 test-gpu: $(call installed,test) ## run the tests on a GPU; a test that is skipped fails
-	$(PY) -m pytest -n 12 --require-gpu $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 12 --dist loadgroup --require-gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check formatting, lint and types
 	$(VENV)/bin/ruff format --check .

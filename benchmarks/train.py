@@ -154,12 +154,15 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
 
     from jaxllm import training
     from jaxllm.models import gpt2
+    from jaxllm.models.blocks import unstack
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return gpt2.loss(params, tokens, labels, model, unroll=True)
+        return gpt2.loss(params, tokens, labels, model)
 
     optimizer = training.adamw(6e-4)
-    state = training.init_state(gpt2.init(jax.random.key(0), model), optimizer)
+    params = unstack(gpt2.init(jax.random.key(0), model))
+    copy_dtype = None if options.dtype == "float32" else options.dtype
+    state = training.init_state(params, optimizer, copy_dtype=copy_dtype)
     train_step = training.make_train_step(loss, optimizer, compute_dtype=options.dtype)
 
     def step(state: Any, tokens: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:

@@ -34,6 +34,11 @@
   HANDLER(quantize, Quantize)                                                   \
   HANDLER(dequantize, Dequantize)                                               \
   HANDLER(quantized_matvec, QuantizedMatvec)                                    \
+  HANDLER(flash_attention_forward, FlashAttentionForward)                       \
+  HANDLER(flash_attention_backward, FlashAttentionBackward)                     \
+  HANDLER(flash_attention_packed_forward, FlashAttentionPackedForward)          \
+  HANDLER(flash_attention_packed_backward, FlashAttentionPackedBackward)        \
+  HANDLER(flash_attention_float8, FlashAttentionFloat8)                         \
   HANDLER(softmax_forward, SoftmaxForward)                                      \
   HANDLER(softmax_backward, SoftmaxBackward)                                    \
   HANDLER(repeat_kv_forward, RepeatKvForward)                                   \

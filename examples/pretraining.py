@@ -28,7 +28,7 @@ import jaxllm
 from jaxllm import data, training
 from jaxllm.backend import BACKENDS
 from jaxllm.generate import generate
-from jaxllm.models.blocks import SAVE_PRODUCTS
+from jaxllm.models.blocks import SAVE_PRODUCTS, unstack
 from jaxllm.tokenizer import BYTES
 
 try:
@@ -104,7 +104,7 @@ def parse(
     add(
         "--unroll",
         action=argparse.BooleanOptionalAction,
-        help="compile the layers apart: a faster step, a longer compilation; default: on a GPU",
+        help="keep the layers apart: a faster step, a longer compilation; default: on a GPU",
     )
     add("--out", type=Path, help="default: runs/MODEL_PRESET")
     add("--val-every", type=int, default=100, metavar="STEPS", help="0 for never")
@@ -217,14 +217,17 @@ def train(options: argparse.Namespace) -> list[dict]:
         f"in {options.dtype}, {tokens_per_step:,} tokens a step"
     )
 
-    layers = {"remat": REMAT[options.remat], "unroll": options.unroll}
-
     def loss_fn(params, tokens, labels):
-        return model.loss(params, tokens, labels, config, **layers)
+        return model.loss(params, tokens, labels, config, remat=REMAT[options.remat])
 
     schedule = training.warmup_cosine(options.lr, options.steps, warmup=options.warmup)
     optimizer = training.adamw(schedule)
-    state = training.init_state(model.init(jax.random.key(options.seed), config), optimizer)
+    params = model.init(jax.random.key(options.seed), config)
+    state = training.init_state(
+        unstack(params) if options.unroll else params,
+        optimizer,
+        copy_dtype=None if options.dtype == "float32" else options.dtype,
+    )
     evaluate = training.make_eval_step(loss_fn, compute_dtype=options.dtype)
     train_step = training.make_train_step(
         loss_fn, optimizer, learning_rate=schedule, compute_dtype=options.dtype

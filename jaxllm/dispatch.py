@@ -3,7 +3,8 @@
 An op's implementations are plain functions named ``<op>_forward`` and ``<op>_backward`` (or just
 ``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
 them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
-returns None; the first of ``arrays`` is the op's main input in either direction.
+returns None; the first of ``arrays`` is the op's main input in either direction. Likewise
+``<op>_slower`` says why ``auto`` leaves a call that it could serve to what JAX itself ships.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def _choose(
     passed_over = []
     for name in candidates:
         reason = _unsupported(op, stem, name, arrays, static)
+        if reason is None and backend == "auto":
+            reason = _slower(op, stem, name, arrays, static)
         if reason is None:
             return name, tuple(passed_over)
         passed_over.append((name, reason))
@@ -117,6 +120,14 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
         return reason
     check = getattr(module, f"{op.name}_unsupported", None)
     return check(*arrays, **static) if check else None
+
+
+def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
+    """Why to leave a call to what JAX ships for a GPU, if that can serve it."""
+    check = getattr(_module(op, name), f"{op.name}_slower", None)
+    if check is None or op.xla is None or _unsupported(op, stem, "xla-gpu", arrays, static):
+        return None
+    return check(*arrays, **static)
 
 
 @functools.partial(

@@ -289,7 +289,16 @@ def _cache_dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
     return params["wte"].dtype if dtype is None else dtype
 
 
-_turn = jax.jit(for_decoding)
+def _turn(params: Params) -> Params:
+    blocks = params["blocks"]
+    turned = isinstance(blocks, list) and not any(
+        getattr(path[-1], "key", None) == "weight"
+        for path, _ in jax.tree_util.tree_flatten_with_path(blocks[0])[0]
+    )
+    return params if turned else _for_decoding(params)
+
+
+_for_decoding = jax.jit(for_decoding)
 
 
 def _choose(logits, temperature, key, i, *, config, top_k, top_p):

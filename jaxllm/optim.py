@@ -37,7 +37,9 @@ class Optimizer(NamedTuple):
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``, for ``optax.apply_updates``.
         step: ``step(grads, state, params, *, grad_scale=1) -> (params, state, grad_norm)``: the
-            update of gradients times ``grad_scale``, a scalar, and their norm before clipping.
+            update of gradients times ``grad_scale``, a scalar, and their norm before clipping. That
+            of :func:`jaxllm.training.adamw` also takes a ``copy_dtype``, and then returns the new
+            parameters in that dtype as a fourth.
     """
 
     init: Callable[[Params], Any]

@@ -47,11 +47,14 @@ class TrainState(NamedTuple):
         params: The parameters, float32; or narrower, where the optimizer's state has masters.
         opt_state: The optimizer's state.
         step: The number of steps taken, an int32 scalar.
+        copy: The parameters in the dtype to compute in, as the step before wrote them; None where
+            each step makes them.
     """
 
     params: Params
     opt_state: Any
     step: Int[Array, ""]
+    copy: Params | None = None
 
 
 def default_compute_dtype() -> str:
@@ -105,8 +108,8 @@ def warmup_cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.
 def decay_mask(params: Params) -> Any:
     """Which parameters weight decay pulls to zero: the matrices, not the biases and norm scales.
 
-    What lies under a ``"blocks"`` key is stacked over layers, so its first axis does not count: a
-    bias of shape (L, D) is a vector.
+    What lies under a ``"blocks"`` key is stacked over layers, unless there is a list of them: its
+    first axis does not count, and a bias of shape (L, D) is a vector.
 
     Args:
         params: The parameters.
@@ -116,8 +119,9 @@ def decay_mask(params: Params) -> Any:
     """
 
     def is_matrix(path: tuple, x: Array) -> bool:
-        stacked = any(getattr(key, "key", None) == "blocks" for key in path)
-        return x.ndim - stacked >= 2
+        in_blocks = any(getattr(key, "key", None) == "blocks" for key in path)
+        in_list = any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
+        return x.ndim - (in_blocks and not in_list) >= 2
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
@@ -154,11 +158,18 @@ def adamw(
     if max_grad_norm is not None:
         chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), chain)
 
-    def step(grads: Params, state: Any, params: Params, *, grad_scale: ArrayLike = 1.0):
+    def step(
+        grads: Params,
+        state: Any,
+        params: Params,
+        *,
+        grad_scale: ArrayLike = 1.0,
+        copy_dtype: DTypeLike | None = None,
+    ):
         scale, norm = clipping(grads, max_grad_norm, grad_scale)
         # Adam's count, and the schedule's where there is one: they are equal.
         count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
-        params, m, v = ops.adamw_update(
+        params, m, v, *copy = ops.adamw_update(
             params,
             grads,
             optax.tree_utils.tree_get(state, "mu"),
@@ -171,20 +182,30 @@ def adamw(
             weight_decay=weight_decay,
             mask=decay_mask(params),
             grad_scale=scale,
+            copy_dtype=copy_dtype,
         )
-        return params, optax.tree_utils.tree_set(state, count=count + 1, mu=m, nu=v), norm
+        return params, optax.tree_utils.tree_set(state, count=count + 1, mu=m, nu=v), norm, *copy
 
     return Optimizer(chain.init, chain.update, step)
 
 
-def init_state(params: Params, optimizer: Optimizer | optax.GradientTransformation) -> TrainState:
+def init_state(
+    params: Params,
+    optimizer: Optimizer | optax.GradientTransformation,
+    *,
+    copy_dtype: DTypeLike | None = None,
+) -> TrainState:
     """The state before the first step.
 
     Args:
         params: The parameters; the first step donates them, so they are gone after it.
         optimizer: Such as :func:`adamw`.
+        copy_dtype: Keep a copy of the parameters in this dtype, bfloat16 or float16, which the
+            optimizer writes beside them: a step that computes in it need not cast them. None for no
+            copy.
     """
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    copy = None if copy_dtype is None else cast(params, copy_dtype)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copy)
 
 
 def make_train_step(
@@ -196,8 +217,9 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Makes the jitted function that takes one optimizer step.
 
-    The parameters are cast to the compute dtype once. Their gradients are averaged over the
-    microbatches in float32, and each microbatch counts alike, however many labels it ignores.
+    The parameters are cast to the compute dtype once, or the state has them in it. Their gradients
+    are averaged over the microbatches in float32, and each microbatch counts alike, however many
+    labels it ignores.
 
     Args:
         loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch.
@@ -217,7 +239,9 @@ def make_train_step(
     def train_step(state: TrainState, tokens: Array, labels: Array):
         # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
         # with respect to the cast ones.
-        params = cast(state.params, dtype)
+        params = cast(state.params if state.copy is None else state.copy, dtype)
+        narrow = jax.tree.leaves(state.copy)
+        copy = {"copy_dtype": narrow[0].dtype} if narrow else {}
 
         def gradients(tokens: Array, labels: Array):
             loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
@@ -234,18 +258,19 @@ def make_train_step(
         loss, grads = total
 
         if isinstance(optimizer, Optimizer):
-            updated, opt_state, grad_norm = optimizer.step(
-                grads, state.opt_state, state.params, grad_scale=1 / len(tokens)
+            updated, opt_state, grad_norm, *copies = optimizer.step(
+                grads, state.opt_state, state.params, grad_scale=1 / len(tokens), **copy
             )
         else:
             grads = jax.tree.map(lambda x: x / len(tokens), cast(grads, jnp.float32))
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             updated, grad_norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
+            copies = [cast(updated, narrow[0].dtype)] if narrow else []
         metrics = {"loss": loss / len(tokens), "grad_norm": grad_norm}
         if learning_rate is not None:
             rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        return TrainState(updated, opt_state, state.step + 1), metrics
+        return TrainState(updated, opt_state, state.step + 1, *copies), metrics
 
     return jax.jit(train_step, donate_argnames="state")
 

@@ -2,8 +2,9 @@
 
 import os
 
-# Several test processes share a GPU.
+# Several test processes share a GPU: none keeps memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 # On a CPU the tests compile far more than they compute.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")

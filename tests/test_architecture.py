@@ -52,6 +52,10 @@ def allowed(module):
         names = (family[2], f"{family[2]}_decode")
         own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
         return (*own, "jaxllm.ops.decoding.composed", "jaxllm.ffi")
+    if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
+        # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's.
+        same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
+        return (f"jaxllm.ops.rotary.{same}", "jaxllm.ops.attention.packing", "jaxllm.ffi")
     if family and family[2] in IMPLEMENTATIONS:
         return ("jaxllm.ffi",)
     if family and family[2] == "cases":

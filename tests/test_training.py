@@ -1,13 +1,16 @@
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxllm import data, training
 from jaxllm.models import gpt2
+from jaxllm.models.blocks import stack, unstack
 
 V, T, D = 61, 16, 8
 CONFIG = gpt2.GPT2Config(vocab_size=V, max_seq_len=T, layers=2, heads=2, width=32)
@@ -42,16 +45,19 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_decay_mask_on_gpt2():
-    params = gpt2.init(jax.random.key(0), CONFIG)
+@pytest.mark.parametrize(
+    ("form", "blocks"), [(stack, ["blocks"]), (unstack, ["blocks/0", "blocks/1"])]
+)
+def test_decay_mask_on_gpt2(form, blocks):
+    params = form(gpt2.init(jax.random.key(0), CONFIG))
     mask = training.decay_mask(params)
     decayed = {
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, value in jax.tree_util.tree_leaves_with_path(mask)
         if value
     }
-    weights = {"attention/qkv", "attention/out", "mlp/up", "mlp/down"}
-    assert decayed == {"wte", "wpe", *(f"blocks/{name}/weight" for name in weights)}
+    weights = itertools.product(blocks, ("attention/qkv", "attention/out", "mlp/up", "mlp/down"))
+    assert decayed == {"wte", "wpe", *(f"{block}/{name}/weight" for block, name in weights)}
 
 
 def test_decay_reaches_matrices_alone():
@@ -241,3 +247,21 @@ def test_utilization(kind, peak):
     assert training.peak_flops(kind) == peak
     found = training.model_flops_utilization(3e12, 0.1, kind)
     assert found == (None if peak is None else pytest.approx(3e13 / peak))
+
+
+@pytest.mark.parametrize("make", [training.adamw, optax.adamw])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
+    # In the compute dtype, what each step would cast the parameters to.
+    step = training.make_train_step(toy_loss, make(1e-2), compute_dtype="bfloat16")
+    batch = tokens_and_labels(accumulate, 4)
+    plain, copied = (
+        training.init_state(toy_params(), make(1e-2), copy_dtype=dtype)
+        for dtype in (None, "bfloat16")
+    )
+    for _ in range(3):
+        (plain, expected), (copied, metrics) = step(plain, *batch), step(copied, *batch)
+        assert plain.copy is None
+        assert_trees_equal(copied.params, plain.params)
+        assert_trees_equal(copied.copy, training.cast(plain.params, "bfloat16"))
+        assert_trees_equal(metrics, expected)

@@ -1,6 +1,9 @@
 // FFI handlers of the attention kernels: check the buffers, switch on their dtypes, launch.
 #include "common/ffi.h"
 
+#include <algorithm>
+
+#include "attention/flash_attention.h"
 #include "attention/repeat_kv.h"
 #include "attention/softmax.h"
 #include "handlers.h"
@@ -90,9 +93,295 @@ ffi::Error RepeatKvBackwardImpl(cudaStream_t stream, Buffer dout, int64_t groups
   });
 }
 
+// The sizes of q (..., T, N, H) and k (..., S, K, H). jax.vmap's new leading axis is more
+// sequences.
+ffi::ErrorOr<FlashShape> flash_shape_of(const Buffer& q, const Buffer& k, const Buffer& v) {
+  const auto of_q = q.dimensions(), of_k = k.dimensions();
+  const size_t axes = of_q.size();
+  if (axes < 3 || of_k.size() != axes) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("q or k has too few axes"));
+  }
+  FlashShape shape{
+      1, of_q[axes - 3], of_k[axes - 3], of_q[axes - 2], of_k[axes - 2], of_q[axes - 1]};
+  for (size_t i = 0; i + 3 < axes; ++i) shape.batch *= of_q[i];
+  const int64_t of_keys = shape.batch * shape.keys * shape.kv_heads * shape.width;
+  if (of_keys != static_cast<int64_t>(k.element_count()) ||
+      v.element_count() != k.element_count() || shape.kv_heads == 0 ||
+      shape.heads % shape.kv_heads != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("the shapes of q, k and v do not fit"));
+  }
+  return shape;
+}
+
+// The sizes of a projection (..., T, (N + 2K) H) into queries, keys and values.
+ffi::ErrorOr<FlashShape> packed_shape_of(const Buffer& qkv, ffi::Dictionary attributes) {
+  const auto axes = qkv.dimensions();
+  const auto of_heads = attributes.get<int64_t>("heads");
+  const auto of_kv_heads = attributes.get<int64_t>("kv_heads");
+  if (!of_heads) return ffi::Unexpected(of_heads.error());
+  if (!of_kv_heads) return ffi::Unexpected(of_kv_heads.error());
+  const int64_t heads = *of_heads, kv_heads = *of_kv_heads;
+  if (axes.size() < 2 || heads < 1 || kv_heads < 1 || heads % kv_heads != 0 ||
+      axes.back() % (heads + 2 * kv_heads) != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("qkv does not fit its heads"));
+  }
+  const int64_t length = axes[axes.size() - 2];
+  FlashShape shape{1, length, length, heads, kv_heads, axes.back() / (heads + 2 * kv_heads)};
+  for (size_t i = 0; i + 2 < axes.size(); ++i) shape.batch *= axes[i];
+  return shape;
+}
+
+// The workspaces of either direction.
+struct FlashWorkspaces {
+  Result &segment_ranges, &turned;
+};
+
+// The options of a call. Behind its arrays come, where `rope` says so, the cosines and sines of the
+// positions; and of segments none or two arrays, the queries' and the keys'.
+ffi::ErrorOr<FlashOptions> flash_options_of(const FlashShape& shape, ffi::Dictionary attributes,
+                                            ffi::RemainingArgs extras, FlashWorkspaces workspaces) {
+  const auto scale = attributes.get<float>("scale"), softcap = attributes.get<float>("softcap");
+  const auto causal = attributes.get<bool>("causal"), rope = attributes.get<bool>("rope");
+  const auto interleaved = attributes.get<bool>("interleaved");
+  const auto window = attributes.get<int64_t>("window");
+  if (!scale || !softcap || !causal || !rope || !interleaved || !window) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
+  }
+  FlashOptions options{};
+  options.scale = *scale;
+  options.causal = *causal;
+  options.window = *window;
+  options.softcap = *softcap;
+  size_t extra = 0;
+  if (*rope) {
+    const auto cos = extras.get<Buffer>(0), sin = extras.get<Buffer>(1);
+    if (!cos || !sin || cos->dimensions().size() < 2 || cos->element_type() != ffi::F32 ||
+        sin->element_type() != ffi::F32 || sin->element_count() != cos->element_count()) {
+      return ffi::Unexpected(ffi::Error::InvalidArgument("cos or sin is no float32 table"));
+    }
+    const int64_t pairs = cos->dimensions().back();
+    const int64_t table = std::max<int64_t>(shape.queries * pairs, 1);
+    const int64_t tables = static_cast<int64_t>(cos->element_count()) / table;
+    options.rope = {data<float>(*cos),
+                    data<float>(*sin),
+                    tables,
+                    pairs,
+                    *interleaved,
+                    workspaces.turned->untyped_data()};
+    extra = 2;
+  }
+  if (extras.size() == extra) return options;
+  const auto of_queries = extras.get<Buffer>(extra), of_keys = extras.get<Buffer>(extra + 1);
+  const auto is_like = [&](const auto& buffer, int64_t length) {
+    return buffer.has_value() && buffer->element_type() == ffi::S32 &&
+           static_cast<int64_t>(buffer->element_count()) == shape.batch * length;
+  };
+  const int64_t ranges = shape.batch * flash_segment_ranges(shape.queries, shape.keys);
+  if (!is_like(of_queries, shape.queries) || !is_like(of_keys, shape.keys) ||
+      static_cast<int64_t>(workspaces.segment_ranges->element_count()) < 2 * ranges) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("the segments do not fit q and k"));
+  }
+  options.query_segments = data<int32_t>(*of_queries);
+  options.key_segments = data<int32_t>(*of_keys);
+  options.segment_ranges = data<SegmentRange>(workspaces.segment_ranges);
+  return options;
+}
+
+// Heads that have their array to themselves.
+template <typename T>
+HeadRows<T> rows_of_queries(T* array, const FlashShape& shape) {
+  return {array, shape.heads * shape.width};
+}
+template <typename T>
+HeadRows<T> rows_of_keys(T* array, const FlashShape& shape) {
+  return {array, shape.kv_heads * shape.width};
+}
+
+// The parts of a projection: queries, keys and values, in this order.
+template <typename T>
+struct PackedRows {
+  HeadRows<T> q, k, v;
+
+  PackedRows(T* qkv, const FlashShape& shape) {
+    const int64_t of_queries = shape.heads * shape.width, of_keys = shape.kv_heads * shape.width;
+    const int64_t row = of_queries + 2 * of_keys;
+    q = {qkv, row};
+    k = {qkv + of_queries, row};
+    v = {qkv + of_queries + of_keys, row};
+  }
+};
+
+ffi::Error FlashAttentionForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
+                                     ffi::RemainingArgs extras, ffi::Dictionary attributes,
+                                     Result out, Result lse, Result segment_ranges, Result turned) {
+  const auto shape = flash_shape_of(q, k, v);
+  if (shape.has_error()) return shape.error();
+  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  if (options.has_error()) return options.error();
+  return dispatch_floating(q.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    return to_ffi_error(FlashAttention<T>::forward(
+        stream, rows_of_queries(data<T>(q), *shape), rows_of_keys(data<T>(k), *shape),
+        rows_of_keys(data<T>(v), *shape), *shape, *options, rows_of_queries(data<T>(out), *shape),
+        data<float>(lse)));
+  });
+}
+
+ffi::Error FlashAttentionBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v, Buffer out,
+                                      Buffer lse, Buffer dout, ffi::RemainingArgs extras,
+                                      ffi::Dictionary attributes, Result dq, Result dk, Result dv,
+                                      Result delta, Result segment_ranges, Result turned) {
+  const auto shape = flash_shape_of(q, k, v);
+  if (shape.has_error()) return shape.error();
+  if (out.element_count() != q.element_count() || dout.element_count() != q.element_count()) {
+    return ffi::Error::InvalidArgument("out or dout is not like q");
+  }
+  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  if (options.has_error()) return options.error();
+  return dispatch_floating(q.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    return to_ffi_error(FlashAttention<T>::backward(
+        stream, rows_of_queries(data<T>(q), *shape), rows_of_keys(data<T>(k), *shape),
+        rows_of_keys(data<T>(v), *shape), rows_of_queries(data<T>(out), *shape), data<float>(lse),
+        rows_of_queries(data<T>(dout), *shape), *shape, *options,
+        rows_of_queries(data<T>(dq), *shape), rows_of_keys(data<T>(dk), *shape),
+        rows_of_keys(data<T>(dv), *shape), data<float>(delta)));
+  });
+}
+
+ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
+                                           ffi::RemainingArgs extras, ffi::Dictionary attributes,
+                                           Result out, Result lse, Result segment_ranges,
+                                           Result turned) {
+  const auto shape = packed_shape_of(qkv, attributes);
+  if (shape.has_error()) return shape.error();
+  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  if (options.has_error()) return options.error();
+  return dispatch_floating(qkv.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const PackedRows<const T> rows(data<T>(qkv), *shape);
+    return to_ffi_error(FlashAttention<T>::forward(stream, rows.q, rows.k, rows.v, *shape, *options,
+                                                   rows_of_queries(data<T>(out), *shape),
+                                                   data<float>(lse)));
+  });
+}
+
+ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
+                                            Buffer dout, ffi::RemainingArgs extras,
+                                            ffi::Dictionary attributes, Result dqkv, Result delta,
+                                            Result segment_ranges, Result turned) {
+  const auto shape = packed_shape_of(qkv, attributes);
+  if (shape.has_error()) return shape.error();
+  if (out.element_count() != dout.element_count()) {
+    return ffi::Error::InvalidArgument("dout is not like out");
+  }
+  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  if (options.has_error()) return options.error();
+  return dispatch_floating(qkv.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const PackedRows<const T> rows(data<T>(qkv), *shape);
+    const PackedRows<T> gradients(data<T>(dqkv), *shape);
+    return to_ffi_error(FlashAttention<T>::backward(
+        stream, rows.q, rows.k, rows.v, rows_of_queries(data<T>(out), *shape), data<float>(lse),
+        rows_of_queries(data<T>(dout), *shape), *shape, *options, gradients.q, gradients.k,
+        gradients.v, data<float>(delta)));
+  });
+}
+
+ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
+                                    Buffer q_scale, Buffer k_scale, Buffer v_scale,
+                                    ffi::RemainingArgs extras, ffi::Dictionary attributes,
+                                    Result out, Result segment_ranges, Result turned) {
+  const auto shape = flash_shape_of(q, k, v);
+  if (shape.has_error()) return shape.error();
+  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  if (options.has_error()) return options.error();
+  using Float8 = __nv_fp8_e4m3;
+  return to_ffi_error(FlashAttentionFloat8::forward(
+      stream, rows_of_queries(data<Float8>(q), *shape), rows_of_keys(data<Float8>(k), *shape),
+      rows_of_keys(data<Float8>(v), *shape), data<float>(q_scale), data<float>(k_scale),
+      data<float>(v_scale), *shape, *options, rows_of_queries(data<__nv_bfloat16>(out), *shape)));
+}
+
 auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    FlashAttentionForward, FlashAttentionForwardImpl,
+    stream_binding()
+        .Arg<Buffer>()    // q
+        .Arg<Buffer>()    // k
+        .Arg<Buffer>()    // v
+        .RemainingArgs()  // tables of angles, segments of queries and keys
+        .Attrs()          // the options
+        .Ret<Buffer>()    // out
+        .Ret<Buffer>()    // lse
+        .Ret<Buffer>()    // segment_ranges
+        .Ret<Buffer>(),   // turned
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    FlashAttentionBackward, FlashAttentionBackwardImpl,
+    stream_binding()
+        .Arg<Buffer>()    // q
+        .Arg<Buffer>()    // k
+        .Arg<Buffer>()    // v
+        .Arg<Buffer>()    // out
+        .Arg<Buffer>()    // lse
+        .Arg<Buffer>()    // dout
+        .RemainingArgs()  // tables of angles, segments of queries and keys
+        .Attrs()          // the options
+        .Ret<Buffer>()    // dq
+        .Ret<Buffer>()    // dk
+        .Ret<Buffer>()    // dv
+        .Ret<Buffer>()    // delta
+        .Ret<Buffer>()    // segment_ranges
+        .Ret<Buffer>(),   // turned
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    FlashAttentionPackedForward, FlashAttentionPackedForwardImpl,
+    stream_binding()
+        .Arg<Buffer>()    // qkv
+        .RemainingArgs()  // tables of angles, segments of queries and keys
+        .Attrs()          // the options
+        .Ret<Buffer>()    // out
+        .Ret<Buffer>()    // lse
+        .Ret<Buffer>()    // segment_ranges
+        .Ret<Buffer>(),   // turned
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    FlashAttentionPackedBackward, FlashAttentionPackedBackwardImpl,
+    stream_binding()
+        .Arg<Buffer>()    // qkv
+        .Arg<Buffer>()    // out
+        .Arg<Buffer>()    // lse
+        .Arg<Buffer>()    // dout
+        .RemainingArgs()  // tables of angles, segments of queries and keys
+        .Attrs()          // the options
+        .Ret<Buffer>()    // dqkv
+        .Ret<Buffer>()    // delta
+        .Ret<Buffer>()    // segment_ranges
+        .Ret<Buffer>(),   // turned
+    {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    FlashAttentionFloat8, FlashAttentionFloat8Impl,
+    stream_binding()
+        .Arg<Buffer>()    // q
+        .Arg<Buffer>()    // k
+        .Arg<Buffer>()    // v
+        .Arg<Buffer>()    // q_scale
+        .Arg<Buffer>()    // k_scale
+        .Arg<Buffer>()    // v_scale
+        .RemainingArgs()  // tables of angles, segments of queries and keys
+        .Attrs()          // the options
+        .Ret<Buffer>()    // out
+        .Ret<Buffer>()    // segment_ranges
+        .Ret<Buffer>(),   // turned
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxForward, SoftmaxForwardImpl,
                               stream_binding()

@@ -41,9 +41,10 @@ ffi::Error rotate(cudaStream_t stream, const Buffer& q, const Buffer& k, const B
   if (shape.has_error()) return shape.error();
   return dispatch_floating(q.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(Rope<T>::rotate(stream, data<T>(q), data<T>(k), data<float>(cos),
-                                        data<float>(sin), data<T>(q_out), data<T>(k_out),
-                                        interleaved, inverse, *shape));
+    const int64_t q_row = shape->q_heads * shape->width, k_row = shape->k_heads * shape->width;
+    return to_ffi_error(Rope<T>::rotate(stream, {data<T>(q), q_row}, {data<T>(k), k_row},
+                                        data<float>(cos), data<float>(sin), {data<T>(q_out), q_row},
+                                        {data<T>(k_out), k_row}, interleaved, inverse, *shape));
   });
 }
 

@@ -10,20 +10,20 @@ namespace {
 // Where a head's row lies: queries and keys count through, the keys after the queries.
 template <typename T>
 struct Heads {
-  const T *q, *k;
-  T *q_out, *k_out;
+  HeadRows<const T> q, k;
+  HeadRows<T> q_out, k_out;
   int64_t q_heads, k_heads;
 
   __device__ __forceinline__ int64_t count() const { return q_heads + k_heads; }
 
   __device__ __forceinline__ const T* source(int64_t row, int64_t head, int64_t width) const {
-    return head < q_heads ? q + (row * q_heads + head) * width
-                          : k + (row * k_heads + head - q_heads) * width;
+    return head < q_heads ? q.data + row * q.row_stride + head * width
+                          : k.data + row * k.row_stride + (head - q_heads) * width;
   }
 
   __device__ __forceinline__ T* target(int64_t row, int64_t head, int64_t width) const {
-    return head < q_heads ? q_out + (row * q_heads + head) * width
-                          : k_out + (row * k_heads + head - q_heads) * width;
+    return head < q_heads ? q_out.data + row * q_out.row_stride + head * width
+                          : k_out.data + row * k_out.row_stride + (head - q_heads) * width;
   }
 };
 
@@ -139,8 +139,9 @@ __global__ void rope_any_width_kernel(Heads<T> heads, const float* cos, const fl
 }  // namespace
 
 template <typename T>
-cudaError_t Rope<T>::rotate(cudaStream_t stream, const T* q, const T* k, const float* cos,
-                            const float* sin, T* q_out, T* k_out, bool interleaved, bool inverse,
+cudaError_t Rope<T>::rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
+                            const float* cos, const float* sin, HeadRows<T> q_out,
+                            HeadRows<T> k_out, bool interleaved, bool inverse,
                             const RopeShape& shape) {
   constexpr int kVector = kPackSize<T>;
   constexpr int kUnroll = 4;
@@ -153,8 +154,11 @@ cudaError_t Rope<T>::rotate(cudaStream_t stream, const T* q, const T* k, const f
   // more than a grid holds.
   const dim3 grid(shape.length, std::min<int64_t>(shape.sequences, 65535));
   const int64_t columns = divide_up(shape.width, 2 * kVector);  // threads that share a head
+  const auto rows_fit = [](const auto&... rows) {
+    return ((rows.row_stride % kVector == 0 && aligned_16(rows.data)) && ...);
+  };
   const bool packed = shape.pairs % kVector == 0 && shape.width % (2 * kVector) == 0 &&
-                      columns <= 256 && aligned_16(q, k, q_out, k_out, cos, sin);
+                      columns <= 256 && rows_fit(q, k, q_out, k_out) && aligned_16(cos, sin);
   if (packed) {
     const int64_t slots = std::min(divide_up(count, kUnroll), 256 / columns);
     const dim3 block(columns, slots);

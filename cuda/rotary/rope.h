@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/head_rows.h"
+
 namespace jaxllm {
 
 // The sizes of a call. The tables hold `length` rows for each of `tables` groups of sequences, so
@@ -22,8 +24,10 @@ template <typename T>
 struct Rope {
   // out_a = a * cos - b * sin and out_b = a * sin + b * cos, where the pair (a, b) is columns i and
   // i + pairs, or 2 * i and 2 * i + 1 if `interleaved`. `inverse` turns by the negative angle.
-  static cudaError_t rotate(cudaStream_t stream, const T* q, const T* k, const float* cos,
-                            const float* sin, T* q_out, T* k_out, bool interleaved, bool inverse,
+  // The results may stand in the place of q and k.
+  static cudaError_t rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
+                            const float* cos, const float* sin, HeadRows<T> q_out,
+                            HeadRows<T> k_out, bool interleaved, bool inverse,
                             const RopeShape& shape);
 };
 

@@ -27,20 +27,20 @@ def run_blocks(
     layers: Any,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Any:
     """Runs a block once for each layer.
 
     Args:
         block: ``block(carry, layer) -> carry``.
         carry: What goes into the first block.
-        layers: The blocks' parameters, stacked on a leading axis.
+        layers: What belongs to each block: stacked on a leading axis, for ``lax.scan``; or a list,
+            whose blocks are written one after another.
         remat: Whether each block is computed again in the backward pass, or what to keep of it.
-        unroll: Whether the blocks are written one after another, or run by ``lax.scan``.
 
     Returns:
         What comes out of the last block.
     """
+    unrolled = isinstance(layers, list)
 
     def step(carry, layer):
         return block(carry, layer), None
@@ -48,22 +48,12 @@ def run_blocks(
     if remat:
         # A scan keeps its body from being merged with its recomputation; no barrier is needed.
         policy = None if remat is True else remat
-        step = jax.checkpoint(step, prevent_cse=unroll, policy=policy)
-    if not unroll:
+        step = jax.checkpoint(step, prevent_cse=unrolled, policy=policy)
+    if not unrolled:
         return jax.lax.scan(step, carry, layers)[0]
-    for layer in _unstack(layers):
+    for layer in layers:
         carry, _ = step(carry, layer)
     return carry
-
-
-def _unstack(stacked: Any) -> list[Any]:
-    """The layers apart. The gradient of lax.split is one concatenation; that of an index would be
-    an array of all layers, padded with zeros, for each layer.
-    """
-    parts = jax.tree.map(lambda x: jax.lax.split(x, (1,) * len(x)), stacked)
-    structure = jax.tree.structure(stacked)
-    by_layer = zip(*structure.flatten_up_to(parts), strict=True)
-    return [structure.unflatten([x[0] for x in layer]) for layer in by_layer]
 
 
 def project(
@@ -131,8 +121,6 @@ def for_decoding(params: Params) -> Params:
     Returns:
         Parameters for ``prefill`` and ``decode_step``, of which ``blocks`` is a list of layers.
     """
-    if isinstance(params["blocks"], list):
-        return params
 
     def turn(tree: Params) -> Params:
         return {
@@ -148,27 +136,61 @@ def for_decoding(params: Params) -> Params:
 def layers_of(params: Params) -> list[Params]:
     """The blocks' parameters, a layer at a time."""
     blocks = params["blocks"]
-    return blocks if isinstance(blocks, list) else _unstack(blocks)
+    return blocks if isinstance(blocks, list) else unstack(params)["blocks"]
 
 
-def shift_norms(norms: Params, last: Params) -> tuple[Params, Params]:
-    """The norms of a stack whose blocks end with the norm that comes next.
+def with_next_norms(blocks: Any, name: str, last: Params) -> tuple[Params, Any]:
+    """The layers of a stack whose blocks end with the norm that comes next.
 
     A norm fuses with the residual addition before it, which is the last of the block before.
 
     Args:
-        norms: The norms that blocks begin with, stacked.
+        blocks: The blocks' parameters, stacked or in a list.
+        name: What the norm that a block begins with is called.
         last: The norm after all blocks.
 
     Returns:
-        ``(first, following)``: the norm before all blocks, and for each block the one that follows,
-        stacked.
+        ``(first, layers)``: the norm before all blocks, and what :func:`run_blocks` takes, each
+        layer of which is ``(block, norm)`` with the norm that follows the block.
     """
-    first = jax.tree.map(lambda layers: layers[0], norms)
+    if isinstance(blocks, list):
+        norms = [*(block[name] for block in blocks), last]
+        return norms[0], list(zip(blocks, norms[1:], strict=True))
+    first = jax.tree.map(lambda layers: layers[0], blocks[name])
     following = jax.tree.map(
-        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), norms, last
+        lambda layers, last: jnp.concatenate([layers[1:], last[None]]), blocks[name], last
     )
-    return first, following
+    return first, (blocks, following)
+
+
+def unstack(params: Params) -> Params:
+    """A model's parameters with the blocks in a list, which a model runs one after another.
+
+    XLA compiles such a model for longer, and the program is faster: no layer's weights are cut out
+    of an array, nor their gradients put into one, and each GEMM sees its own bias.
+
+    Args:
+        params: The parameters, as a model's ``init`` makes them. Those without a layer axis are
+            not copied.
+
+    Returns:
+        The same with a list under ``"blocks"``; :func:`stack` is the way back.
+    """
+    leaves, structure = jax.tree.flatten(params["blocks"])
+    layers = zip(*map(list, leaves), strict=True)  # a list of an array is its rows
+    return params | {"blocks": [structure.unflatten(layer) for layer in layers]}
+
+
+def stack(params: Params) -> Params:
+    """A model's parameters with the blocks stacked on a leading axis, which a model runs by a scan.
+
+    Args:
+        params: As :func:`unstack` returns them; stacked ones are returned as they are.
+    """
+    blocks = params["blocks"]
+    if not isinstance(blocks, list):
+        return params
+    return params | {"blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)}
 
 
 def check_tokens(tokens: Array, max_seq_len: int) -> None:

@@ -40,8 +40,8 @@ from jaxllm.models.blocks import (
     pad_vocab,
     project,
     run_blocks,
-    shift_norms,
     widen,
+    with_next_norms,
 )
 from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
 
@@ -136,7 +136,6 @@ def forward(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -147,9 +146,6 @@ def forward(
         remat: Recompute each block in the backward pass, and keep its input alone; or what else
             to keep, as one of ``jax.checkpoint_policies`` or
             ``jaxllm.models.blocks.SAVE_PRODUCTS``.
-        unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
-            a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
-            stacked arrays.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -159,7 +155,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat, unroll), _table(params))
+    return logits(_hidden(params, tokens, config, remat), _table(params))
 
 
 def loss(
@@ -169,7 +165,6 @@ def loss(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -179,13 +174,12 @@ def loss(
         labels: The token that follows each token; -1 leaves a place out of the mean.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
-        unroll: As in :func:`forward`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden,
         widen(_table(params), params["wte"].dtype),
@@ -274,37 +268,35 @@ def _cached(
     x = ops.layer_norm(residual, **layers[0]["ln1"])
     for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
 
-        def attend_layer(q, k, v, i=i):
+        def attend_layer(qkv, i=i):
             nonlocal cache
+            parts = jnp.split(qkv, 3, axis=-1)
+            q, k, v = (x.reshape(*x.shape[:2], config.heads, -1) for x in parts)
             out, cache = attend(cache, i, q, k, v)
-            return out
+            return out.reshape(*out.shape[:2], -1)
 
         residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
     return x, cache
 
 
-def _attend(q: Array, k: Array, v: Array) -> Array:
-    return ops.flash_attention(q, k, v, causal=True)
-
-
-def _hidden(
-    params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy, unroll: bool
-) -> Array:
+def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    blocks = params["blocks"]
     # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm, next_norms = shift_norms(blocks["ln1"], params["ln_f"])
+    first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
+
+    def attend(qkv):
+        return ops.flash_attention_packed(qkv, config.heads, causal=True)
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config)
+        return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     carry = residual, ops.layer_norm(residual, **first_norm)
-    _, x = run_blocks(block, carry, (blocks, next_norms), remat=remat, unroll=unroll)
+    _, x = run_blocks(block, carry, layers, remat=remat)
     return x
 
 
@@ -314,15 +306,15 @@ def _block(
     layer: Params,
     next_norm: Params,
     config: GPT2Config,
-    attend: Callable[[Array, Array, Array], Array] = _attend,
+    attend: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either."""
+    """One block, from the residual stream and its normalization to the next of either.
+
+    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
+    """
     attention, mlp = layer["attention"], layer["mlp"]
-    B, T, D = x.shape
-    # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(project(x, **attention["qkv"]), (D, D, D), axis=-1)
-    q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in qkv)
-    x = project(attend(q, k, v).reshape(B, T, D), **attention["out"])
+    x = attend(project(x, **attention["qkv"]))
+    x = project(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
     x = project(x, **mlp["up"], activation="gelu")
     x = project(x, **mlp["down"])

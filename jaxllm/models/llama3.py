@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
@@ -44,8 +45,8 @@ from jaxllm.models.blocks import (
     pad_vocab,
     project,
     run_blocks,
-    shift_norms,
     widen,
+    with_next_norms,
 )
 from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
 
@@ -201,7 +202,6 @@ def forward(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -212,9 +212,6 @@ def forward(
         remat: Recompute each block in the backward pass, and keep its input alone; or what else
             to keep, as one of ``jax.checkpoint_policies`` or
             ``jaxllm.models.blocks.SAVE_PRODUCTS``.
-        unroll: Write the blocks into the program one after another, rather than in a ``lax.scan``:
-            a longer compilation, and on a GPU a faster step, since nothing is copied in and out of
-            stacked arrays.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -224,7 +221,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat, unroll), _table(params, config))
+    return logits(_hidden(params, tokens, config, remat), _table(params, config))
 
 
 def loss(
@@ -234,7 +231,6 @@ def loss(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
-    unroll: bool = False,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -244,13 +240,12 @@ def loss(
         labels: The token that follows each token; -1 leaves a place out of the mean.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
-        unroll: As in :func:`forward`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat, unroll)
+    hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden,
         head(params, config),
@@ -328,8 +323,9 @@ def decode_step(
     Returns:
         The logits of the token after each, and the cache with the tokens in it.
     """
-    fused = isinstance(params["blocks"], list) and not cache.quantized
-    if fused and 1 <= len(tokens) <= FEW_ROWS:
+    blocks = params["blocks"]
+    turned = isinstance(blocks, list) and "weight" not in blocks[0]["attention"]["qkv"]
+    if turned and not cache.quantized and 1 <= len(tokens) <= FEW_ROWS:
         x, cache = _decode_blocks(params, tokens, config, cache)
     else:
         positions = cache.lengths[:, None]
@@ -389,12 +385,16 @@ def _cached(
     x = ops.rms_norm(residual, **layers[0]["norm1"], eps=config.norm_eps)
     for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
 
-        def attend_layer(q, k, v, i=i):
+        def attend_layer(qkv, i=i):
             nonlocal cache
+            # The cache has keys that are turned already, and heads apart.
+            parts = jnp.split(qkv, np.cumsum(config.qkv_widths)[:2], axis=-1)
+            q, k, v = (x.reshape(*x.shape[:2], -1, config.head_width) for x in parts)
+            q, k = ops.rope(q, k, *angles)
             out, cache = attend(cache, i, q, k, v)
-            return out
+            return out.reshape(*out.shape[:2], -1)
 
-        residual, x = _block(residual, x, layer, next_norm, angles, config, attend_layer)
+        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
     return x, cache
 
 
@@ -402,10 +402,6 @@ def _angles(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
     return ops.rope_table(
         positions, config.head_width, theta=config.rope_theta, scaling=config.rope_scaling
     )
-
-
-def _attend(q: Array, k: Array, v: Array) -> Array:
-    return ops.flash_attention(q, k, v, causal=True)
 
 
 def num_params(config: Llama3Config) -> int:
@@ -429,25 +425,27 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
-def _hidden(
-    params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy, unroll: bool
-) -> Array:
+def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    blocks = params["blocks"]
     # Each block ends with the norm that comes next, fused with its last residual addition: norm1 of
     # the following block, or norm_f after the last. So the first norm1 stands before all blocks.
-    first_norm, next_norms = shift_norms(blocks["norm1"], params["norm_f"])
+    first_norm, layers = with_next_norms(params["blocks"], "norm1", params["norm_f"])
     angles = _angles(jnp.arange(tokens.shape[1]), config)
+
+    def attend(qkv):
+        return ops.flash_attention_packed(
+            qkv, config.heads, config.kv_heads, causal=True, rope_table=angles
+        )
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, angles, config)
+        return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"])
     carry = residual, ops.rms_norm(residual, **first_norm, eps=config.norm_eps)
-    _, x = run_blocks(block, carry, (blocks, next_norms), remat=remat, unroll=unroll)
+    _, x = run_blocks(block, carry, layers, remat=remat)
     return x
 
 
@@ -456,19 +454,16 @@ def _block(
     x: Array,
     layer: Params,
     next_norm: Params,
-    angles: tuple[Array, Array],
     config: Llama3Config,
-    attend: Callable[[Array, Array, Array], Array] = _attend,
+    attend: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either."""
+    """One block, from the residual stream and its normalization to the next of either.
+
+    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
+    """
     attention, mlp, eps = layer["attention"], layer["mlp"], config.norm_eps
-    B, T, D = x.shape
-    # The gradient of lax.split is one concatenation.
-    qkv = jax.lax.split(project(x, **attention["qkv"]), config.qkv_widths, axis=-1)
-    heads = (config.heads, config.kv_heads, config.kv_heads)
-    q, k, v = (x.reshape(B, T, n, config.head_width) for x, n in zip(qkv, heads, strict=True))
-    q, k = ops.rope(q, k, *angles)
-    x = project(attend(q, k, v).reshape(B, T, D), **attention["out"])
+    x = attend(project(x, **attention["qkv"]))
+    x = project(x, **attention["out"])
     x, residual = ops.add_rms_norm(x, residual, **layer["norm2"], eps=eps)
     x = ops.swiglu_packed(project(x, **mlp["gate_up"]))
     x = project(x, **mlp["down"])

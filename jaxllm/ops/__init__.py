@@ -10,7 +10,14 @@ from jaxllm.ops.activation.api import (
     swiglu,
     swiglu_packed,
 )
-from jaxllm.ops.attention.api import decode_attention, flash_attention, repeat_kv, softmax
+from jaxllm.ops.attention.api import (
+    decode_attention,
+    flash_attention,
+    flash_attention_float8,
+    flash_attention_packed,
+    repeat_kv,
+    softmax,
+)
 from jaxllm.ops.decoding.api import decode_block
 from jaxllm.ops.embedding.api import embed
 from jaxllm.ops.gemm.api import linear, matvec
@@ -39,6 +46,8 @@ __all__ = [
     "dequantize",
     "embed",
     "flash_attention",
+    "flash_attention_float8",
+    "flash_attention_packed",
     "gelu",
     "global_norm",
     "layer_norm",

@@ -7,6 +7,7 @@ import pytest
 
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
+from jaxllm.models.blocks import stack, unstack
 from jaxllm.testing import error
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
@@ -156,23 +157,22 @@ def test_a_token_has_no_influence_on_earlier_logits(params, batch):
     assert (before[:, 11:, : CONFIG.vocab_size] != after[:, 11:, : CONFIG.vocab_size]).any()
 
 
-@pytest.mark.parametrize(
-    "options", [{"remat": True}, {"unroll": True}, {"remat": True, "unroll": True}], ids=str
-)
-def test_remat_and_unrolled_layers_give_equal_gradients(options, params, batch):
+@pytest.mark.parametrize(("remat", "form"), [(True, stack), (False, unstack), (True, unstack)])
+def test_remat_and_layers_apart_give_equal_gradients(remat, form, params, batch):
     _, plain = loss_and_gradients(params, *batch)
-    again = jax.jit(jax.grad(lambda p: loss(p, *batch, **options)))(params)
+    again = stack(jax.jit(jax.grad(lambda p: loss(p, *batch, remat=remat)))(form(params)))
+    assert jax.tree.structure(plain) == jax.tree.structure(again)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert error(b, a) <= 1e-6
 
 
 def test_remat_runs_the_blocks_again(params, batch):
-    def forwards(**options):
+    def forwards(params, **options):
         gradient = jax.grad(lambda p: loss(p, *batch, **options))
         return str(jax.make_jaxpr(gradient)(params)).count("tanh")
 
-    assert forwards(remat=True) > forwards()
-    assert forwards(remat=True, unroll=True) > forwards(unroll=True)
+    assert forwards(params, remat=True) > forwards(params)
+    assert forwards(unstack(params), remat=True) > forwards(unstack(params))
 
 
 def test_padding_has_no_influence(params, batch):

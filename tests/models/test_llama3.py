@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.convert.huggingface import config_to_dict, from_state_dict, to_state_dict
 from jaxllm.models import llama3
-from jaxllm.models.blocks import SAVE_PRODUCTS
+from jaxllm.models.blocks import SAVE_PRODUCTS, stack, unstack
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
@@ -207,21 +207,21 @@ def test_a_token_has_no_influence_on_earlier_logits(params, batch):
 REMATS = {"nothing": False, "activations": SAVE_PRODUCTS, "blocks": True}
 
 
-@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.parametrize("form", [stack, unstack])
 @pytest.mark.parametrize("remat", REMATS)
-def test_remat_and_unrolled_layers_give_equal_gradients(remat, unroll, params, batch):
-    options = {"remat": REMATS[remat], "unroll": unroll}
+def test_remat_and_layers_apart_give_equal_gradients(remat, form, params, batch):
     _, plain = loss_and_gradients(params, *batch)
-    again = jax.jit(jax.grad(lambda p: loss(p, *batch, **options)))(params)
+    again = stack(jax.jit(jax.grad(lambda p: loss(p, *batch, remat=REMATS[remat])))(form(params)))
+    assert jax.tree.structure(plain) == jax.tree.structure(again)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert error(b, a) <= 1e-6
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_remat_computes_again_what_its_policy_does_not_keep(unroll, params, batch):
+@pytest.mark.parametrize("form", [stack, unstack])
+def test_remat_computes_again_what_its_policy_does_not_keep(form, params, batch):
     def count(primitive, **options):
-        gradient = jax.grad(lambda p: loss(p, *batch, unroll=unroll, **options))
-        return str(jax.make_jaxpr(gradient)(params)).count(primitive)
+        gradient = jax.grad(lambda p: loss(p, *batch, **options))
+        return str(jax.make_jaxpr(gradient)(form(params))).count(primitive)
 
     assert count("logistic", remat=SAVE_PRODUCTS) > count("logistic")
     assert count("rsqrt", remat=SAVE_PRODUCTS) > count("rsqrt")
@@ -241,9 +241,9 @@ def test_padding_has_no_influence(params, batch):
 
 
 def test_a_step_is_made_of_the_fused_ops(params, batch):
-    """One op turns queries and keys, and each residual addition is in the norm after it."""
+    """Attention turns queries and keys, and each residual addition is in the norm after it."""
     stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
-    attention = ["linear", "rope", "flash_attention", "linear", "add_rms_norm"]
+    attention = ["linear", "flash_attention_packed", "linear", "add_rms_norm"]
     mlp = ["linear", "swiglu_packed", "linear", "add_rms_norm"]
     ops = ["embed", "rms_norm", *attention, *mlp]  # the block is in a scan, and traced once
     forward = [f"{op}_forward" for op in ops]

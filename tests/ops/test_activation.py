@@ -89,6 +89,7 @@ BEYOND = 2**31 + 11
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("shape", [(BEYOND,), (2**20 + 3, 2048), (2**20 + 3, 2049)])
 def test_more_elements_than_31_bits_count(shape):
     @jax.jit
@@ -109,6 +110,7 @@ def test_more_elements_than_31_bits_count(shape):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 def test_more_packed_elements_than_31_bits_count():
     x = jnp.ones((2**18 + 3, 8192), jnp.bfloat16)
     dout = jnp.ones((2**18 + 3, 4096), jnp.bfloat16)

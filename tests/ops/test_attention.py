@@ -1,5 +1,7 @@
 """What the contract leaves open of attention and its parts: masks, heads, cuDNN, the errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,16 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import jaxllm
-from jaxllm.ops import flash_attention, repeat_kv, softmax
+from jaxllm import ffi
+from jaxllm.ops import (
+    flash_attention,
+    flash_attention_float8,
+    flash_attention_packed,
+    repeat_kv,
+    rope,
+    rope_table,
+    softmax,
+)
 from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
 from jaxllm.ops.attention.pallas_flash import Tile, Tiles
 from jaxllm.testing import assert_close, error, lower_for_cuda, tolerance
@@ -243,7 +254,7 @@ def test_what_cudnn_cannot_serve_goes_to_the_definition(
 @pytest.mark.no_gpu
 def test_without_a_gpu_cudnn_is_passed_over_with_the_reason():
     q, k, v = arrays(dtype="bfloat16")
-    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv), q, k, v).calls
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="xla"), q, k, v).calls
     assert dict(call.passed_over)["xla-gpu"].startswith("this process has no NVIDIA GPU")
 
 
@@ -288,18 +299,316 @@ def test_segment_ids_that_do_not_fit_are_refused():
         flash_attention(q, k, v, segment_ids=(of_query, of_key.astype(jnp.float32)))
 
 
-def test_kernels_that_are_not_there_are_named():
-    q, k, v = arrays()
-    with pytest.raises(jaxllm.BackendError, match="flash_attention_forward has no cuda kernel"):
-        flash_attention(q, k, v, backend="cuda")
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
+    pretend_cudnn, options, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    q, k, v = arrays(dtype="bfloat16")
+    grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
+    for call in jaxllm.explain(grad, q, k, v).calls:
+        assert call.elsewhere == "xla"
+        if options:
+            assert (call.on_gpu, call.passed_over) == ("cuda", ())
+        else:
+            assert call.on_gpu == "xla-gpu"
+            assert "benchmarks/results" in dict(call.passed_over)["cuda"]
 
 
-def test_auto_passes_over_kernels_that_are_not_there():
-    q, k, v = arrays()
-    calls = jaxllm.explain(lambda x: flash_attention(x, k, v), q).calls
-    assert calls[0].on_gpu == "xla"
-    reasons = dict(calls[0].passed_over)
-    assert reasons["cuda"].startswith("flash_attention_forward has no cuda kernel")
+def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    q, k, v = arrays(dtype="bfloat16")
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, v).calls
+    assert (call.on_gpu, call.passed_over) == ("cuda", ())
+
+
+# One projection, rotary embeddings and float8.
+
+
+def projection(N, K, H=8, B=2, T=6, dtype="float32"):
+    """q, k and v, and the array that holds them."""
+    qkv = arrays(B=B, T=T, N=N, K=K, H=H, dtype=dtype)
+    return qkv, jnp.concatenate([x.reshape(B, T, -1) for x in qkv], axis=-1)
+
+
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize(("N", "K"), [(3, 3), (4, 2)])
+def test_a_projection_holds_queries_then_keys_then_values(N, K, backend):
+    (q, k, v), qkv = projection(N, K)
+    options = {"causal": True, "backend": backend}
+    out, pull = jax.vjp(lambda x: flash_attention_packed(x, N, K, **options), qkv)
+    expected, pull_unpacked = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
+    assert out.shape == (2, 6, N * 8)
+    assert error(out, expected.reshape(out.shape)) <= tolerance("float32")
+    dout = jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+    wanted = [x.reshape(2, 6, -1) for x in pull_unpacked(dout.reshape(expected.shape))]
+    assert error(pull(dout)[0], jnp.concatenate(wanted, axis=-1)) <= tolerance("float32")
+
+
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_attention_turns_queries_and_keys_as_rope_does(interleaved, backend):
+    q, k, v = arrays(N=4, K=2)
+    angles = rope_table(jnp.arange(3, 9), 8, theta=100.0)
+
+    def inside(q, k, v):
+        options = {"rope_table": angles, "interleaved": interleaved, "backend": backend}
+        return flash_attention(q, k, v, causal=True, **options)
+
+    def before(q, k, v):
+        q, k = rope(q, k, *angles, interleaved=interleaved)
+        return flash_attention(q, k, v, causal=True)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda *x: jnp.sin(fn(*x)).sum(), (0, 1, 2)))(q, k, v)  # noqa: B023
+        for fn in (inside, before)
+    )
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert error(a, e) <= tolerance("float32")
+
+
+def test_each_sequence_may_have_its_angles_and_none_has_a_gradient():
+    _, qkv = projection(2, 1)
+    positions = jnp.array([[0, 1, 2, 0, 1, 2], [5, 6, 7, 8, 9, 10]])
+    angles = rope_table(positions, 6, theta=100.0)
+    run = lambda qkv, angles: flash_attention_packed(qkv, 2, 1, rope_table=angles)  # noqa: E731
+    out = run(qkv, angles)
+    for b in range(2):
+        alone = run(qkv[b : b + 1], jax.tree.map(lambda x: x[b], angles))  # noqa: B023
+        assert error(out[b], alone[0]) <= tolerance("float32")
+    gradients = jax.grad(lambda angles: run(qkv, angles).sum())(angles)
+    assert not any(x.any() for x in gradients)
+
+
+def test_projections_and_tables_that_do_not_fit_are_refused():
+    (q, k, v), qkv = projection(4, 2)
+    with pytest.raises(ValueError, match="heads is 4; it must be a multiple of kv_heads, 3, above"):
+        flash_attention_packed(qkv, 4, 3)
+    with pytest.raises(ValueError, match=r"qkv has shape \(2, 6, 64\); it must be \(B, T, 9\*H\)"):
+        flash_attention_packed(qkv, 3)
+    with pytest.raises(TypeError, match="qkv has dtype int32"):
+        flash_attention_packed(qkv.astype(jnp.int32), 4, 2)
+    cos, sin = rope_table(jnp.arange(6), 8, theta=100.0)
+    with pytest.raises(ValueError, match="rope_table is no pair"):
+        flash_attention_packed(qkv, 4, 2, rope_table=cos)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"cos of rope_table has shape \(5, 4\); it must be \(6, R"
+    ):
+        flash_attention(q, k, v, rope_table=(cos[:5], sin[:5]))
+    with pytest.raises(ValueError, match=r"sin of rope_table has shape \(6, 3\)"):
+        flash_attention(q, k, v, rope_table=(cos, sin[:, :3]))
+    with pytest.raises(ValueError, match="differ in length; turn them by rope before"):
+        flash_attention(q[:, 1:], k, v, rope_table=(cos, sin))
+
+
+def in_float8(x):
+    """The array over a scale for each head, and the scales."""
+    scale = jnp.abs(x).max(axis=(0, 1, 3)) / 448
+    return (x / scale[:, None]).astype(jnp.float8_e4m3fn), scale
+
+
+def float8_attention(q, k, v, **options):
+    (q, q_scale), (k, k_scale), (v, v_scale) = (in_float8(x) for x in (q, k, v))
+    return flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, **options)
+
+
+def test_float8_loses_what_its_docstring_says():
+    q, k, v = arrays(B=1, T=512, N=4, K=2, H=64)
+    out = float8_attention(q, 3 * k, 5 * v, causal=True, backend="xla")
+    expected = flash_attention(q, 3 * k, 5 * v, causal=True)
+    lost = jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected)
+    assert out.dtype == jnp.bfloat16
+    assert 0.03 < lost < 0.08
+
+
+def test_float8_asks_for_a_scale_for_each_head():
+    q, k, v = (x.astype(jnp.float8_e4m3fn) for x in arrays(N=4, K=2))
+    four, two = jnp.ones(4), jnp.ones(2)
+    with pytest.raises(ValueError, match=r"k_scale has shape \(4,\); it must be \(2,\)"):
+        flash_attention_float8(q, k, v, four, four, two)
+    with pytest.raises(TypeError, match="v_scale has dtype bfloat16; it must be float32"):
+        flash_attention_float8(q, k, v, four, two, two.astype(jnp.bfloat16))
+
+
+# The CUDA kernels.
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_cuda_kernels_read_and_write_the_projection_where_it_stands(turned):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    _, qkv = projection(4, 2, H=16, dtype="bfloat16")
+    angles = rope_table(jnp.arange(6), 16, theta=100.0) if turned else None
+
+    def gradient(qkv, angles):
+        run = lambda qkv: flash_attention_packed(  # noqa: E731
+            qkv, 4, 2, rope_table=angles, causal=True, backend="cuda"
+        )
+        out, pull = jax.vjp(run, qkv)
+        return pull(out)[0]
+
+    program = lower_for_cuda(gradient, qkv, angles)
+    for direction, operands in (("forward", 1), ("backward", 4)):
+        (call,) = (
+            line
+            for line in program.splitlines()
+            if f"@jaxllm_flash_attention_packed_{direction}(" in line
+        )
+        arguments = call[call.index("(") + 1 : call.index(")")]
+        assert len(arguments.split(",")) == operands + 2 * turned
+        assert "heads = 4 : i64" in call
+        assert f"rope = {str(turned).lower()}" in call
+    for pass_over_memory in ("slice", "concatenate", "transpose", "pad"):
+        assert f"stablehlo.{pass_over_memory}" not in program
+
+
+def test_float8_goes_to_its_kernel():
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    q, k, v = arrays(N=4, K=2)
+    program = lower_for_cuda(lambda *x: float8_attention(*x, backend="cuda"), q, k, v)
+    assert "@jaxllm_flash_attention_float8(" in program
+    with pytest.raises(jaxllm.BackendError, match="q has dtype float32; the kernel takes float8"):
+        flash_attention_float8(q, k, v, jnp.ones(4), jnp.ones(2), jnp.ones(2), backend="cuda")
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_program_for_a_gpu_holds_the_cuda_kernels(segments):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    q, k, v = arrays(N=4, K=2, dtype="bfloat16")
+    segment_ids = jnp.zeros((2, 6), jnp.int32) if segments else None
+    options = {"causal": True, "window": 3, "softcap": 5, "segment_ids": segment_ids}
+    program = lower_for_cuda(lambda q, k, v: gradients(q, k, v, **options, backend="cuda"), q, k, v)
+    for direction, operands in (("forward", 3), ("backward", 6)):
+        (call,) = (
+            line for line in program.splitlines() if f"@jaxllm_flash_attention_{direction}(" in line
+        )
+        arguments = call[call.index("(") + 1 : call.index(")")]
+        assert len(arguments.split(",")) == operands + 2 * segments
+        assert "window = 3 : i64" in call
+        assert "softcap = 5.000000e+00 : f32" in call
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"H": 257}, "heads are 257 wide; the kernel takes at most 256"),
+        ({"N": 0, "K": 1}, "q has no heads"),
+        ({"dtype": "float8_e4m3fn"}, "q has dtype float8_e4m3fn; the kernel takes"),
+    ],
+)
+def test_what_the_cuda_kernels_cannot_serve_is_named(shapes, reason, monkeypatch):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    B, T, N, H = 1, 6, shapes.get("N", 2), shapes.get("H", 8)
+    dtype = jnp.dtype(shapes.get("dtype", "bfloat16"))
+    q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    k = jax.ShapeDtypeStruct((B, T, shapes.get("K", N), H), dtype)
+    with pytest.raises(jaxllm.BackendError, match=reason):
+        jax.eval_shape(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, k)
+
+
+def unfused(q, k, v, *, causal=False, scale=None, window=None, softcap=None, segment_ids=None):
+    """Attention one op at a time, each of which gives arrays in the dtype of ``q``."""
+    (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+    k, v = (repeat_kv(x, N // K, backend="xla") for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (H**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    mask = reference._mask(T, S, causal, window, segment_ids)
+    mask = mask[:, 0] if mask.ndim == 5 else mask
+    weights = softmax(jnp.where(mask, scores, -jnp.inf), backend="xla")
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def documents(B, length):
+    """Segments of unequal lengths, one after the other, which begin elsewhere in each sequence."""
+    return jnp.array([[(5 * i + 37 * b) // length for i in range(length)] for b in range(B)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("H", [32, 40, 64, 96, 128, 200, 256])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((301, 301), {"causal": True}),
+        ((301, 301), {}),
+        ((97, 517), {"causal": True, "window": 90}),
+        ((517, 97), {"causal": True}),
+        ((517, 301), {"window": 70, "softcap": 3.0}),
+        ((301, 517), {"segments": True, "scale": -0.1}),
+        ((301, 301), {"segments": True, "causal": True, "softcap": 5.0, "window": 99}),
+    ],
+)
+def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
+    T, S = lengths
+    q, k, v = arrays(T=T, S=S, N=6, K=2, H=H, dtype=dtype)
+    options = dict(options)
+    if options.pop("segments", False):
+        options["segment_ids"] = (documents(2, T), documents(2, S))
+
+    def run(attention, q, k, v):
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
+        dout = jax.random.normal(jax.random.key(1), out.shape, jnp.bfloat16).astype(out.dtype)
+        return out, *pull(dout)
+
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
+        exact = jax.tree.map(
+            np.asarray, jax.jit(run, static_argnums=0)(reference.flash_attention, *wide)
+        )
+    with jax.default_matmul_precision("highest"):
+        plain = jax.jit(run, static_argnums=0)(unfused, q, k, v)
+    ours = functools.partial(flash_attention, backend="cuda")
+    found = jax.jit(run, static_argnums=0)(ours, q, k, v)
+    for name, a, e, p in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
+        assert error(a, e) <= 2 * error(p, e), name
+        assert error(a, e) <= tolerance(dtype), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cuda_kernels_stand_huge_scores_and_rows_without_keys(dtype):
+    q, k, v = arrays(T=150, S=90, H=64, dtype=dtype)
+    options = {"causal": True, "backend": "cuda"}
+    out = flash_attention(1e4 * q, k, v, **options)
+    assert not out[:, :60].any()
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for x in gradients(1e4 * q, k, v, **options):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("H", [16, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(("pairs", "interleaved"), [(2, False), (2, True), (8, False), (8, True)])
+def test_cuda_kernels_turn_heads_of_any_tile(dtype, H, pairs, interleaved):
+    """All columns of a head, or an eighth of them."""
+    _, qkv = projection(4, 2, H=H, T=150, dtype=dtype)
+    angles = rope_table(jnp.arange(150), 2 * (H // pairs), theta=1000.0)
+    options = {"rope_table": angles, "interleaved": interleaved, "causal": True}
+
+    def run(qkv, backend):
+        attention = functools.partial(flash_attention_packed, heads=4, kv_heads=2, backend=backend)
+        out, pull = jax.vjp(lambda qkv: attention(qkv, **options), qkv)
+        return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))[0]
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(run, static_argnums=1)(qkv.astype(jnp.float32), "xla")
+        plain = jax.jit(run, static_argnums=1)(qkv, "xla")
+    found = jax.jit(run, static_argnums=1)(qkv, "cuda")
+    for a, e, p in zip(found, expected, plain, strict=True):
+        assert error(a, e) <= tolerance(dtype, error(p, e))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [30, 64, 128, 192])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 50}, {"softcap": 3.0}])
+def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
+    q, k, v = arrays(T=130, S=170, N=4, K=2, H=H)
+    found, expected = (float8_attention(q, k, v, **options, backend=b) for b in ("cuda", "xla"))
+    assert error(found, expected) <= tolerance("bfloat16")
 
 
 # The Pallas kernels of flash attention, in tiles so small that short sequences have many.
@@ -511,6 +820,7 @@ def test_softmax_passes_over_scores_of_minus_infinity(backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_softmax_of_more_elements_than_an_int_counts(backend):
     # 9 GiB in all. The rows are checked in a few places, at the end above all.

@@ -33,6 +33,7 @@ CASES = [
     if not case.timed_only
 ]
 SMALL_CASES = [case for case in CASES if not case.large]
+LARGE_CASES = [case for case in CASES if case.large]
 # One case of each op, and two: what does not hang on the shape is tested on these alone.
 FIRST_CASES = list({case.op: case for case in reversed(SMALL_CASES)}.values())
 FEW_CASES = [
@@ -57,10 +58,20 @@ def implementations(case):
 
 
 def parameters(case, *values):
-    """One parameter set, marked where it needs a GPU."""
-    gpu = case.large or "cuda" in values
+    """One parameter set, marked where it needs a GPU, and with what it shares a process."""
+    marks = [pytest.mark.gpu] if case.large or "cuda" in values else []
     name = "-".join(map(str, (case, *values)))
-    return pytest.param(case, *values, marks=[pytest.mark.gpu] if gpu else [], id=name)
+    return pytest.param(case, *values, marks=[*marks, process_group(case, *values)], id=name)
+
+
+def process_group(case, *values):
+    """Where test processes share a GPU: the large cases in a few of them, for its memory's sake.
+
+    The small ones stay together by dtype: their expectation is computed once.
+    """
+    dtypes = [value for value in values if value in testing.DTYPES]
+    group = f"large {LARGE_CASES.index(case) % 4}" if case.large else "-".join([str(case), *dtypes])
+    return pytest.mark.xdist_group(group)
 
 
 def each_backend(cases):
@@ -120,13 +131,11 @@ def definition(case):
 
 @functools.lru_cache(maxsize=1)  # the backends of one case and dtype are tested in a row
 def expectation(op, name, dtype):
-    """Inputs of a case, and the definition of them: in high precision, and in the dtype itself."""
+    """Inputs of a case, and the definition of them: in float64, and in the dtype itself."""
     (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
     inputs = testing.make_inputs(case, dtype)
-    # Several test processes share a GPU's memory, which is too small for their float64.
-    precise = jnp.float32 if case.large else jnp.float64
     with jax.enable_x64(True):
-        wide = training.cast(inputs, precise)
+        wide = training.cast(inputs, jnp.float64)
         exact = jax.tree.map(np.asarray, value_and_gradients(definition(case), wide))
     return inputs, exact, value_and_gradients(definition(case), inputs)
 

@@ -185,6 +185,7 @@ def test_a_slice_of_logits_is_left_as_it_is(backend, width):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_rows_beyond_2_to_the_31_elements(backend):
     rows, width = 32768, 65792

@@ -309,6 +309,7 @@ def test_more_leaves_than_fit_one_launch():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
 def test_more_elements_than_32_bits_count():
     size = 2**31 + 2**20 + 3
     places = (0, 1, 2**31 - 1, 2**31, 2**31 + 12345, size - 1)

@@ -28,12 +28,22 @@ FLASH_ATTENTION = Op(
     reference=reference,
     xla=xla,
     pallas=pallas_flash,
-    # cuDNN before the Pallas kernels, which no row of the benchmarks has measured on a GPU yet.
+    cuda=cuda,
+    # The Pallas kernels come last: no row of the benchmarks has measured them on a GPU yet.
     preference=("cuda", "xla", "pallas"),
 )
 DECODE_ATTENTION = Op(
     "decode_attention", reference=reference_decode, pallas=pallas_decode, cuda=cuda_decode
 )
+FLASH_ATTENTION_PACKED = Op(
+    "flash_attention_packed",
+    reference=reference,
+    xla=xla,
+    pallas=pallas_flash,
+    cuda=cuda,
+    preference=FLASH_ATTENTION.preference,
+)
+FLASH_ATTENTION_FLOAT8 = Op("flash_attention_float8", reference=reference, cuda=cuda)
 SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
 REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
 
@@ -50,6 +60,8 @@ def flash_attention(
     segment_ids: Integer[Array, "B T"]
     | tuple[Integer[Array, "B T"], Integer[Array, "B S"]]
     | None = None,
+    rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
+    interleaved: bool = False,
     backend: Backend | None = None,
 ) -> Float[Array, "B T N H"]:
     r"""Scaled dot-product attention, of any number of query heads to a key head.
@@ -75,6 +87,10 @@ def flash_attention(
         softcap: Bounds each scaled product ``a`` smoothly to ``softcap * tanh(a / softcap)``.
         segment_ids: A query sees the keys of its own segment alone. One array for queries and keys
             alike (T must equal S), or a pair, the queries' and the keys'; used as int32.
+        rope_table: Turns ``q`` and ``k`` first, as :func:`jaxllm.ops.rope` does: the cosines and
+            sines that :func:`jaxllm.ops.rope_table` makes, (T, R) or (B, T, R), float32 for the
+            kernels. T must equal S. They are constants: their gradients are zero.
+        interleaved: Whether the columns that turn as a pair are neighbours.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -83,7 +99,8 @@ def flash_attention(
     Raises:
         TypeError: An array is of the wrong kind, or ``k`` or ``v`` differs from ``q`` in dtype.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
-            or ``softcap`` not above 0, or the backend is unknown.
+            or ``softcap`` not above 0, ``rope_table`` comes with T other than S, or the backend is
+            unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);
@@ -94,14 +111,134 @@ def flash_attention(
         >>> out = jaxllm.ops.flash_attention(q, q, q, causal=True)
     """
     _check_arrays(q, k, v)
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it must be above 0")
     segment_ids = _check_segment_ids(q, k, segment_ids)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = (bool(causal), scale, window, softcap)
-    return _flash_attention(q, k, v, segment_ids, options, resolve(backend))
+    rope_table = _check_rope_table(q, k, rope_table)
+    options = _options(causal, scale, window, softcap, q.shape[-1], interleaved)
+    return _flash_attention(q, k, v, segment_ids, rope_table, options, resolve(backend))
+
+
+def flash_attention_packed(
+    qkv: Float[Array, "B T (N+2*K)*H"],
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
+    interleaved: bool = False,
+    backend: Backend | None = None,
+) -> Float[Array, "B T N*H"]:
+    """:func:`flash_attention` of one projection that holds queries, keys and values.
+
+    The CUDA kernels read the three where they stand, and write their gradients into one array: no
+    slice, transpose or concatenation passes over memory.
+
+    Args:
+        qkv: For each token the N queries, then the K keys, then the K values, each of width H;
+            float32, bfloat16 or float16 for the kernels.
+        heads: N.
+        kv_heads: K, which divides N; None for N.
+        causal: As in :func:`flash_attention`, as are the arguments that follow.
+        scale: None for ``1/sqrt(H)``.
+        window: How many keys a query sees.
+        softcap: A bound on the scores.
+        segment_ids: A query sees the keys of its own segment alone.
+        rope_table: Cosines and sines that turn queries and keys first.
+        interleaved: Whether the columns that turn as a pair are neighbours.
+        backend: As in :func:`flash_attention`.
+
+    Returns:
+        What each query read, head after head, in the dtype of ``qkv``.
+
+    Raises:
+        TypeError: An array is of the wrong kind.
+        ValueError: The columns of ``qkv`` are not N + 2K heads, N is not a multiple of K, or as in
+            :func:`flash_attention`.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``attention_forward``, whose input is packed the same way.
+
+    Example:
+        >>> qkv = jax.random.normal(jax.random.key(0), (2, 1024, 3 * 768), jnp.bfloat16)
+        >>> out = jaxllm.ops.flash_attention_packed(qkv, 12, causal=True)
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    _check_projection(qkv, heads, kv_heads)
+    B, T, columns = qkv.shape
+    H = columns // (heads + 2 * kv_heads)
+    q = jax.ShapeDtypeStruct((B, T, heads, H), qkv.dtype)
+    segments = _check_segment_ids(q, q, segment_ids)
+    rope_table = _check_rope_table(q, q, rope_table)
+    options = (*_options(causal, scale, window, softcap, H, interleaved), int(heads), int(kv_heads))
+    return _flash_attention_packed(qkv, segments, rope_table, options, resolve(backend))
+
+
+def flash_attention_float8(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    q_scale: Float[Array, " N"],
+    k_scale: Float[Array, " K"],
+    v_scale: Float[Array, " K"],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    segment_ids: Integer[Array, "B T"]
+    | tuple[Integer[Array, "B T"], Integer[Array, "B S"]]
+    | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "B T N H"]:
+    """:func:`flash_attention` of queries, keys and values in float8; for inference alone.
+
+    What stands for a head is ``q * q_scale``, and likewise of keys and values. With
+    ``q_scale[n] = abs(q[:, :, n]).max() / 448`` before the division and rounding no element is lost
+    beyond the range of the type.
+
+    The error comes from rounding the inputs: e4m3 has three bits after the leading one, so that an
+    element is off by up to 1/16 of itself, and of normal inputs the result by 4 to 5 percent in the
+    Euclidean norm. What is computed from the rounded inputs is as exact as with bfloat16: they are
+    multiplied as they are, and the weights of the values and the result rounded to bfloat16.
+
+    Args:
+        q: The queries; float8_e4m3fn for the kernel.
+        k: The keys, in the dtype of ``q``; K divides N.
+        v: The values, in the shape and dtype of ``k``.
+        q_scale: What each head of the queries is to be multiplied by, float32.
+        k_scale: Likewise of the keys.
+        v_scale: Likewise of the values.
+        causal: As in :func:`flash_attention`, as are the arguments that follow.
+        scale: None for ``1/sqrt(H)``.
+        window: How many keys a query sees.
+        softcap: A bound on the scores.
+        segment_ids: A query sees the keys of its own segment alone.
+        backend: As in :func:`flash_attention`; there is no Pallas kernel.
+
+    Returns:
+        What each query read, in bfloat16.
+
+    Raises:
+        TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or a
+            scale is not float32.
+        ValueError: As in :func:`flash_attention`, or a scale has another shape than its heads.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: CUDA-Learn-Notes' ``flash_attn_2`` in f8.
+    """
+    _check_arrays(q, k, v)
+    for name, array, heads in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, k)):
+        check_shape(f"{name}_scale", array, heads.shape[2:3], f"the heads of {name}")
+        if array.dtype != jnp.float32:
+            raise TypeError(f"{name}_scale has dtype {array.dtype}; it must be float32")
+    segment_ids = _check_segment_ids(q, k, segment_ids)
+    options = _static(_options(causal, scale, window, softcap, q.shape[-1], False))
+    del options["interleaved"]
+    arrays = (q, k, v, q_scale, k_scale, v_scale, segment_ids)
+    return dispatch(FLASH_ATTENTION_FLOAT8, "", resolve(backend), *arrays, **options)
 
 
 def decode_attention(
@@ -294,7 +431,7 @@ def _check_cache(q: Array, k_cache: Array, v_cache: Array, lengths: Array) -> No
     check_shape("lengths", lengths, (B,), f"one a sequence of q {q.shape}")
 
 
-def _check_segment_ids(q: Array, k: Array, segment_ids) -> tuple[Array, Array] | None:
+def _check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
     """Returns the segments of the queries and of the keys, or None."""
     if segment_ids is None:
         return None
@@ -318,29 +455,107 @@ def _check_segment_ids(q: Array, k: Array, segment_ids) -> tuple[Array, Array] |
     return of_query.astype(jnp.int32), of_key.astype(jnp.int32)
 
 
+def _check_projection(qkv: Array, heads: int, kv_heads: int) -> None:
+    check_floating(qkv=qkv)
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}, above 0"
+        )
+    parts = heads + 2 * kv_heads
+    if qkv.ndim != 3 or qkv.shape[-1] % parts or qkv.shape[-1] == 0:
+        raise ValueError(
+            f"qkv has shape {qkv.shape}; it must be (B, T, {parts}*H), with H at least 1, of "
+            f"{heads} queries and {kv_heads} keys and values"
+        )
+
+
+def _check_rope_table(q, k, rope_table) -> tuple[Array, Array] | None:
+    """Returns the cosines and sines, or None."""
+    if rope_table is None:
+        return None
+    if not isinstance(rope_table, tuple) or len(rope_table) != 2:
+        raise ValueError("rope_table is no pair; it must be the cosines and the sines")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"rope_table has one position for a query and its key, but q {q.shape} and k {k.shape} "
+            "differ in length; turn them by rope before"
+        )
+    cos, sin = rope_table
+    check_floating(**{"cos of rope_table": cos, "sin of rope_table": sin})
+    B, T, _, H = q.shape
+    if cos.ndim not in (2, 3) or cos.shape[:-1] not in ((T,), (B, T)) or 2 * cos.shape[-1] > H:
+        raise ValueError(
+            f"cos of rope_table has shape {cos.shape}; it must be ({T}, R) or ({B}, {T}, R), with "
+            f"R at most {H // 2}, half the width of a head"
+        )
+    check_shape("sin of rope_table", sin, cos.shape, "the shape of cos")
+    check_same_dtype("sin of rope_table", sin, "cos", cos)
+    return jnp.asarray(cos), jnp.asarray(sin)
+
+
+def _options(
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    width: int,
+    interleaved: bool,
+) -> tuple:
+    """The options that all forms share, for _static."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be above 0")
+    scale = width**-0.5 if scale is None else float(scale)
+    return bool(causal), scale, window, softcap, bool(interleaved)
+
+
 def _static(options: tuple) -> dict[str, bool | int | float | None]:
-    return dict(zip(("causal", "scale", "window", "softcap"), options, strict=True))
+    names = ("causal", "scale", "window", "softcap", "interleaved", "heads", "kv_heads")
+    return dict(zip(names, options, strict=False))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _flash_attention(q, k, v, segment_ids, options, backend):
-    return _flash_attention_forward(q, k, v, segment_ids, options, backend)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _flash_attention(q, k, v, segment_ids, rope_table, options, backend):
+    return _flash_attention_forward(q, k, v, segment_ids, rope_table, options, backend)[0]
 
 
-def _flash_attention_forward(q, k, v, segment_ids, options, backend):
-    arrays = (q, k, v, segment_ids)
+def _flash_attention_forward(q, k, v, segment_ids, rope_table, options, backend):
+    arrays = (q, k, v, segment_ids, rope_table)
     outputs = dispatch(FLASH_ATTENTION, "forward", backend, *arrays, **_static(options))
     out, lse = checkpoint_name(outputs, "flash_attention")
-    return out, (q, k, v, out, lse, segment_ids)
+    return out, (q, k, v, out, lse, segment_ids, rope_table)
 
 
 def _flash_attention_backward(options, backend, residuals, dout):
-    q, k, v, out, lse, segment_ids = residuals
-    arrays = (q, k, v, out, lse, dout, segment_ids)
-    return *dispatch(FLASH_ATTENTION, "backward", backend, *arrays, **_static(options)), None
+    q, k, v, out, lse, segment_ids, rope_table = residuals
+    arrays = (q, k, v, out, lse, dout, segment_ids, rope_table)
+    return *dispatch(FLASH_ATTENTION, "backward", backend, *arrays, **_static(options)), None, None
 
 
 _flash_attention.defvjp(_flash_attention_forward, _flash_attention_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _flash_attention_packed(qkv, segment_ids, rope_table, options, backend):
+    return _flash_attention_packed_forward(qkv, segment_ids, rope_table, options, backend)[0]
+
+
+def _flash_attention_packed_forward(qkv, segment_ids, rope_table, options, backend):
+    arrays = (qkv, segment_ids, rope_table)
+    outputs = dispatch(FLASH_ATTENTION_PACKED, "forward", backend, *arrays, **_static(options))
+    out, lse = checkpoint_name(outputs, "flash_attention")
+    return out, (qkv, out, lse, segment_ids, rope_table)
+
+
+def _flash_attention_packed_backward(options, backend, residuals, dout):
+    qkv, out, lse, segment_ids, rope_table = residuals
+    arrays = (qkv, out, lse, dout, segment_ids, rope_table)
+    dqkv = dispatch(FLASH_ATTENTION_PACKED, "backward", backend, *arrays, **_static(options))
+    return dqkv, None, None
+
+
+_flash_attention_packed.defvjp(_flash_attention_packed_forward, _flash_attention_packed_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

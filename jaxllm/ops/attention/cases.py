@@ -44,6 +44,44 @@ def _attention(
     )
 
 
+def _projection(
+    name: str,
+    batch: int,
+    length: int,
+    heads: int,
+    width: int,
+    *,
+    kv_heads: int | None = None,
+    large: bool = False,
+    timed_only: bool = False,
+    **static: Any,
+) -> Case:
+    kv_heads = kv_heads or heads
+    of_q, of_qkv = batch * length * heads * width, batch * length * (heads + 2 * kv_heads) * width
+    products = 2 * of_q * length // (2 if static.get("causal") else 1)
+    return Case(
+        "flash_attention_packed",
+        name,
+        {"qkv": Normal((batch, length, (heads + 2 * kv_heads) * width))},
+        {"heads": heads, "kv_heads": kv_heads, **static},
+        # Forward: qkv in, out out. Backward: those and dout in, dqkv out.
+        forward_elements=of_qkv + of_q,
+        backward_elements=2 * of_qkv + 2 * of_q,
+        forward_flops=2 * products,
+        backward_flops=5 * products,
+        large=large,
+        timed_only=timed_only,
+    )
+
+
+def _angles(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    """A rotary table of some shape (..., T, R), of cosines and sines."""
+    *groups, T, R = shape
+    angles = np.arange(T)[:, None] * 10_000.0 ** -(np.arange(R) / R)
+    angles = angles + np.arange(math.prod(groups)).reshape(*groups, 1, 1)
+    return np.cos(angles, dtype=np.float32), np.sin(angles, dtype=np.float32)
+
+
 def _packed(batch: int, *lengths: int) -> np.ndarray:
     """The segments of documents of these lengths, one after the other."""
     numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -144,6 +182,36 @@ CASES = (
     _attention("llama3_8b_short", 1, 2048, 32, 128, kv_heads=8, causal=True, large=True),
     _attention("bidirectional", 8, 2048, 16, 64, large=True),
     _attention(
+        "llama3_8b_batch_4", 4, 4096, 32, 128, kv_heads=8, causal=True, large=True, timed_only=True
+    ),
+    _attention(
+        "llama3_8b_long", 1, 16384, 32, 128, kv_heads=8, causal=True, large=True, timed_only=True
+    ),
+    _attention(
+        "llama3_8b_window",
+        4,
+        4096,
+        32,
+        128,
+        kv_heads=8,
+        causal=True,
+        window=1024,
+        large=True,
+        timed_only=True,
+    ),
+    _attention(
+        "llama3_8b_documents",
+        4,
+        4096,
+        32,
+        128,
+        kv_heads=8,
+        causal=True,
+        large=True,
+        timed_only=True,
+        segment_ids=_packed(4, 113, 228, 341, 455, 569, 683, 796, 911),
+    ),
+    _attention(
         "long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True, timed_only=True
     ),
     _attention("window", 1, 4096, 4, 128, causal=True, window=1024, large=True),
@@ -198,6 +266,10 @@ CASES = (
         softcap=4.0,
         segment_ids=(_scattered(2, 21, 5, seed=0), _scattered(2, 40, 4, seed=1)),
     ),
+    _attention("rope", 2, 70, 4, 16, kv_heads=2, causal=True, rope_table=_angles(70, 8)),
+    _attention("rope_128", 1, 70, 2, 128, kv_heads=1, causal=True, rope_table=_angles(70, 64)),
+    # A table for each sequence, of pairs that are neighbours and fewer than fill a head.
+    _attention("rope_odd", 2, 9, 2, 13, window=5, rope_table=_angles(2, 9, 5), interleaved=True),
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),
@@ -219,6 +291,54 @@ CASES = (
     _decode("one_token", 2, 1, 4, 64, kv_heads=2),
     _decode("no_batch", 0, 8, 2, 64),
     _decode("no_tokens", 2, 0, 2, 64),
+    # What the models' projections are, beside the plain form of the same shapes.
+    _projection("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
+    _projection(
+        "llama3_1b",
+        4,
+        4096,
+        32,
+        64,
+        kv_heads=8,
+        causal=True,
+        large=True,
+        timed_only=True,
+        rope_table=_angles(4096, 32),
+    ),
+    _projection(
+        "llama3_8b",
+        4,
+        4096,
+        32,
+        128,
+        kv_heads=8,
+        causal=True,
+        large=True,
+        timed_only=True,
+        rope_table=_angles(4096, 64),
+    ),
+    _projection("causal", 2, 7, 3, 8, causal=True),
+    _projection("grouped", 2, 70, 4, 16, kv_heads=2, causal=True, rope_table=_angles(70, 8)),
+    _projection("odd_head_width", 1, 9, 3, 5, kv_heads=1, window=4),
+    _projection("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True, softcap=5.0),
+    _projection(
+        "all_options",
+        2,
+        150,
+        6,
+        32,
+        kv_heads=2,
+        causal=True,
+        window=67,
+        softcap=5.0,
+        scale=0.3,
+        segment_ids=_packed(2, 3, 70, 1, 64, 12),
+        rope_table=_angles(2, 150, 8),
+        interleaved=True,
+    ),
+    _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
+    _projection("no_batch", 0, 8, 2, 8, causal=True),
+    _projection("no_tokens", 2, 0, 2, 8, causal=True),
     _softmax(
         "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
     ),

@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxllm import ffi
+from jaxllm.ops.attention import packing
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
+_MAX_HEAD_WIDTH = 256
+_MAX_LENGTH = 2**28
+_SEGMENT_GRANULE = 32  # rows, as in cuda/attention/flash_attention.h
+
+
+def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if q.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"q has dtype {q.dtype}; the kernel takes {names}"
+    if q.shape[2] == 0:
+        return "q has no heads"
+    if q.shape[-1] > _MAX_HEAD_WIDTH:
+        return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_HEAD_WIDTH}"
+    if max(q.shape[1], k.shape[1]) > _MAX_LENGTH:
+        return (
+            f"q has {q.shape[1]} queries and k {k.shape[1]} keys; the kernel takes at most "
+            f"{_MAX_LENGTH}"
+        )
+    rope_table = rest[-1]
+    if rope_table is not None and rope_table[0].dtype != jnp.float32:
+        return f"rope_table has dtype {rope_table[0].dtype}; the kernel takes float32"
+    return None
+
+
+flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+
+
+def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if q.dtype != jnp.float8_e4m3fn:
+        return f"q has dtype {q.dtype}; the kernel takes float8_e4m3fn"
+    like_half = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, k))
+    return flash_attention_unsupported(*like_half, None)
+
+
+def flash_attention_slower(*_, **__) -> str | None:
+    """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
+    return "no row in benchmarks/results shows it faster than cuDNN"
+
+
+flash_attention_packed_slower = flash_attention_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -24,6 +69,68 @@ def repeat_kv_unsupported(x, *_, **__) -> str | None:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"x has dtype {x.dtype}; the kernel takes {names}"
     return None
+
+
+def flash_attention_forward(
+    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
+):
+    """Returns ``(out, lse)``."""
+    extras = (*(rope_table or ()), *(segment_ids or ()))
+    results = (_like(q), _query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
+
+
+def flash_attention_backward(
+    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
+    """Returns ``(dq, dk, dv)``."""
+    arrays = (q, k, v, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
+    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    results = (_like(q), _like(k), _like(v), *workspaces)
+    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
+
+
+def flash_attention_packed_forward(
+    qkv, segment_ids, rope_table,
+    *, heads, kv_heads, causal, scale, window, softcap, interleaved,
+):  # fmt: skip
+    """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
+    q, k = _unpacked(qkv, heads, kv_heads)
+    B, T, N, H = q.shape
+    out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
+    results = (out, _query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"heads": heads, "kv_heads": kv_heads}
+    extras = (*(rope_table or ()), *(segment_ids or ()))
+    return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
+
+
+def flash_attention_packed_backward(
+    qkv, out, lse, dout, segment_ids, rope_table,
+    *, heads, kv_heads, causal, scale, window, softcap, interleaved,
+):  # fmt: skip
+    """Returns ``dqkv``."""
+    q, k = _unpacked(qkv, heads, kv_heads)
+    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    arrays = (qkv, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
+    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"heads": heads, "kv_heads": kv_heads}
+    results = (_like(qkv), *workspaces)
+    return ffi.call("flash_attention_packed_backward", results, *arrays, **options)[0]
+
+
+def flash_attention_float8(
+    q, k, v, q_scale, k_scale, v_scale, segment_ids, *, causal, scale, window, softcap
+):
+    """Returns ``out``."""
+    out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
+    options = _flash_options(causal, scale, window, softcap, None, False)
+    results = (out, *_workspaces(q, k, segment_ids, None))
+    arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
+    return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
 
 
 def softmax_forward(x, *, scale, causal):
@@ -52,6 +159,41 @@ def repeat_kv_backward(dout, *, groups):
     result = jax.ShapeDtypeStruct((*outer, N // groups, H), dout.dtype)
     (dx,) = ffi.call("repeat_kv_backward", [result], dout, groups=groups)
     return dx
+
+
+def _flash_options(causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
+    """The attributes of a call; zero stands for no window and no softcap."""
+    return {
+        "causal": causal,
+        "scale": scale,
+        "window": 0 if window is None else int(window),
+        "softcap": 0.0 if softcap is None else float(softcap),
+        "rope": rope_table is not None,
+        "interleaved": interleaved,
+    }
+
+
+def _unpacked(qkv: jax.Array, heads: int, kv_heads: int) -> tuple:
+    """What the queries and the keys of a projection would be."""
+    return jax.eval_shape(lambda qkv: packing.split(qkv, heads, kv_heads), qkv)[:2]
+
+
+def _query_statistic(q: jax.Array) -> jax.ShapeDtypeStruct:
+    B, T, N, _ = q.shape
+    return jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+
+
+def _workspaces(q, k, segment_ids, rope_table) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The least and largest segment of every few queries and keys, and the turned heads."""
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    lengths = (T, S) if segment_ids is not None else ()
+    granules = sum(-(-length // _SEGMENT_GRANULE) for length in lengths)
+    turned = 0 if rope_table is None else N + K
+    return (
+        jax.ShapeDtypeStruct((B, granules, 2), jnp.int32),
+        jax.ShapeDtypeStruct((B, T, turned, H), q.dtype),
+    )
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:

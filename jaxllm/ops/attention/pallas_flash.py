@@ -29,6 +29,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.attention import packing
+from jaxllm.ops.rotary.pallas import rope_backward, rope_forward, rope_unsupported
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 256
 _MIN_BLOCK = 16
@@ -73,20 +76,25 @@ _FLOAT_TILES = {
 }
 
 
-def flash_attention_unsupported(q, *_, **__) -> str | None:
+def flash_attention_unsupported(q, k, *rest, **_) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
     if q.shape[-1] > _MAX_WIDTH:
         return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
+    if rest[-1] is not None:
+        return rope_unsupported(q, k, *rest[-1])
     return None
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, *, causal, scale, window, softcap, interpret=False, tiles=None
-):
+    q, k, v, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False, interpret=False, tiles=None,
+):  # fmt: skip
     """Returns ``(out, lse)``; ``tiles`` stands in for those of the table."""
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
     if q.size == 0 or k.size == 0:
         return jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, jnp.float32)
@@ -104,10 +112,12 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids,
-    *, causal, scale, window, softcap, interpret=False, tiles=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False, interpret=False, tiles=None,
 ):  # fmt: skip
     """Returns ``(dq, dk, dv)``; ``tiles`` stands in for those of the table."""
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     if q.size == 0 or k.size == 0:
@@ -136,7 +146,15 @@ def flash_attention_backward(
         outputs=(_like(_flat(q)),),
         interpret=interpret,
     )
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    if rope_table is not None:
+        dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved, interpret=interpret)
+    return dq, dk, dv
+
+
+flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+flash_attention_packed_forward = packing.forward(flash_attention_forward)
+flash_attention_packed_backward = packing.backward(flash_attention_backward)
 
 
 @dataclasses.dataclass(frozen=True)

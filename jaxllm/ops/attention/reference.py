@@ -20,6 +20,8 @@ The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inpu
 definition, not the way to compute it. What XLA multiplies float32 factors with is JAX's
 ``jax_default_matmul_precision``.
 
+With rotary embeddings q and k turn first, and dq and dk turn back: see the family ``rotary``.
+
 ``softmax`` is the middle of that by itself, :math:`out = p` of scores :math:`s = scale \cdot x`, so
 
 .. math::
@@ -32,6 +34,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+
+from jaxllm.ops.attention import packing
+from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
 
 def _wide(x: Array) -> Array:
@@ -79,18 +84,38 @@ def _mask(T: int, S: int, causal: bool, window: int | None, segment_ids) -> Arra
 
 
 def flash_attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=None, segment_ids=None
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    window=None,
+    softcap=None,
+    segment_ids=None,
+    rope_table=None,
+    interleaved=False,
 ):
     """The definition of ``flash_attention``, for JAX to differentiate."""
     if segment_ids is not None and not isinstance(segment_ids, tuple):
         segment_ids = (segment_ids, segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
-    return flash_attention_forward(q, k, v, segment_ids, **options)[0]
+    rope_table = lax.stop_gradient(rope_table)
+    arrays = (q, k, v, segment_ids, rope_table)
+    return flash_attention_forward(*arrays, **options, interleaved=interleaved)[0]
 
 
-def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, softcap):
-    """Returns ``(out, lse)``; ``segment_ids`` is None or a pair, of the queries and of the keys."""
+def flash_attention_forward(
+    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
+):
+    """Returns ``(out, lse)``.
+
+    ``segment_ids`` is None or a pair, of the queries and of the keys; ``rope_table`` is None or a
+    pair, the cosines and the sines.
+    """
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     B, T, N, H = q.shape
     mask = _mask(T, k.shape[1], causal, window, segment_ids)
     scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
@@ -100,9 +125,12 @@ def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, soft
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, *, causal, scale, window, softcap
-):
+    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
     """Returns ``(dq, dk, dv)``."""
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     wide_q, wide_k, dout = _group(q, K), _wide(k), _group(dout, K)
@@ -118,7 +146,28 @@ def flash_attention_backward(
     dq = scale * jnp.einsum("bkgts,bskh->btkgh", dscores, wide_k)
     dk = scale * jnp.einsum("bkgts,btkgh->bskh", dscores, wide_q)
     dv = jnp.einsum("bkgts,btkgh->bskh", p, dout)
-    return dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dq = dq.reshape(q.shape)
+    if rope_table is not None:
+        dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def flash_attention_packed(qkv, *, heads, kv_heads=None, **options):
+    """The definition of ``flash_attention_packed``, for JAX to differentiate."""
+    q, k, v = packing.split(qkv, heads, kv_heads or heads)
+    return packing.rows(flash_attention(q, k, v, **options))
+
+
+flash_attention_packed_forward = packing.forward(flash_attention_forward)
+flash_attention_packed_backward = packing.backward(flash_attention_backward)
+
+
+def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **options):
+    """Returns ``out``, in bfloat16."""
+    pairs = ((q, q_scale), (k, k_scale), (v, v_scale))
+    q, k, v = (x.astype(jnp.float32) * scale[:, None] for x, scale in pairs)
+    out, _ = flash_attention_forward(q, k, v, segment_ids, **options)
+    return out.astype(jnp.bfloat16)
 
 
 def softmax(x, *, scale=1.0, causal=False):

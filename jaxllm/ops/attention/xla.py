@@ -18,11 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+from jaxllm.ops.attention import packing
+from jaxllm.ops.rotary.reference import rope_backward, rope_forward
+
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MAX_HEAD_WIDTH = 128
 
 
-def flash_attention_unsupported(q, k, v, *rest, causal, scale, window, softcap) -> str | None:
+def flash_attention_unsupported(
+    q, k, v, *rest, causal, scale, window, softcap, interleaved=False
+) -> str | None:
     """Why cuDNN cannot serve a call, in either direction; None if it can."""
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
     if any(array.dtype not in _DTYPES for array in (q, k, v)):
@@ -35,7 +40,7 @@ def flash_attention_unsupported(q, k, v, *rest, causal, scale, window, softcap) 
         return "cuDNN's attention needs two keys or more"
     if softcap is not None:
         return "cuDNN's attention has no softcap here"
-    if rest[-1] is not None:
+    if rest[-2] is not None:
         return "cuDNN's attention takes no segment ids here"
     if causal and T != S:
         return f"cuDNN's causal mask starts at the first key, so {T} queries need {T} keys, not {S}"
@@ -59,16 +64,31 @@ def _no_cudnn() -> str | None:
     return None
 
 
-def flash_attention_forward(q, k, v, segment_ids, *, causal, scale, window, softcap):
+def flash_attention_forward(
+    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
+):
     """Returns ``(out, lse)``."""
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     return _forward(q, k, v, _mask_type(causal), scale, window)
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, *, causal, scale, window, softcap
-):
+    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
     """Returns ``(dq, dk, dv)``."""
-    return _backward(q, k, v, out, lse, dout, _mask_type(causal), scale, window)
+    if rope_table is not None:
+        q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
+    dq, dk, dv = _backward(q, k, v, out, lse, dout, _mask_type(causal), scale, window)
+    if rope_table is not None:
+        dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved)
+    return dq, dk, dv
+
+
+flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+flash_attention_packed_forward = packing.forward(flash_attention_forward)
+flash_attention_packed_backward = packing.backward(flash_attention_backward)
 
 
 def _mask_type(causal: bool) -> cudnn.MaskType:

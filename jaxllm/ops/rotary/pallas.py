@@ -7,6 +7,7 @@ what is past the last position, head or pair is masked.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,12 @@ def rope_unsupported(q, k, cos, sin, **_) -> str | None:
     return None
 
 
-def rope_forward(q, k, cos, sin, *, interleaved, interpret=False):
+def rope_forward(q, k, cos, sin, *, interleaved, interpret=False) -> tuple[Array, Any]:
     """Returns ``(q, k)``, rotated; ``k`` may be None."""
     return _rotate(q, k, cos, sin, interleaved, 1, interpret)
 
 
-def rope_backward(dq, dk, cos, sin, *, interleaved, interpret=False):
+def rope_backward(dq, dk, cos, sin, *, interleaved, interpret=False) -> tuple[Array, Any]:
     """Returns the gradients of ``q`` and ``k`` from those of the rotated ones."""
     return _rotate(dq, dk, cos, sin, interleaved, -1, interpret)
 

@@ -12,6 +12,8 @@ flows into them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -24,13 +26,13 @@ def rope(q, k, cos, sin, *, interleaved):
     return turned[0] if k is None else turned
 
 
-def rope_forward(q, k, cos, sin, *, interleaved):
+def rope_forward(q, k, cos, sin, *, interleaved) -> tuple[Array, Any]:
     """Returns ``(q, k)``, rotated; ``k`` may be None."""
     turned_k = None if k is None else _rotate(k, cos, sin, interleaved)
     return _rotate(q, cos, sin, interleaved), turned_k
 
 
-def rope_backward(dq, dk, cos, sin, *, interleaved):
+def rope_backward(dq, dk, cos, sin, *, interleaved) -> tuple[Array, Any]:
     """Returns the gradients of ``q`` and ``k`` from those of the rotated ones."""
     return rope_forward(dq, dk, cos, -sin, interleaved=interleaved)
 

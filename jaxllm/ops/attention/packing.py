@@ -1,0 +1,65 @@
+"""Attention of a projection that holds queries, keys and values, by that of separate arrays.
+
+For implementations that cannot read q, k and v out of the rows of one array: they are sliced out of
+it, and their gradients joined. The heads of a row of (N + 2K) H columns stand in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def split(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    """The queries (B, T, N, H), keys and values (B, T, K, H) of a projection."""
+    B, T, columns = qkv.shape
+    H = columns // (heads + 2 * kv_heads)
+    parts = jax.lax.split(qkv, (heads * H, kv_heads * H, kv_heads * H), axis=-1)
+    numbers = (heads, kv_heads, kv_heads)
+    q, k, v = (part.reshape(B, T, n, H) for part, n in zip(parts, numbers, strict=True))
+    return q, k, v
+
+
+def rows(x: Array) -> Array:
+    """(B, T, N, H) as (B, T, N*H)."""
+    B, T, N, H = x.shape
+    return x.reshape(B, T, N * H)
+
+
+def forward(unpacked: Callable) -> Callable:
+    """``flash_attention_packed_forward`` by a ``flash_attention_forward``."""
+
+    def packed(qkv, segment_ids, rope_table, *, heads, kv_heads, **options):
+        """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
+        q, k, v = split(qkv, heads, kv_heads)
+        out, lse = unpacked(q, k, v, segment_ids, rope_table, **options)
+        return rows(out), lse
+
+    return packed
+
+
+def backward(unpacked: Callable) -> Callable:
+    """``flash_attention_packed_backward`` by a ``flash_attention_backward``."""
+
+    def packed(qkv, out, lse, dout, segment_ids, rope_table, *, heads, kv_heads, **options):
+        """Returns ``dqkv``."""
+        q, k, v = split(qkv, heads, kv_heads)
+        out, dout = out.reshape(q.shape), dout.reshape(q.shape)
+        gradients = unpacked(q, k, v, out, lse, dout, segment_ids, rope_table, **options)
+        return jnp.concatenate([rows(gradient) for gradient in gradients], axis=-1)
+
+    return packed
+
+
+def unsupported(unpacked: Callable) -> Callable:
+    """``flash_attention_packed_unsupported`` by a ``flash_attention_unsupported``."""
+
+    def packed(qkv, *rest, heads, kv_heads, **options) -> str | None:
+        """Why the kernels cannot serve a call, in either direction; None if they can."""
+        q, k, v = jax.eval_shape(lambda qkv: split(qkv, heads, kv_heads), qkv)
+        return unpacked(q, k, v, *rest, **options)
+
+    return packed
