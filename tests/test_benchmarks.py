@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm.ops
-from benchmarks import ops, peers, record, timing, train
+from benchmarks import ops, peer_ops, peers, record, timing, train
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
 
 CASES = [
@@ -151,7 +151,7 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
     expected = {
         (direction, name)
         for direction in ops.DIRECTIONS
-        for name in (*ops.BACKENDS, *peers.PEERS["rms_norm"])
+        for name in (*ops.BACKENDS, *peer_ops.PEERS["rms_norm"])
     }
     assert {(row["direction"], row["implementation"]) for row in rows} == expected
     for row in rows:
@@ -183,7 +183,7 @@ def test_outputs_and_gradients_are_timed_in_one_program(backend):
 
 def test_the_peers_compute_what_our_ops_compute():
     torch = pytest.importorskip("torch")
-    for op, fn in peers._torch_ops().items():
+    for op, fn in peer_ops.torch_ops().items():
         case = next(case for case in CASES if case.op == op and not case.large)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
@@ -194,7 +194,7 @@ def test_the_peers_compute_what_our_ops_compute():
 
 
 def test_every_peer_belongs_to_an_op_that_has_cases():
-    assert {*peers.PEERS, *peers.JAX_PEERS} <= {case.op for case in CASES}
+    assert {*peer_ops.PEERS, *peer_ops.JAX_PEERS} <= {case.op for case in CASES}
 
 
 def test_optax_computes_what_our_op_computes():
@@ -205,6 +205,22 @@ def test_optax_computes_what_our_op_computes():
     theirs = ops.forward_call(case, "optax")(*inputs)
     close = jax.tree.map(functools.partial(jnp.allclose, atol=1e-5), ours, theirs)
     assert all(jax.tree.leaves(close))
+
+
+@pytest.mark.parametrize("name", ["causal_window", "symmetric_window", "packed_documents"])
+def test_cudnn_with_a_mask_computes_what_our_op_computes(name, monkeypatch):
+    attention = jax.nn.dot_product_attention  # in plain JAX, which a CPU has too
+    anywhere = lambda *qkv, implementation, **options: attention(*qkv, **options)  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", anywhere)
+    case = next(case for case in CASES if str(case) == f"flash_attention-{name}")
+    if case.inputs["q"].shape[1] != case.inputs["k"].shape[1]:
+        case = dataclasses.replace(case, inputs=dict.fromkeys("qkv", case.inputs["q"]))
+    inputs = make_inputs(case, "float32")
+    ours, theirs = (
+        ops.forward_call(case, implementation)(*inputs)
+        for implementation in ("xla", "cudnn with a mask")
+    )
+    assert jnp.allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("timer", timing.TIMERS)

@@ -1,8 +1,9 @@
-"""``linear`` and ``mlp`` with CUDA kernels.
+"""``linear`` and ``mlp`` with CUDA kernels, and ``matvec``'s FFI call.
 
-The products stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that GELU follows and
-the one whose result GELU's slope is applied to, with which those then happen in one kernel, in
-``cuda/gemm``. That saves a pass over an array of the hidden width in either direction.
+The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
+GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
+one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
+direction.
 """
 
 from __future__ import annotations
@@ -106,3 +107,17 @@ def _matmul_gelu_slope(dout, weight, h, bias):
     partial = jax.ShapeDtypeStruct((row_tiles, h.shape[-1]), jnp.float32)
     results = (dh, dbias, partial)
     return tuple(ffi.call("matmul_gelu_slope", results, dout, weight, h, bias)[:2])
+
+
+def matvec_unsupported(w, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"x has dtype {x.dtype}; the kernel takes float32, bfloat16, float16"
+    return None
+
+
+def matvec(w, x):
+    """Returns ``out``."""
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
+    (out,) = ffi.call("matvec", [result], w, x)
+    return out

@@ -1,6 +1,8 @@
-"""``linear`` and ``mlp`` in ``jax.numpy``: products.py has the formulas, and the derivatives."""
+"""Products in ``jax.numpy``: products.py has the formulas, and the derivatives by hand."""
 
 from __future__ import annotations
+
+import jax.numpy as jnp
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.gemm import products
@@ -36,3 +38,9 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 def mlp_backward(*arrays, activation):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     return products.mlp_backward(activations, *arrays, activation)
+
+
+def matvec(w, x):
+    """Returns ``out``."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("mk,rk->rm", w.astype(wide), x.astype(wide)).astype(x.dtype)
