@@ -49,7 +49,7 @@ def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout,
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     arrays = (x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout)
     if fused_unsupported(x, up_weight):
-        return products.mlp_backward(activations, *arrays, activation)
+        return products.mlp_backward(activations, arrays, activation)
     dh, dup_bias = _matmul_gelu_slope(dout, down_weight, h, up_bias)
     return (
         products.input_gradient(dh, up_weight),

@@ -41,7 +41,7 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, in
 
 def mlp_backward(*arrays, activation, interpret=False):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    return products.mlp_backward(activations, *arrays, activation, interpret=interpret)
+    return products.mlp_backward(activations, arrays, activation, interpret=interpret)
 
 
 _ROWS = 16  # of x, as Triton's products ask
