@@ -205,25 +205,37 @@ def test_a_large_mlp_for_hopper_fuses_gelu_with_its_products(on_hopper):
     ("dtype", "changed", "why"),
     [
         ("float32", {}, "x has dtype float32; the fused product takes bfloat16 and float16"),
-        ("bfloat16", {"width": 60}, "the copy engine needs rows of 16-byte multiples"),
-        ("bfloat16", {"hidden": 188}, "the copy engine needs rows of 16-byte multiples"),
+        ("bfloat16", {"width": 60, "out": 60}, "widths that are no multiples of 8"),
+        ("bfloat16", {"hidden": 188}, "widths that are no multiples of 8"),
         ("float16", {"rows": 131 * 128}, "the product has 131 tiles"),
     ],
 )
 def test_other_mlps_have_kernels_after_the_products(on_hopper, dtype, changed, why):
     sizes = LARGE | changed
     x, weight, *_ = jax.eval_shape(lambda: mlp_arrays(dtype, **sizes))
-    assert why in str(cuda.fused_unsupported(x, weight))
+    assert why in str(cuda.fused_unsupported(x, weight.shape[1]))
     program = mlp_program(dtype, sizes)
     found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
     assert found == ["bias_add_backward", "bias_gelu_backward", "bias_gelu_forward"]
     assert len(re.findall("dot_general", program)) == 6
 
 
+@pytest.mark.parametrize(
+    ("changed", "kernels"),
+    [
+        ({"width": 60}, ["bias_add_backward", "bias_gelu_forward", "matmul_gelu_slope"]),
+        ({"out": 60}, ["bias_add_backward", "bias_gelu_backward", "matmul_bias_gelu"]),
+    ],
+)
+def test_each_product_of_an_mlp_is_fused_by_its_own_widths(on_hopper, changed, kernels):
+    program = mlp_program("bfloat16", LARGE | changed)
+    assert sorted(set(re.findall(r"@jaxllm_(\w+)", program))) == kernels
+
+
 def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):
     x, weight, *_ = jax.eval_shape(lambda: mlp_arrays("bfloat16", **LARGE))
     monkeypatch.setattr(cuda, "_no_hopper", lambda: "there is none")
-    assert cuda.fused_unsupported(x, weight) == "there is none"
+    assert cuda.fused_unsupported(x, weight.shape[1]) == "there is none"
 
 
 @pytest.mark.gpu
@@ -235,7 +247,7 @@ def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):
 def test_the_fused_products_take_any_rows_and_widths(monkeypatch, dtype, rows, width, hidden):
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
     arrays = mlp_arrays(dtype, rows=rows, width=width, hidden=hidden, out=width)
-    if reason := cuda.fused_unsupported(arrays[0], arrays[1]):
+    if reason := cuda.fused_unsupported(arrays[0], hidden):
         assert cuda._no_hopper() == reason  # nothing to test on this GPU
         return
     fused = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)

@@ -29,7 +29,7 @@ _MAX_SIZE = 2**31  # the copy engine's coordinates
 
 def linear_forward(x, weight, bias, *, activation):
     """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
-    if activation == "gelu" and bias is not None and not fused_unsupported(x, weight):
+    if activation == "gelu" and bias is not None and not fused_unsupported(x, weight.shape[1]):
         return _matmul_bias_gelu(x, weight, bias)
     return products.forward(activations, x, weight, bias, activation)
 
@@ -48,7 +48,7 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout, *, activation):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     arrays = (x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout)
-    if fused_unsupported(x, up_weight):
+    if fused_unsupported(dout, h.shape[-1]):
         return products.mlp_backward(activations, arrays, activation)
     dh, dup_bias = _matmul_gelu_slope(dout, down_weight, h, up_bias)
     return (
@@ -60,22 +60,22 @@ def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout,
     )
 
 
-def fused_unsupported(x, weight) -> str | None:
-    """Why the product of ``x`` and ``weight`` is XLA's, with a kernel after it; None if it is ours.
-
-    The same answer holds for the product of the backward pass, in which the widths change places.
-    """
-    width, columns = weight.shape
-    rows = math.prod(x.shape[:-1])
+def fused_unsupported(x, columns: int) -> str | None:
+    """Why the product of ``x`` and a matrix of so many columns is XLA's; None if it is ours."""
+    *outer, width = x.shape
+    rows = math.prod(outer)
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {x.dtype}; the fused product takes bfloat16 and float16"
     if width % 8 or columns % 8 or width == 0:
-        return f"weight has shape {weight.shape}; the copy engine needs rows of 16-byte multiples"
+        return (
+            f"the product of {x.shape} and {(width, columns)} has widths that are no multiples of "
+            "8, 16 bytes, as the copy engine needs them"
+        )
     tiles = math.prod(-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
     if tiles < _MIN_TILES:
         return f"the product has {tiles} tiles of {_TILE}, too few to fill a GPU"
     if max(rows, width, columns) >= _MAX_SIZE:
-        return f"x has shape {x.shape} and weight {weight.shape}; sizes end below 2^31"
+        return f"the product of {x.shape} and {(width, columns)} has a size of 2^31 or more"
     return _no_hopper()
 
 
