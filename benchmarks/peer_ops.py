@@ -28,6 +28,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("torch.compile", "torch eager"),
     "add": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
+    "mlp": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
@@ -148,6 +149,9 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
         h = F.linear(x, weight.T, bias)
         return h if activation is None else gelu(h)
 
+    def mlp(x, up_weight, up_bias, down_weight, down_bias):
+        return linear(linear(x, up_weight, up_bias, "gelu"), down_weight, down_bias)
+
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
         return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
@@ -177,7 +181,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (global_norm, softmax, repeat_kv, linear, embed, rope)
+    others = (global_norm, softmax, repeat_kv, linear, mlp, embed, rope)
     losses = (cross_entropy, linear_cross_entropy)
     return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses)}
 

@@ -45,7 +45,8 @@ def allowed(module):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation of the same backend.
-        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products", "jaxllm.ffi")
+        shared = (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
+        return (*shared, "jaxllm.ffi") if family[2] == "cuda" else shared
     if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
         # A block is made of products and attention of the same backend.
         parts = ("attention", "gemm", "quantization")

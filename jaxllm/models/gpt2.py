@@ -38,6 +38,7 @@ from jaxllm.models.blocks import (
     layers_of,
     logits,
     pad_vocab,
+    perceptron,
     project,
     run_blocks,
     widen,
@@ -316,7 +317,6 @@ def _block(
     x = attend(project(x, **attention["qkv"]))
     x = project(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = project(x, **mlp["up"], activation="gelu")
-    x = project(x, **mlp["down"])
+    x = perceptron(x, mlp["up"], mlp["down"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x
