@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 import jaxllm.ops
 from benchmarks import peers, timing
+from benchmarks.peer_ops import JAX_PEERS, PEERS
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 from jaxllm.testing import DTYPES, Case, Normal, cotangents_like, make_inputs
 
@@ -108,20 +109,21 @@ def directions_of(case: Case, options: argparse.Namespace) -> list[str]:
 
 def implementations(case: Case, options: argparse.Namespace) -> list[str]:
     """Our backends, and the peers that are JAX functions and so run in our process."""
-    return [*options.backend, *([] if options.no_peers else peers.JAX_PEERS.get(case.op, ()))]
+    return [*options.backend, *([] if options.no_peers else JAX_PEERS.get(case.op, ()))]
+
+
+def op_call(case: Case, backend: str) -> Callable[..., Any]:
+    """The public op with the case's options, or a peer that is a JAX function."""
+    if backend in JAX_PEERS.get(case.op, ()):
+        return functools.partial(JAX_PEERS[case.op][backend], **case.static)
+    return functools.partial(getattr(jaxllm.ops, case.op), **case.static, backend=backend)
 
 
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted public op, or a peer in JAX; what is replaced in place is donated."""
+    """The jitted op; what is replaced in place is donated."""
     names = list(case.inputs)
     donated = tuple(names.index(name) for name in case.in_place)
-    if backend in peers.JAX_PEERS.get(case.op, ()):
-        op = peers.JAX_PEERS[case.op][backend]
-        return jax.jit(functools.partial(op, **case.static), donate_argnums=donated)
-    op = getattr(jaxllm.ops, case.op)
-    return jax.jit(
-        lambda *inputs: op(*inputs, **case.static, backend=backend), donate_argnums=donated
-    )
+    return jax.jit(op_call(case, backend), donate_argnums=donated)
 
 
 def replace_inputs(case: Case, inputs: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
@@ -150,7 +152,7 @@ def backward_call() -> Callable[..., Any]:
 
 def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     """A jitted function from inputs to outputs and pullback, for the inputs with a gradient."""
-    op = getattr(jaxllm.ops, case.op)
+    op = op_call(case, backend)
     varies = [isinstance(spec, Normal) and not spec.constant for spec in case.inputs.values()]
 
     @jax.jit
@@ -161,7 +163,7 @@ def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
                 next(given) if is_varying else x
                 for x, is_varying in zip(inputs, varies, strict=True)
             )
-            return op(*merged, **case.static, backend=backend)
+            return op(*merged)
 
         wanted = [x for x, is_varying in zip(inputs, varies, strict=True) if is_varying]
         return jax.vjp(of_varying, *wanted)
@@ -292,7 +294,7 @@ def run_peers(
     unreported = "; ".join([f"no report: {status}", *log[-1:]])[:200]
     for case in cases:
         for direction in directions_of(case, options):
-            for peer in peers.PEERS.get(case.op, ()):
+            for peer in PEERS.get(case.op, ()):
                 key = (case.op, case.name, direction, peer)
                 _report(key, results.setdefault(key, unreported))
     return limits, results

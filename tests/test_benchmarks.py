@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm.ops
-from benchmarks import ops, peers, record, timing, train
+from benchmarks import ops, peer_ops, peers, record, timing, train
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
 
 CASES = [
@@ -151,7 +151,7 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
     expected = {
         (direction, name)
         for direction in ops.DIRECTIONS
-        for name in (*ops.BACKENDS, *peers.PEERS["rms_norm"])
+        for name in (*ops.BACKENDS, *peer_ops.PEERS["rms_norm"])
     }
     assert {(row["direction"], row["implementation"]) for row in rows} == expected
     for row in rows:
@@ -183,7 +183,7 @@ def test_outputs_and_gradients_are_timed_in_one_program(backend):
 
 def test_the_peers_compute_what_our_ops_compute():
     torch = pytest.importorskip("torch")
-    for op, fn in peers._torch_ops().items():
+    for op, fn in peer_ops.torch_ops().items():
         case = next(case for case in CASES if case.op == op and not case.large)
         inputs = make_inputs(case, "float32")
         ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
@@ -194,7 +194,7 @@ def test_the_peers_compute_what_our_ops_compute():
 
 
 def test_every_peer_belongs_to_an_op_that_has_cases():
-    assert {*peers.PEERS, *peers.JAX_PEERS} <= {case.op for case in CASES}
+    assert {*peer_ops.PEERS, *peer_ops.JAX_PEERS} <= {case.op for case in CASES}
 
 
 def test_optax_computes_what_our_op_computes():

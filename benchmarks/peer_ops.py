@@ -1,0 +1,262 @@
+"""What the peers compute: ops of torch, Liger, cut-cross-entropy, optax and tokamax.
+
+Each has the name, the arrays and the options of one of our ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Ops that a peer has no kernel for are not among its ops: Liger has no fused add + layer norm.
+PEERS: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("torch.compile", "liger", "torch eager"),
+    "rms_norm": ("torch.compile", "liger", "torch eager"),
+    "add_layer_norm": ("torch.compile", "torch eager"),
+    "add_rms_norm": ("torch.compile", "liger", "torch eager"),
+    "softmax": ("torch.compile", "liger", "torch eager"),
+    "repeat_kv": ("torch.compile", "torch eager"),
+    "gelu": ("torch.compile", "torch eager"),
+    "bias_gelu": ("torch.compile", "torch eager"),
+    "bias_add": ("torch.compile", "torch eager"),
+    "swiglu": ("torch.compile", "liger", "torch eager"),
+    "swiglu_packed": ("torch.compile", "torch eager"),
+    "relu": ("torch.compile", "torch eager"),
+    "sigmoid": ("torch.compile", "torch eager"),
+    "add": ("torch.compile", "torch eager"),
+    "linear": ("torch.compile", "torch eager"),
+    "cross_entropy": ("torch.compile", "liger"),
+    "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
+    "adamw_update": ("torch fused",),
+    "global_norm": ("torch.compile", "torch eager"),
+    "embed": ("torch.compile", "torch eager"),
+    "rope": ("torch.compile", "liger", "torch eager"),
+}
+
+
+def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
+    """``adamw_update`` as one writes it with optax; its defaults are ours."""
+    import optax
+
+    if seed is not None:
+        raise ValueError("optax has no random rounding")
+    optimizer = optax.adamw(lr, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    state: Any = optimizer.init(param)
+    state = (optax.ScaleByAdamState(jax.numpy.int32(step - 1), m, v), *state[1:])
+    updates, state = optimizer.update(grad, state, param)
+    adam = state[0]
+    param = optax.apply_updates(param, updates)
+    if copy_dtype is None:
+        return param, adam.mu, adam.nu
+    return param, adam.mu, adam.nu, jax.tree.map(lambda x: x.astype(copy_dtype), param)
+
+
+def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
+    """``flash_attention`` of tokamax, which has no option of ours but the mask and the scale."""
+    import tokamax
+
+    return tokamax.dot_product_attention(
+        q, k, v, is_causal=causal, implementation=implementation, **options
+    )
+
+
+def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale=None):
+    """``flash_attention`` by cuDNN, with an array of what each query sees."""
+    if window is None and segment_ids is None:
+        raise ValueError("without a window or segments cuDNN needs no mask: see xla")
+    distance = jax.numpy.arange(q.shape[1])[:, None] - jax.numpy.arange(k.shape[1])
+    mask = distance >= 0 if causal else jax.numpy.ones_like(distance, bool)
+    if window is not None:
+        mask &= abs(distance) < window
+    mask = mask[None, None]
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+
+
+# Peers that are JAX functions, with the op's arguments; they run beside our backends.
+JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
+    "adamw_update": {"optax": _optax_adamw},
+    "flash_attention": {
+        "tokamax mosaic": functools.partial(_tokamax_attention, "mosaic"),
+        "tokamax triton": functools.partial(_tokamax_attention, "triton"),
+        "cudnn with a mask": _masked_cudnn,
+    },
+}
+
+_EPS = 1e-5
+
+
+def torch_ops() -> dict[str, Callable[..., Any]]:
+    """The ops as one writes them in torch."""
+    import torch
+    import torch.nn.functional as F
+    from torch.utils._pytree import tree_leaves  # torch.compile knows nothing of jax.tree
+
+    def layer_norm(x, scale, bias):
+        return F.layer_norm(x, scale.shape, scale, bias, _EPS)
+
+    def rms_norm(x, scale):
+        return F.rms_norm(x, scale.shape, scale, _EPS)
+
+    def add_layer_norm(x, residual, scale, bias):
+        h = x + residual
+        return layer_norm(h, scale, bias), h
+
+    def add_rms_norm(x, residual, scale):
+        h = x + residual
+        return rms_norm(h, scale), h
+
+    def softmax(x, scale=1.0, causal=False):
+        if causal:
+            T, S = x.shape[-2:]
+            seen = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+            x = x.masked_fill(~seen, -torch.inf)
+        return F.softmax(scale * x, dim=-1)
+
+    def repeat_kv(x, groups):
+        return x.repeat_interleave(groups, dim=-2)
+
+    def gelu(x):
+        return F.gelu(x, approximate="tanh")
+
+    def bias_gelu(x, bias):
+        return gelu(x + bias)
+
+    def bias_add(x, bias):
+        return x + bias
+
+    def swiglu(gate, up):
+        return F.silu(gate) * up
+
+    def swiglu_packed(x):
+        return swiglu(*x.chunk(2, dim=-1))
+
+    def relu(x):
+        return F.relu(x)
+
+    def sigmoid(x):
+        return F.sigmoid(x)
+
+    def add(x, y):
+        return x + y
+
+    def linear(x, weight, bias=None, activation=None):
+        h = F.linear(x, weight.T, bias)
+        return h if activation is None else gelu(h)
+
+    def cross_entropy(logits, labels, *, vocab_size=None):
+        logits = logits[..., :vocab_size].float()
+        return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
+
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        logits = F.linear(hidden, weight if transpose_weight else weight.T)
+        return cross_entropy(logits, labels, vocab_size=vocab_size)
+
+    def global_norm(tree):
+        return torch.nn.utils.get_total_norm(tree_leaves(tree))
+
+    def embed(tokens, token_table, position_table=None):
+        out = F.embedding(tokens, token_table)
+        return out if position_table is None else out + position_table[: tokens.shape[-1]]
+
+    def rope(q, k, cos, sin, interleaved=False):
+        return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+    def rotate(x, cos, sin, interleaved):
+        # In the layout B T N H each position's row of a table serves all heads.
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        wide = x.float()
+        a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        return joined.to(x.dtype)
+
+    norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
+    activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
+    others = (global_norm, softmax, repeat_kv, linear, embed, rope)
+    losses = (cross_entropy, linear_cross_entropy)
+    return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses)}
+
+
+def _labels(labels: Any, logits: Any) -> Any:
+    """Labels in a line, none of them beyond the last column, which torch would not forgive."""
+    return labels.flatten().clamp(max=logits.shape[-1] - 1)
+
+
+def liger_ops() -> dict[str, Callable[..., Any]]:
+    """Liger's kernels."""
+    # Llama's casting keeps only the root mean square in float32. In place would overwrite the
+    # cotangents that the next repetition needs; the bytes moved are the same.
+    import torch
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def layer_norm(x, scale, bias):
+        return LigerLayerNormFunction.apply(x, scale, bias, _EPS)
+
+    def rms_norm(x, scale):
+        return LigerRMSNormFunction.apply(x, scale, _EPS, 0.0, "llama", False)
+
+    def add_rms_norm(x, residual, scale):
+        return LigerFusedAddRMSNormFunction.apply(x, residual, scale, _EPS, 0.0, "llama", False)
+
+    def softmax(x, scale=1.0, causal=False):
+        if causal or scale != 1.0:
+            raise NotImplementedError("Liger's softmax has neither a scale nor a mask")
+        return LigerSoftmaxFunction.apply(x)
+
+    def swiglu(gate, up):
+        # Its backward writes the gradients over gate and up, which a repetition takes as its input:
+        # the numbers lose their meaning, and the bytes moved are the same.
+        return LigerSiLUMulFunction.apply(gate, up)
+
+    # Both leave the padding of the vocabulary in the softmax; the bytes moved are the same.
+    def cross_entropy(logits, labels, *, vocab_size=None):
+        labels = _labels(labels, logits)
+        return LigerCrossEntropyFunction.apply(logits, labels, None, -1)[0]
+
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        weight = weight if transpose_weight else weight.T
+        labels = _labels(labels, weight.T)
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -1)[0]
+
+    def rope(q, k, cos, sin, interleaved=False):
+        if interleaved:
+            raise NotImplementedError("Liger's rope is half-split")
+        # It works in place, and repetitions must not let the values grow: so true rotations. It
+        # takes heads before positions, and gives that view of memory where positions come first.
+        cos, sin = true_rotation(cos)
+        q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @functools.cache  # not part of what is timed
+    def true_rotation(angles):
+        both = torch.cat((angles, angles), -1)[None]
+        return both.cos(), both.sin()
+
+    norms = (layer_norm, rms_norm, add_rms_norm)
+    others = (softmax, swiglu, rope, cross_entropy, linear_cross_entropy)
+    return {fn.__name__: fn for fn in (*norms, *others)}
+
+
+def cut_cross_entropy_ops() -> dict[str, Callable[..., Any]]:
+    """The one op of Apple's cut-cross-entropy."""
+    from cut_cross_entropy import linear_cross_entropy as cut
+
+    # The padding of the vocabulary is part of the softmax; small gradients are left out, as is the
+    # library's default.
+    def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
+        weight = weight if transpose_weight else weight.T
+        return cut(hidden, weight, _labels(labels, weight.T), ignore_index=-1)
+
+    return {"linear_cross_entropy": linear_cross_entropy}
