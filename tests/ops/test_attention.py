@@ -539,6 +539,8 @@ def documents(B, length):
         ((517, 301), {"window": 70, "softcap": 3.0}),
         ((301, 517), {"segments": True, "scale": -0.1}),
         ((301, 301), {"segments": True, "causal": True, "softcap": 5.0, "window": 99}),
+        ((301, 301), {"segments": True, "causal": True}),
+        ((301, 517), {"segments": True, "window": 120}),
     ],
 )
 def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
@@ -614,6 +616,53 @@ def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
     q, k, v = arrays(T=130, S=170, N=4, K=2, H=H)
     found, expected = (float8_attention(q, k, v, **options, backend=b) for b in ("cuda", "xla"))
     assert error(found, expected) <= tolerance("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "softcap", "served"),
+    [
+        (64, "bfloat16", None, True),
+        (128, "float16", None, True),
+        (64, "float32", None, False),
+        (96, "bfloat16", None, False),
+        (128, "bfloat16", 5.0, False),
+    ],
+)
+def test_hopper_s_kernels_get_room_for_what_they_serve(H, dtype, softcap, served, monkeypatch):
+    monkeypatch.setattr(cuda, "_has_hopper", lambda: True)
+    rooms = []
+    monkeypatch.setattr(
+        ffi, "call", lambda _, results, *__, **___: rooms.append(results[-1]) or results
+    )
+    q, k, v = arrays(B=2, T=200, N=4, K=2, H=H, dtype=dtype)
+    options = {"causal": True, "scale": 1.0, "window": None, "softcap": softcap}
+    out, lse = cuda.flash_attention_forward(q, k, v, None, **options)
+    cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
+    assert [room.size > 0 for room in rooms] == [served] * 2
+    assert rooms[1].size == 0 or rooms[1].size > q.size  # dq in float32, and more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatch):
+    if not cuda._has_hopper():
+        pytest.skip("the GPU is no Hopper")
+    q, k, v = arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
+    ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
+    options = {"causal": True, "segment_ids": ids, "backend": "cuda"}
+
+    def run():
+        return flash_attention(q, k, v, **options), *gradients(q, k, v, **options)
+
+    found = run()
+    monkeypatch.setattr(cuda, "_is_for_hopper", lambda *_: False)
+    jax.clear_caches()
+    expected = run()
+    for x, y in zip(found, expected, strict=True):
+        assert error(x, y) < tolerance("bfloat16")
+    # Tiles of other sizes round otherwise, so that equal bits would come from the same kernel.
+    assert any((x != y).any() for x, y in zip(found, expected, strict=True))
 
 
 # The Pallas kernels of flash attention, in tiles so small that short sequences have many.
