@@ -28,6 +28,12 @@
   HANDLER(rms_norm_backward, RmsNormBackward)                                   \
   HANDLER(add_rms_norm_forward, AddRmsNormForward)                              \
   HANDLER(add_rms_norm_backward, AddRmsNormBackward)                            \
+  HANDLER(decode_attention, DecodeAttention)                                    \
+  HANDLER(decode_block, DecodeBlock)                                            \
+  HANDLER(matvec, Matvec)                                                       \
+  HANDLER(quantize, Quantize)                                                   \
+  HANDLER(dequantize, Dequantize)                                               \
+  HANDLER(quantized_matvec, QuantizedMatvec)                                    \
   HANDLER(flash_attention_forward, FlashAttentionForward)                       \
   HANDLER(flash_attention_backward, FlashAttentionBackward)                     \
   HANDLER(flash_attention_packed_forward, FlashAttentionPackedForward)          \

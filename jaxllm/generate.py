@@ -1,15 +1,24 @@
-"""Sampling text from a model."""
+"""Sampling text from a model.
+
+:func:`complete` and :func:`stream` decode with a cache of keys and values, a token a step;
+:func:`generate` takes any causal model, without a cache, and reads the whole context each step.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
+
+from jaxllm.models.blocks import Params, for_decoding
+from jaxllm.models.cache import KVCache
+from jaxllm.sampling import check_sampling, sample
 
 
 class Config(Protocol):
@@ -68,13 +77,8 @@ def generate(
         )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; it must be at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be at least 1, or None for all tokens")
+    check_sampling(temperature, top_k, None, key)
     if key is None:
-        if temperature > 0:
-            raise ValueError("key is missing; a temperature above 0 needs one")
         key = jax.random.key(0)  # never drawn from
     tokens = _generate(
         params,
@@ -102,20 +106,264 @@ def _generate(params, prompt, temperature, key, *, forward, config, max_new_toke
         logits = forward(params, context, config)
         last = jax.lax.dynamic_index_in_dim(logits, i - 1 - start, axis=1, keepdims=False)
         step_key = jax.random.fold_in(key, i)
-        token = _sample(last[:, : config.vocab_size], temperature, top_k, step_key)
+        token = sample(last[:, : config.vocab_size], temperature, step_key, top_k=top_k)
         return jax.lax.dynamic_update_index_in_dim(buffer, token, i, axis=1)
 
     return jax.lax.fori_loop(length, length + max_new_tokens, add_token, buffer)
 
 
-def _sample(logits, temperature, top_k, key):
-    """One token a row; ``top_k`` of 1 is the likeliest, whatever the temperature."""
-    if top_k == 1:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if top_k is None or top_k >= logits.shape[-1]:
-        scaled = logits.astype(jnp.float32) / temperature
-        return jax.random.categorical(key, scaled).astype(jnp.int32)
-    # Sampling among the sorted few, not below a threshold: a tie does not let another token in.
-    best, ids = jax.lax.top_k(logits.astype(jnp.float32), top_k)
-    choice = jax.random.categorical(key, best / temperature)
-    return jnp.take_along_axis(ids, choice[:, None], axis=1)[:, 0].astype(jnp.int32)
+class Model(Protocol):
+    """A model that decodes: the module ``jaxllm.models.gpt2`` or ``jaxllm.models.llama3``."""
+
+    @property
+    def empty_cache(self) -> Callable[..., KVCache]:
+        """``empty_cache(config, batch, room, dtype)``."""
+        ...
+
+    @property
+    def prefill(self) -> Callable[..., tuple[Array, KVCache]]:
+        """``prefill(params, tokens, lengths, config, cache)``."""
+        ...
+
+    @property
+    def decode_step(self) -> Callable[..., tuple[Array, KVCache]]:
+        """``decode_step(params, tokens, config, cache)``."""
+        ...
+
+
+def complete(
+    model: Model,
+    params: Params,
+    prompts: Sequence[ArrayLike | Sequence[int]],
+    *,
+    config: Any,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: Array | None = None,
+    room: int | None = None,
+    cache_dtype: DTypeLike | None = None,
+) -> list[np.ndarray]:
+    """Continues prompts of any lengths, all steps in one compiled program.
+
+    Args:
+        model: ``jaxllm.models.gpt2`` or ``jaxllm.models.llama3``.
+        params: The model's parameters, in the dtype to compute in, or their int8 form.
+        prompts: The tokens to continue, a sequence of them for each text.
+        config: The model's config.
+        max_new_tokens: How many tokens to add at most.
+        temperature: Divides the logits: below 1 sharpens, above 1 flattens. 0 takes the likeliest
+            token each time, and needs no key.
+        top_k: Sample among the ``top_k`` likeliest tokens; None for all.
+        top_p: Sample among the fewest likeliest tokens whose probabilities add up to ``top_p``;
+            None for all.
+        stop_tokens: A text ends with the first of these that it gets.
+        key: The source of randomness; equal keys give equal samples.
+        room: Tokens that the cache has room for, prompt and all; None for as many as are needed.
+        cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
+
+    Returns:
+        The new tokens of each prompt, int32, the token that stopped it included.
+
+    Raises:
+        ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
+            the cache or the model; a number is out of range; or a key is needed and missing.
+    """
+    check_sampling(temperature, top_k, top_p, key)
+    tokens, lengths = _pad_prompts(prompts, config)
+    room = _check_room(lengths, max_new_tokens, room, config)
+    new, counts, _ = _complete(
+        _turn(params),
+        tokens,
+        lengths,
+        model.empty_cache(config, len(tokens), room, _cache_dtype(params, cache_dtype)),
+        jnp.float32(temperature),
+        jax.random.key(0) if key is None else key,
+        model=model,
+        config=config,
+        max_new_tokens=max_new_tokens,
+        top_k=1 if temperature == 0 else top_k,
+        top_p=top_p,
+        stop_tokens=tuple(int(token) for token in stop_tokens),
+    )
+    return [row[:count] for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
+
+
+def stream(
+    model: Model,
+    params: Params,
+    prompt: ArrayLike | Sequence[int],
+    *,
+    config: Any,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: Array | None = None,
+    room: int | None = None,
+    cache_dtype: DTypeLike | None = None,
+) -> Iterator[int]:
+    """Continues one prompt, and yields each token as it comes.
+
+    The tokens are those of :func:`complete`, whose arguments it takes.
+
+    Yields:
+        The new tokens.
+
+    Raises:
+        ValueError: As in :func:`complete`.
+    """
+    check_sampling(temperature, top_k, top_p, key)
+    tokens, lengths = _pad_prompts([prompt], config)
+    room = _check_room(lengths, max_new_tokens, room, config)
+    cache = model.empty_cache(config, 1, room, _cache_dtype(params, cache_dtype))
+    options = {
+        "model": model,
+        "config": config,
+        "top_k": 1 if temperature == 0 else top_k,
+        "top_p": top_p,
+    }
+
+    def run() -> Iterator[int]:
+        nonlocal cache
+        turned, heat = _turn(params), jnp.float32(temperature)
+        source = jax.random.key(0) if key is None else key
+        token = None
+        for i in range(max_new_tokens):
+            if token is None:
+                token, cache = _first(turned, tokens, lengths, cache, heat, source, **options)
+            else:
+                token, cache = _next(turned, token, cache, heat, source, i, **options)
+            yield int(token[0])
+            if int(token[0]) in stop_tokens:
+                return
+
+    return run()
+
+
+def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as one array, padded at their ends, and their lengths."""
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows:
+        raise ValueError("prompts is empty; it must have at least one prompt")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(
+                f"prompt {i} has shape {row.shape} and dtype {row.dtype}; it must be integers, "
+                "(T,), and not empty"
+            )
+        if row.min() < 0 or row.max() >= config.vocab_size:
+            raise ValueError(
+                f"prompt {i} has tokens from {row.min()} to {row.max()}; the vocabulary has those "
+                f"from 0 to {config.vocab_size - 1}"
+            )
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    return tokens, lengths
+
+
+def _check_room(lengths: np.ndarray, max_new_tokens: int, room: int | None, config: Any) -> int:
+    """The tokens that the cache has room for."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+    needed = int(lengths.max()) + max_new_tokens
+    if needed > config.max_seq_len:
+        raise ValueError(
+            f"the longest prompt has {lengths.max()} tokens, {needed} with max_new_tokens; the "
+            f"model's max_seq_len is {config.max_seq_len}"
+        )
+    if room is not None and needed > room:
+        raise ValueError(
+            f"the longest prompt has {lengths.max()} tokens, {needed} with max_new_tokens; the "
+            f"cache has room for {room}"
+        )
+    return needed if room is None else room
+
+
+def _cache_dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
+    return params["wte"].dtype if dtype is None else dtype
+
+
+def _turn(params: Params) -> Params:
+    blocks = params["blocks"]
+    turned = isinstance(blocks, list) and not any(
+        getattr(path[-1], "key", None) == "weight"
+        for path, _ in jax.tree_util.tree_flatten_with_path(blocks[0])[0]
+    )
+    return params if turned else _for_decoding(params)
+
+
+_for_decoding = jax.jit(for_decoding)
+
+
+def _choose(logits, temperature, key, i, *, config, top_k, top_p):
+    logits = logits[:, : config.vocab_size]
+    return sample(logits, temperature, jax.random.fold_in(key, i), top_k=top_k, top_p=top_p)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "config", "max_new_tokens", "top_k", "top_p", "stop_tokens"),
+    donate_argnames="cache",
+)
+def _complete(
+    params, tokens, lengths, cache, temperature, key,
+    *, model, config, max_new_tokens, top_k, top_p, stop_tokens,
+):  # fmt: skip
+    """Returns ``(new, counts, cache)``; the cache is the donated one, written over."""
+    choose = functools.partial(
+        _choose, temperature=temperature, key=key, config=config, top_k=top_k, top_p=top_p
+    )
+    new = jnp.zeros((len(tokens), max_new_tokens), jnp.int32)
+    counts = jnp.zeros(len(tokens), jnp.int32)
+    if max_new_tokens == 0:
+        return new, counts, cache
+
+    def add(i, token, state):
+        new, counts, done = state
+        new = jax.lax.dynamic_update_index_in_dim(new, token, i, axis=1)
+        counts = counts + ~done
+        for stop in stop_tokens:
+            done = done | (token == stop)
+        return new, counts, done
+
+    logits, cache = model.prefill(params, tokens, lengths, config, cache)
+    token = choose(logits, i=0)
+    state = add(0, token, (new, counts, jnp.zeros(len(tokens), bool)))
+
+    def step(i, carry):
+        token, cache, state = carry
+        logits, cache = model.decode_step(params, token, config, cache)
+        token = choose(logits, i=i)
+        return token, cache, add(i, token, state)
+
+    if not stop_tokens:  # a loop of known length never waits for the host
+        _, cache, state = jax.lax.fori_loop(1, max_new_tokens, step, (token, cache, state))
+    else:
+        _, (_, cache, state) = jax.lax.while_loop(
+            lambda carry: (carry[0] < max_new_tokens) & ~carry[1][2][2].all(),
+            lambda carry: (carry[0] + 1, step(*carry)),
+            (jnp.int32(1), (token, cache, state)),
+        )
+    return state[0], state[1], cache
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "config", "top_k", "top_p"), donate_argnames="cache"
+)
+def _first(params, tokens, lengths, cache, temperature, key, *, model, config, top_k, top_p):
+    logits, cache = model.prefill(params, tokens, lengths, config, cache)
+    return _choose(logits, temperature, key, 0, config=config, top_k=top_k, top_p=top_p), cache
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "config", "top_k", "top_p"), donate_argnames="cache"
+)
+def _next(params, token, cache, temperature, key, i, *, model, config, top_k, top_p):
+    logits, cache = model.decode_step(params, token, config, cache)
+    return _choose(logits, temperature, key, i, config=config, top_k=top_k, top_p=top_p), cache

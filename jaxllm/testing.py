@@ -45,7 +45,7 @@ class Normal:
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """An input of int32 drawn from ``low <= value < high``.
+    """An input of integers drawn from ``low <= value < high``.
 
     Attributes:
         shape: Its shape.
@@ -53,12 +53,14 @@ class Integers:
         low: The smallest value.
         skew: 1 draws all values alike; with more, small ones come more often than large ones, as
             tokens do in text: of draws ``u`` from 0 to 1 the power ``u**skew`` is taken.
+        dtype: Its dtype.
     """
 
     shape: tuple[int, ...]
     high: int
     low: int = 0
     skew: int = 1
+    dtype: str = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +138,11 @@ def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
 
 def _integers(key: jax.Array, spec: Integers) -> jax.Array:
     if spec.skew == 1:
-        return jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32)
-    share = jax.random.uniform(key, spec.shape) ** spec.skew
-    return spec.low + (share * (spec.high - spec.low)).astype(jnp.int32)
+        values = jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32)
+    else:
+        share = jax.random.uniform(key, spec.shape) ** spec.skew
+        values = spec.low + (share * (spec.high - spec.low)).astype(jnp.int32)
+    return values.astype(spec.dtype)
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:

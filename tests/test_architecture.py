@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
-PALLAS = ("pallas", "pallas_flash")
-IMPLEMENTATIONS = ("reference", "xla", *PALLAS, "cuda")
+PALLAS = ("pallas", "pallas_decode", "pallas_flash")
+IMPLEMENTATIONS = ("reference", "reference_decode", "xla", *PALLAS, "cuda", "cuda_decode")
 KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
 
 
@@ -45,7 +45,13 @@ def allowed(module):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation of the same backend.
-        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
+        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products", "jaxllm.ffi")
+    if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
+        # A block is made of products and attention of the same backend.
+        parts = ("attention", "gemm", "quantization")
+        names = (family[2], f"{family[2]}_decode")
+        own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
+        return (*own, "jaxllm.ops.decoding.composed", "jaxllm.ffi")
     if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
         # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's.
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
@@ -110,7 +116,9 @@ def test_a_kernel_file_knows_nothing_of_xla(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "cuda").rglob("ffi.cc")), ids=lambda path: path.parent.name
+    "path",
+    sorted((ROOT / "cuda").rglob("*ffi.cc")),
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_a_handler_file_holds_no_kernel(path):
     assert "__global__" not in path.read_text() and "<<<" not in path.read_text()
@@ -119,7 +127,7 @@ def test_a_handler_file_holds_no_kernel(path):
 def test_every_handler_has_a_python_caller():
     handlers = re.findall(r"HANDLER\((\w+), (\w+)\)", (ROOT / "cuda" / "handlers.h").read_text())
     assert handlers
-    callers = "".join(path.read_text() for path in (ROOT / "jaxllm" / "ops").rglob("cuda.py"))
+    callers = "".join(path.read_text() for path in (ROOT / "jaxllm" / "ops").rglob("cuda*.py"))
     for stem, handler in handlers:
         assert handler == "".join(word.capitalize() for word in stem.split("_"))
         assert f'"{stem}"' in callers, f"nothing calls {stem}"

@@ -1,13 +1,12 @@
-// A block has one warpgroup that copies and two or three that multiply. The copier brings tiles of
+// A block has one warpgroup that copies and two to four that multiply. The copier brings tiles of
 // k and v into rings of buffers, as far ahead as there is room; each multiplier holds 64 queries
 // and their part of the output, and walks over the tiles of keys with the online softmax:
 //
 //   s = q k^T    m' = max(m, max s)    p = 2^(c (s - m'))    o = o 2^(c (m - m')) + p v
 //
-// with c = scale log2(e). Two things run beside each other in a multiplier: the tensor cores take
-// the scores of the next tile and p v of the present one while the threads compute exponentials.
-// And the multipliers take turns at the tensor cores, so that one computes exponentials while
-// another multiplies.
+// with c = scale log2(e). The multipliers take turns at the tensor cores, so that one computes
+// exponentials while another multiplies. A turn is the scores of the next tile and p v of the
+// present one: while the latter runs, the threads have the maxima of the former to take.
 //
 // Source: Shah et al., "FlashAttention-3" (arXiv:2407.08608).
 #include <algorithm>
@@ -49,7 +48,9 @@ struct ForwardShape {
 
 // Three or four warpgroups share each load of k and v where the output leaves registers for them.
 // Four have only enough for half a tile of keys; but where a row has few keys they win, by what
-// they have to do beside each other while each begins and ends its tile.
+// they have to do beside each other while each begins and ends its tile. On an H200 the causal
+// forward of 384 heads takes three 160 us and four 147 us with 1024 keys; of 48 heads with 4096
+// keys 229 and 260 us.
 using Wide = ForwardShape<128, 2, 128, 2>;
 using NarrowLong = ForwardShape<64, 3, 128, 3>;
 using NarrowShort = ForwardShape<64, 4, 64, 4>;

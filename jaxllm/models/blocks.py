@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxllm import ops
+
 Params = dict[str, Any]
+FEW_ROWS = 16  # that a product reads its matrix once for
 Policy = Callable[..., bool]  # one of jax.checkpoint_policies
 
 # Keeps what matrix products and attention gave, and computes norms, rotations and activations
@@ -51,6 +54,89 @@ def run_blocks(
     for layer in layers:
         carry, _ = step(carry, layer)
     return carry
+
+
+def project(
+    x: Array,
+    *,
+    weight: Array | None = None,
+    weight_t: Array | None = None,
+    weight_q: Array | None = None,
+    weight_scales: Array | None = None,
+    bias: Array | None = None,
+    activation: Literal["gelu"] | None = None,
+) -> Array:
+    """A linear layer in whatever form its weight has.
+
+    Args:
+        x: The rows.
+        weight: The weight, ``(in, out)``, as it is trained.
+        weight_t: Or transposed, ``(out, in)``, as it is decoded with (see :func:`for_decoding`).
+        weight_q: Or as int8, ``(out, in)``, as :mod:`jaxllm.quantize` makes it.
+        weight_scales: With ``weight_q``: the scales of its groups.
+        bias: One offset a column of the output.
+        activation: As in :func:`jaxllm.ops.linear`.
+    """
+    if weight is not None:
+        return ops.linear(x, weight, bias, activation=activation)
+    rows = x.reshape(-1, x.shape[-1])
+    few = 1 <= len(rows) <= FEW_ROWS
+    if weight_q is not None and weight_scales is not None:
+        product = ops.quantized_matvec if few else ops.quantized_matmul
+        out = product(weight_q, weight_scales, rows)
+    else:
+        assert weight_t is not None, "a linear layer without a weight"
+        out = ops.matvec(weight_t, rows) if few else ops.linear(rows, weight_t.T)
+    if bias is not None:
+        out = out + bias
+    if activation is not None:
+        out = ops.gelu(out)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def logits(x: Array, table: Array | Params) -> Array:
+    """The logits of what comes out of the last norm: of a table, one row a token, or its int8."""
+    if isinstance(table, dict):
+        return project(x, **table)
+    if 1 <= x.size // x.shape[-1] <= FEW_ROWS:
+        return project(x, weight_t=table)
+    return ops.linear(x, table.T)
+
+
+def widen(table: Array | Params, dtype: Any) -> Array:
+    """A table as an array, whether or not it is int8."""
+    if isinstance(table, dict):
+        return ops.dequantize(table["weight_q"], table["weight_scales"]).astype(dtype)
+    return table
+
+
+def for_decoding(params: Params) -> Params:
+    """The parameters as decoding reads them fastest: each layer apart, each weight by its outputs.
+
+    :func:`jaxllm.generate.complete` does this itself; do it before, to do it once for many calls.
+
+    Args:
+        params: A model's parameters, or their int8 form.
+
+    Returns:
+        Parameters for ``prefill`` and ``decode_step``, of which ``blocks`` is a list of layers.
+    """
+
+    def turn(tree: Params) -> Params:
+        return {
+            "weight_t" if key == "weight" else key: (
+                turn(value) if isinstance(value, dict) else value.T if key == "weight" else value
+            )
+            for key, value in tree.items()
+        }
+
+    return {**params, "blocks": [turn(layer) for layer in layers_of(params)]}
+
+
+def layers_of(params: Params) -> list[Params]:
+    """The blocks' parameters, a layer at a time."""
+    blocks = params["blocks"]
+    return blocks if isinstance(blocks, list) else unstack(params)["blocks"]
 
 
 def with_next_norms(blocks: Any, name: str, last: Params) -> tuple[Params, Any]:

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
@@ -33,10 +35,15 @@ from jaxllm.models.blocks import (
     check_sizes,
     check_tokens,
     count,
+    layers_of,
+    logits,
     pad_vocab,
+    project,
     run_blocks,
+    widen,
     with_next_norms,
 )
+from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +155,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return ops.linear(_hidden(params, tokens, config, remat), params["wte"].T)
+    return logits(_hidden(params, tokens, config, remat), _table(params))
 
 
 def loss(
@@ -174,8 +181,50 @@ def loss(
     """
     hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
-        hidden, params["wte"], labels, transpose_weight=True, vocab_size=config.vocab_size
+        hidden,
+        widen(_table(params), params["wte"].dtype),
+        labels,
+        transpose_weight=True,
+        vocab_size=config.vocab_size,
     )
+
+
+def empty_cache(config: GPT2Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
+    """A cache for :func:`prefill`, of ``batch`` sequences of at most ``room`` tokens.
+
+    Args:
+        config: The model's shape.
+        batch: Sequences.
+        room: Tokens of each, prompt and all.
+        dtype: That of the model's parameters, or int8.
+    """
+    return make_cache(config.layers, batch, room, config.heads, config.head_width, dtype)
+
+
+def prefill(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, " B"],
+    config: GPT2Config,
+    cache: KVCache,
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads prompts into an empty cache, as :func:`jaxllm.models.llama3.prefill` does."""
+    check_tokens(tokens, min(config.max_seq_len, cache.room))
+    x, cache = _cached(params, tokens, params["wpe"], config, cache, attend_prompt)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    cache = cache._replace(lengths=lengths.astype(jnp.int32))
+    return logits(last, _table(params)), cache
+
+
+def decode_step(
+    params: Params, tokens: Integer[Array, " B"], config: GPT2Config, cache: KVCache
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads one more token of each sequence, as :func:`jaxllm.models.llama3.decode_step` does."""
+    # One sequence at a time has its position's row.
+    positions = params["wpe"][cache.lengths][:, None]
+    x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
+    cache = cache._replace(lengths=cache.lengths + 1)
+    return logits(x[:, 0], _table(params)), cache
 
 
 def num_params(config: GPT2Config) -> int:
@@ -201,6 +250,35 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     return 6 * factors + 12 * L * seq_len * D
 
 
+def _table(params: Params) -> Array | Params:
+    # The int8 form has a head of its own.
+    return params["head"] if "head" in params else params["wte"]
+
+
+def _cached(
+    params: Params, tokens: Array, positions: Array, config: GPT2Config, cache: KVCache, attend
+) -> tuple[Array, KVCache]:
+    """What the head is applied to, (B, T, D), of tokens that see a cache, and the new cache."""
+    layers = layers_of(params)
+    next_norms = [*(layer["ln1"] for layer in layers[1:]), params["ln_f"]]
+    if positions.ndim == 2:
+        residual = ops.embed(tokens, params["wte"], positions)
+    else:
+        residual = ops.embed(tokens, params["wte"]) + positions
+    x = ops.layer_norm(residual, **layers[0]["ln1"])
+    for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+
+        def attend_layer(qkv, i=i):
+            nonlocal cache
+            parts = jnp.split(qkv, 3, axis=-1)
+            q, k, v = (x.reshape(*x.shape[:2], config.heads, -1) for x in parts)
+            out, cache = attend(cache, i, q, k, v)
+            return out.reshape(*out.shape[:2], -1)
+
+        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
+    return x, cache
+
+
 def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
@@ -208,10 +286,13 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Pol
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
     first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
+    def attend(qkv):
+        return ops.flash_attention_packed(qkv, config.heads, causal=True)
+
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config)
+        return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     carry = residual, ops.layer_norm(residual, **first_norm)
@@ -220,15 +301,22 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Pol
 
 
 def _block(
-    residual: Array, x: Array, layer: Params, next_norm: Params, config: GPT2Config
+    residual: Array,
+    x: Array,
+    layer: Params,
+    next_norm: Params,
+    config: GPT2Config,
+    attend: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either."""
+    """One block, from the residual stream and its normalization to the next of either.
+
+    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
+    """
     attention, mlp = layer["attention"], layer["mlp"]
-    x = ops.linear(x, **attention["qkv"])
-    x = ops.flash_attention_packed(x, config.heads, causal=True)
-    x = ops.linear(x, **attention["out"])
+    x = attend(project(x, **attention["qkv"]))
+    x = project(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = ops.linear(x, **mlp["up"], activation="gelu")
-    x = ops.linear(x, **mlp["down"])
+    x = project(x, **mlp["up"], activation="gelu")
+    x = project(x, **mlp["down"])
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x

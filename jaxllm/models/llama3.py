@@ -24,22 +24,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
 from jaxllm.models.blocks import (
+    FEW_ROWS,
     Params,
     Policy,
     check_sizes,
     check_tokens,
     count,
+    layers_of,
+    logits,
     pad_vocab,
+    project,
     run_blocks,
+    widen,
     with_next_norms,
 )
+from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -212,8 +221,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    hidden = _hidden(params, tokens, config, remat)
-    return ops.linear(hidden, head(params, config).T)
+    return logits(_hidden(params, tokens, config, remat), _table(params, config))
 
 
 def loss(
@@ -249,7 +257,151 @@ def loss(
 
 def head(params: Params, config: Llama3Config) -> Float[Array, "Vp D"]:
     """The rows that turn what comes out of the last norm into logits: one a token."""
-    return params["wte"] if config.tied_head else params["head"]
+    return widen(_table(params, config), params["wte"].dtype)
+
+
+def _table(params: Params, config: Llama3Config) -> Array | Params:
+    # The int8 form has a head of its own, tied or not.
+    return params["head"] if "head" in params else params["wte"]
+
+
+def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
+    """A cache for :func:`prefill`, of ``batch`` sequences of at most ``room`` tokens.
+
+    Args:
+        config: The model's shape.
+        batch: Sequences.
+        room: Tokens of each, prompt and all.
+        dtype: That of the model's parameters, or int8.
+    """
+    return make_cache(config.layers, batch, room, config.kv_heads, config.head_width, dtype)
+
+
+def prefill(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, " B"],
+    config: Llama3Config,
+    cache: KVCache,
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads prompts into an empty cache.
+
+    Args:
+        params: As in :func:`forward`, or their int8 form, or what
+            :func:`jaxllm.models.blocks.for_decoding` makes of either.
+        tokens: The prompts, padded at their ends; what with does not matter.
+        lengths: The tokens of each prompt, from 1 to T.
+        config: The shape that ``params`` was made with.
+        cache: Of :func:`empty_cache`.
+
+    Returns:
+        The logits of the token after each prompt, and the cache.
+
+    Raises:
+        TypeError: As in :func:`forward`.
+        ValueError: As in :func:`forward`, or T is more than the cache has room for.
+    """
+    check_tokens(tokens, min(config.max_seq_len, cache.room))
+    positions = jnp.arange(tokens.shape[1])
+    x, cache = _cached(params, tokens, positions, config, cache, attend_prompt)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    cache = cache._replace(lengths=lengths.astype(jnp.int32))
+    return logits(last, _table(params, config)), cache
+
+
+def decode_step(
+    params: Params, tokens: Integer[Array, " B"], config: Llama3Config, cache: KVCache
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads one more token of each sequence.
+
+    Args:
+        params: As in :func:`prefill`.
+        tokens: The tokens that follow what is in the cache.
+        config: The shape that ``params`` was made with.
+        cache: Of :func:`prefill`, or of the step before; it must have room.
+
+    Returns:
+        The logits of the token after each, and the cache with the tokens in it.
+    """
+    blocks = params["blocks"]
+    turned = isinstance(blocks, list) and "weight" not in blocks[0]["attention"]["qkv"]
+    if turned and not cache.quantized and 1 <= len(tokens) <= FEW_ROWS:
+        x, cache = _decode_blocks(params, tokens, config, cache)
+    else:
+        positions = cache.lengths[:, None]
+        x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
+        x = x[:, 0]
+    cache = cache._replace(lengths=cache.lengths + 1)
+    return logits(x, _table(params, config)), cache
+
+
+def _decode_blocks(
+    params: Params, tokens: Array, config: Llama3Config, cache: KVCache
+) -> tuple[Array, KVCache]:
+    """What the head is applied to, (B, D), of one token a sequence, and the new cache.
+
+    What :func:`_cached` computes, of parameters that are laid out for decoding: a block a call.
+    """
+
+    def matrix(linear: Params) -> Array | tuple[Array, Array]:
+        if "weight_t" in linear:
+            return linear["weight_t"]
+        return linear["weight_q"], linear["weight_scales"]
+
+    cos, sin = _angles(cache.lengths, config)
+    x = ops.embed(tokens[:, None], params["wte"])[:, 0]
+    keys, values = [], []
+    for layer, k_cache, v_cache in zip(params["blocks"], cache.keys, cache.values, strict=True):
+        attention, mlp = layer["attention"], layer["mlp"]
+        x, k_cache, v_cache = ops.decode_block(
+            x,
+            layer["norm1"]["scale"],
+            layer["norm2"]["scale"],
+            matrix(attention["qkv"]),
+            matrix(attention["out"]),
+            matrix(mlp["gate_up"]),
+            matrix(mlp["down"]),
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            cache.lengths,
+            eps=config.norm_eps,
+        )
+        keys.append(k_cache)
+        values.append(v_cache)
+    x = ops.rms_norm(x, **params["norm_f"], eps=config.norm_eps)
+    return x, cache._replace(keys=tuple(keys), values=tuple(values))
+
+
+def _cached(
+    params: Params, tokens: Array, positions: Array, config: Llama3Config, cache: KVCache, attend
+) -> tuple[Array, KVCache]:
+    """What the head is applied to, (B, T, D), of tokens that see a cache, and the new cache."""
+    layers = layers_of(params)
+    next_norms = [*(layer["norm1"] for layer in layers[1:]), params["norm_f"]]
+    angles = _angles(positions, config)
+    residual = ops.embed(tokens, params["wte"])
+    x = ops.rms_norm(residual, **layers[0]["norm1"], eps=config.norm_eps)
+    for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+
+        def attend_layer(qkv, i=i):
+            nonlocal cache
+            # The cache has keys that are turned already, and heads apart.
+            parts = jnp.split(qkv, np.cumsum(config.qkv_widths)[:2], axis=-1)
+            q, k, v = (x.reshape(*x.shape[:2], -1, config.head_width) for x in parts)
+            q, k = ops.rope(q, k, *angles)
+            out, cache = attend(cache, i, q, k, v)
+            return out.reshape(*out.shape[:2], -1)
+
+        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
+    return x, cache
+
+
+def _angles(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
+    return ops.rope_table(
+        positions, config.head_width, theta=config.rope_theta, scaling=config.rope_scaling
+    )
 
 
 def num_params(config: Llama3Config) -> int:
@@ -279,17 +431,17 @@ def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | P
     # Each block ends with the norm that comes next, fused with its last residual addition: norm1 of
     # the following block, or norm_f after the last. So the first norm1 stands before all blocks.
     first_norm, layers = with_next_norms(params["blocks"], "norm1", params["norm_f"])
-    angles = ops.rope_table(
-        jnp.arange(tokens.shape[1]),
-        config.head_width,
-        theta=config.rope_theta,
-        scaling=config.rope_scaling,
-    )
+    angles = _angles(jnp.arange(tokens.shape[1]), config)
+
+    def attend(qkv):
+        return ops.flash_attention_packed(
+            qkv, config.heads, config.kv_heads, causal=True, rope_table=angles
+        )
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, angles, config)
+        return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"])
     carry = residual, ops.rms_norm(residual, **first_norm, eps=config.norm_eps)
@@ -302,16 +454,18 @@ def _block(
     x: Array,
     layer: Params,
     next_norm: Params,
-    angles: tuple[Array, Array],
     config: Llama3Config,
+    attend: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either."""
+    """One block, from the residual stream and its normalization to the next of either.
+
+    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
+    """
     attention, mlp, eps = layer["attention"], layer["mlp"], config.norm_eps
-    x = ops.linear(x, **attention["qkv"])
-    x = ops.flash_attention_packed(x, config.heads, config.kv_heads, causal=True, rope_table=angles)
-    x = ops.linear(x, **attention["out"])
+    x = attend(project(x, **attention["qkv"]))
+    x = project(x, **attention["out"])
     x, residual = ops.add_rms_norm(x, residual, **layer["norm2"], eps=eps)
-    x = ops.swiglu_packed(ops.linear(x, **mlp["gate_up"]))
-    x = ops.linear(x, **mlp["down"])
+    x = ops.swiglu_packed(project(x, **mlp["gate_up"]))
+    x = project(x, **mlp["down"])
     x, residual = ops.add_rms_norm(x, residual, **next_norm, eps=eps)
     return residual, x

@@ -11,17 +11,25 @@ from jaxllm.ops.activation.api import (
     swiglu_packed,
 )
 from jaxllm.ops.attention.api import (
+    decode_attention,
     flash_attention,
     flash_attention_float8,
     flash_attention_packed,
     repeat_kv,
     softmax,
 )
+from jaxllm.ops.decoding.api import decode_block
 from jaxllm.ops.embedding.api import embed
-from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.api import linear, matvec
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
+from jaxllm.ops.quantization.api import (
+    dequantize,
+    quantize,
+    quantized_matmul,
+    quantized_matvec,
+)
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
 
 __all__ = [
@@ -33,6 +41,9 @@ __all__ = [
     "bias_add",
     "bias_gelu",
     "cross_entropy",
+    "decode_attention",
+    "decode_block",
+    "dequantize",
     "embed",
     "flash_attention",
     "flash_attention_float8",
@@ -42,6 +53,10 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "matvec",
+    "quantize",
+    "quantized_matmul",
+    "quantized_matvec",
     "relu",
     "repeat_kv",
     "rms_norm",

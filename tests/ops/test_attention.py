@@ -315,6 +315,19 @@ def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
             assert "benchmarks/results" in dict(call.passed_over)["cuda"]
 
 
+@pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (32, False), (96, False)])
+def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
+    pretend_cudnn, width, served, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ops.attention.cuda._has_hopper", lambda: True)
+    qkv = arrays(H=width, dtype="bfloat16")
+    packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
+    calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
+    calls += jaxllm.explain(lambda x: flash_attention_packed(x, 4, causal=True), packed).calls
+    assert [call.on_gpu for call in calls] == 2 * ["cuda" if served else "xla-gpu"]
+
+
 def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
     q, k, v = arrays(dtype="bfloat16")

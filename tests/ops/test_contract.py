@@ -92,9 +92,15 @@ def value_and_gradients(fn, inputs):
             return fn(*tree.unflatten(arguments))
 
         out, pull = jax.vjp(of_floating, *(leaves[i] for i in floating))
-        return out, pull(cotangents)
+        return out, pull(jax.tree.map(of_kind, cotangents, out))
 
     return run(leaves, cotangents_for(jax.eval_shape(fn, *inputs)))
+
+
+def of_kind(ct, out):
+    """A cotangent as JAX asks for it: one of integers has no numbers."""
+    floating = jnp.issubdtype(out.dtype, jnp.floating)
+    return ct if floating else np.zeros(out.shape, jax.dtypes.float0)
 
 
 def cotangents_for(out):

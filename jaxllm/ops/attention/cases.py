@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.testing import Case, Normal
+from jaxllm.testing import Case, Integers, Normal
 
 
 def _attention(
@@ -116,6 +116,47 @@ def _softmax(
         backward_elements=2 * kept + size,
         large=large,
         timed_only=timed_only,
+    )
+
+
+def _decode(
+    name: str,
+    batch: int,
+    length: int,
+    heads: int,
+    width: int,
+    *,
+    kv_heads: int | None = None,
+    int8: bool = False,
+    full: bool = False,
+    large: bool = False,
+    **static: Any,
+) -> Case:
+    kv_heads = kv_heads or heads
+    cache = (batch, length, kv_heads, width)
+    # Some sequences may have no token, some more than there is room for.
+    lengths = Integers((batch,), length + 1, low=length) if full else Integers((batch,), length + 3)
+    of_cache = Integers(cache, 128, low=-127, dtype="int8") if int8 else Normal(cache)
+    inputs: dict[str, Any] = {
+        "q": Normal((batch, heads, width)),
+        "k_cache": of_cache,
+        "v_cache": of_cache,
+        "lengths": lengths,
+    }
+    if int8:
+        scales = Normal(cache[:3], mean=0.02, std=0.003, dtype="float32")
+        inputs |= {"k_scales": scales, "v_scales": scales}
+    # The caches in, whose share of all that moves is all but the whole.
+    size = 2 * math.prod(cache)
+    return Case(
+        "decode_attention",
+        name,
+        inputs,
+        static,
+        forward_elements=0 if int8 else size,
+        forward_fixed_bytes=size + 4 * size // width if int8 else 0,
+        has_backward=False,
+        large=large,
     )
 
 
@@ -232,6 +273,24 @@ CASES = (
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),
+    _decode("llama3_8b", 1, 8192, 32, 128, kv_heads=8, full=True, large=True),
+    _decode("llama3_8b_batch_32", 32, 8192, 32, 128, kv_heads=8, full=True, large=True),
+    _decode("llama3_8b_int8", 1, 8192, 32, 128, kv_heads=8, full=True, int8=True, large=True),
+    _decode("llama3_1b", 1, 2048, 32, 64, kv_heads=8, full=True, large=True),
+    _decode("ragged", 9, 1500, 12, 64, kv_heads=4, large=True),
+    _decode("ragged_int8", 9, 1500, 12, 64, kv_heads=4, int8=True, large=True),
+    _decode("grouped", 5, 70, 6, 64, kv_heads=2),
+    _decode("heads_128", 3, 200, 8, 128, kv_heads=2),
+    _decode("many_to_one", 2, 33, 20, 64, kv_heads=1),
+    _decode("odd_width", 3, 21, 3, 5),
+    _decode("width_96", 3, 40, 4, 96, kv_heads=2, scale=-0.3),
+    _decode("width_256", 2, 18, 2, 256),
+    _decode("int8", 4, 90, 6, 64, kv_heads=2, int8=True),
+    _decode("int8_128", 3, 50, 4, 128, kv_heads=1, int8=True),
+    _decode("int8_odd_width", 3, 30, 2, 24, int8=True),
+    _decode("one_token", 2, 1, 4, 64, kv_heads=2),
+    _decode("no_batch", 0, 8, 2, 64),
+    _decode("no_tokens", 2, 0, 2, 64),
     # What the models' projections are, beside the plain form of the same shapes.
     _projection("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
     _projection(

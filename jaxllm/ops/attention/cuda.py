@@ -51,12 +51,17 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
     return flash_attention_unsupported(*like_half, None)
 
 
-def flash_attention_slower(*_, **__) -> str | None:
+def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    return "no row in benchmarks/results shows it faster than cuDNN"
+    if _is_for_hopper(q, softcap):
+        return None
+    return (
+        "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
+        "bfloat16 and float16, and of heads 64 and 128 wide"
+    )
 
 
-flash_attention_packed_slower = flash_attention_slower
+flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:

@@ -15,6 +15,9 @@ from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
+MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
+
+_MAX_ROWS = 16  # of matvec's x
 
 
 def linear(
@@ -74,6 +77,51 @@ def linear(
     if activation not in (None, "gelu"):
         raise ValueError(f"activation is {activation!r}; it must be None or 'gelu'")
     return _linear(x, weight, bias, activation, resolve(backend))
+
+
+def matvec(
+    w: Float[Array, "M K"], x: Float[Array, "*R K"], *, backend: Backend | None = None
+) -> Float[Array, "*R M"]:
+    r"""The product of a matrix and a few rows, which reads the matrix once.
+
+    .. math::
+        out_m = \sum_k w_{mk} x_k
+
+    The sums are float32. For inference alone: there is no derivative.
+
+    Args:
+        w: The matrix, ``(out, in)``, in the dtype of ``x``.
+        x: One row, or 1 to 16; float32, bfloat16 or float16 for the kernels.
+        backend: As in :func:`linear`.
+
+    Returns:
+        The products, in the dtype of ``x``.
+
+    Raises:
+        TypeError: An argument is not floating-point, or ``w`` differs from ``x`` in dtype.
+        ValueError: ``w`` is not a matrix as wide as ``x``, ``x`` has no row or more than 16, or the
+            backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: CUDA-Learn-Notes' ``sgemv``; KuiperLLama's ``matmul_kernel_cu_fp32``.
+
+    Example:
+        >>> jaxllm.ops.matvec(jnp.arange(1.0, 10.0).reshape(3, 3), jnp.array([1.0, 1.0, -1.0]))
+        Array([0., 3., 6.], dtype=float32)
+    """
+    check_floating(w=w, x=x)
+    check_same_dtype("w", w, "x", x)
+    if w.ndim != 2 or x.ndim == 0 or w.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"w has shape {w.shape}; it must be (M, K) with rows as wide as x {x.shape}"
+        )
+    if x.ndim == 1:
+        return matvec(w, x[None], backend=backend)[0]
+    if x.ndim != 2 or not 1 <= x.shape[0] <= _MAX_ROWS:
+        raise ValueError(
+            f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
+        )
+    return dispatch(MATVEC, "", resolve(backend), w, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -34,6 +34,19 @@ def _case(
     )
 
 
+def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
+    return Case(
+        "matvec",
+        name,
+        {"w": Normal((out, width), std=max(width, 1) ** -0.5), "x": Normal((rows, width))},
+        # The matrix: what else moves is next to nothing.
+        forward_elements=out * width,
+        forward_flops=2 * rows * out * width,
+        has_backward=False,
+        large=large,
+    )
+
+
 CASES = (
     _case("gpt2_124m_qkv", 65536, 768, out=2304, large=True),
     _case("gpt2_124m_up", 65536, 768, out=3072, activation="gelu", large=True),
@@ -49,4 +62,14 @@ CASES = (
     _case("one_column", 6, 9, out=1),
     _case("inner_one", 6, 1, out=9),
     _case("no_rows", 0, 16, out=8, activation="gelu"),
+    _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
+    _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
+    _matvec("llama3_1b_head", 1, 2048, 128256, large=True),
+    _matvec("rows_16", 16, 4096, 4096, large=True),
+    _matvec("one_row", 1, 64, 40),
+    _matvec("rows_3", 3, 200, 37),
+    _matvec("rows_9", 9, 513, 16),
+    _matvec("rows_16_small", 16, 1024, 48),
+    _matvec("odd", 2, 5, 3),
+    _matvec("no_columns", 1, 8, 0),
 )

@@ -1,8 +1,14 @@
-"""``linear`` with the Pallas activation kernels; its products stay with XLA."""
+"""``linear`` with the Pallas activation kernels, its products XLA's; and a kernel of ``matvec``."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.ops.activation import pallas as activations
 from jaxllm.ops.gemm import products
@@ -22,3 +28,49 @@ def linear_forward(x, weight, bias, *, activation, interpret=False):
 def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
     """Returns ``(dx, dweight, dbias)``."""
     return products.backward(activations, x, weight, bias, h, dout, activation, interpret=interpret)
+
+
+_ROWS = 16  # of x, as Triton's products ask
+
+
+def matvec_unsupported(w, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"x has dtype {x.dtype}; the kernel takes float32, bfloat16, float16"
+    return None
+
+
+def matvec(w, x, *, interpret=False):
+    """Returns ``out``; a program has some rows of the matrix, a block of columns at a time."""
+    (M, K), rows = w.shape, x.shape[0]
+    if w.size == 0:
+        return jnp.zeros((rows, M), x.dtype)
+    tile = (min(32, pl.next_power_of_2(max(M, _ROWS))), min(256, pl.next_power_of_2(max(K, _ROWS))))
+    out = pl.pallas_call(
+        functools.partial(_matvec_kernel, M=M, K=K, tile=tile),
+        grid=(pl.cdiv(M, tile[0]),),
+        out_shape=jax.ShapeDtypeStruct((_ROWS, M), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+    )(w, jnp.pad(x, ((0, _ROWS - rows), (0, 0))))
+    return out[:rows]
+
+
+def _matvec_kernel(w_ref, x_ref, out_ref, *, M, K, tile):
+    start = pl.program_id(0) * tile[0]
+    rows = pl.ds(start, tile[0])
+    inside = start + jnp.arange(tile[0], dtype=jnp.int32) < M
+    precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    def visit(i, total):
+        columns = pl.ds(i * tile[1], tile[1])
+        known = i * tile[1] + jnp.arange(tile[1], dtype=jnp.int32) < K
+        mask = inside[:, None] & known[None, :]
+        w = plgpu.load(w_ref.at[rows, columns], mask=mask, other=0)
+        mask = jnp.broadcast_to(known[None, :], (_ROWS, tile[1]))
+        x = plgpu.load(x_ref.at[pl.ds(0, _ROWS), columns], mask=mask, other=0)
+        return total + plgpu.dot(x, w, trans_b=True, precision=precision)
+
+    total = lax.fori_loop(0, pl.cdiv(K, tile[1]), visit, jnp.zeros((_ROWS, tile[0]), jnp.float32))
+    mask = jnp.broadcast_to(inside[None, :], (_ROWS, tile[0]))
+    plgpu.store(out_ref.at[pl.ds(0, _ROWS), rows], total.astype(out_ref.dtype), mask=mask)

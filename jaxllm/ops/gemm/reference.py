@@ -1,6 +1,8 @@
-"""``linear`` in ``jax.numpy``: products.py has the formulas, and the derivative by hand."""
+"""Products in ``jax.numpy``: products.py has ``linear``'s formulas, and the derivative by hand."""
 
 from __future__ import annotations
+
+import jax.numpy as jnp
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.gemm import products
@@ -19,3 +21,9 @@ def linear_forward(x, weight, bias, *, activation):
 def linear_backward(x, weight, bias, h, dout, *, activation):
     """Returns ``(dx, dweight, dbias)``."""
     return products.backward(activations, x, weight, bias, h, dout, activation)
+
+
+def matvec(w, x):
+    """Returns ``out``."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum("mk,rk->rm", w.astype(wide), x.astype(wide)).astype(x.dtype)

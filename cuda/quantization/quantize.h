@@ -1,0 +1,20 @@
+// Rounds groups of neighbours to int8 with a scale each, and widens them again.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace jaxllm {
+
+// `groups` groups of `width` elements of T.
+template <typename T>
+struct GroupQuantization {
+  static cudaError_t quantize(cudaStream_t stream, const T* w, int8_t* q, float* scales,
+                              int64_t groups, int64_t width);
+};
+
+cudaError_t dequantize(cudaStream_t stream, const int8_t* q, const float* scales, float* w,
+                       int64_t groups, int64_t width);
+
+}  // namespace jaxllm

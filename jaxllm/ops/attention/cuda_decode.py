@@ -1,0 +1,59 @@
+"""FFI calls to the CUDA kernels of ``decode_attention`` in ``cuda/attention/decode.cu``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ffi
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_WIDTH = 256
+_MAX_BATCH = 65535
+_HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
+# Blocks that keep the largest GPUs busy, and the tokens that are worth a block.
+_BLOCKS = 128
+_TOKENS_PER_BLOCK = 256
+_MAX_SPLITS = 64
+
+
+def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales, **_):
+    """Why the kernels cannot serve a call; None if they can."""
+    if q.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"q has dtype {q.dtype}; the kernel takes {names}"
+    if q.shape[-1] > _MAX_WIDTH:
+        return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
+    if q.shape[0] > _MAX_BATCH:
+        return f"q has {q.shape[0]} sequences; the kernel takes at most {_MAX_BATCH}"
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is not None and scales.dtype != jnp.float32:
+            return f"{name} has dtype {scales.dtype}; the kernel takes float32"
+    return None
+
+
+def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale):
+    """Returns ``out``."""
+    B, N, H = q.shape
+    S, K = k_cache.shape[1:3]
+    splits = count_splits(B, N, K, S)
+    # Each split's sums, and its largest score and total; unused where there is one split.
+    partial = jax.ShapeDtypeStruct((splits if splits > 1 else 0, B, N, H + 2), jnp.float32)
+    out, _ = ffi.call(
+        "decode_attention",
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), partial),
+        q, k_cache, v_cache, lengths, *(() if k_scales is None else (k_scales, v_scales)),
+        scale=scale, splits=splits,
+    )  # fmt: skip
+    return out
+
+
+def count_splits(batch: int, heads: int, kv_heads: int, length: int) -> int:
+    """Into how many parts a cache is cut, a power of two: enough for all of the GPU to read."""
+    blocks = batch * kv_heads * -(-(heads // kv_heads) // _HEADS_PER_BLOCK)
+    splits = 1
+    while (
+        splits < _MAX_SPLITS and splits * blocks < _BLOCKS and splits * _TOKENS_PER_BLOCK < length
+    ):
+        splits *= 2
+    return splits

@@ -1,0 +1,144 @@
+"""Pallas-Triton kernel of ``decode_attention``.
+
+A program reads a part of one key head's cache, for all query heads that share it: a block of keys
+at a time, with the running softmax of flash attention. The parts of a sequence are then added up,
+each with the weight that its largest score and its total give it.
+
+Triton's products ask for blocks of 16 at least, and powers of two: the queries of a group are
+padded, and the columns past the end of a head are masked.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_WIDTH = 256
+_MIN_BLOCK = 16
+_BLOCKS = 264  # that keep the largest GPUs busy
+_MAX_SPLITS = 64
+_LOG2E = math.log2(math.e)
+# Below every score. The largest of no scores, but a number: the difference of two is none.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales, **_):
+    """Why the kernel cannot serve a call; None if it can."""
+    if q.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"q has dtype {q.dtype}; the kernel takes {names}"
+    if q.shape[-1] > _MAX_WIDTH:
+        return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if scales is not None and scales.dtype != jnp.float32:
+            return f"{name} has dtype {scales.dtype}; the kernel takes float32"
+    return None
+
+
+def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale, interpret=False):
+    """Returns ``out``."""
+    B, N, H = q.shape
+    S, K = k_cache.shape[1:3]
+    if q.size == 0 or S == 0:
+        return jnp.zeros_like(q)
+    groups, width = N // K, max(_MIN_BLOCK, pl.next_power_of_2(H))
+    heads = max(_MIN_BLOCK, pl.next_power_of_2(groups))
+    block = min(128 if width <= 64 else 64, max(_MIN_BLOCK, pl.next_power_of_2(S)))
+    splits = max(1, min(_MAX_SPLITS, _BLOCKS // (B * K), pl.cdiv(S, block)))
+    queries = jnp.pad(
+        q.reshape(B, K, groups, H), ((0, 0), (0, 0), (0, heads - groups), (0, width - H))
+    )
+    kernel = functools.partial(
+        _kernel, K=K, S=S, H=H, block=block, splits=splits, scale=scale, interpret=interpret
+    )
+
+    def all_of(*shape):  # of one sequence
+        return pl.BlockSpec((None, *shape), lambda b, k, i: (b, *[0] * len(shape)))
+
+    def part_of(*shape):
+        return pl.BlockSpec(
+            (None, None, None, *shape), lambda b, k, i: (b, k, i, *[0] * len(shape))
+        )
+
+    scales = () if k_scales is None else (k_scales, v_scales)
+    sums, largest, total = pl.pallas_call(
+        kernel,
+        grid=(B, K, splits),
+        in_specs=[
+            pl.BlockSpec((None, None, heads, width), lambda b, k, i: (b, k, 0, 0)),
+            all_of(S, K * H),
+            all_of(S, K * H),
+            pl.BlockSpec((B,), lambda b, k, i: (0,)),
+            *(all_of(S, K) for _ in scales),
+        ],
+        out_specs=[part_of(heads, width), part_of(heads), part_of(heads)],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, splits, heads, width), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits, heads), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits, heads), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+    )(queries, k_cache.reshape(B, S, -1), v_cache.reshape(B, S, -1), lengths, *scales)
+    weights = jnp.exp2(largest - largest.max(axis=2, keepdims=True))
+    total = (total * weights).sum(axis=2)
+    out = (sums * weights[..., None]).sum(axis=2) / jnp.where(total == 0, 1, total)[..., None]
+    return out[:, :, :groups, :H].reshape(q.shape).astype(q.dtype)
+
+
+def _kernel(q_ref, k_ref, v_ref, length_ref, *refs, K, S, H, block, splits, scale, interpret):
+    *scales, sums_ref, largest_ref, total_ref = refs
+    head, split = pl.program_id(1), pl.program_id(2)
+    q = q_ref[...]
+    heads, width = q.shape
+    length = jnp.clip(plgpu.load(length_ref.at[pl.program_id(0)]), 0, S)
+    blocks = lax.div(length + (block - 1), jnp.int32(block))
+    per_split = lax.div(blocks + (splits - 1), jnp.int32(splits))
+    start = split * per_split
+    columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32) < H, (block, width))
+    # Triton multiplies 16-bit numbers with tensor cores; int8 becomes the dtype of q, exactly.
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def load(ref, token, seen):
+        at = ref.at[pl.ds(token, block), pl.ds(head * H, width)]
+        return plgpu.load(at, mask=columns & seen[:, None], other=0).astype(q.dtype)
+
+    def load_scales(ref, token, seen):
+        return plgpu.load(ref.at[pl.ds(token, block), head], mask=seen, other=0)
+
+    def visit(i, carry):
+        largest, total, sums = carry
+        token = i * block
+        seen = token + jnp.arange(block, dtype=jnp.int32) < length
+        k = load(k_ref, token, seen)
+        scores = plgpu.dot(q, k, trans_b=True, precision=precision) * (scale * _LOG2E)
+        if scales:
+            scores *= load_scales(scales[0], token, seen)[None, :]
+        scores = jnp.where(seen[None, :], scores, -jnp.inf)
+        grown = jnp.maximum(largest, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - grown[:, None])
+        shrink = jnp.exp2(largest - grown)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        if scales:
+            weights *= load_scales(scales[1], token, seen)[None, :]
+        v = load(v_ref, token, seen)
+        sums = sums * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), v, precision=precision)
+        return grown, total, sums
+
+    carry = (
+        jnp.full(heads, _LOWEST, jnp.float32),
+        jnp.zeros(heads, jnp.float32),
+        jnp.zeros((heads, width), jnp.float32),
+    )
+    stop = jnp.minimum(start + per_split, blocks)
+    largest, total, sums = lax.fori_loop(jnp.minimum(start, stop), stop, visit, carry)
+    sums_ref[...] = sums
+    largest_ref[...] = largest
+    total_ref[...] = total

@@ -1,0 +1,37 @@
+r"""``decode_attention`` in ``jax.numpy``: the definition.
+
+For one query head and the first ``lengths`` rows of its key head's cache,
+
+.. math::
+    out = \sum_s softmax_s(scale \cdot q \cdot k_s)\, v_s
+
+where an int8 cache holds :math:`k_s / k\_scales_s` and :math:`v_s / v\_scales_s`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale):
+    """Returns ``out``."""
+    B, N, H = q.shape
+    S, K = k_cache.shape[1:3]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    queries = q.astype(wide).reshape(B, K, N // K, H)
+    keys, values = _widen(k_cache, k_scales, wide), _widen(v_cache, v_scales, wide)
+    scores = scale * jnp.einsum("bkgh,bskh->bkgs", queries, keys)
+    seen = (jnp.arange(S) < lengths[:, None])[:, None, None]
+    largest = jnp.max(scores, axis=-1, where=seen, initial=-jnp.inf, keepdims=True)
+    # Without keys, -inf - -inf.
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0)), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    out = jnp.einsum("bkgs,bskh->bkgh", weights, jnp.where(seen[:, 0, 0, :, None, None], values, 0))
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _widen(cache: Array, scales: Array | None, dtype) -> Array:
+    wide = cache.astype(dtype)
+    return wide if scales is None else wide * scales[..., None].astype(dtype)

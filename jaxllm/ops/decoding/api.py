@@ -1,0 +1,139 @@
+"""What decoding does in one piece because each kernel by itself would be too short."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8, Integer
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.decoding import cuda, pallas, reference
+
+DECODE_BLOCK = Op("decode_block", reference=reference, pallas=pallas, cuda=cuda)
+
+_MAX_ROWS = 16
+Matrix = Float[Array, "M K"] | tuple[Int8[Array, "M K"], Float[Array, "M G"]]
+
+
+def decode_block(
+    residual: Float[Array, "B D"],
+    norm1: Float[Array, " D"],
+    norm2: Float[Array, " D"],
+    qkv: Matrix,
+    out: Matrix,
+    gate_up: Matrix,
+    down: Matrix,
+    cos: Float[Array, "B R"],
+    sin: Float[Array, "B R"],
+    k_cache: Float[Array, "B S K H"],
+    v_cache: Float[Array, "B S K H"],
+    lengths: Integer[Array, " B"],
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "B D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    r"""One block of a Llama, for one token of each of 1 to 16 sequences.
+
+    .. math::
+        h = x + W_{out}\, attention(rope(W_{qkv}\, norm_1(x))) \qquad
+        out = h + W_{down}\, swiglu(W_{gate\_up}\, norm_2(h))
+
+    At batch 1 a block's products are so short that what stands between them counts: here norms,
+    rotation, activation and residual additions come with the products, and each product begins to
+    read its weights while the one before it ends. For inference alone: there is no derivative.
+
+    Args:
+        residual: The residual stream, x; float32, bfloat16 or float16 for the kernels.
+        norm1: The factors of the RMS norm before attention, in the dtype of ``residual``.
+        norm2: Those of the one before the MLP.
+        qkv: The matrix ((N + 2K) H, D) of queries, keys and values, in the dtype of ``residual``;
+            or a pair, int8 and scales, as :func:`jaxllm.ops.quantize` gives them. All four alike.
+        out: The matrix (D, N H) after attention.
+        gate_up: The matrix (2F, D) of gates and of what they let through.
+        down: The matrix (D, F).
+        cos: Cosines of the tokens' positions, as :func:`jaxllm.ops.rope_table` makes them; R is
+            H / 2; float32 for the kernels.
+        sin: Their sines.
+        k_cache: Keys, with room for S tokens; donate it, and it is written in place.
+        v_cache: Values, likewise.
+        lengths: The tokens that each sequence has; a full cache gets no more.
+        eps: Added to the mean squares.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``(out, k_cache, v_cache)``: the new residual stream, and the caches with a token more.
+
+    Raises:
+        TypeError: An array is of the wrong kind or dtype.
+        ValueError: The shapes do not fit together, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    check_floating(residual=residual)
+    if residual.ndim != 2 or not 1 <= len(residual) <= _MAX_ROWS:
+        raise ValueError(
+            f"residual has shape {residual.shape}; it must be (B, D) with B from 1 to {_MAX_ROWS}"
+        )
+    B, D = residual.shape
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_floating(**{name: cache})
+        check_same_dtype(name, cache, "residual", residual)
+    if k_cache.ndim != 4 or len(k_cache) != B or k_cache.shape[-1] % 2:
+        raise ValueError(f"k_cache has shape {k_cache.shape}; it must be ({B}, S, K, H), H even")
+    check_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
+    _, _, K, H = k_cache.shape
+    _check_matrices(residual, K * H, {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down})
+    for name, norm in (("norm1", norm1), ("norm2", norm2)):
+        check_floating(**{name: norm})
+        check_shape(name, norm, (D,), f"one a column of residual {residual.shape}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating(**{name: table})
+        check_shape(name, table, (B, H // 2), "one a sequence and pair of a head's columns")
+    check_integer(lengths=lengths)
+    check_shape("lengths", lengths, (B,), f"one a sequence of residual {residual.shape}")
+    arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
+    lengths = lengths.astype(jnp.int32)
+    return dispatch(DECODE_BLOCK, "", resolve(backend), *arrays, lengths, eps=float(eps))
+
+
+def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:
+    D = residual.shape[1]
+    quantized = isinstance(matrices["qkv"], tuple)
+    shapes = {}
+    for name, matrix in matrices.items():
+        if isinstance(matrix, tuple) != quantized:
+            raise TypeError(f"{name} and qkv must both be arrays, or both pairs of int8 and scales")
+        data = matrix[0] if isinstance(matrix, tuple) else matrix
+        if isinstance(matrix, tuple):
+            if data.dtype != jnp.int8:
+                raise TypeError(f"{name} has dtype {data.dtype}; it must be int8 beside its scales")
+            groups = matrix[1].shape[-1]
+            if matrix[1].shape[:-1] != data.shape[:-1] or not groups or data.shape[-1] % groups:
+                raise ValueError(
+                    f"the scales of {name} have shape {matrix[1].shape}; it is {data.shape}"
+                )
+            first = matrices["qkv"]
+            assert isinstance(first, tuple)
+            if data.shape[-1] // groups != first[0].shape[-1] // first[1].shape[-1]:
+                raise ValueError(f"{name} and qkv have groups of unequal lengths")
+        else:
+            check_same_dtype(name, matrix, "residual", residual)
+        shapes[name] = data.shape
+    heads_width = shapes["qkv"][0] - 2 * kv_width
+    wanted = {
+        "qkv": (shapes["qkv"][0], D),
+        "out": (D, heads_width),
+        "gate_up": (2 * shapes["down"][-1], D),
+        "down": (D, shapes["down"][-1]),
+    }
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"{name} has shape {shapes[name]}; with residual {residual.shape} and key heads of "
+                f"{kv_width} columns it must be {shape}"
+            )
+    if heads_width <= 0 or heads_width % kv_width:
+        raise ValueError(
+            f"qkv has shape {shapes['qkv']}; with key heads of {kv_width} columns it must have "
+            "as many for keys and values, and a multiple of that for queries"
+        )

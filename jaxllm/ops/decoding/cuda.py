@@ -1,0 +1,64 @@
+"""FFI call to the CUDA kernels of a block in ``cuda/decoding``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ffi
+from jaxllm.ops.attention import cuda_decode as attention
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def decode_block_unsupported(
+    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths, **_
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    if residual.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"residual has dtype {residual.dtype}; the kernels take {names}"
+    if k_cache.shape[-1] > 256:
+        return f"heads are {k_cache.shape[-1]} wide; the kernels take at most 256"
+    for name, array in (("norm1", norm1), ("norm2", norm2)):
+        if array.dtype != residual.dtype:
+            return f"{name} has dtype {array.dtype}; the kernels take that of residual"
+    for name, array in (("cos", cos), ("sin", sin)):
+        if array.dtype != jnp.float32:
+            return f"{name} has dtype {array.dtype}; the kernels take float32"
+    for matrix in (qkv, out, gate_up, down):
+        if isinstance(matrix, tuple) and matrix[1].dtype != jnp.float32:
+            return f"scales have dtype {matrix[1].dtype}; the kernels take float32"
+    return None
+
+
+def decode_block(
+    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths, *, eps
+):
+    """Returns ``(out, k_cache, v_cache)``; the caches are written in place where they may be."""
+    B, S, K, H = k_cache.shape
+    matrices = (qkv, out, gate_up, down)
+    quantized = isinstance(qkv, tuple)
+    data = [matrix[0] if quantized else matrix for matrix in matrices]
+    scales = [matrix[1] for matrix in matrices] if quantized else []
+    N, F = data[1].shape[1] // H, data[3].shape[1]
+    splits = attention.count_splits(B, N, K, S)
+
+    def like(*shape, dtype=residual.dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    results = (
+        like(*residual.shape),
+        like(*k_cache.shape),
+        like(*v_cache.shape),
+        # What the kernels hand to each other.
+        like(B, N * H),
+        like(B, N * H),
+        like(*residual.shape),
+        like(B, F),
+        like(splits if splits > 1 else 0, B, N, H + 2, dtype=jnp.float32),
+    )
+    operands = (residual, norm1, norm2, cos, sin, k_cache, v_cache, lengths, *data, *scales)
+    return tuple(
+        ffi.call("decode_block", results, *operands, aliases={5: 1, 6: 2}, eps=eps, splits=splits)
+    )[:3]

@@ -1,0 +1,182 @@
+"""Weights as int8 with a scale for each group: rounding them, and products with them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating
+from jaxllm.ops.quantization import cuda, pallas, reference
+
+QUANTIZE = Op("quantize", reference=reference, pallas=pallas, cuda=cuda)
+DEQUANTIZE = Op("dequantize", reference=reference, pallas=pallas, cuda=cuda)
+QUANTIZED_MATVEC = Op("quantized_matvec", reference=reference, pallas=pallas, cuda=cuda)
+QUANTIZED_MATMUL = Op("quantized_matmul", reference=reference, pallas=pallas, cuda=cuda)
+
+_MAX_ROWS = 16
+
+
+def quantize(
+    w: Float[Array, "*rows K"], *, group_size: int = 64, backend: Backend | None = None
+) -> tuple[Int8[Array, "*rows K"], Float[Array, "*rows G"]]:
+    r"""Rounds weights to int8, with one scale for each group of neighbours along the last axis.
+
+    .. math::
+        scale = \max |w| / 127 \qquad q = round(w / scale)
+
+    Ties go to even. A group of zeros has the scale 0. No group reaches over the end of a row.
+
+    Args:
+        w: The weights, ``(out, in)`` for the products below; float32, bfloat16 or float16 for the
+            kernels.
+        group_size: Weights to a scale; it divides K.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``(q, scales)``: int8 in the shape of ``w``, and float32 of shape (..., K / group_size).
+
+    Raises:
+        TypeError: ``w`` is not floating-point.
+        ValueError: ``w`` has no axis, K is not a multiple of ``group_size``, or the backend is
+            unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: KuiperLLama, lesson 13 on quantized matrix-vector products.
+
+    Example:
+        >>> q, scales = jaxllm.ops.quantize(jnp.array([1.0, 3.0, 5.0, -1.0]), group_size=2)
+        >>> q.tolist()
+        [42, 127, 127, -25]
+    """
+    check_floating(w=w)
+    if w.ndim == 0:
+        raise ValueError("w has shape (); it must have a last axis to form groups along")
+    if group_size < 1 or w.shape[-1] % group_size:
+        raise ValueError(
+            f"w has shape {w.shape}, rows of {w.shape[-1]}; they must be multiples of group_size "
+            f"{group_size}"
+        )
+    return dispatch(QUANTIZE, "", resolve(backend), w, group_size=int(group_size))
+
+
+def dequantize(
+    q: Int8[Array, "*rows K"], scales: Float[Array, "*rows G"], *, backend: Backend | None = None
+) -> Float[Array, "*rows K"]:
+    """The weights that int8 numbers and their scales stand for: ``q * scale``.
+
+    Args:
+        q: The numbers, as :func:`quantize` gives them.
+        scales: The scales of their groups, G of them a row; float32 for the kernels.
+        backend: As in :func:`quantize`.
+
+    Returns:
+        The weights, in the dtype of ``scales``.
+
+    Raises:
+        TypeError: ``q`` is not int8 or ``scales`` not floating-point.
+        ValueError: ``scales`` does not fit ``q``, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    _check_quantized(q, scales)
+    return dispatch(DEQUANTIZE, "", resolve(backend), q, scales)
+
+
+def quantized_matvec(
+    q: Int8[Array, "M K"],
+    scales: Float[Array, "M G"],
+    x: Float[Array, "*R K"],
+    *,
+    backend: Backend | None = None,
+) -> Float[Array, "*R M"]:
+    r"""The product of an int8 matrix and a few rows, which reads the matrix once.
+
+    .. math::
+        out_m = \sum_k x_k \cdot scale_{m, k / g} \cdot q_{mk}
+
+    The sums are float32. For inference alone: there is no derivative.
+
+    Args:
+        q: The matrix, ``(out, in)``, as :func:`quantize` gives it.
+        scales: The scales of its groups; float32 for the kernels.
+        x: One row, or 1 to 16; float32, bfloat16 or float16 for the kernels.
+        backend: As in :func:`quantize`.
+
+    Returns:
+        The products, in the dtype of ``x``.
+
+    Raises:
+        TypeError: ``q`` is not int8, or another argument is not floating-point.
+        ValueError: The shapes do not fit together, ``x`` has no row or more than 16, or the backend
+            is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: KuiperLLama's ``matmul_kernel_cu_fp32int8``.
+    """
+    _check_product(q, scales, x)
+    if x.ndim == 1:
+        return quantized_matvec(q, scales, x[None], backend=backend)[0]
+    if x.ndim != 2 or not 1 <= x.shape[0] <= _MAX_ROWS:
+        raise ValueError(
+            f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
+        )
+    return dispatch(QUANTIZED_MATVEC, "", resolve(backend), q, scales, x)
+
+
+def quantized_matmul(
+    q: Int8[Array, "M K"],
+    scales: Float[Array, "M G"],
+    x: Float[Array, "*rows K"],
+    *,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows M"]:
+    """The product of an int8 matrix and many rows, as a prompt has them.
+
+    The matrix is widened to the dtype of ``x`` once and multiplied by XLA. For inference alone.
+
+    Args:
+        q: As in :func:`quantized_matvec`.
+        scales: As in :func:`quantized_matvec`.
+        x: Any number of rows.
+        backend: As in :func:`quantize`; it has the kernel that widens.
+
+    Returns:
+        The products, in the dtype of ``x``.
+
+    Raises:
+        TypeError: As in :func:`quantized_matvec`.
+        ValueError: The shapes do not fit together, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    _check_product(q, scales, x)
+    rows = x.reshape(-1, x.shape[-1]) if x.size else jnp.zeros((0, q.shape[1]), x.dtype)
+    out = dispatch(QUANTIZED_MATMUL, "", resolve(backend), q, scales, rows)
+    return out.reshape(*x.shape[:-1], q.shape[0])
+
+
+def _check_quantized(q: Array, scales: Array) -> None:
+    if getattr(q, "dtype", None) != jnp.int8:
+        raise TypeError(f"q has dtype {getattr(q, 'dtype', type(q).__name__)}; it must be int8")
+    check_floating(scales=scales)
+    if q.ndim == 0 or scales.ndim != q.ndim or scales.shape[:-1] != q.shape[:-1]:
+        raise ValueError(
+            f"scales has shape {scales.shape}; it must be that of q {q.shape}, (..., G)"
+        )
+    groups = scales.shape[-1]
+    if (q.shape[-1] % groups) if groups else q.shape[-1]:
+        raise ValueError(
+            f"scales has shape {scales.shape}, {groups} groups a row; they must divide the rows of "
+            f"q {q.shape}"
+        )
+
+
+def _check_product(q: Array, scales: Array, x: Array) -> None:
+    _check_quantized(q, scales)
+    check_floating(x=x)
+    if q.ndim != 2:
+        raise ValueError(f"q has shape {q.shape}; it must be a matrix, (M, K)")
+    if x.ndim == 0 or x.shape[-1] != q.shape[1]:
+        raise ValueError(
+            f"x has shape {x.shape}; its rows must be {q.shape[1]} wide, as those of q {q.shape}"
+        )

@@ -1,0 +1,66 @@
+"""FFI calls to the CUDA kernels in ``cuda/quantization``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm import ffi
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def quantize_unsupported(w, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if w.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"w has dtype {w.dtype}; the kernel takes {names}"
+    return None
+
+
+def dequantize_unsupported(q, scales) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if scales.dtype != jnp.float32:
+        return f"scales has dtype {scales.dtype}; the kernel takes float32"
+    return None
+
+
+def quantized_matvec_unsupported(q, scales, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if x.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"x has dtype {x.dtype}; the kernel takes {names}"
+    return dequantize_unsupported(q, scales)
+
+
+def quantized_matmul_unsupported(q, scales, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return dequantize_unsupported(q, scales)
+
+
+def quantize(w, *, group_size):
+    """Returns ``(q, scales)``."""
+    results = (
+        jax.ShapeDtypeStruct(w.shape, jnp.int8),
+        jax.ShapeDtypeStruct((*w.shape[:-1], w.shape[-1] // group_size), jnp.float32),
+    )
+    return tuple(ffi.call("quantize", results, w, group_size=group_size))
+
+
+def dequantize(q, scales):
+    """Returns ``w``."""
+    (w,) = ffi.call("dequantize", [jax.ShapeDtypeStruct(q.shape, scales.dtype)], q, scales)
+    return w
+
+
+def quantized_matvec(q, scales, x):
+    """Returns ``out``."""
+    result = jax.ShapeDtypeStruct((x.shape[0], q.shape[0]), x.dtype)
+    (out,) = ffi.call("quantized_matvec", [result], q, scales, x)
+    return out
+
+
+def quantized_matmul(q, scales, x):
+    """Returns ``out``."""
+    return lax.dot_general(x, dequantize(q, scales).astype(x.dtype), (((1,), (1,)), ((), ())))

@@ -1,0 +1,182 @@
+"""Pallas-Triton kernels of group quantization.
+
+To round and to widen, a program has a tile of whole groups, their width rounded up to a power of
+two and masked. The product goes along the rows of the matrix a group, or a part of one, at a time:
+its numbers are exact in the dtype of x, and its scale multiplies the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_TILE = 4096  # elements that a program works on at once
+_MAX_GROUP = 16384
+_MIN_BLOCK = 16
+
+
+def quantize_unsupported(w, *, group_size) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if w.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"w has dtype {w.dtype}; the kernel takes {names}"
+    if group_size > _MAX_GROUP:
+        return f"group_size is {group_size}; the kernel takes at most {_MAX_GROUP}"
+    return None
+
+
+def dequantize_unsupported(q, scales) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if scales.dtype != jnp.float32:
+        return f"scales has dtype {scales.dtype}; the kernel takes float32"
+    if q.size and q.shape[-1] // scales.shape[-1] > _MAX_GROUP:
+        return f"groups are {q.shape[-1] // scales.shape[-1]} long; the kernel takes {_MAX_GROUP}"
+    return None
+
+
+def quantized_matvec_unsupported(q, scales, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if x.dtype not in _DTYPES or scales.dtype != jnp.float32:
+        return (
+            f"x has dtype {x.dtype} and scales {scales.dtype}; the kernel takes float32, bfloat16 "
+            "or float16, and float32"
+        )
+    group = q.shape[1] // max(scales.shape[1], 1)
+    if q.size and (group < _MIN_BLOCK or group != pl.next_power_of_2(group)):
+        return f"groups are {group} long; the kernel takes powers of two from {_MIN_BLOCK} on"
+    return None
+
+
+def quantized_matmul_unsupported(q, scales, x) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return dequantize_unsupported(q, scales)
+
+
+def quantize(w, *, group_size, interpret=False):
+    """Returns ``(q, scales)``."""
+    shape = (*w.shape[:-1], w.shape[-1] // group_size)
+    if w.size == 0:
+        return jnp.zeros(w.shape, jnp.int8), jnp.zeros(shape, jnp.float32)
+    groups = w.reshape(-1, group_size)
+    q, scales = _by_group(
+        _quantize_kernel, groups,
+        out_shape=[jax.ShapeDtypeStruct(groups.shape, jnp.int8),
+                   jax.ShapeDtypeStruct((len(groups),), jnp.float32)],
+        interpret=interpret,
+    )  # fmt: skip
+    return q.reshape(w.shape), scales.reshape(shape)
+
+
+def dequantize(q, scales, *, interpret=False):
+    """Returns ``w``."""
+    if q.size == 0:
+        return jnp.zeros(q.shape, scales.dtype)
+    groups = q.reshape(scales.size, -1)
+    (w,) = _by_group(
+        _dequantize_kernel, groups, scales.reshape(-1),
+        out_shape=[jax.ShapeDtypeStruct(groups.shape, scales.dtype)],
+        interpret=interpret,
+    )  # fmt: skip
+    return w.reshape(q.shape)
+
+
+def quantized_matmul(q, scales, x, *, interpret=False):
+    """Returns ``out``."""
+    w = dequantize(q, scales, interpret=interpret).astype(x.dtype)
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def quantized_matvec(q, scales, x, *, interpret=False):
+    """Returns ``out``."""
+    (M, K), rows = q.shape, x.shape[0]
+    if q.size == 0:
+        return jnp.zeros((rows, M), x.dtype)
+    group = K // scales.shape[1]
+    block = min(32, pl.next_power_of_2(max(M, _MIN_BLOCK)))
+    padded = jnp.pad(x, ((0, _MIN_BLOCK - rows), (0, 0)))
+    out = pl.pallas_call(
+        functools.partial(
+            _product_kernel, M=M, K=K, group=group, step=min(group, 256), block=block
+        ),
+        grid=(pl.cdiv(M, block),),
+        out_shape=jax.ShapeDtypeStruct((_MIN_BLOCK, M), x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
+        interpret=interpret,
+    )(q, scales, padded)
+    return out[:rows]
+
+
+def _by_group(kernel, groups, *arrays, out_shape, interpret):
+    """Calls a kernel with tiles of whole groups."""
+    count, width = groups.shape
+    tile = min(max(1, _TILE // pl.next_power_of_2(width)), pl.next_power_of_2(count))
+    return pl.pallas_call(
+        functools.partial(
+            kernel, count=count, width=width, shape=(tile, pl.next_power_of_2(width))
+        ),
+        grid=(math.ceil(count / tile),),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+    )(groups, *arrays)
+
+
+def _tile(count, width, shape):
+    """The place of a program's tile, and the masks of its groups and of its elements."""
+    start = pl.program_id(0) * shape[0]
+    groups = start + jnp.arange(shape[0], dtype=jnp.int32) < count
+    columns = jnp.arange(shape[1], dtype=jnp.int32) < width
+    return pl.ds(start, shape[0]), groups, groups[:, None] & columns[None, :]
+
+
+def _quantize_kernel(w_ref, q_ref, scales_ref, *, count, width, shape):
+    rows, groups, mask = _tile(count, width, shape)
+    at = (rows, pl.ds(0, shape[1]))
+    w = plgpu.load(w_ref.at[at], mask=mask, other=0).astype(jnp.float32)
+    scales = jnp.max(jnp.abs(w), axis=1) / 127
+    q = _round(w / jnp.where(scales == 0, 1, scales)[:, None])
+    plgpu.store(q_ref.at[at], q.astype(jnp.int8), mask=mask)
+    plgpu.store(scales_ref.at[rows], scales, mask=groups)
+
+
+def _round(x):
+    """The nearest integer, or the even one of two: Pallas has no rounding for Triton."""
+    below = jnp.floor(x)
+    odd = below - 2 * jnp.floor(below / 2)
+    rest = x - below
+    return below + jnp.where((rest > 0.5) | ((rest == 0.5) & (odd != 0)), 1.0, 0.0)
+
+
+def _dequantize_kernel(q_ref, scales_ref, w_ref, *, count, width, shape):
+    rows, groups, mask = _tile(count, width, shape)
+    at = (rows, pl.ds(0, shape[1]))
+    q = plgpu.load(q_ref.at[at], mask=mask, other=0).astype(jnp.float32)
+    scales = plgpu.load(scales_ref.at[rows], mask=groups, other=0)
+    plgpu.store(w_ref.at[at], q * scales[:, None], mask=mask)
+
+
+def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, block):
+    rows = pl.ds(pl.program_id(0) * block, block)
+    inside = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32) < M
+    tile = jnp.broadcast_to(inside[:, None], (block, step))
+    precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    def visit(i, total):
+        columns = pl.ds(i * step, step)
+        q = plgpu.load(q_ref.at[rows, columns], mask=tile, other=0).astype(x_ref.dtype)
+        x = plgpu.load(x_ref.at[pl.ds(0, _MIN_BLOCK), columns])
+        scales = plgpu.load(
+            scales_ref.at[rows, lax.div(i * step, jnp.int32(group))], mask=inside, other=0
+        )
+        return total + plgpu.dot(x, q, trans_b=True, precision=precision) * scales[None, :]
+
+    total = lax.fori_loop(0, K // step, visit, jnp.zeros((_MIN_BLOCK, block), jnp.float32))
+    mask = jnp.broadcast_to(inside[None, :], (_MIN_BLOCK, block))
+    plgpu.store(out_ref.at[pl.ds(0, _MIN_BLOCK), rows], total.astype(out_ref.dtype), mask=mask)

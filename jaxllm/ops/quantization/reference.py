@@ -1,0 +1,47 @@
+r"""Group quantization in ``jax.numpy``: the definition.
+
+Of each group of :math:`g` neighbours along the last axis
+
+.. math::
+    scale = \max |w| / 127 \qquad q = round(w / scale) \qquad w \approx q \cdot scale
+
+with ties to even; a group of zeros has the scale 0 and the numbers 0. No weight is further than
+half a scale from its own.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def quantize(w, *, group_size):
+    """Returns ``(q, scales)``."""
+    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    groups = wide.reshape(*w.shape[:-1], -1, group_size) if w.size else _no_groups(wide, group_size)
+    scales = jnp.max(jnp.abs(groups), axis=-1, initial=0) / 127
+    divisors = jnp.where(scales == 0, 1, scales)[..., None]
+    q = jnp.clip(jnp.round(groups / divisors), -127, 127)
+    return q.astype(jnp.int8).reshape(w.shape), scales
+
+
+def _no_groups(w, group_size):
+    return w.reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
+
+
+def dequantize(q, scales):
+    """Returns ``w``."""
+    groups = q.reshape(*scales.shape, q.shape[-1] // max(scales.shape[-1], 1))
+    return (groups.astype(scales.dtype) * scales[..., None]).reshape(q.shape)
+
+
+def quantized_matvec(q, scales, x):
+    """Returns ``out``."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    w = dequantize(q, scales.astype(wide))
+    return jnp.einsum("rk,mk->rm", x.astype(wide), w).astype(x.dtype)
+
+
+def quantized_matmul(q, scales, x):
+    """Returns ``out``."""
+    # In the dtype of x: a product for its own sake, of many rows, is the tensor cores' business.
+    return jnp.einsum("rk,mk->rm", x, dequantize(q, scales).astype(x.dtype))

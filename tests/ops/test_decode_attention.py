@@ -1,0 +1,95 @@
+"""What is particular to decode_attention; the contract test has the rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops, testing
+
+BACKENDS = ["xla", "pallas"]
+
+
+def inputs(seed=0, B=3, N=6, K=2, S=40, H=16, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(keys[0], (B, N, H), dtype)
+    k, v = (jax.random.normal(key, (B, S, K, H), dtype) for key in keys[1:])
+    return q, k, v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_the_last_row_of_flash_attention(backend):
+    q, k, v = inputs()
+    out = ops.decode_attention(q, k, v, jnp.array([40, 7, 1]), backend=backend)
+    for b, length in enumerate((40, 7, 1)):
+        one = slice(b, b + 1)
+        expected = ops.flash_attention(
+            q[one, None], k[one, :length], v[one, :length], causal=True, backend="xla"
+        )
+        testing.assert_close(out[b], expected[0, 0], "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_lies_past_the_length_does_not_matter(backend):
+    q, k, v = inputs()
+    lengths = jnp.array([5, 0, 39])
+    hidden = (jnp.arange(40) >= lengths[:, None])[..., None, None]
+    poisoned = [jnp.where(hidden, jnp.nan, x) for x in (k, v)]
+    out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend)
+    np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, backend=backend))
+    np.testing.assert_array_equal(out[1], jnp.zeros_like(out[1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_are_held_within_the_cache(backend):
+    arrays = inputs()
+    out = ops.decode_attention(*arrays, jnp.array([99, -4, 40]), backend=backend)
+    expected = ops.decode_attention(*arrays, jnp.array([40, 0, 40]), backend=backend)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_int8_cache_is_its_numbers_times_its_scales(backend):
+    q, k, v = inputs()
+    lengths = jnp.array([40, 7, 1])
+    scales = [abs(x).max(axis=-1) / 127 for x in (k, v)]
+    rounded = [
+        jnp.round(x / s[..., None]).astype(jnp.int8) for x, s in zip((k, v), scales, strict=True)
+    ]
+    out = ops.decode_attention(q, rounded[0], rounded[1], lengths, *scales, backend=backend)
+    wide = [x * s[..., None] for x, s in zip(rounded, scales, strict=True)]
+    expected = ops.decode_attention(q, wide[0], wide[1], lengths, backend="xla")
+    testing.assert_close(out, expected, "float32")
+    exact = ops.decode_attention(q, k, v, lengths, backend="xla")
+    assert testing.error(out, exact) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": jnp.ones((3, 6))}, ValueError, r"q has shape \(3, 6\)"),
+        ({"q": jnp.ones((3, 5, 16))}, ValueError, r"k_cache has shape .* 2 heads; .* divide"),
+        ({"q": jnp.ones((2, 6, 16))}, ValueError, r"k_cache has shape .* must be \(2, S, K, 16\)"),
+        ({"v": jnp.ones((3, 41, 2, 16))}, ValueError, "v_cache has shape .* the shape of k_cache"),
+        ({"k": jnp.ones((3, 40, 2, 16), jnp.bfloat16)}, TypeError, "k_cache has dtype bfloat16"),
+        ({"k": jnp.ones((3, 40, 2, 16), jnp.int8)}, TypeError, "v_cache has dtype float32"),
+        ({"lengths": jnp.ones(3)}, TypeError, "lengths has dtype float32"),
+        ({"lengths": jnp.ones(4, int)}, ValueError, r"lengths has shape \(4,\)"),
+        ({"k_scales": jnp.ones((3, 40, 2))}, TypeError, "k_scales must be None"),
+    ],
+)
+def test_refuses(change, error, message):
+    arrays = dict(zip(("q", "k", "v"), inputs(), strict=True)) | {"lengths": jnp.ones(3, int)}
+    with pytest.raises(error, match=message):
+        ops.decode_attention(*(arrays | change).values())
+
+
+def test_refuses_an_int8_cache_without_scales():
+    q, k, _ = inputs()
+    cache = k.astype(jnp.int8)
+    with pytest.raises(TypeError, match="k_scales must be given"):
+        ops.decode_attention(q, cache, cache, jnp.ones(3, int))
+    with pytest.raises(ValueError, match=r"v_scales has shape \(3, 40\)"):
+        ops.decode_attention(
+            q, cache, cache, jnp.ones(3, int), jnp.ones((3, 40, 2)), jnp.ones((3, 40))
+        )

@@ -1,0 +1,85 @@
+"""What is particular to quantized weights, and to matvec; the contract test has the rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops, testing
+
+BACKENDS = ["xla", "pallas"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_documents_example(backend):
+    q, scales = ops.quantize(jnp.array([1.0, 3.0, 5.0, -1.0]), group_size=2, backend=backend)
+    assert q.tolist() == [42, 127, 127, -25]
+    np.testing.assert_array_equal(scales, np.array([3, 5], np.float32) / np.float32(127))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ties_go_to_even(backend):
+    w = jnp.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])  # a scale of one
+    q, scales = ops.quantize(w, group_size=8, backend=backend)
+    assert scales.tolist() == [1.0]
+    assert q.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_of_zeros(backend):
+    w = jnp.concatenate([jnp.zeros(64), jnp.ones(64)])
+    q, scales = ops.quantize(w, backend=backend)
+    assert scales[0] == 0 and not q[:64].any()
+    np.testing.assert_array_equal(ops.dequantize(q, scales, backend=backend), w)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_weight_is_off_by_more_than_half_a_scale(backend):
+    w = jax.random.normal(jax.random.key(0), (40, 256)) * jnp.arange(40)[:, None] ** 2
+    q, scales = ops.quantize(w, backend=backend)
+    assert abs(q.astype(int)).max() == 127
+    deviation = abs(ops.dequantize(q, scales, backend=backend) - w).reshape(40, 4, 64)
+    assert (deviation <= scales[..., None] * (0.5 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_documents_product(backend):
+    w = jnp.arange(1.0, 10.0).reshape(3, 3)
+    out = ops.matvec(w, jnp.array([1.0, 1.0, -1.0]), backend=backend)
+    assert out.tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [None, 1, 5])
+def test_products_are_those_of_the_widened_matrix(backend, rows):
+    keys = jax.random.split(jax.random.key(0))
+    q, scales = ops.quantize(jax.random.normal(keys[0], (24, 128)))
+    x = jax.random.normal(keys[1], (128,) if rows is None else (rows, 128))
+    expected = x @ ops.dequantize(q, scales).T
+    for product in (ops.quantized_matvec, ops.quantized_matmul):
+        testing.assert_close(product(q, scales, x, backend=backend), expected, "float32")
+
+
+Q, SCALES = jnp.ones((4, 128), jnp.int8), jnp.ones((4, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ops.quantize(jnp.ones((2, 100))), ValueError, "rows of 100; .* group_size 64"),
+        (lambda: ops.quantize(jnp.ones((2, 64), int)), TypeError, "w has dtype int32"),
+        (lambda: ops.quantize(jnp.array(1.0)), ValueError, r"w has shape \(\)"),
+        (lambda: ops.dequantize(SCALES, SCALES), TypeError, "q has dtype float32"),
+        (lambda: ops.dequantize(Q, jnp.ones((4, 3))), ValueError, "3 groups a row"),
+        (lambda: ops.dequantize(Q, jnp.ones((5, 2))), ValueError, r"scales has shape \(5, 2\)"),
+        (lambda: ops.quantized_matvec(Q, SCALES, jnp.ones(64)), ValueError, "128 wide"),
+        (lambda: ops.quantized_matvec(Q, SCALES, jnp.ones((17, 128))), ValueError, "from 1 to 16"),
+        (lambda: ops.quantized_matmul(Q, SCALES, jnp.ones(128, int)), TypeError, "x has dtype"),
+        (lambda: ops.matvec(jnp.ones((3, 4)), jnp.ones(5)), ValueError, r"w has shape \(3, 4\)"),
+        (lambda: ops.matvec(jnp.ones((3, 4)), jnp.ones((0, 4))), ValueError, "from 1 to 16"),
+        (lambda: ops.matvec(jnp.ones((3, 4)), jnp.ones(4, jnp.bfloat16)), TypeError, "w has dtype"),
+    ],
+)
+def test_refuses(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

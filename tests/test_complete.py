@@ -1,0 +1,170 @@
+"""Decoding with a cache, against the same model without one, and against Hugging Face's."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.convert.huggingface import to_state_dict
+from jaxllm.generate import complete, stream
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.blocks import for_decoding
+
+GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=160, layers=2, heads=2, width=32)
+LLAMA3 = llama3.Llama3Config(
+    vocab_size=61, max_seq_len=160, layers=2, heads=4, kv_heads=2, width=64, mlp_width=48,
+    rope_theta=100.0, rope_scaling=None,
+)  # fmt: skip
+MODELS = [pytest.param(gpt2, GPT2, id="gpt2"), pytest.param(llama3, LLAMA3, id="llama3")]
+PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+@functools.cache
+def random_params(model: Any, config):
+    """Parameters with deviations so large that the likeliest token changes from place to place."""
+    params = model.init(jax.random.key(0), config)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noise = [0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return tree.unflatten([x + n for x, n in zip(leaves, noise, strict=True)])
+
+
+def recomputed(model, config, params, prompt, count):
+    """Greedy search that reads the whole text anew for each token."""
+    forward = jax.jit(model.forward, static_argnums=2)
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = jnp.array([tokens + [0] * (config.max_seq_len - len(tokens))])
+        logits = forward(params, padded, config)[0, len(tokens) - 1, : config.vocab_size]
+        tokens.append(int(jnp.argmax(logits)))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_greedy_is_that_of_full_recomputation(model, config):
+    params = random_params(model, config)
+    out = complete(model, params, PROMPTS, config=config, max_new_tokens=128, temperature=0)
+    for prompt, new in zip(PROMPTS, out, strict=True):
+        assert new.tolist() == recomputed(model, config, params, prompt, 128)
+    assert len(set(out[0].tolist())) > 3  # not the same token over and over
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_greedy_is_that_of_hugging_face(model, config, huggingface):
+    torch, transformers = huggingface
+    params = random_params(model, config)
+    if model is gpt2:
+        theirs = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=61, n_positions=160, n_embd=32, n_layer=2, n_head=2,
+                bos_token_id=None, eos_token_id=None,
+            )
+        )  # fmt: skip
+    else:
+        theirs = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=160,
+                rms_norm_eps=1e-5, rope_theta=100.0, tie_word_embeddings=False,
+                bos_token_id=None, eos_token_id=None,
+            )
+        )  # fmt: skip
+    state = {name: torch.from_numpy(x.copy()) for name, x in to_state_dict(params, config).items()}
+    theirs.load_state_dict(state, strict=False)
+    theirs = theirs.float().eval()
+    prompt = PROMPTS[2]
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=128, do_sample=False, pad_token_id=0
+    )[0, len(prompt) :]
+    (out,) = complete(model, params, [prompt], config=config, max_new_tokens=128, temperature=0)
+    assert out.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_has_the_same_tokens(model, config, temperature):
+    options = {"config": config, "max_new_tokens": 12, "temperature": temperature, "top_p": 0.9}
+    params, key = random_params(model, config), jax.random.key(3)
+    (out,) = complete(model, params, PROMPTS[:1], **options, key=key)
+    assert list(stream(model, params, PROMPTS[0], **options, key=key)) == out.tolist()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_a_stop_token_ends_a_text_and_no_other(model, config):
+    params = random_params(model, config)
+    options = {"config": config, "max_new_tokens": 20, "temperature": 0}
+    free = complete(model, params, PROMPTS, **options)
+    stop = int(free[0][4])
+    stopped = complete(model, params, PROMPTS, **options, stop_tokens=[stop])
+    for before, after in zip(free, stopped, strict=True):
+        where = np.flatnonzero(before == stop)
+        assert after.tolist() == before[: where[0] + 1 if len(where) else None].tolist()
+    streamed = stream(model, params, PROMPTS[0], **options, stop_tokens=[stop])
+    assert list(streamed) == stopped[0].tolist()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_an_int8_cache_is_close(model, config):
+    params = random_params(model, config)
+    tokens, lengths = jnp.array([[5, 9, 2, 4], [7, 1, 0, 0]]), jnp.array([4, 2])
+    found = {}
+    for dtype in (jnp.float32, jnp.int8):
+        cache = model.empty_cache(config, 2, 8, dtype)
+        _, cache = model.prefill(params, tokens, lengths, config, cache)
+        logits, cache = model.decode_step(params, jnp.array([3, 8]), config, cache)
+        assert cache.lengths.tolist() == [5, 3]
+        found[dtype] = logits[:, : config.vocab_size]
+    difference = abs(found[jnp.int8] - found[jnp.float32]).max()
+    assert 0 < difference < 0.05 * abs(found[jnp.float32]).max()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_parameters_turned_before_are_taken(model, config):
+    params = random_params(model, config)
+    options = {"config": config, "max_new_tokens": 5, "temperature": 0}
+    out = complete(model, for_decoding(params), PROMPTS, **options)
+    expected = complete(model, params, PROMPTS, **options)
+    assert [x.tolist() for x in out] == [x.tolist() for x in expected]
+
+
+def test_top_p_keeps_the_fewest_likeliest():
+    from jaxllm.sampling import sample
+
+    probabilities = jnp.array([0.1, 0.4, 0.2, 0.3])
+    rows = jnp.broadcast_to(jnp.log(probabilities), (4000, 4))
+    options = {"temperature": jnp.float32(1.0), "key": jax.random.key(0), "top_k": None}
+    drawn = np.bincount(sample(rows, **options, top_p=0.65), minlength=4) / 4000
+    np.testing.assert_allclose(drawn, [0, 4 / 7, 0, 3 / 7], atol=0.03)
+    assert set(sample(rows, **options, top_p=1e-6).tolist()) == {1}
+    drawn = np.bincount(sample(rows, **options, top_p=1.0), minlength=4) / 4000
+    np.testing.assert_allclose(drawn, probabilities, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompts": []}, "prompts is empty"),
+        ({"prompts": [[1], []]}, r"prompt 1 has shape \(0,\)"),
+        ({"prompts": [[1, 61]]}, "prompt 0 has tokens from 1 to 61; .* from 0 to 60"),
+        ({"prompts": [[-1]]}, "prompt 0 has tokens from -1"),
+        ({"prompts": [[1] * 158]}, "158 tokens, 161 with .* max_seq_len is 160"),
+        ({"prompts": [[1] * 9], "room": 10}, "9 tokens, 12 with .* room for 10"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"temperature": 1.0}, "key is missing"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ],
+)
+def test_refuses(wrong, message):
+    options = {"prompts": [[1]], "max_new_tokens": 3, "temperature": 0.0} | wrong
+    prompts = options.pop("prompts")
+    model: Any = gpt2
+    params = random_params(model, GPT2)
+    with pytest.raises(ValueError, match=message):
+        complete(model, params, prompts, config=GPT2, **options)
+    if len(prompts) == 1:
+        with pytest.raises(ValueError, match=message):
+            stream(model, params, prompts[0], config=GPT2, **options)
