@@ -1,4 +1,4 @@
-"""``linear`` and ``mlp`` with the Pallas activation kernels, their products XLA's; and ``matvec``."""
+"""``linear`` and ``mlp`` with Pallas activation kernels, their products XLA's; and ``matvec``."""
 
 from __future__ import annotations
 
