@@ -45,8 +45,7 @@ def allowed(module):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation of the same backend.
-        shared = (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products")
-        return (*shared, "jaxllm.ffi") if family[2] == "cuda" else shared
+        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products", "jaxllm.ffi")
     if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
         # A block is made of products and attention of the same backend.
         parts = ("attention", "gemm", "quantization")

@@ -94,13 +94,6 @@ def project(
     return out.reshape(*x.shape[:-1], -1)
 
 
-def perceptron(x: Array, up: Params, down: Params) -> Array:
-    """Two linear layers with a GELU between them, each in whatever form its weight has."""
-    if "weight" in up and "weight" in down:
-        return ops.mlp(x, up["weight"], up["bias"], down["weight"], down["bias"])
-    return project(project(x, **up, activation="gelu"), **down)
-
-
 def logits(x: Array, table: Array | Params) -> Array:
     """The logits of what comes out of the last norm: of a table, one row a token, or its int8."""
     if isinstance(table, dict):

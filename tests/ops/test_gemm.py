@@ -189,11 +189,9 @@ def on_hopper(monkeypatch):
 LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
 
 
-def mlp_program(dtype, sizes, backend="cuda"):
+def mlp_program(dtype, sizes):
     arrays = jax.eval_shape(lambda: mlp_arrays(dtype, **sizes))
-    return lower_for_cuda(
-        lambda *a: with_gradients(lambda *b: mlp(*b, backend=backend), a), *arrays
-    )
+    return lower_for_cuda(lambda *a: with_gradients(lambda *b: mlp(*b, backend="cuda"), a), *arrays)
 
 
 def test_a_large_mlp_for_hopper_fuses_gelu_with_its_products(on_hopper):

@@ -123,22 +123,6 @@ def mlp(
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, resolve(backend))
 
 
-def _check_layer(weight_name, weight, bias_name, bias, x, x_name="x") -> None:
-    """Checks a layer that is applied to ``x``, or to what has its shape and dtype."""
-    check_floating(**{weight_name: weight})
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"{weight_name} has shape {weight.shape}; it must be ({x.shape[-1]}, D_out), with as "
-            f"many rows as {x_name} {x.shape} has columns"
-        )
-    check_same_dtype(weight_name, weight, "x", x)
-    if bias is not None:
-        check_floating(**{bias_name: bias})
-        columns = f"the columns of {weight_name} {weight.shape}"
-        check_shape(bias_name, bias, weight.shape[1:], columns)
-        check_same_dtype(bias_name, bias, "x", x)
-
-
 def matvec(
     w: Float[Array, "M K"], x: Float[Array, "*R K"], *, backend: Backend | None = None
 ) -> Float[Array, "*R M"]:
@@ -182,6 +166,22 @@ def matvec(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )
     return dispatch(MATVEC, "", resolve(backend), w, x)
+
+
+def _check_layer(weight_name, weight, bias_name, bias, x, x_name="x") -> None:
+    """Checks a layer that is applied to ``x``, or to what has its shape and dtype."""
+    check_floating(**{weight_name: weight})
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{weight_name} has shape {weight.shape}; it must be ({x.shape[-1]}, D_out), with as "
+            f"many rows as {x_name} {x.shape} has columns"
+        )
+    check_same_dtype(weight_name, weight, "x", x)
+    if bias is not None:
+        check_floating(**{bias_name: bias})
+        columns = f"the columns of {weight_name} {weight.shape}"
+        check_shape(bias_name, bias, weight.shape[1:], columns)
+        check_same_dtype(bias_name, bias, "x", x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -34,18 +34,6 @@ def _case(
     )
 
 
-def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
-    return Case(
-        "matvec",
-        name,
-        {"w": Normal((out, width), std=max(width, 1) ** -0.5), "x": Normal((rows, width))},
-        # The matrix: what else moves is next to nothing.
-        forward_elements=out * width,
-        forward_flops=2 * rows * out * width,
-        has_backward=False,
-    )
-
-
 def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: bool = False) -> Case:
     rows, width = math.prod(shape[:-1]), shape[-1]
     out = width if out is None else out
@@ -71,6 +59,19 @@ def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: boo
     )
 
 
+def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
+    return Case(
+        "matvec",
+        name,
+        {"w": Normal((out, width), std=max(width, 1) ** -0.5), "x": Normal((rows, width))},
+        # The matrix: what else moves is next to nothing.
+        forward_elements=out * width,
+        forward_flops=2 * rows * out * width,
+        has_backward=False,
+        large=large,
+    )
+
+
 CASES = (
     _case("gpt2_124m_qkv", 65536, 768, out=2304, large=True),
     _case("gpt2_124m_up", 65536, 768, out=3072, activation="gelu", large=True),
@@ -86,6 +87,14 @@ CASES = (
     _case("one_column", 6, 9, out=1),
     _case("inner_one", 6, 1, out=9),
     _case("no_rows", 0, 16, out=8, activation="gelu"),
+    _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
+    _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
+    _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),
+    _mlp("small_tile", 2, 64, 64, hidden=128),
+    _mlp("odd", 3, 5, 37, hidden=19, out=23),
+    _mlp("one_row", 33, hidden=17),
+    _mlp("hidden_one", 6, 9, hidden=1),
+    _mlp("no_rows", 0, 16, hidden=8),
     _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
     _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
     _matvec("llama3_1b_head", 1, 2048, 128256, large=True),
@@ -96,12 +105,4 @@ CASES = (
     _matvec("rows_16_small", 16, 1024, 48),
     _matvec("odd", 2, 5, 3),
     _matvec("no_columns", 1, 8, 0),
-    _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
-    _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
-    _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),
-    _mlp("small_tile", 2, 64, 64, hidden=128),
-    _mlp("odd", 3, 5, 37, hidden=19, out=23),
-    _mlp("one_row", 33, hidden=17),
-    _mlp("hidden_one", 6, 9, hidden=1),
-    _mlp("no_rows", 0, 16, hidden=8),
 )

@@ -1,8 +1,9 @@
 """``linear`` and ``mlp`` with CUDA kernels, and ``matvec``'s FFI call.
 
-The products stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that GELU follows and
-the one whose result GELU's slope is applied to, with which those then happen in one kernel, in
-``cuda/gemm``. That saves a pass over an array of the hidden width in either direction.
+The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
+GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
+one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
+direction.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout,
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     arrays = (x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout)
     if fused_unsupported(x, up_weight):
-        return products.mlp_backward(activations, *arrays, activation)
+        return products.mlp_backward(activations, arrays, activation)
     dh, dup_bias = _matmul_gelu_slope(dout, down_weight, h, up_bias)
     return (
         products.input_gradient(dh, up_weight),

@@ -1,4 +1,4 @@
-"""``linear`` and ``mlp`` with Pallas activation kernels, their products XLA's; and ``matvec``."""
+"""``linear`` and ``mlp`` with the Pallas activation kernels, products by XLA; and ``matvec``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, in
 
 def mlp_backward(*arrays, activation, interpret=False):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    return products.mlp_backward(activations, *arrays, activation, interpret=interpret)
+    return products.mlp_backward(activations, arrays, activation, interpret=interpret)
 
 
 _ROWS = 16  # of x, as Triton's products ask

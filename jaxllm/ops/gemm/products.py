@@ -65,10 +65,8 @@ def mlp_forward(kernels: Any, x, up_weight, up_bias, down_weight, down_bias, act
     return forward(kernels, hidden, down_weight, down_bias, None, **options)[0], h, hidden
 
 
-def mlp_backward(
-    kernels: Any, x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout, activation,
-    **options,
-):  # fmt: skip
+def mlp_backward(kernels: Any, arrays, activation, **options):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout = arrays
     dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)

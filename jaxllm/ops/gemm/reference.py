@@ -37,7 +37,7 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 
 def mlp_backward(*arrays, activation):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    return products.mlp_backward(activations, *arrays, activation)
+    return products.mlp_backward(activations, arrays, activation)
 
 
 def matvec(w, x):
