@@ -1,8 +1,6 @@
 // FFI handlers of the attention kernels: check the buffers, switch on their dtypes, launch.
 #include "common/ffi.h"
 
-#include <algorithm>
-
 #include "attention/flash_attention.h"
 #include "attention/repeat_kv.h"
 #include "attention/softmax.h"
@@ -161,15 +159,16 @@ ffi::ErrorOr<FlashOptions> flash_options_of(const FlashShape& shape, ffi::Dictio
         sin->element_type() != ffi::F32 || sin->element_count() != cos->element_count()) {
       return ffi::Unexpected(ffi::Error::InvalidArgument("cos or sin is no float32 table"));
     }
-    const int64_t pairs = cos->dimensions().back();
-    const int64_t table = std::max<int64_t>(shape.queries * pairs, 1);
-    const int64_t tables = static_cast<int64_t>(cos->element_count()) / table;
-    options.rope = {data<float>(*cos),
-                    data<float>(*sin),
-                    tables,
-                    pairs,
-                    *interleaved,
-                    workspaces.turned->untyped_data()};
+    const int64_t elements = cos->element_count(), pairs = cos->dimensions().back();
+    const int64_t table = shape.queries * pairs;
+    if (elements != 0 && (table == 0 || elements % table != 0)) {
+      return ffi::Unexpected(ffi::Error::InvalidArgument("cos does not fit q"));
+    }
+    if (elements != 0) {  // else there is nothing to turn
+      options.rope = {data<float>(*cos), data<float>(*sin),
+                      elements / table,  pairs,
+                      *interleaved,      workspaces.turned->untyped_data()};
+    }
     extra = 2;
   }
   if (extras.size() == extra) return options;

@@ -563,23 +563,24 @@ def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
     if options.pop("segments", False):
         options["segment_ids"] = (documents(2, T), documents(2, S))
 
-    def run(attention, q, k, v):
+    # Made outside of jit, where XLA might leave out the rounding.
+    dout = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attention, q, k, v, dout):
         out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
-        dout = jax.random.normal(jax.random.key(1), out.shape, jnp.bfloat16).astype(out.dtype)
-        return out, *pull(dout)
+        return out, *pull(dout.astype(out.dtype))
 
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        exact = jax.tree.map(
-            np.asarray, jax.jit(run, static_argnums=0)(reference.flash_attention, *wide)
-        )
+        exact = jax.tree.map(np.asarray, run(reference.flash_attention, *wide, dout))
     with jax.default_matmul_precision("highest"):
-        plain = jax.jit(run, static_argnums=0)(unfused, q, k, v)
-    ours = functools.partial(flash_attention, backend="cuda")
-    found = jax.jit(run, static_argnums=0)(ours, q, k, v)
+        plain = run(unfused, q, k, v, dout)
+    found = run(functools.partial(flash_attention, backend="cuda"), q, k, v, dout)
     for name, a, e, p in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
-        assert error(a, e) <= 2 * error(p, e), name
-        assert error(a, e) <= tolerance(dtype), name
+        # Float32 is as exact as its order of summation lets it be.
+        allowed = tolerance(dtype) if dtype == "float32" else 2 * error(p, e)
+        assert error(a, e) <= min(allowed, tolerance(dtype)), name
 
 
 @pytest.mark.gpu
@@ -604,15 +605,19 @@ def test_cuda_kernels_turn_heads_of_any_tile(dtype, H, pairs, interleaved):
     angles = rope_table(jnp.arange(150), 2 * (H // pairs), theta=1000.0)
     options = {"rope_table": angles, "interleaved": interleaved, "causal": True}
 
-    def run(qkv, backend):
+    # Made outside of jit, where XLA might leave out the rounding.
+    dout = jax.random.normal(jax.random.key(1), (2, 150, 4 * H), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(qkv, dout, backend):
         attention = functools.partial(flash_attention_packed, heads=4, kv_heads=2, backend=backend)
         out, pull = jax.vjp(lambda qkv: attention(qkv, **options), qkv)
-        return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))[0]
+        return out, pull(dout.astype(out.dtype))[0]
 
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(run, static_argnums=1)(qkv.astype(jnp.float32), "xla")
-        plain = jax.jit(run, static_argnums=1)(qkv, "xla")
-    found = jax.jit(run, static_argnums=1)(qkv, "cuda")
+        expected = run(qkv.astype(jnp.float32), dout, "xla")
+        plain = run(qkv, dout, "xla")
+    found = run(qkv, dout, "cuda")
     for a, e, p in zip(found, expected, plain, strict=True):
         assert error(a, e) <= tolerance(dtype, error(p, e))
 

@@ -1,0 +1,92 @@
+"""Models with int8 weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops
+from jaxllm.generate import complete
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.blocks import unstack
+from jaxllm.quantize import quantize_params, size_in_bytes
+
+GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=32, layers=2, heads=2, width=128)
+LLAMA3 = llama3.Llama3Config(
+    vocab_size=61, max_seq_len=32, layers=2, heads=4, kv_heads=2, width=128, mlp_width=192,
+    rope_scaling=None, tied_head=True,
+)  # fmt: skip
+MODELS: list[Any] = [pytest.param(gpt2, GPT2, id="gpt2"), pytest.param(llama3, LLAMA3, id="llama3")]
+TOKENS = jax.random.randint(jax.random.key(1), (2, 20), 0, 61)
+LABELS = jax.random.randint(jax.random.key(2), (2, 20), 0, 61)
+
+
+def widened(params):
+    """The parameters that int8 ones stand for."""
+
+    def walk(tree):
+        found = {key: walk(x) if isinstance(x, dict) else x for key, x in tree.items()}
+        if "weight_q" in found:
+            weight = ops.dequantize(found.pop("weight_q"), found.pop("weight_scales"))
+            found["weight"] = weight.swapaxes(-1, -2)
+        return found
+
+    found = walk(params)
+    return {**found, "head": found["head"]["weight"].T}
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_model_is_that_of_the_rounded_weights(model, config, stacked):
+    params = model.init(jax.random.key(0), config)
+    int8 = quantize_params(params)
+    wide = widened(int8)
+    if not stacked:
+        int8 = quantize_params(unstack(params))
+    logits = model.forward(int8, TOKENS, config)
+    np.testing.assert_allclose(logits, model.forward(wide, TOKENS, config), atol=1e-4, rtol=1e-4)
+    loss = model.loss(int8, TOKENS, LABELS, config)
+    exact = model.loss(params, TOKENS, LABELS, config)
+    assert 0 < abs(loss - exact) < 0.01 * exact
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_it_decodes_the_tokens_of_the_rounded_weights(model, config):
+    params = model.init(jax.random.key(0), config)
+    int8 = quantize_params(jax.tree.map(lambda x: 5 * x, params))
+    options = {"config": config, "max_new_tokens": 12, "temperature": 0}
+    out = complete(model, int8, [[5, 9, 2], [7]], **options)
+    for prompt, new in zip([[5, 9, 2], [7]], out, strict=True):
+        tokens = list(prompt)
+        for _ in range(12):
+            padded = jnp.array([tokens + [0] * (config.max_seq_len - len(tokens))])
+            logits = model.forward(int8, padded, config)[0, len(tokens) - 1, :61]
+            tokens.append(int(jnp.argmax(logits)))
+        assert new.tolist() == tokens[len(prompt) :]
+
+
+def test_no_weight_is_off_by_more_than_half_its_scale():
+    params = llama3.init(jax.random.key(0), LLAMA3)
+    int8 = quantize_params(params)
+    wide = widened(int8)["blocks"]["mlp"]["down"]["weight"]
+    scales = int8["blocks"]["mlp"]["down"]["weight_scales"]
+    off = abs(wide - params["blocks"]["mlp"]["down"]["weight"]).swapaxes(-1, -2)
+    bound = 0.501 * scales[..., None]
+    assert (off.reshape(*scales.shape, 64) <= bound).all()
+
+
+def test_it_takes_a_quarter_of_the_memory():
+    params = llama3.init(jax.random.key(0), LLAMA3)
+    int8 = quantize_params(params)
+    before = {"blocks": params["blocks"]}
+    assert size_in_bytes({"blocks": int8["blocks"]}) < 0.28 * size_in_bytes(before)
+
+
+def test_refuses():
+    params = llama3.init(jax.random.key(0), LLAMA3)
+    with pytest.raises(ValueError, match=r"blocks.attention.qkv.weight has shape .* width 128"):
+        quantize_params(params, group_size=48)
+    with pytest.raises(ValueError, match="int8 already"):
+        quantize_params(quantize_params(params))
