@@ -5,10 +5,11 @@ import os
 # Several test processes share a GPU: none keeps memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-# On a CPU the tests compile far more than they compute.
+# The tests compile far more than they compute, and on a GPU would try several kernels each time.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_gpu_autotune_level=0"
 )
 
 import jax
