@@ -28,6 +28,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("torch.compile", "torch eager"),
     "add": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
+    "mlp": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
@@ -63,12 +64,27 @@ def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
     )
 
 
+def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale=None):
+    """``flash_attention`` by cuDNN, with an array of what each query sees."""
+    if window is None and segment_ids is None:
+        raise ValueError("without a window or segments cuDNN needs no mask: see xla")
+    distance = jax.numpy.arange(q.shape[1])[:, None] - jax.numpy.arange(k.shape[1])
+    mask = distance >= 0 if causal else jax.numpy.ones_like(distance, bool)
+    if window is not None:
+        mask &= abs(distance) < window
+    mask = mask[None, None]
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+
+
 # Peers that are JAX functions, with the op's arguments; they run beside our backends.
 JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "adamw_update": {"optax": _optax_adamw},
     "flash_attention": {
         "tokamax mosaic": functools.partial(_tokamax_attention, "mosaic"),
         "tokamax triton": functools.partial(_tokamax_attention, "triton"),
+        "cudnn with a mask": _masked_cudnn,
     },
 }
 
@@ -133,6 +149,9 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
         h = F.linear(x, weight.T, bias)
         return h if activation is None else gelu(h)
 
+    def mlp(x, up_weight, up_bias, down_weight, down_bias):
+        return linear(linear(x, up_weight, up_bias, "gelu"), down_weight, down_bias)
+
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
         return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
@@ -162,7 +181,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (global_norm, softmax, repeat_kv, linear, embed, rope)
+    others = (global_norm, softmax, repeat_kv, linear, mlp, embed, rope)
     losses = (cross_entropy, linear_cross_entropy)
     return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses)}
 

@@ -48,6 +48,8 @@
   HANDLER(cross_entropy_backward, CrossEntropyBackward)                         \
   HANDLER(adamw_update, AdamwUpdate)                                            \
   HANDLER(global_norm, GlobalNorm)                                              \
+  HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
+  HANDLER(matmul_gelu_slope, MatmulGeluSlope)                                   \
   HANDLER(embed_forward, EmbedForward)                                          \
   HANDLER(embed_backward, EmbedBackward)                                        \
   HANDLER(rope_forward, RopeForward)                                            \

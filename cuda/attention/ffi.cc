@@ -1,8 +1,6 @@
 // FFI handlers of the attention kernels: check the buffers, switch on their dtypes, launch.
 #include "common/ffi.h"
 
-#include <algorithm>
-
 #include "attention/flash_attention.h"
 #include "attention/repeat_kv.h"
 #include "attention/softmax.h"
@@ -133,7 +131,7 @@ ffi::ErrorOr<FlashShape> packed_shape_of(const Buffer& qkv, ffi::Dictionary attr
 
 // The workspaces of either direction.
 struct FlashWorkspaces {
-  Result &segment_ranges, &turned;
+  Result &segment_ranges, &turned, &scratch;
 };
 
 // The options of a call. Behind its arrays come, where `rope` says so, the cosines and sines of the
@@ -152,6 +150,8 @@ ffi::ErrorOr<FlashOptions> flash_options_of(const FlashShape& shape, ffi::Dictio
   options.causal = *causal;
   options.window = *window;
   options.softcap = *softcap;
+  options.scratch = {workspaces.scratch->untyped_data(),
+                     static_cast<int64_t>(workspaces.scratch->size_bytes())};
   size_t extra = 0;
   if (*rope) {
     const auto cos = extras.get<Buffer>(0), sin = extras.get<Buffer>(1);
@@ -159,15 +159,16 @@ ffi::ErrorOr<FlashOptions> flash_options_of(const FlashShape& shape, ffi::Dictio
         sin->element_type() != ffi::F32 || sin->element_count() != cos->element_count()) {
       return ffi::Unexpected(ffi::Error::InvalidArgument("cos or sin is no float32 table"));
     }
-    const int64_t pairs = cos->dimensions().back();
-    const int64_t table = std::max<int64_t>(shape.queries * pairs, 1);
-    const int64_t tables = static_cast<int64_t>(cos->element_count()) / table;
-    options.rope = {data<float>(*cos),
-                    data<float>(*sin),
-                    tables,
-                    pairs,
-                    *interleaved,
-                    workspaces.turned->untyped_data()};
+    const int64_t elements = cos->element_count(), pairs = cos->dimensions().back();
+    const int64_t table = shape.queries * pairs;
+    if (elements != 0 && (table == 0 || elements % table != 0)) {
+      return ffi::Unexpected(ffi::Error::InvalidArgument("cos does not fit q"));
+    }
+    if (elements != 0) {  // else there is nothing to turn
+      options.rope = {data<float>(*cos), data<float>(*sin),
+                      elements / table,  pairs,
+                      *interleaved,      workspaces.turned->untyped_data()};
+    }
     extra = 2;
   }
   if (extras.size() == extra) return options;
@@ -213,10 +214,12 @@ struct PackedRows {
 
 ffi::Error FlashAttentionForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
                                      ffi::RemainingArgs extras, ffi::Dictionary attributes,
-                                     Result out, Result lse, Result segment_ranges, Result turned) {
+                                     Result out, Result lse, Result segment_ranges, Result turned,
+                                     Result scratch) {
   const auto shape = flash_shape_of(q, k, v);
   if (shape.has_error()) return shape.error();
-  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  const auto options =
+      flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
   return dispatch_floating(q.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
@@ -230,13 +233,15 @@ ffi::Error FlashAttentionForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Bu
 ffi::Error FlashAttentionBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v, Buffer out,
                                       Buffer lse, Buffer dout, ffi::RemainingArgs extras,
                                       ffi::Dictionary attributes, Result dq, Result dk, Result dv,
-                                      Result delta, Result segment_ranges, Result turned) {
+                                      Result delta, Result segment_ranges, Result turned,
+                                      Result scratch) {
   const auto shape = flash_shape_of(q, k, v);
   if (shape.has_error()) return shape.error();
   if (out.element_count() != q.element_count() || dout.element_count() != q.element_count()) {
     return ffi::Error::InvalidArgument("out or dout is not like q");
   }
-  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  const auto options =
+      flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
   return dispatch_floating(q.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
@@ -252,10 +257,11 @@ ffi::Error FlashAttentionBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, B
 ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
                                            ffi::RemainingArgs extras, ffi::Dictionary attributes,
                                            Result out, Result lse, Result segment_ranges,
-                                           Result turned) {
+                                           Result turned, Result scratch) {
   const auto shape = packed_shape_of(qkv, attributes);
   if (shape.has_error()) return shape.error();
-  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  const auto options =
+      flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
   return dispatch_floating(qkv.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
@@ -269,13 +275,14 @@ ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
 ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
                                             Buffer dout, ffi::RemainingArgs extras,
                                             ffi::Dictionary attributes, Result dqkv, Result delta,
-                                            Result segment_ranges, Result turned) {
+                                            Result segment_ranges, Result turned, Result scratch) {
   const auto shape = packed_shape_of(qkv, attributes);
   if (shape.has_error()) return shape.error();
   if (out.element_count() != dout.element_count()) {
     return ffi::Error::InvalidArgument("dout is not like out");
   }
-  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  const auto options =
+      flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
   return dispatch_floating(qkv.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
@@ -291,10 +298,12 @@ ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buf
 ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
                                     Buffer q_scale, Buffer k_scale, Buffer v_scale,
                                     ffi::RemainingArgs extras, ffi::Dictionary attributes,
-                                    Result out, Result segment_ranges, Result turned) {
+                                    Result out, Result segment_ranges, Result turned,
+                                    Result scratch) {
   const auto shape = flash_shape_of(q, k, v);
   if (shape.has_error()) return shape.error();
-  const auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned});
+  const auto options =
+      flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
   using Float8 = __nv_fp8_e4m3;
   return to_ffi_error(FlashAttentionFloat8::forward(
@@ -318,7 +327,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<Buffer>()    // out
         .Ret<Buffer>()    // lse
         .Ret<Buffer>()    // segment_ranges
-        .Ret<Buffer>(),   // turned
+        .Ret<Buffer>()    // turned
+        .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -337,7 +347,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<Buffer>()    // dv
         .Ret<Buffer>()    // delta
         .Ret<Buffer>()    // segment_ranges
-        .Ret<Buffer>(),   // turned
+        .Ret<Buffer>()    // turned
+        .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -349,7 +360,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<Buffer>()    // out
         .Ret<Buffer>()    // lse
         .Ret<Buffer>()    // segment_ranges
-        .Ret<Buffer>(),   // turned
+        .Ret<Buffer>()    // turned
+        .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -364,7 +376,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<Buffer>()    // dqkv
         .Ret<Buffer>()    // delta
         .Ret<Buffer>()    // segment_ranges
-        .Ret<Buffer>(),   // turned
+        .Ret<Buffer>()    // turned
+        .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -380,7 +393,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attrs()          // the options
         .Ret<Buffer>()    // out
         .Ret<Buffer>()    // segment_ranges
-        .Ret<Buffer>(),   // turned
+        .Ret<Buffer>()    // turned
+        .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxForward, SoftmaxForwardImpl,

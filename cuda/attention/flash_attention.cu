@@ -65,10 +65,17 @@ cudaError_t FlashAttention<T>::forward(cudaStream_t stream, HeadRows<const T> q,
   if (shape.batch * shape.queries == 0) return cudaSuccess;
   if (!is_served(shape, options)) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
-  JAXLLM_RETURN_IF_ERROR(turn(stream, shape, options.rope, /*with_queries=*/kIsFloat, q, k));
+  bool is_for_hopper = false;
+  if constexpr (!kIsFloat) {
+    is_for_hopper = forward_is_for_hopper<T>({q, k, v, out, lse}, shape, options);
+  }
+  JAXLLM_RETURN_IF_ERROR(
+      turn(stream, shape, options.rope, /*with_queries=*/kIsFloat || is_for_hopper, q, k));
   const ForwardCall<T> call{q, k, v, out, lse};
   if constexpr (kIsFloat) {
     return forward_by_float32(stream, call, shape, options);
+  } else if (is_for_hopper) {
+    return forward_by_hopper(stream, call, shape, options);
   } else {
     return forward_by_mma(stream, call, shape, options);
   }
@@ -85,9 +92,15 @@ cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q
   if (shape.batch == 0) return cudaSuccess;
   if (!is_served(shape, options)) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
-  JAXLLM_RETURN_IF_ERROR(find_delta<T>(stream, out, dout, shape, delta));
   JAXLLM_RETURN_IF_ERROR(turn(stream, shape, options.rope, /*with_queries=*/true, q, k));
-  const BackwardCall<T> call{q, k, v, dout, lse, delta, dq, dk, dv};
+  const BackwardCall<T> call{q, k, v, out, dout, lse, delta, dq, dk, dv};
+  if constexpr (!std::is_same_v<T, float>) {
+    if (backward_is_for_hopper(call, shape, options)) {
+      JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, call, shape, options));
+      return turn_back(stream, shape, options.rope, dq, dk);
+    }
+  }
+  JAXLLM_RETURN_IF_ERROR(find_delta<T>(stream, out, dout, shape, delta));
   if constexpr (std::is_same_v<T, float>) {
     JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, call, shape, options));
     return turn_back(stream, shape, options.rope, dq, dk);

@@ -36,6 +36,13 @@ struct FlashRope {
   void* turned;
 };
 
+// A workspace that a call need not have: with enough bytes, from a multiple of 16 on, Hopper's own
+// kernels serve the call (see flash_attention_hopper.h) where they can; else those for every GPU.
+struct FlashScratch {
+  void* data;
+  int64_t bytes;
+};
+
 struct FlashOptions {
   float scale;
   // Query t stands at key p = t + keys - queries, and sees the keys s <= p alone where `causal`,
@@ -50,6 +57,7 @@ struct FlashOptions {
   // Then a workspace of batch * flash_segment_ranges(queries, keys) elements.
   SegmentRange* segment_ranges;
   FlashRope rope;
+  FlashScratch scratch;
 };
 
 inline constexpr int64_t kFlashMaxWidth = 256;

@@ -15,7 +15,7 @@ struct ForwardCall {
 
 template <typename T>
 struct BackwardCall {
-  HeadRows<const T> q, k, v, dout;  // q and k have turned already
+  HeadRows<const T> q, k, v, out, dout;  // q and k have turned already
   const float *lse, *delta;
   HeadRows<T> dq, dk, dv;
 };
@@ -29,6 +29,21 @@ cudaError_t forward_by_mma(cudaStream_t stream, const ForwardCall<T>& call, cons
 template <typename T>
 cudaError_t backward_by_mma(cudaStream_t stream, const BackwardCall<T>& call,
                             const FlashShape& shape, const FlashOptions& options);
+
+// Tensor cores by wgmma (Hopper): bfloat16 and float16, of the calls that these say. q has turned
+// already in the forward too, gradients do not turn back, and delta is not read.
+template <typename T>
+bool forward_is_for_hopper(const ForwardCall<T>& call, const FlashShape& shape,
+                           const FlashOptions& options);
+template <typename T>
+bool backward_is_for_hopper(const BackwardCall<T>& call, const FlashShape& shape,
+                            const FlashOptions& options);
+template <typename T>
+cudaError_t forward_by_hopper(cudaStream_t stream, const ForwardCall<T>& call,
+                              const FlashShape& shape, const FlashOptions& options);
+template <typename T>
+cudaError_t backward_by_hopper(cudaStream_t stream, const BackwardCall<T>& call,
+                               const FlashShape& shape, const FlashOptions& options);
 
 // Tensor cores by mma.sync: q, k and v in float8.
 cudaError_t forward_of_float8(cudaStream_t stream, HeadRows<const __nv_fp8_e4m3> q,

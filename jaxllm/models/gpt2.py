@@ -316,7 +316,12 @@ def _block(
     x = attend(project(x, **attention["qkv"]))
     x = project(x, **attention["out"])
     x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = project(x, **mlp["up"], activation="gelu")
-    x = project(x, **mlp["down"])
+    x = _mlp(x, **mlp)
     x, residual = ops.add_layer_norm(x, residual, **next_norm)
     return residual, x
+
+
+def _mlp(x: Array, up: Params, down: Params) -> Array:
+    if "weight" in up:
+        return ops.mlp(x, up["weight"], up["bias"], down["weight"], down["bias"])
+    return project(project(x, **up, activation="gelu"), **down)

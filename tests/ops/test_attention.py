@@ -315,6 +315,19 @@ def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
             assert "benchmarks/results" in dict(call.passed_over)["cuda"]
 
 
+@pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (32, False), (96, False)])
+def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
+    pretend_cudnn, width, served, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ops.attention.cuda._has_hopper", lambda: True)
+    qkv = arrays(H=width, dtype="bfloat16")
+    packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
+    calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
+    calls += jaxllm.explain(lambda x: flash_attention_packed(x, 4, causal=True), packed).calls
+    assert [call.on_gpu for call in calls] == 2 * ["cuda" if served else "xla-gpu"]
+
+
 def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
     q, k, v = arrays(dtype="bfloat16")
@@ -539,6 +552,8 @@ def documents(B, length):
         ((517, 301), {"window": 70, "softcap": 3.0}),
         ((301, 517), {"segments": True, "scale": -0.1}),
         ((301, 301), {"segments": True, "causal": True, "softcap": 5.0, "window": 99}),
+        ((301, 301), {"segments": True, "causal": True}),
+        ((301, 517), {"segments": True, "window": 120}),
     ],
 )
 def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
@@ -548,23 +563,24 @@ def test_cuda_kernels_of_any_tile(dtype, H, lengths, options):
     if options.pop("segments", False):
         options["segment_ids"] = (documents(2, T), documents(2, S))
 
-    def run(attention, q, k, v):
+    # Made outside of jit, where XLA might leave out the rounding.
+    dout = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attention, q, k, v, dout):
         out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
-        dout = jax.random.normal(jax.random.key(1), out.shape, jnp.bfloat16).astype(out.dtype)
-        return out, *pull(dout)
+        return out, *pull(dout.astype(out.dtype))
 
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        exact = jax.tree.map(
-            np.asarray, jax.jit(run, static_argnums=0)(reference.flash_attention, *wide)
-        )
+        exact = jax.tree.map(np.asarray, run(reference.flash_attention, *wide, dout))
     with jax.default_matmul_precision("highest"):
-        plain = jax.jit(run, static_argnums=0)(unfused, q, k, v)
-    ours = functools.partial(flash_attention, backend="cuda")
-    found = jax.jit(run, static_argnums=0)(ours, q, k, v)
+        plain = run(unfused, q, k, v, dout)
+    found = run(functools.partial(flash_attention, backend="cuda"), q, k, v, dout)
     for name, a, e, p in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
-        assert error(a, e) <= 2 * error(p, e), name
-        assert error(a, e) <= tolerance(dtype), name
+        # Float32 is as exact as its order of summation lets it be.
+        allowed = tolerance(dtype) if dtype == "float32" else 2 * error(p, e)
+        assert error(a, e) <= min(allowed, tolerance(dtype)), name
 
 
 @pytest.mark.gpu
@@ -589,15 +605,19 @@ def test_cuda_kernels_turn_heads_of_any_tile(dtype, H, pairs, interleaved):
     angles = rope_table(jnp.arange(150), 2 * (H // pairs), theta=1000.0)
     options = {"rope_table": angles, "interleaved": interleaved, "causal": True}
 
-    def run(qkv, backend):
+    # Made outside of jit, where XLA might leave out the rounding.
+    dout = jax.random.normal(jax.random.key(1), (2, 150, 4 * H), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(qkv, dout, backend):
         attention = functools.partial(flash_attention_packed, heads=4, kv_heads=2, backend=backend)
         out, pull = jax.vjp(lambda qkv: attention(qkv, **options), qkv)
-        return out, pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))[0]
+        return out, pull(dout.astype(out.dtype))[0]
 
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(run, static_argnums=1)(qkv.astype(jnp.float32), "xla")
-        plain = jax.jit(run, static_argnums=1)(qkv, "xla")
-    found = jax.jit(run, static_argnums=1)(qkv, "cuda")
+        expected = run(qkv.astype(jnp.float32), dout, "xla")
+        plain = run(qkv, dout, "xla")
+    found = run(qkv, dout, "cuda")
     for a, e, p in zip(found, expected, plain, strict=True):
         assert error(a, e) <= tolerance(dtype, error(p, e))
 
@@ -609,6 +629,53 @@ def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
     q, k, v = arrays(T=130, S=170, N=4, K=2, H=H)
     found, expected = (float8_attention(q, k, v, **options, backend=b) for b in ("cuda", "xla"))
     assert error(found, expected) <= tolerance("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "softcap", "served"),
+    [
+        (64, "bfloat16", None, True),
+        (128, "float16", None, True),
+        (64, "float32", None, False),
+        (96, "bfloat16", None, False),
+        (128, "bfloat16", 5.0, False),
+    ],
+)
+def test_hopper_s_kernels_get_room_for_what_they_serve(H, dtype, softcap, served, monkeypatch):
+    monkeypatch.setattr(cuda, "_has_hopper", lambda: True)
+    rooms = []
+    monkeypatch.setattr(
+        ffi, "call", lambda _, results, *__, **___: rooms.append(results[-1]) or results
+    )
+    q, k, v = arrays(B=2, T=200, N=4, K=2, H=H, dtype=dtype)
+    options = {"causal": True, "scale": 1.0, "window": None, "softcap": softcap}
+    out, lse = cuda.flash_attention_forward(q, k, v, None, **options)
+    cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
+    assert [room.size > 0 for room in rooms] == [served] * 2
+    assert rooms[1].size == 0 or rooms[1].size > q.size  # dq in float32, and more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("H", [64, 128])
+def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatch):
+    if not cuda._has_hopper():
+        pytest.skip("the GPU is no Hopper")
+    q, k, v = arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
+    ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
+    options = {"causal": True, "segment_ids": ids, "backend": "cuda"}
+
+    def run():
+        return flash_attention(q, k, v, **options), *gradients(q, k, v, **options)
+
+    found = run()
+    monkeypatch.setattr(cuda, "_is_for_hopper", lambda *_: False)
+    jax.clear_caches()
+    expected = run()
+    for x, y in zip(found, expected, strict=True):
+        assert error(x, y) < tolerance("bfloat16")
+    # Tiles of other sizes round otherwise, so that equal bits would come from the same kernel.
+    assert any((x != y).any() for x, y in zip(found, expected, strict=True))
 
 
 # The Pallas kernels of flash attention, in tiles so small that short sequences have many.

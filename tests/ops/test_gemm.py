@@ -8,8 +8,9 @@ import pytest
 
 import jaxllm
 from jaxllm import ffi
-from jaxllm.ops import gelu, linear
-from jaxllm.testing import assert_close, lower_for_cuda
+from jaxllm.ops import gelu, linear, mlp
+from jaxllm.ops.gemm import cuda
+from jaxllm.testing import assert_close, cotangents_like, error, lower_for_cuda
 
 
 def arrays(dtype="float32", rows=3, d_in=4, d_out=5):
@@ -117,3 +118,145 @@ def test_float64_is_left_to_the_definition():
         x, weight, _ = arrays("float64")
         with pytest.raises(jaxllm.BackendError, match="the input has dtype float64; the kernel"):
             linear(x, weight, backend="pallas")
+
+
+def mlp_arrays(dtype="float32", rows=3, width=4, hidden=6, out=5):
+    shapes = ((rows, width), (width, hidden), (hidden,), (hidden, out), (out,))
+    keys = jax.random.split(jax.random.key(0), 5)
+    return [
+        (jax.random.normal(key, shape) / max(len(shape) * shape[0] ** 0.5, 1)).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def two_layers(x, up_weight, up_bias, down_weight, down_bias, **options):
+    hidden = linear(x, up_weight, up_bias, activation="gelu", **options)
+    return linear(hidden, down_weight, down_bias, **options)
+
+
+def with_gradients(fn, arrays):
+    out, pull = jax.vjp(fn, *arrays)
+    return out, pull(cotangents_like(out))
+
+
+def test_mlp_is_two_layers():
+    arrays = mlp_arrays()
+    expected = with_gradients(two_layers, arrays)
+    assert_close(with_gradients(mlp, arrays), expected, "float32")
+
+
+def test_mlp_keeps_what_a_policy_keeps_of_two_layers():
+    arrays = mlp_arrays()
+    policy = jax.checkpoint_policies.save_only_these_names("linear")
+
+    def products_of(fn):
+        saving = jax.checkpoint(lambda *arrays: fn(*arrays).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(saving, argnums=(0, 1, 2, 3, 4)))(*arrays)).count(
+            "dot_general"
+        )
+
+    assert products_of(mlp) == products_of(two_layers)
+
+
+def test_shapes_and_dtypes_that_do_not_fit_an_mlp_are_refused():
+    x, up_weight, up_bias, down_weight, down_bias = mlp_arrays()
+    with pytest.raises(ValueError, match=r"up_weight has shape \(6, 4\); it must be \(4, D_out\)"):
+        mlp(x, up_weight.T, up_bias, down_weight, down_bias)
+    with pytest.raises(ValueError, match=r"up_bias has shape \(5,\); it must be \(6,\)"):
+        mlp(x, up_weight, down_bias, down_weight, down_bias)
+    with pytest.raises(
+        ValueError, match=r"down_weight has shape \(5, 6\); it must be \(6, D_out\)"
+    ):
+        mlp(x, up_weight, up_bias, down_weight.T, down_bias)
+    with pytest.raises(ValueError, match=r"down_bias has shape \(6,\); it must be \(5,\)"):
+        mlp(x, up_weight, up_bias, down_weight, up_bias)
+    with pytest.raises(TypeError, match="down_bias has dtype float16; it must have the dtype of x"):
+        mlp(x, up_weight, up_bias, down_weight, down_bias.astype(jnp.float16))
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        mlp(jnp.float32(1), up_weight, up_bias, down_weight, down_bias)
+    with pytest.raises(ValueError, match="activation is None; it must be 'gelu'"):
+        mlp(x, up_weight, up_bias, down_weight, down_bias, activation=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    monkeypatch.setattr(cuda, "_no_hopper", lambda: None)
+
+
+LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
+
+
+def mlp_program(dtype, sizes):
+    arrays = jax.eval_shape(lambda: mlp_arrays(dtype, **sizes))
+    return lower_for_cuda(lambda *a: with_gradients(lambda *b: mlp(*b, backend="cuda"), a), *arrays)
+
+
+def test_a_large_mlp_for_hopper_fuses_gelu_with_its_products(on_hopper):
+    program = mlp_program("bfloat16", LARGE)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["bias_add_backward", "matmul_bias_gelu", "matmul_gelu_slope"]
+    assert len(re.findall("dot_general", program)) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed", "why"),
+    [
+        ("float32", {}, "x has dtype float32; the fused product takes bfloat16 and float16"),
+        ("bfloat16", {"width": 60}, "the copy engine needs rows of 16-byte multiples"),
+        ("bfloat16", {"hidden": 188}, "the copy engine needs rows of 16-byte multiples"),
+        ("float16", {"rows": 131 * 128}, "the product has 131 tiles"),
+    ],
+)
+def test_other_mlps_have_kernels_after_the_products(on_hopper, dtype, changed, why):
+    sizes = LARGE | changed
+    x, weight, *_ = jax.eval_shape(lambda: mlp_arrays(dtype, **sizes))
+    assert why in str(cuda.fused_unsupported(x, weight))
+    program = mlp_program(dtype, sizes)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["bias_add_backward", "bias_gelu_backward", "bias_gelu_forward"]
+    assert len(re.findall("dot_general", program)) == 6
+
+
+def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):
+    x, weight, *_ = jax.eval_shape(lambda: mlp_arrays("bfloat16", **LARGE))
+    monkeypatch.setattr(cuda, "_no_hopper", lambda: "there is none")
+    assert cuda.fused_unsupported(x, weight) == "there is none"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "width", "hidden"),
+    [(1, 8, 8), (127, 64, 264), (129, 72, 256), (300, 520, 248), (2500, 1032, 1544)],
+)
+def test_the_fused_products_take_any_rows_and_widths(monkeypatch, dtype, rows, width, hidden):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    arrays = mlp_arrays(dtype, rows=rows, width=width, hidden=hidden, out=width)
+    if reason := cuda.fused_unsupported(arrays[0], arrays[1]):
+        assert cuda._no_hopper() == reason  # nothing to test on this GPU
+        return
+    fused = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
+    again = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
+    wide = [x.astype("float32") for x in arrays]
+    expected = with_gradients(lambda *a: mlp(*a, backend="xla"), wide)
+    reference = with_gradients(lambda *a: mlp(*a, backend="xla"), arrays)
+    assert_close(fused, expected, dtype, reference)
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
+@pytest.mark.gpu
+def test_a_mapped_mlp_launches_a_fused_product_for_each_call(monkeypatch):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    first, second = (
+        mlp_arrays("bfloat16", rows=rows, width=64, hidden=264, out=64) for rows in (130, 130)
+    )
+    second = [2 * x for x in second]
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    mapped = jax.vmap(lambda *a: with_gradients(lambda *b: mlp(*b, backend="cuda"), a))(*stacked)
+    for i, arrays in enumerate((first, second)):
+        one = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
+        assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), one, "bfloat16")

@@ -338,7 +338,7 @@ CASES = (
     ),
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
     _projection("no_batch", 0, 8, 2, 8, causal=True),
-    _projection("no_tokens", 2, 0, 2, 8, causal=True),
+    _projection("no_tokens", 2, 0, 2, 8, causal=True, rope_table=_angles(0, 4)),
     _softmax(
         "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
 _SEGMENT_GRANULE = 32  # rows, as in cuda/attention/flash_attention.h
+_HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/flash_attention_hopper.h
+_HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
 
 
 def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
@@ -48,12 +51,17 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
     return flash_attention_unsupported(*like_half, None)
 
 
-def flash_attention_slower(*_, **__) -> str | None:
+def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    return "no row in benchmarks/results shows it faster than cuDNN"
+    if _is_for_hopper(q, softcap):
+        return None
+    return (
+        "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
+        "bfloat16 and float16, and of heads 64 and 128 wide"
+    )
 
 
-flash_attention_packed_slower = flash_attention_slower
+flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -76,7 +84,8 @@ def flash_attention_forward(
 ):
     """Returns ``(out, lse)``."""
     extras = (*(rope_table or ()), *(segment_ids or ()))
-    results = (_like(q), _query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    workspaces = _workspaces(q, k, segment_ids, rope_table)
+    results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
     options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
@@ -88,7 +97,7 @@ def flash_attention_backward(
     """Returns ``(dq, dk, dv)``."""
     arrays = (q, k, v, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
-    results = (_like(q), _like(k), _like(v), *workspaces)
+    results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k, softcap))
     options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
     return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
 
@@ -101,7 +110,8 @@ def flash_attention_packed_forward(
     q, k = _unpacked(qkv, heads, kv_heads)
     B, T, N, H = q.shape
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
-    results = (out, _query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    workspaces = _workspaces(q, k, segment_ids, rope_table)
+    results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
     options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": heads, "kv_heads": kv_heads}
     extras = (*(rope_table or ()), *(segment_ids or ()))
@@ -118,7 +128,7 @@ def flash_attention_packed_backward(
     arrays = (qkv, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
     options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": heads, "kv_heads": kv_heads}
-    results = (_like(qkv), *workspaces)
+    results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap))
     return ffi.call("flash_attention_packed_backward", results, *arrays, **options)[0]
 
 
@@ -128,7 +138,7 @@ def flash_attention_float8(
     """Returns ``out``."""
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
     options = _flash_options(causal, scale, window, softcap, None, False)
-    results = (out, *_workspaces(q, k, segment_ids, None))
+    results = (out, *_workspaces(q, k, segment_ids, None), _scratch(q, 0))
     arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
 
@@ -194,6 +204,43 @@ def _workspaces(q, k, segment_ids, rope_table) -> tuple[jax.ShapeDtypeStruct, ..
         jax.ShapeDtypeStruct((B, granules, 2), jnp.int32),
         jax.ShapeDtypeStruct((B, T, turned, H), q.dtype),
     )
+
+
+def _forward_scratch(q, softcap) -> jax.ShapeDtypeStruct:
+    """What the forward of Hopper's own kernels needs: some numbers for every tile of queries."""
+    if not _is_for_hopper(q, softcap):
+        return _scratch(q, 0)
+    return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_KEYS))
+
+
+def _backward_scratch(q, k, softcap) -> jax.ShapeDtypeStruct:
+    """What their backward needs: dq as float32, and some numbers for every query and tile."""
+    if not _is_for_hopper(q, softcap):
+        return _scratch(q, 0)
+    _, T, N, H = q.shape
+    tile = 64 * 128 // H  # queries
+    tiles = -(-T // tile)
+    ranges = tiles + -(-k.shape[1] // _HOPPER_KEYS)
+    return _scratch(q, N * tiles * (tile * (H + 2) + 1) + 2 * ranges + 1)
+
+
+def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((q.shape[0], size), jnp.float32)
+
+
+def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
+    """Whether to make room for Hopper's own kernels; cuda/attention looks again before a launch."""
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and q.shape[-1] in _HOPPER_WIDTHS and softcap is None and _has_hopper()
+
+
+@functools.cache
+def _has_hopper() -> bool:
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return False
+    return any(device.compute_capability.startswith("9.") for device in devices)
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -34,6 +34,31 @@ def _case(
     )
 
 
+def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: bool = False) -> Case:
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    out = width if out is None else out
+    inputs = {
+        "x": Normal(shape),
+        "up_weight": Normal((width, hidden), std=max(width, 1) ** -0.5),
+        "up_bias": Normal((hidden,)),
+        "down_weight": Normal((hidden, out), std=hidden**-0.5),
+        "down_bias": Normal((out,)),
+    }
+    weights = (width + out) * hidden
+    # Forward: h and the hidden layer out, the latter in again. Backward: x, both, dout and the
+    # weights in, dh out and in, dx and the weights' gradients out.
+    return Case(
+        "mlp",
+        name,
+        inputs,
+        forward_elements=rows * (width + 3 * hidden + out) + weights,
+        backward_elements=rows * (2 * width + 4 * hidden + out) + 2 * weights,
+        forward_flops=2 * rows * weights,
+        backward_flops=4 * rows * weights,
+        large=large,
+    )
+
+
 def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
     return Case(
         "matvec",
@@ -62,6 +87,14 @@ CASES = (
     _case("one_column", 6, 9, out=1),
     _case("inner_one", 6, 1, out=9),
     _case("no_rows", 0, 16, out=8, activation="gelu"),
+    _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
+    _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
+    _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),
+    _mlp("small_tile", 2, 64, 64, hidden=128),
+    _mlp("odd", 3, 5, 37, hidden=19, out=23),
+    _mlp("one_row", 33, hidden=17),
+    _mlp("hidden_one", 6, 9, hidden=1),
+    _mlp("no_rows", 0, 16, hidden=8),
     _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
     _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
     _matvec("llama3_1b_head", 1, 2048, 128256, large=True),

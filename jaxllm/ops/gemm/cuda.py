@@ -1,6 +1,15 @@
-"""``linear`` with the CUDA activation kernels, its products XLA's; and ``matvec``'s FFI call."""
+"""``linear`` and ``mlp`` with CUDA kernels, and ``matvec``'s FFI call.
+
+The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
+GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
+one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
+direction.
+"""
 
 from __future__ import annotations
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +19,94 @@ from jaxllm.ops.activation import cuda as activations
 from jaxllm.ops.gemm import products
 
 linear_unsupported = activations.gelu_unsupported
+mlp_unsupported = activations.gelu_unsupported
+
+_TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
+# With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
+_MIN_TILES = 132
+_MAX_SIZE = 2**31  # the copy engine's coordinates
 
 
 def linear_forward(x, weight, bias, *, activation):
     """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
+    if activation == "gelu" and bias is not None and not fused_unsupported(x, weight):
+        return _matmul_bias_gelu(x, weight, bias)
     return products.forward(activations, x, weight, bias, activation)
 
 
 def linear_backward(x, weight, bias, h, dout, *, activation):
     """Returns ``(dx, dweight, dbias)``."""
     return products.backward(activations, x, weight, bias, h, dout, activation)
+
+
+def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
+    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    hidden, h = linear_forward(x, up_weight, up_bias, activation=activation)
+    return products.forward(activations, hidden, down_weight, down_bias, None)[0], h, hidden
+
+
+def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout, *, activation):
+    """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout)
+    if fused_unsupported(x, up_weight):
+        return products.mlp_backward(activations, arrays, activation)
+    dh, dup_bias = _matmul_gelu_slope(dout, down_weight, h, up_bias)
+    return (
+        products.input_gradient(dh, up_weight),
+        products.weight_gradient(x, dh),
+        dup_bias,
+        products.weight_gradient(hidden, dout),
+        activations.bias_add_backward(dout),
+    )
+
+
+def fused_unsupported(x, weight) -> str | None:
+    """Why the product of ``x`` and ``weight`` is XLA's, with a kernel after it; None if it is ours.
+
+    The same answer holds for the product of the backward pass, in which the widths change places.
+    """
+    width, columns = weight.shape
+    rows = math.prod(x.shape[:-1])
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x has dtype {x.dtype}; the fused product takes bfloat16 and float16"
+    if width % 8 or columns % 8 or width == 0:
+        return f"weight has shape {weight.shape}; the copy engine needs rows of 16-byte multiples"
+    tiles = math.prod(-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
+    if tiles < _MIN_TILES:
+        return f"the product has {tiles} tiles of {_TILE}, too few to fill a GPU"
+    if max(rows, width, columns) >= _MAX_SIZE:
+        return f"x has shape {x.shape} and weight {weight.shape}; sizes end below 2^31"
+    return _no_hopper()
+
+
+@functools.cache
+def _no_hopper() -> str | None:
+    """Why the program will not run on Hopper GPUs with kernels that were built for them."""
+    if "90a" not in ffi.build_facts().get("architectures", ""):
+        return "the CUDA extension is not built for sm_90a"
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return "this process has no NVIDIA GPU, and the fused product is for Hopper alone"
+    if {device.compute_capability for device in devices} != {"9.0"}:
+        return "the fused product needs a Hopper GPU (compute capability 9.0)"
+    return None
+
+
+def _matmul_bias_gelu(x, weight, bias):
+    """Returns ``(gelu(x @ weight + bias), x @ weight)``."""
+    h = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
+    return tuple(ffi.call("matmul_bias_gelu", (h, h), x, weight, bias))
+
+
+def _matmul_gelu_slope(dout, weight, h, bias):
+    """Returns ``dh = (dout @ weight.T) * gelu'(h + bias)`` and its sum over rows."""
+    dh = jax.ShapeDtypeStruct(h.shape, h.dtype)
+    dbias = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
+    row_tiles = -(-math.prod(h.shape[:-1]) // _TILE[0])
+    partial = jax.ShapeDtypeStruct((row_tiles, h.shape[-1]), jnp.float32)
+    results = (dh, dbias, partial)
+    return tuple(ffi.call("matmul_gelu_slope", results, dout, weight, h, bias)[:2])
 
 
 def matvec_unsupported(w, x) -> str | None:

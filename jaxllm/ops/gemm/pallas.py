@@ -1,4 +1,4 @@
-"""``linear`` with the Pallas activation kernels, its products XLA's; and a kernel of ``matvec``."""
+"""``linear`` and ``mlp`` with the Pallas activation kernels, products by XLA; and ``matvec``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def linear_unsupported(x, weight, *_, **__) -> str | None:
     return activations.gelu_unsupported(h)
 
 
+mlp_unsupported = linear_unsupported
+
+
 def linear_forward(x, weight, bias, *, activation, interpret=False):
     """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
     return products.forward(activations, x, weight, bias, activation, interpret=interpret)
@@ -28,6 +31,17 @@ def linear_forward(x, weight, bias, *, activation, interpret=False):
 def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
     """Returns ``(dx, dweight, dbias)``."""
     return products.backward(activations, x, weight, bias, h, dout, activation, interpret=interpret)
+
+
+def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, interpret=False):
+    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias)
+    return products.mlp_forward(activations, *arrays, activation, interpret=interpret)
+
+
+def mlp_backward(*arrays, activation, interpret=False):
+    """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    return products.mlp_backward(activations, arrays, activation, interpret=interpret)
 
 
 _ROWS = 16  # of x, as Triton's products ask

@@ -1,4 +1,4 @@
-r"""``linear`` around the kernels of one backend: the products are XLA's, the rest is the kernels'.
+r"""``linear`` and ``mlp`` around the kernels of one backend: products by XLA, the rest by kernels.
 
 With :math:`h = x W`, :math:`out = f(h + b)` and :math:`dh = dout \cdot f'(h + b)` (:math:`f' = 1`
 without an activation)
@@ -7,7 +7,7 @@ without an activation)
     dx = dh\, W^T \qquad dW = x^T dh \qquad db = \sum_{rows} dh
 
 The functions take the module that holds a backend's activations, and its options. One kernel gives
-``dh`` and ``db`` together.
+``dh`` and ``db`` together. ``mlp`` is two such layers, the first with the activation.
 
 Without an activation XLA adds the bias in the GEMM's epilogue, where it costs nothing. It has no
 epilogue with an activation: there the GEMM writes ``h``, without the bias, which is what the
@@ -45,7 +45,28 @@ def backward(kernels: Any, x, weight, bias, h, dout, activation, **options):
         dh = kernels.gelu_backward(h, dout, **options)
     elif activation is not None:
         dh, dbias = kernels.bias_gelu_backward(h, bias, dout, **options)
+    return input_gradient(dh, weight), weight_gradient(x, dh), dbias
+
+
+def input_gradient(dout, weight):
+    """Returns ``dout @ weight.T``."""
+    return lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
+
+
+def weight_gradient(x, dout):
+    """Returns ``x.T @ dout`` over all rows."""
     rows = tuple(range(x.ndim - 1))
-    dx = lax.dot_general(dh, weight, (((dh.ndim - 1,), (1,)), ((), ())))
-    dweight = lax.dot_general(x, dh, ((rows, rows), ((), ())))
-    return dx, dweight, dbias
+    return lax.dot_general(x, dout, ((rows, rows), ((), ())))
+
+
+def mlp_forward(kernels: Any, x, up_weight, up_bias, down_weight, down_bias, activation, **options):
+    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    hidden, h = forward(kernels, x, up_weight, up_bias, activation, **options)
+    return forward(kernels, hidden, down_weight, down_bias, None, **options)[0], h, hidden
+
+
+def mlp_backward(kernels: Any, arrays, activation, **options):
+    """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout = arrays
+    dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
+    return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)

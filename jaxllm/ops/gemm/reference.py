@@ -1,4 +1,4 @@
-"""Products in ``jax.numpy``: products.py has ``linear``'s formulas, and the derivative by hand."""
+"""Products in ``jax.numpy``: products.py has the formulas, and the derivatives by hand."""
 
 from __future__ import annotations
 
@@ -21,6 +21,23 @@ def linear_forward(x, weight, bias, *, activation):
 def linear_backward(x, weight, bias, h, dout, *, activation):
     """Returns ``(dx, dweight, dbias)``."""
     return products.backward(activations, x, weight, bias, h, dout, activation)
+
+
+def mlp(x, up_weight, up_bias, down_weight, down_bias, *, activation):
+    """The definition of ``mlp``, for JAX to differentiate."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias)
+    return mlp_forward(*arrays, activation=activation)[0]
+
+
+def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
+    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias)
+    return products.mlp_forward(activations, *arrays, activation)
+
+
+def mlp_backward(*arrays, activation):
+    """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    return products.mlp_backward(activations, arrays, activation)
 
 
 def matvec(w, x):
