@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import time
@@ -27,8 +28,9 @@ import numpy as np
 import jaxllm
 from jaxllm import data, training
 from jaxllm.backend import BACKENDS
+from jaxllm.convert import huggingface
 from jaxllm.generate import generate
-from jaxllm.models.blocks import SAVE_PRODUCTS, unstack
+from jaxllm.models.blocks import SAVE_PRODUCTS, stack, unstack
 from jaxllm.tokenizer import BYTES
 
 try:
@@ -206,7 +208,7 @@ def make_config(options: argparse.Namespace) -> Any:
 
 
 def train(options: argparse.Namespace) -> list[dict]:
-    """Runs the training loop; returns what it logged, one record a step."""
+    """Runs the training loop and saves the model; returns what it logged, one record a step."""
     family, config = options.family, make_config(options)
     model = family.model
     tokens_per_step = options.accumulate * options.batch_size * options.seq_len
@@ -294,7 +296,15 @@ def train(options: argparse.Namespace) -> list[dict]:
             began += time.perf_counter() - paused
             if interrupted():
                 break
+    save(options.out / "model", state.params, config)
     return records
+
+
+def save(folder: Path, params: dict, config: Any) -> None:
+    """Writes the model for examples/generate.py and for transformers, over that of a run before."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    huggingface.save(folder, stack(params), config)
 
 
 def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> float:
@@ -372,4 +382,4 @@ def main(argv: Sequence[str] | None, family: Family, description: str | None) ->
         f"{last['step']} steps in {last['elapsed']:.1f} s, {last['tokens_per_second']:,.0f} "
         f"tokens/s: loss {records[0]['loss']:.3f} -> {last['loss']:.3f}{validated}"
     )
-    print(f"log: {options.out / 'log.jsonl'}\ncurve: {curve}")
+    print(f"log: {options.out / 'log.jsonl'}\nmodel: {options.out / 'model'}\ncurve: {curve}")

@@ -1,10 +1,12 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import generate
 import numpy as np
 import pretrain_gpt2
 import pretrain_llama3
@@ -174,3 +176,47 @@ def test_switch_backends(capsys):
         assert "add_layer_norm_forward" in part.split("what auto gives")[1]
     # The norms have a Pallas kernel, which runs anywhere.
     assert parts[1].split()[:4] == ["step", "xla", "auto", "pallas"]
+
+
+def test_generate_smoke(capsys):
+    generate.main(["--smoke", "--temperature", "0", "x = "])
+    printed = capsys.readouterr().out
+    assert printed.startswith("x = ")
+    assert re.search(r"\n8 tokens, [\d,.]+ tokens/s\n$", printed)
+
+
+@SCRIPTS
+@pytest.mark.parametrize("options", [[], ["--int8", "--int8-cache"]], ids=["float", "int8"])
+def test_generate_continues_with_the_model_that_was_trained_last(script, out, options, capsys):
+    script.main(["--smoke", "--steps", "2"])
+    capsys.readouterr()
+    options = [*options, "--group-size", "8"]
+    with_options = ["--max-new-tokens", "5", "--temperature", "0", *options, "import "]
+    generate.main(with_options)
+    first = capsys.readouterr().out
+    assert first.startswith(f"model: {out}/model\nimport ")
+    assert "\n5 tokens" in first
+    generate.main(["--model", f"{out}/model", *with_options])
+    again = capsys.readouterr().out
+    assert again.rsplit("\n", 2)[0] == first.rsplit("\n", 2)[0]  # all but the speed
+
+
+def test_generate_refuses(tmp_path):
+    with pytest.raises(SystemExit, match="no model in runs; train one by `make demo`"):
+        generate.main([])
+    with pytest.raises(SystemExit, match="nothing: there is no such folder"):
+        generate.main(["--model", "nothing"])
+    with pytest.raises(SystemExit, match=r"group_size 48 must divide .*; see --group-size"):
+        generate.main(["--smoke", "--int8", "--group-size", "48"])
+    with pytest.raises(SystemExit, match="prompt has 64 tokens; it must have from 1 to 63"):
+        generate.main(["--smoke", 64 * "x"])
+
+
+def test_generate_waits_for_the_rest_of_a_character():
+    ids = [*"aé€".encode(), 0xFF, *b"b"]
+    assert list(generate.pieces(ids, generate.BYTES)) == [
+        "a",
+        "é",
+        "€",
+        "\N{REPLACEMENT CHARACTER}b",
+    ]

@@ -1,0 +1,157 @@
+"""Continues a prompt with a trained model, token by token as they come.
+
+    python examples/generate.py "def main("
+    python examples/generate.py --model Llama-3.2-1B --int8 "The capital of France is"
+
+A model is a folder with ``config.json`` and safetensors files, as Hugging Face's are and as the
+pretraining examples leave one in ``runs/NAME/model``; the newest of those is the default. Its
+tokenizer is the ``tokenizer.json`` in the folder; without one, bytes or GPT-2's, by the size of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxllm
+from jaxllm import tokenizer, training
+from jaxllm.backend import BACKENDS
+from jaxllm.convert import huggingface
+from jaxllm.generate import stream
+from jaxllm.models import gpt2, llama3
+from jaxllm.quantize import quantize_params
+from jaxllm.tokenizer import BYTES, Tokenizer
+
+SMOKE_CONFIG = gpt2.GPT2Config(vocab_size=257, max_seq_len=64, layers=2, heads=2, width=64)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompt", nargs="?", default="def ", help="default: %(default)r")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint folder; default: the newest in runs"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 for all tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="the likeliest that sum to P")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: by the device")
+    parser.add_argument("--int8", action="store_true", help="weights in int8")
+    parser.add_argument("--group-size", type=int, default=64, help="int8 weights to a scale")
+    parser.add_argument("--int8-cache", action="store_true", help="keys and values in int8")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
+    parser.add_argument("--smoke", action="store_true", help="a random model, a few tokens")
+    return parser.parse_args(argv)
+
+
+def newest_model() -> Path:
+    """The model that a pretraining example left last."""
+    configs = sorted(Path("runs").glob("*/model/config.json"), key=lambda f: f.stat().st_mtime)
+    if not configs:
+        raise SystemExit(
+            "there is no model in runs; train one by `make demo`, or name a folder by --model"
+        )
+    return configs[-1].parent
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
+    """The folder's tokenizer, or the one whose vocabulary has this size."""
+    if (folder / "tokenizer.json").exists():
+        return tokenizer.from_file(folder)
+    if vocab_size <= BYTES.vocab_size:
+        return BYTES
+    return tokenizer.gpt2()
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer]:
+    """Parameters, config and tokenizer."""
+    dtype = options.dtype or training.default_compute_dtype()
+    if options.smoke:
+        params = gpt2.init(jax.random.key(options.seed), SMOKE_CONFIG)
+        return training.cast(params, dtype), SMOKE_CONFIG, BYTES
+    folder = options.model or newest_model()
+    try:
+        params, config = huggingface.load(folder, dtype=dtype)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    print(f"model: {folder}", flush=True)
+    return params, config, tokenizer_of(folder, config.vocab_size)
+
+
+def pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of tokens as they come; half a character waits for its other half."""
+    ids: list[int] = []
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        # A character has at most four bytes: what is still broken then stays so.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(ids) >= 4:
+            yield text
+            ids = []
+    if ids:
+        yield tokenizer.decode(ids)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the prompt, what follows it, and how fast it came."""
+    options = parse(argv)
+    params, config, tokenizer = load(options)
+    if options.int8:
+        try:
+            params = quantize_params(params, group_size=options.group_size)
+        except ValueError as error:
+            raise SystemExit(f"{error}; see --group-size") from error
+    ids = tokenizer.encode(options.prompt).tolist()
+    if tokenizer.begin_of_text is not None:
+        ids = [tokenizer.begin_of_text, *ids]
+    room = config.max_seq_len - len(ids)
+    count = min(8 if options.smoke else options.max_new_tokens, room)
+    if not ids or count < 1:
+        raise SystemExit(
+            f"the prompt has {len(ids)} tokens; it must have from 1 to {config.max_seq_len - 1}, "
+            "to leave room for one more"
+        )
+    tokens = stream(
+        gpt2 if isinstance(config, gpt2.GPT2Config) else llama3,
+        params,
+        ids,
+        config=config,
+        max_new_tokens=count,
+        temperature=options.temperature,
+        top_k=options.top_k or None,
+        top_p=options.top_p,
+        stop_tokens=[tokenizer.end_of_text],
+        key=jax.random.key(options.seed),
+        cache_dtype="int8" if options.int8_cache else None,
+    )
+    times: list[float] = []
+
+    def timed() -> Iterator[int]:
+        for token in tokens:
+            times.append(time.perf_counter())
+            if token != tokenizer.end_of_text:
+                yield token
+
+    print(options.prompt, end="", flush=True)
+    with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
+        for text in pieces(timed(), tokenizer):
+            print(text, end="", flush=True)
+    # The first two steps compile: the prompt's and that of a token.
+    steps, seconds = len(times) - 2, times[-1] - times[min(1, len(times) - 1)]
+    speed = f", {steps / seconds:,.1f} tokens/s" if steps > 0 else ""
+    print(f"\n{len(times)} tokens{speed}")
+
+
+if __name__ == "__main__":
+    main()
