@@ -1,0 +1,560 @@
+// The gradient in three kernels. The first writes, for each query, the two numbers that the main
+// one needs beside its row: lse, and delta = sum(out * dout). The main kernel holds a tile of keys,
+// and walks over the queries that see it, of all the heads that share it. With keys as rows, so
+// that what the threads compute in registers is the left operand of the products with dout and with
+// q:
+//
+//   s = k q^T       p = 2^(c s - lse)         dv += p dout
+//   dp = v dout^T   ds = p (dp - delta)       dk += ds q        dq += ds^T k
+//
+// dv and dk stay in registers. dq is summed over the tiles of keys in global memory, in float32, by
+// the copy engine, and the third kernel rounds it. Each tile of dq counts its additions, and each
+// adder waits for its rank, so that the order, and with it each bit, is always the same.
+//
+// Five products, where a kernel of its own for dq would need seven: that would have to run at 90%
+// of the tensor cores' peak to be as fast as this at 65%. The price is 4 bytes through the L2 cache
+// for each query, head, column and tile of keys: about 1.5 TB/s where the products are at their
+// best.
+//
+// Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Shah et al., "FlashAttention-3"
+// (arXiv:2407.08608).
+#pragma once
+
+#include <climits>
+#include <cmath>
+
+#include "attention/band.cuh"
+#include "attention/hopper_launch.h"
+#include "attention/segment_tiles.cuh"
+#include "common/hopper.cuh"
+#include "common/vector.cuh"
+
+// For other GPUs the kernel is empty, and nothing uses what comes here.
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+#pragma nv_diag_suppress 177
+#endif
+
+namespace jaxllm::hopper {
+
+template <int kWidth>
+struct BackwardShape {
+  static constexpr int kMultipliers = 2;
+  static constexpr int kKeys = kMultipliers * 64;
+  // What registers allow: of the five accumulators two grow with the queries, two with the width.
+  static constexpr int kQueries = kWidth == 64 ? 128 : 64;
+  static constexpr int kStages = 2;
+  // What more runs beside each other, as far as registers go (with both, or the other of the two,
+  // the assembler runs out of them, and then it lets every product wait for the one before):
+  // dv += p dout beside the arithmetic of ds, or the next step's s beside the handing on of dq.
+  static constexpr bool kEarlyDv = kWidth == 128;
+  static constexpr bool kEarlyScores = kWidth == 64;
+  static constexpr int kSlabs = kWidth / kSlabWidth;
+  static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
+  static constexpr int kCopierRegisters = 24;
+  static constexpr int kMultiplierRegisters = 240;
+  static constexpr int kWarps = kMultipliers * 4;
+  // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
+  static constexpr int kPartOfDq = 64 * 64;
+  static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
+};
+
+template <typename T, int kWidth>
+struct BackwardShared {
+  using Shape = BackwardShape<kWidth>;
+  T k[Shape::kKeys * kWidth];
+  T v[Shape::kKeys * kWidth];
+  T q[Shape::kStages][Shape::kQueries * kWidth];
+  T dout[Shape::kStages][Shape::kQueries * kWidth];
+  T ds[Shape::kKeys * Shape::kQueries];
+  float dq[Shape::kMultipliers][Shape::kPartOfDq];
+  float lse[Shape::kStages][Shape::kQueries];
+  float delta[Shape::kStages][Shape::kQueries];
+  Barrier kv_full, kv_empty;
+  Barrier q_full[Shape::kStages], q_empty[Shape::kStages];
+  Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
+  Barrier ds_full, ds_empty, dq_full, dq_empty;
+  int ticket;
+};
+
+struct BackwardArguments {
+  Band band;
+  int heads, kv_heads;
+  float scale;
+  // Tiles of keys below `split` are summed from the last to the first, those from it on thereafter
+  // and upwards.
+  int split;
+  bool pairs;
+  const float* lse;    // (batch, heads, padded queries), times log2(e); inf where no key is seen
+  const float* delta;  // the same shape
+  float* dq;           // (batch, heads, tiles of queries) of tiles in the order of accumulators
+  int* ranks;          // (batch, heads, tiles of queries): how often a tile of dq was added to
+  int* tickets;
+  Segments segments;
+};
+
+// The tiles of queries that a tile of keys visits, and the other way round.
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange queries_seen(const BackwardArguments& a, const Tiles& band,
+                                                  int sequence, int key_tile) {
+  if constexpr (!kSegments) return band.queries_of(key_tile);
+  return a.segments.of_keys[int64_t{sequence} * band.key_tiles() + key_tile];
+}
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange keys_seen(const BackwardArguments& a, const Tiles& band,
+                                               int sequence, int query_tile) {
+  if constexpr (!kSegments) return band.keys_of(query_tile);
+  return a.segments.of_queries[int64_t{sequence} * band.query_tiles() + query_tile];
+}
+
+// The tiles of keys of a block, one after the other.
+struct BackwardItem {
+  int sequence, kv_head, count, key_tiles[2];
+};
+
+// Tiles are handed out by ticket, so that a tile waits for sums of those with earlier tickets only,
+// which are running or done, and nothing can wait for ever.
+//
+// One tile a ticket: the last of a head first. Under a causal mask they start at their own
+// diagonal, the last with the fewest queries before it, so that a tile never catches up with one
+// before it.
+//
+// Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
+// share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
+// length whatever n is. Its second tile waits for first tiles of later tickets too: the launcher
+// makes sure that all pairs of a head run at once.
+__host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
+                                                           int key_tiles, int ticket) {
+  const int per_head = a.pairs ? a.split : key_tiles;
+  const int head = ticket / per_head;
+  const int tile = per_head - 1 - ticket % per_head;
+  const int partner = key_tiles - 1 - tile;
+  return {
+      head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
+}
+
+// How many additions to a tile of dq come before that of `key_tile`; `seen` is all that add to it.
+__host__ __device__ __forceinline__ int rank_of(int key_tile, const TileRange& seen, int split) {
+  const int low_end = split < seen.end ? split : seen.end;
+  if (key_tile < split) return low_end - 1 - key_tile;
+  const int lows = low_end > seen.begin ? low_end - seen.begin : 0;
+  return lows + key_tile - (split > seen.begin ? split : seen.begin);
+}
+
+constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
+constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
+
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
+                                              const BackwardArguments& a, const CUtensorMap& q_map,
+                                              const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                              const CUtensorMap& dout_map) {
+  using Shape = BackwardShape<kWidth>;
+  constexpr int kKeyBytes = Shape::kKeys * kWidth * sizeof(T);
+  constexpr int kQueryBytes = Shape::kQueries * (kWidth * sizeof(T) + sizeof(float));
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  const int padded_queries = band.query_tiles() * Shape::kQueries;
+  const int group = a.heads / a.kv_heads;
+  const BackwardItem item = take_item(a, band.key_tiles(), shared.ticket);
+  RingPosition<1> kv_ring;
+  RingPosition<Shape::kStages> ring;
+
+  for (int i = 0; i < item.count; ++i) {
+    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+    shared.kv_empty.wait(kv_ring.parity ^ 1);
+    kv_ring.advance();
+    shared.kv_full.arrive_and_expect(2 * kKeyBytes);
+#pragma unroll 1
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      const Box box{slab * kSlabWidth, item.kv_head, key_tile * Shape::kKeys, item.sequence};
+      load_box(shared.k + slab * Shape::kKeys * kSlabWidth, k_map, box, shared.kv_full);
+      load_box(shared.v + slab * Shape::kKeys * kSlabWidth, v_map, box, shared.kv_full);
+    }
+    for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
+      const int64_t rows = (int64_t{item.sequence} * a.heads + head) * padded_queries;
+      for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
+        const int query = query_tile * Shape::kQueries;
+        const int stage = ring.stage;
+        shared.q_empty[stage].wait(ring.parity ^ 1);
+        shared.q_full[stage].arrive_and_expect(kQueryBytes);
+#pragma unroll 1
+        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+          load_box(shared.q[stage] + slab * Shape::kQueries * kSlabWidth, q_map,
+                   {slab * kSlabWidth, head, query, item.sequence}, shared.q_full[stage]);
+        }
+        load_bytes(shared.lse[stage], a.lse + rows + query, sizeof(shared.lse[stage]),
+                   shared.q_full[stage]);
+        shared.dout_empty[stage].wait(ring.parity ^ 1);
+        shared.dout_full[stage].arrive_and_expect(kQueryBytes);
+#pragma unroll 1
+        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+          load_box(shared.dout[stage] + slab * Shape::kQueries * kSlabWidth, dout_map,
+                   {slab * kSlabWidth, head, query, item.sequence}, shared.dout_full[stage]);
+        }
+        load_bytes(shared.delta[stage], a.delta + rows + query, sizeof(shared.delta[stage]),
+                   shared.dout_full[stage]);
+        ring.advance();
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ int load_acquire(const int* source) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int* target, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+// Adds each tile of dq to global memory when it is its turn.
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
+                                       const BackwardArguments& a) {
+  using Shape = BackwardShape<kWidth>;
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  const int query_tiles = band.query_tiles();
+  const int group = a.heads / a.kv_heads;
+  const BackwardItem item = take_item(a, band.key_tiles(), shared.ticket);
+  RingPosition<1> ring;
+
+  for (int i = 0; i < item.count; ++i) {
+    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+    for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
+      for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
+        const int rank =
+            rank_of(key_tile, keys_seen<kSegments>(a, band, item.sequence, query_tile), a.split);
+        const int64_t tile = (int64_t{item.sequence} * a.heads + head) * query_tiles + query_tile;
+        shared.dq_full.wait(ring.parity);
+        ring.advance();
+        while (load_acquire(a.ranks + tile) != rank) {
+        }
+        fence_async_proxy_global();
+        float* const target = a.dq + tile * (Shape::kQueries * kWidth);
+        // The first writes, so that nobody has to write zeros before.
+        if (rank == 0) {
+          store_bytes(target, shared.dq, sizeof(shared.dq));
+        } else {
+          add_floats(target, shared.dq[0], sizeof(shared.dq));
+        }
+        commit_stores();
+        wait_until_stores_have_read();
+        shared.dq_empty.arrive();
+        wait_for_stores();
+        fence_async_proxy_global();
+        store_release(a.ranks + tile, rank + 1);
+      }
+    }
+  }
+}
+
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& shared,
+                                                  const BackwardArguments& a,
+                                                  const CUtensorMap& dk_map,
+                                                  const CUtensorMap& dv_map, int multiplier) {
+  using Shape = BackwardShape<kWidth>;
+  constexpr int kQueries = Shape::kQueries;
+  constexpr int kKeySlabBytes = Shape::kKeys * kSlabRowBytes;
+  constexpr int kQuerySlabBytes = kQueries * kSlabRowBytes;
+  const TiledBand<kQueries, Shape::kKeys> band(a.band);
+  const int group = a.heads / a.kv_heads;
+  const BackwardItem item = take_item(a, band.key_tiles(), shared.ticket);
+  const int thread = threadIdx.x % kWarpgroup;
+  const bool is_first_lane = thread % 32 == 0;
+  const int key_in_tile = multiplier * 64 + accumulator_row(thread);
+  const int column = accumulator_column(thread);
+  const float scale_log2 = a.scale * float{M_LOG2E};
+
+  // As left operands, this multiplier's rows of k and v.
+  const uint32_t my_rows = multiplier * 64 * kSlabRowBytes;
+  const uint64_t k_operand = depth_along_rows(shared_address(shared.k) + my_rows);
+  const uint64_t v_operand = depth_along_rows(shared_address(shared.v) + my_rows);
+  // dq is cut by columns or, where a tile has but one slab of them, by queries.
+  constexpr bool kByColumn = Shape::kSlabs == 2;
+  const uint64_t ds_operand = depth_across_rows(
+      shared_address(shared.ds) + (kByColumn ? 0 : multiplier * kKeySlabBytes), kKeySlabBytes);
+  const uint64_t turned_k_operand = depth_across_rows(
+      shared_address(shared.k) + (kByColumn ? multiplier * kKeySlabBytes : 0), kKeySlabBytes);
+
+  RingPosition<1> kv_ring, ds_ring, dq_ring;
+  RingPosition<Shape::kStages> q_ring, dout_ring;
+  float s[kQueries / 2], dp[kQueries / 2], dq[32];
+  float dk[kWidth / 2], dv[kWidth / 2];
+  uint32_t p_operand[kQueries / 4], ds_left_operand[kQueries / 4];
+
+  const auto arrive = [&](Barrier& barrier) {
+    __syncwarp();
+    if (is_first_lane) barrier.arrive();
+  };
+  // rows x queries^T: s = k q^T, dp = v dout^T.
+  const auto start_scores = [&](float (&result)[kQueries / 2], uint64_t rows, const T* queries) {
+    const uint64_t columns = depth_along_rows(shared_address(queries));
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kWidth / 16; ++step) {
+      const int within = step % 4 * kDepthStepAlongRows;
+      multiply<T, 0, 0>(result, rows + ((step / 4 * kKeySlabBytes + within) >> 4),
+                        columns + ((step / 4 * kQuerySlabBytes + within) >> 4), step > 0);
+    }
+    commit_products();
+  };
+  // sum += weights x queries: dv += p dout, dk += ds q.
+  const auto start_gradient = [&](float (&sum)[kWidth / 2], const uint32_t* weights,
+                                  const T* queries) {
+    const uint64_t rows = depth_across_rows(shared_address(queries), kQuerySlabBytes);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kQueries / 16; ++step) {
+      multiply<T, 1>(sum, weights + 4 * step, rows + (step * kDepthStepAcrossRows >> 4));
+    }
+    commit_products();
+  };
+  const auto start_dq = [&] {
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < Shape::kKeys / 16; ++step) {
+      const uint64_t offset = step * kDepthStepAcrossRows >> 4;
+      multiply<T, 1, 1>(dq, ds_operand + offset, turned_k_operand + offset, step > 0);
+    }
+    commit_products();
+  };
+  SegmentRows query_segments, key_segments;
+  if constexpr (kSegments) {
+    query_segments = queries_of_sequence(a.segments, band, item.sequence);
+    key_segments = keys_of_sequence(a.segments, band, item.sequence);
+  }
+  const auto mask = [&](int key_tile, int query_tile) {
+    const int first_key = key_tile * Shape::kKeys + multiplier * 64;
+    const int first_query = query_tile * kQueries;
+    const int key = key_tile * Shape::kKeys + key_in_tile;
+    // From here on relative to the thread's first column.
+    const int origin = first_query + column;
+    if (!band.is_inside(first_query, kQueries, first_key, 64)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int low = key + 8 * r < band.keys ? band.first_query(key + 8 * r) - origin : INT_MAX;
+        const int high = band.last_query(key + 8 * r) - origin;
+#pragma unroll
+        for (int i = 0; i < kQueries / 2; i += 4) {
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            const int query = 2 * i + b;
+            if (query < low || query > high) s[i + 2 * r + b] = -INFINITY;
+          }
+        }
+      }
+    }
+    if constexpr (kSegments) {
+      if (are_one_segment(query_segments.of<kQueries>(first_query),
+                          key_segments.of<64>(first_key))) {
+        return;
+      }
+      const int segment[2] = {key_segments.id(key), key_segments.id(key + 8)};
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; i += 4) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const int of_query = query_segments.id(origin + 2 * i + b);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (of_query != segment[r]) s[i + 2 * r + b] = -INFINITY;
+          }
+        }
+      }
+    }
+  };
+  // Writes this multiplier's rows of a gradient over its rows of k or v.
+  const auto store_gradient = [&](const float (&gradient)[kWidth / 2], float factor, T* tile) {
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; i += 2) {
+      const int first_column = i / 4 * 8;
+      char* const slab = reinterpret_cast<char*>(tile) + first_column / kSlabWidth * kKeySlabBytes;
+      *reinterpret_cast<uint32_t*>(
+          slab + slab_offset(key_in_tile + i / 2 % 2 * 8, first_column % kSlabWidth + column)) =
+          pack<T>(gradient[i] * factor, gradient[i + 1] * factor);
+    }
+  };
+
+  for (int i = 0; i < item.count; ++i) {
+    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+    const int steps = group * range.size();
+#pragma unroll
+    for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
+    pin(dk);
+    pin(dv);
+
+    shared.kv_full.wait(kv_ring.parity);
+    kv_ring.advance();
+    const auto walk = [&](int query_tile, bool has_next) {
+      if constexpr (!Shape::kEarlyScores) {
+        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        start_scores(s, k_operand, shared.q[q_ring.stage]);
+      }
+      const int q_stage = q_ring.stage, dout_stage = dout_ring.stage;
+      shared.dout_full[dout_stage].wait(dout_ring.parity);
+      start_scores(dp, v_operand, shared.dout[dout_stage]);
+      if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
+      mask(key_tile, query_tile);
+#pragma unroll
+      for (int j = 0; j < kQueries / 2; j += 4) {
+        const float2 lse = *reinterpret_cast<const float2*>(shared.lse[q_stage] + 2 * j + column);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          s[j + r] = exp2_fast(fmaf(s[j + r], scale_log2, -lse.x));
+          s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
+        }
+      }
+      if constexpr (Shape::kEarlyDv) {
+        pack<T>(s, p_operand);
+        start_gradient(dv, p_operand, shared.dout[dout_stage]);
+        wait_for_products<1>(dp);
+        shared.ds_empty.wait(ds_ring.parity ^ 1);
+      } else {
+        // A wait that branches, between the exponentials and the wait for the product beside them:
+        // within one basic block the assembler would put the latter first.
+        pin(s);
+        shared.ds_empty.wait(ds_ring.parity ^ 1);
+        wait_for_products<0>(dp);
+      }
+#pragma unroll
+      for (int j = 0; j < kQueries / 2; j += 4) {
+        const float2 delta =
+            *reinterpret_cast<const float2*>(shared.delta[dout_stage] + 2 * j + column);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
+          dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
+        }
+      }
+      if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
+      pack<T>(dp, ds_left_operand);
+      if constexpr (!Shape::kEarlyDv) start_gradient(dv, p_operand, shared.dout[dout_stage]);
+      // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
+#pragma unroll
+      for (int j = 0; j < kQueries / 4; ++j) {
+        const int first_query = j / 2 * 8;
+        char* const slab =
+            reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
+        *reinterpret_cast<uint32_t*>(
+            slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
+            ds_left_operand[j];
+      }
+      fence_async_proxy();
+      arrive(shared.ds_full);
+      start_gradient(dk, ds_left_operand, shared.q[q_stage]);
+      shared.ds_full.wait(ds_ring.parity);
+      ds_ring.advance();
+      wait_for_products<1>();  // of dv
+      start_dq();
+      q_ring.advance();
+      dout_ring.advance();
+      if constexpr (Shape::kEarlyScores) {
+        // After the last step nobody reads them: they cost less than a branch around a product.
+        if (has_next) shared.q_full[q_ring.stage].wait(q_ring.parity);
+        start_scores(s, k_operand, shared.q[q_ring.stage]);
+        wait_for_products<1>(dq);
+      } else {
+        wait_for_products<0>(dq);
+      }
+      arrive(shared.ds_empty);
+      arrive(shared.q_empty[q_stage]);
+      arrive(shared.dout_empty[dout_stage]);
+      shared.dq_empty.wait(dq_ring.parity ^ 1);
+      dq_ring.advance();
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
+            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+      }
+      fence_async_proxy();
+      arrive(shared.dq_full);
+      if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
+    };
+    if (steps > 0) {
+      if constexpr (Shape::kEarlyScores) {
+        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        start_scores(s, k_operand, shared.q[q_ring.stage]);
+        wait_for_products<0>(s);
+      }
+      int query_tile = range.begin, remaining = steps;
+      do {
+        walk(query_tile, remaining > 1);
+        if (++query_tile == range.end) query_tile = range.begin;
+      } while (--remaining > 0);
+    }
+
+    wait_for_products<0>(dk, dv);
+    // Both have read k; a row of v has one reader only.
+    named_barrier_sync(kAllBarrier, Shape::kMultipliers * kWarpgroup);
+    store_gradient(dk, a.scale, shared.k);
+    store_gradient(dv, 1.0f, shared.v);
+    fence_async_proxy();
+    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+    if (thread == 0) {
+      const int first_key = key_tile * Shape::kKeys + multiplier * 64;
+      if (first_key < band.keys) {
+        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+          const Box box{slab * kSlabWidth, item.kv_head, first_key, item.sequence};
+          const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
+          store_box(dk_map, shared.k + offset, box);
+          store_box(dv_map, shared.v + offset, box);
+        }
+        commit_stores();
+        wait_until_stores_have_read();
+      }
+      shared.kv_empty.arrive();
+    }
+  }
+  if (thread == 0) wait_for_stores();
+}
+
+template <typename T, int kWidth, bool kSegments>
+__global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
+    flash_attention_backward_hopper_kernel(const __grid_constant__ CUtensorMap q_map,
+                                           const __grid_constant__ CUtensorMap k_map,
+                                           const __grid_constant__ CUtensorMap v_map,
+                                           const __grid_constant__ CUtensorMap dout_map,
+                                           const __grid_constant__ CUtensorMap dk_map,
+                                           const __grid_constant__ CUtensorMap dv_map,
+                                           const __grid_constant__ BackwardArguments a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Shape = BackwardShape<kWidth>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  auto& shared = *reinterpret_cast<BackwardShared<T, kWidth>*>(shared_memory);
+
+  if (threadIdx.x == 0) {
+    shared.ticket = atomicAdd(a.tickets, 1);
+    shared.kv_full.init(1);
+    shared.kv_empty.init(Shape::kMultipliers);
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      shared.q_full[stage].init(1);
+      shared.q_empty[stage].init(Shape::kWarps);
+      shared.dout_full[stage].init(1);
+      shared.dout_empty[stage].init(Shape::kWarps);
+    }
+    shared.ds_full.init(Shape::kWarps);
+    shared.ds_empty.init(Shape::kWarps);
+    shared.dq_full.init(Shape::kWarps);
+    shared.dq_empty.init(1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<Shape::kCopierRegisters>();
+    if (threadIdx.x == 0) copy_backward<kSegments>(shared, a, q_map, k_map, v_map, dout_map);
+    if (threadIdx.x == 32) add_dq<kSegments>(shared, a);
+  } else {
+    take_registers<Shape::kMultiplierRegisters>();
+    multiply_backward<kSegments>(shared, a, dk_map, dv_map, warpgroup - 1);
+  }
+#endif
+}
+
+}  // namespace jaxllm::hopper
