@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,20 @@ def is_available() -> bool:
 def build_facts() -> dict[str, str]:
     """The CUDA version, architectures and jaxlib of the build; empty if there is none."""
     return dict(_cuda.build_facts()) if _cuda is not None else {}
+
+
+@functools.cache
+def no_hopper_reason() -> str | None:
+    """Why kernels for Hopper GPUs will not serve this process, in a sentence; None if they will."""
+    if "90a" not in build_facts().get("architectures", ""):
+        return "the CUDA extension is not built for sm_90a"
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return "this process has no NVIDIA GPU, and the kernel is for Hopper alone"
+    if {device.compute_capability for device in devices} != {"9.0"}:
+        return "the kernel needs a Hopper GPU (compute capability 9.0)"
+    return None
 
 
 # XLA decodes an attribute by its exact type: a bare Python float would arrive as an f64.

@@ -320,7 +320,7 @@ def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
     pretend_cudnn, width, served, monkeypatch
 ):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
-    monkeypatch.setattr("jaxllm.ops.attention.cuda._has_hopper", lambda: True)
+    monkeypatch.setattr("jaxllm.ffi.no_hopper_reason", lambda: None)
     qkv = arrays(H=width, dtype="bfloat16")
     packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
     calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
@@ -642,7 +642,7 @@ def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
     ],
 )
 def test_hopper_s_kernels_get_room_for_what_they_serve(H, dtype, softcap, served, monkeypatch):
-    monkeypatch.setattr(cuda, "_has_hopper", lambda: True)
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
     rooms = []
     monkeypatch.setattr(
         ffi, "call", lambda _, results, *__, **___: rooms.append(results[-1]) or results
@@ -659,8 +659,8 @@ def test_hopper_s_kernels_get_room_for_what_they_serve(H, dtype, softcap, served
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("H", [64, 128])
 def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatch):
-    if not cuda._has_hopper():
-        pytest.skip("the GPU is no Hopper")
+    if reason := ffi.no_hopper_reason():
+        pytest.skip(reason)
     q, k, v = arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
     ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
     options = {"causal": True, "segment_ids": ids, "backend": "cuda"}

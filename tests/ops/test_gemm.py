@@ -183,7 +183,7 @@ def on_hopper(monkeypatch):
     """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
-    monkeypatch.setattr(cuda, "_no_hopper", lambda: None)
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
 
 
 LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
@@ -234,7 +234,7 @@ def test_each_product_of_an_mlp_is_fused_by_its_own_widths(on_hopper, changed, k
 
 def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):
     x, weight, *_ = jax.eval_shape(lambda: mlp_arrays("bfloat16", **LARGE))
-    monkeypatch.setattr(cuda, "_no_hopper", lambda: "there is none")
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: "there is none")
     assert cuda.fused_unsupported(x, weight.shape[1]) == "there is none"
 
 
@@ -248,7 +248,7 @@ def test_the_fused_products_take_any_rows_and_widths(monkeypatch, dtype, rows, w
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
     arrays = mlp_arrays(dtype, rows=rows, width=width, hidden=hidden, out=width)
     if reason := cuda.fused_unsupported(arrays[0], hidden):
-        assert cuda._no_hopper() == reason  # nothing to test on this GPU
+        assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
     fused = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
     again = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -230,17 +229,9 @@ def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
 
 def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
     """Whether to make room for Hopper's own kernels; cuda/attention looks again before a launch."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and q.shape[-1] in _HOPPER_WIDTHS and softcap is None and _has_hopper()
-
-
-@functools.cache
-def _has_hopper() -> bool:
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] not in _HOPPER_WIDTHS:
         return False
-    return any(device.compute_capability.startswith("9.") for device in devices)
+    return softcap is None and ffi.no_hopper_reason() is None
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,6 @@ direction.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -76,21 +75,7 @@ def fused_unsupported(x, columns: int) -> str | None:
         return f"the product has {tiles} tiles of {_TILE}, too few to fill a GPU"
     if max(rows, width, columns) >= _MAX_SIZE:
         return f"the product of {x.shape} and {(width, columns)} has a size of 2^31 or more"
-    return _no_hopper()
-
-
-@functools.cache
-def _no_hopper() -> str | None:
-    """Why the program will not run on Hopper GPUs with kernels that were built for them."""
-    if "90a" not in ffi.build_facts().get("architectures", ""):
-        return "the CUDA extension is not built for sm_90a"
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return "this process has no NVIDIA GPU, and the fused product is for Hopper alone"
-    if {device.compute_capability for device in devices} != {"9.0"}:
-        return "the fused product needs a Hopper GPU (compute capability 9.0)"
-    return None
+    return ffi.no_hopper_reason()
 
 
 def _matmul_bias_gelu(x, weight, bias):
