@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import ops, testing
+from jaxllm import ffi, ops, testing
 
 BACKENDS = ["xla", "pallas"]
 
@@ -83,3 +83,15 @@ Q, SCALES = jnp.ones((4, 128), jnp.int8), jnp.ones((4, 2))
 def test_refuses(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_product_of_many_rows_is_xla_s_of_dequantized_weights():
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    shapes = [((40, 128), "int8"), ((40, 2), "float32"), ((21, 128), "bfloat16")]
+    program = testing.lower_for_cuda(
+        lambda *arrays: ops.quantized_matmul(*arrays, backend="cuda"),
+        *(jnp.zeros(shape, dtype) for shape, dtype in shapes),
+    )
+    assert "@jaxllm_dequantize" in program
+    assert "dot_general" in program
