@@ -94,13 +94,19 @@ def project(
     return out.reshape(*x.shape[:-1], -1)
 
 
-def logits(x: Array, table: Array | Params) -> Array:
-    """The logits of what comes out of the last norm: of a table, one row a token, or its int8."""
-    if isinstance(table, dict):
-        return project(x, **table)
-    if 1 <= x.size // x.shape[-1] <= FEW_ROWS:
-        return project(x, weight_t=table)
-    return ops.linear(x, table.T)
+def head_of(params: Params) -> Array | Params:
+    """The head's matrix, one row a token, or its int8 form: the token table where it is tied."""
+    return params["head"] if "head" in params else params["wte"]
+
+
+def logits(x: Array, head: Array | Params) -> Array:
+    """The logits of what comes out of the last norm."""
+    return project(x, **head) if isinstance(head, dict) else ops.linear(x, head.T)
+
+
+def next_logits(x: Array, head: Array | Params) -> Array:
+    """:func:`logits` of one place a sequence, (B, D), for decoding: they have no derivative."""
+    return project(x, **(head if isinstance(head, dict) else {"weight_t": head}))
 
 
 def widen(table: Array | Params, dtype: Any) -> Array:

@@ -35,8 +35,10 @@ from jaxllm.models.blocks import (
     check_sizes,
     check_tokens,
     count,
+    head_of,
     layers_of,
     logits,
+    next_logits,
     pad_vocab,
     project,
     run_blocks,
@@ -155,7 +157,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat), _table(params))
+    return logits(_hidden(params, tokens, config, remat), head_of(params))
 
 
 def loss(
@@ -182,7 +184,7 @@ def loss(
     hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden,
-        widen(_table(params), params["wte"].dtype),
+        widen(head_of(params), params["wte"].dtype),
         labels,
         transpose_weight=True,
         vocab_size=config.vocab_size,
@@ -213,7 +215,7 @@ def prefill(
     x, cache = _cached(params, tokens, params["wpe"], config, cache, attend_prompt)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     cache = cache._replace(lengths=lengths.astype(jnp.int32))
-    return logits(last, _table(params)), cache
+    return next_logits(last, head_of(params)), cache
 
 
 def decode_step(
@@ -224,7 +226,7 @@ def decode_step(
     positions = params["wpe"][cache.lengths][:, None]
     x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
     cache = cache._replace(lengths=cache.lengths + 1)
-    return logits(x[:, 0], _table(params)), cache
+    return next_logits(x[:, 0], head_of(params)), cache
 
 
 def num_params(config: GPT2Config) -> int:
@@ -248,11 +250,6 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     L, D = config.layers, config.width
     factors = 12 * L * D * D + config.padded_vocab_size * D
     return 6 * factors + 12 * L * seq_len * D
-
-
-def _table(params: Params) -> Array | Params:
-    # The int8 form has a head of its own.
-    return params["head"] if "head" in params else params["wte"]
 
 
 def _cached(

@@ -40,8 +40,10 @@ from jaxllm.models.blocks import (
     check_sizes,
     check_tokens,
     count,
+    head_of,
     layers_of,
     logits,
+    next_logits,
     pad_vocab,
     project,
     run_blocks,
@@ -221,7 +223,7 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat), _table(params, config))
+    return logits(_hidden(params, tokens, config, remat), head_of(params))
 
 
 def loss(
@@ -257,12 +259,7 @@ def loss(
 
 def head(params: Params, config: Llama3Config) -> Float[Array, "Vp D"]:
     """The rows that turn what comes out of the last norm into logits: one a token."""
-    return widen(_table(params, config), params["wte"].dtype)
-
-
-def _table(params: Params, config: Llama3Config) -> Array | Params:
-    # The int8 form has a head of its own, tied or not.
-    return params["head"] if "head" in params else params["wte"]
+    return widen(head_of(params), params["wte"].dtype)
 
 
 def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
@@ -306,7 +303,7 @@ def prefill(
     x, cache = _cached(params, tokens, positions, config, cache, attend_prompt)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     cache = cache._replace(lengths=lengths.astype(jnp.int32))
-    return logits(last, _table(params, config)), cache
+    return next_logits(last, head_of(params)), cache
 
 
 def decode_step(
@@ -332,7 +329,7 @@ def decode_step(
         x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
         x = x[:, 0]
     cache = cache._replace(lengths=cache.lengths + 1)
-    return logits(x, _table(params, config)), cache
+    return next_logits(x, head_of(params)), cache
 
 
 def _decode_blocks(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllm
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import stack, unstack
@@ -201,3 +202,13 @@ def test_tokens_that_do_not_fit_are_refused(params):
         gpt2.forward(params, jnp.zeros((2, 8)), CONFIG)
     with pytest.raises(ValueError, match=r"labels has shape \(2, 7\); it must be \(2, 8\)"):
         loss(params, jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 7), jnp.int32))
+
+
+def test_logits_of_few_tokens_have_a_derivative_under_every_backend(params):
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    value = lambda p: gpt2.forward(p, tokens, CONFIG).sum()  # noqa: E731
+    expected = jax.grad(value)(params)
+    with jaxllm.use_backend("pallas"):
+        actual = jax.grad(value)(params)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert error(a, b) <= 1e-4
