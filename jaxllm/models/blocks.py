@@ -106,7 +106,7 @@ def logits(x: Array, head: Array | Params) -> Array:
 
 def next_logits(x: Array, head: Array | Params) -> Array:
     """:func:`logits` of one place a sequence, (B, D), for decoding: they have no derivative."""
-    return project(x, **(head if isinstance(head, dict) else {"weight_t": head}))
+    return project(x, **head) if isinstance(head, dict) else project(x, weight_t=head)
 
 
 def widen(table: Array | Params, dtype: Any) -> Array:

@@ -250,16 +250,11 @@ def loss(
     hidden = _hidden(params, tokens, config, remat)
     return ops.linear_cross_entropy(
         hidden,
-        head(params, config),
+        widen(head_of(params), params["wte"].dtype),
         labels,
         transpose_weight=True,
         vocab_size=config.vocab_size,
     )
-
-
-def head(params: Params, config: Llama3Config) -> Float[Array, "Vp D"]:
-    """The rows that turn what comes out of the last norm into logits: one a token."""
-    return widen(head_of(params), params["wte"].dtype)
 
 
 def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
