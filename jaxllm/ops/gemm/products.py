@@ -9,9 +9,10 @@ without an activation)
 The functions take the module that holds a backend's activations, and its options. One kernel gives
 ``dh`` and ``db`` together. ``mlp`` is two such layers, the first with the activation.
 
-Without an activation XLA adds the bias in the GEMM's epilogue, where it costs nothing. It has no
-epilogue with an activation: there the GEMM writes ``h``, without the bias, which is what the
-backward keeps, and one kernel makes ``out`` of it.
+Without an activation XLA adds the bias in the GEMM's epilogue, but only a bias that is an array of
+its own: one that is cut out of an array of all layers costs a pass over the output. With an
+activation the GEMM writes ``h``, without the bias, which is what the backward keeps, and one kernel
+makes ``out`` of it.
 
 Products are written in the dtype of their factors: a GEMM accumulates in float32 whatever it
 writes, and a float32 result would cost a pass over memory to round it. What XLA multiplies float32
