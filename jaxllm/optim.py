@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
@@ -36,15 +36,14 @@ class Optimizer(NamedTuple):
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``, for ``optax.apply_updates``.
-        step: ``step(grads, state, params, *, grad_scale=1) -> (params, state, grad_norm)``: the
-            update of gradients times ``grad_scale``, a scalar, and their norm before clipping. That
-            of :func:`jaxllm.training.adamw` also takes a ``copy_dtype``, and then returns the new
-            parameters in that dtype as a fourth.
+        step: ``step(grads, state, params, *, grad_scale=1, copy_dtype=None) -> (params, state,
+            grad_norm)``: the update of gradients times ``grad_scale``, a scalar, and their norm
+            before clipping. With a ``copy_dtype`` the new parameters in that dtype come fourth.
     """
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Any, Any]]
-    step: Callable[..., tuple[Params, Any, Float[Array, ""]]]
+    step: Callable[..., tuple[Any, ...]]
 
 
 class AdamWState(NamedTuple):
@@ -109,12 +108,20 @@ def adamw(
         # Arrays of their own, for a step that donates them all.
         return AdamWState(jnp.zeros((), jnp.int32), master, zeros, jax.tree.map(jnp.copy, zeros))
 
-    def step(grads: Params, state: AdamWState, params: Params, *, grad_scale: ArrayLike = 1.0):
+    def step(
+        grads: Params,
+        state: AdamWState,
+        params: Params,
+        *,
+        grad_scale: ArrayLike = 1.0,
+        copy_dtype: DTypeLike | None = None,
+    ):
         scale, norm = clipping(grads, max_grad_norm, grad_scale)
         decays = mask(params) if callable(mask) else mask
         trees = (params, grads, state.m, state.v)
         leaves, gs, ms, vs = (jax.tree.leaves(tree) for tree in trees)
         masters = jax.tree.leaves(state.master, is_leaf=lambda x: x is None)
+        copies: dict[int, Array] = {}
         decay = [True] * len(leaves) if decays is None else jax.tree.leaves(decays)
         # One launch for the leaves of a dtype, as a rule all of them.
         for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -130,23 +137,28 @@ def adamw(
                 weight_decay=weight_decay,
                 mask=[decay[i] for i in places],
                 grad_scale=scale,
-                copy_dtype=dtype if narrow else None,
+                copy_dtype=dtype if narrow else copy_dtype,
                 seed=seed if dtype == jnp.bfloat16 else None,
             )
-            targets = (masters, ms, vs, leaves) if narrow else (leaves, ms, vs)
-            for target, new in zip(targets, outputs, strict=True):
+            targets = (masters, ms, vs, leaves) if narrow else (leaves, ms, vs, copies)
+            for target, new in zip(targets, outputs, strict=False):  # there may be no copies
                 for i, leaf in zip(places, new, strict=True):
                     target[i] = leaf
         structure = jax.tree.structure(params)
         params, master, m, v = (structure.unflatten(of) for of in (leaves, masters, ms, vs))
-        return params, AdamWState(state.count + 1, master, m, v), norm
+        state = AdamWState(state.count + 1, master, m, v)
+        if copy_dtype is None:
+            return params, state, norm
+        # Narrow parameters are rounded copies already.
+        copied = [copies.get(i, leaf).astype(copy_dtype) for i, leaf in enumerate(leaves)]
+        return params, state, norm, structure.unflatten(copied)
 
     def update(grads: Params, state: AdamWState, params: Params | None = None):
         if params is None:
             raise ValueError(
                 "params is None; AdamW needs the parameters: update(grads, state, params)"
             )
-        new, state, _ = step(grads, state, params)
+        new, state, *_ = step(grads, state, params)
         return jax.tree.map(_difference, new, params), state
 
     return Optimizer(init, update, step)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import data, training
+from jaxllm import data, optim, training
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import stack, unstack
 
@@ -249,7 +249,7 @@ def test_utilization(kind, peak):
     assert found == (None if peak is None else pytest.approx(3e13 / peak))
 
 
-@pytest.mark.parametrize("make", [training.adamw, optax.adamw])
+@pytest.mark.parametrize("make", [training.adamw, optim.adamw, optax.adamw])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
     # In the compute dtype, what each step would cast the parameters to.
