@@ -150,7 +150,7 @@ def adamw(
         if copy_dtype is None:
             return params, state, norm
         # Narrow parameters are rounded copies already.
-        copied = [copies.get(i, leaf).astype(copy_dtype) for i, leaf in enumerate(leaves)]
+        copied = [jnp.asarray(copies.get(i, leaf), copy_dtype) for i, leaf in enumerate(leaves)]
         return params, state, norm, structure.unflatten(copied)
 
     def update(grads: Params, state: AdamWState, params: Params | None = None):
