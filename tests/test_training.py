@@ -262,6 +262,11 @@ def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
     for _ in range(3):
         (plain, expected), (copied, metrics) = step(plain, *batch), step(copied, *batch)
         assert plain.copy is None
-        assert_trees_equal(copied.params, plain.params)
-        assert_trees_equal(copied.copy, training.cast(plain.params, "bfloat16"))
-        assert_trees_equal(metrics, expected)
+        # On a GPU, XLA may fuse a cast with what follows it, and round there in its own place.
+        exact = jax.default_backend() == "cpu"
+        assert_close = functools.partial(
+            np.testing.assert_allclose, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5
+        )
+        jax.tree.map(assert_close, copied.params, plain.params)
+        assert_trees_equal(copied.copy, training.cast(copied.params, "bfloat16"))
+        jax.tree.map(assert_close, metrics, expected)
