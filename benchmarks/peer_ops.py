@@ -103,8 +103,8 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def rms_norm(x, scale):
         return F.rms_norm(x, scale.shape, scale, _EPS)
 
-    def add_layer_norm(x, residual, scale, bias):
-        h = x + residual
+    def add_layer_norm(x, residual, scale, bias, x_bias=None):
+        h = (x if x_bias is None else x + x_bias) + residual
         return layer_norm(h, scale, bias), h
 
     def add_rms_norm(x, residual, scale):

@@ -135,8 +135,7 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const T* bias, cons
     }
     JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
   }
-  T* const no_second = nullptr;
-  return column_sum(stream, partial, dbias, no_second, groups, used, partial_rows, width);
+  return column_sum(stream, partial, {dbias}, groups, used, partial_rows, width);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/launch.h"
@@ -13,12 +14,17 @@ namespace jaxllm {
 
 inline constexpr int kColumnSumThreads = 1024;
 
+template <typename T, int kOutputs>
+struct ColumnSumOutputs {
+  T* arrays[kOutputs];
+};
+
 // Block (x, y) adds 32 columns of matrix y: 32 warps take the rows in turn, then meet in shared
 // memory. The order of the additions depends on the shape alone.
-template <typename T>
+template <typename T, int kOutputs>
 __global__ void __launch_bounds__(kColumnSumThreads)
-    column_sum_kernel(const float* partial, T* first, T* second, int64_t rows, int64_t row_stride,
-                      int64_t width) {
+    column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
+                      int64_t row_stride, int64_t width) {
   __shared__ float sums[32][33];  // 33: a warp that reads a column meets no bank twice
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = int64_t{blockIdx.x} * 32 + lane;
@@ -35,21 +41,22 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   sum_over_lanes<32>(total);
   const int64_t my_column = int64_t{blockIdx.x} * 32 + warp;
   if (lane == 0 && my_column < width) {
-    // Matrices alternate between the two outputs, where there are two.
-    const int64_t matrix = second ? blockIdx.y / 2 : blockIdx.y;
-    T* out = second && blockIdx.y % 2 ? second : first;
-    out[matrix * width + my_column] = from_float<T>(total[0]);
+    // The matrices take turns between the outputs.
+    T* out = outputs.arrays[blockIdx.y % kOutputs];
+    out[blockIdx.y / kOutputs * width + my_column] = from_float<T>(total[0]);
   }
 }
 
-// Adds the first `rows` of each (row_stride, width) matrix in `partial`, `groups` of them, or twice
-// as many where there is a `second` output: then each group holds a matrix for either output.
-template <typename T>
-cudaError_t column_sum(cudaStream_t stream, const float* partial, T* first, T* second,
+// Adds the first `rows` of each (row_stride, width) matrix in `partial`. Each of the `groups` holds
+// a matrix for each output.
+template <typename T, int kOutputs>
+cudaError_t column_sum(cudaStream_t stream, const float* partial, T* const (&outputs)[kOutputs],
                        int64_t groups, int64_t rows, int64_t row_stride, int64_t width) {
-  const dim3 grid(divide_up(width, 32), groups * (second ? 2 : 1));
-  column_sum_kernel<<<grid, kColumnSumThreads, 0, stream>>>(partial, first, second, rows,
-                                                            row_stride, width);
+  ColumnSumOutputs<T, kOutputs> columns;
+  std::copy(outputs, outputs + kOutputs, columns.arrays);
+  const dim3 grid(divide_up(width, 32), groups * kOutputs);
+  column_sum_kernel<<<grid, kColumnSumThreads, 0, stream>>>(partial, columns, rows, row_stride,
+                                                            width);
   return cudaGetLastError();
 }
 

@@ -33,8 +33,7 @@ cudaError_t MatmulHopper<T>::gelu_slope(cudaStream_t stream, const T* dout, cons
         (launch_matmul<SlopeTile, Epilogue::kGeluSlope, false>(stream, call, kRowTilesAtATime)));
   }
   const int64_t row_tiles = divide_up(rows, SlopeTile::kRows);
-  T* const no_second = nullptr;
-  return column_sum(stream, partial, dbias, no_second, 1, row_tiles, row_tiles, columns);
+  return column_sum(stream, partial, {dbias}, 1, row_tiles, row_tiles, columns);
 }
 
 template struct MatmulHopper<__nv_bfloat16>;

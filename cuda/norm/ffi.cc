@@ -27,10 +27,10 @@ ffi::ErrorOr<Shape> shape_of(const Buffer& x, const Buffer& scale) {
   }
   const int64_t groups = scale.element_count() / width;
   const int64_t rows = groups == 0 ? 0 : x.element_count() / width / groups;
-  // Groups are the y axis of a grid, twice as many where two weights have gradients.
-  if (groups > 32767) {
+  // Groups are the y axis of a grid, three times as many where three weights have gradients.
+  if (groups > 21845) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax.vmap maps over " + std::to_string(groups) + " calls; at most 32767 are supported"));
+        "jax.vmap maps over " + std::to_string(groups) + " calls; at most 21845 are supported"));
   }
   return Shape{groups, rows, width};
 }
@@ -61,21 +61,24 @@ ffi::Error LayerNormForwardImpl(cudaStream_t stream, Buffer x, Buffer scale, Buf
   return dispatch(x, scale, [&](auto row_type, auto weight_type, Shape shape) {
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
-    return LayerNorm<T, W>::forward(stream, data<T>(x), nullptr, data<W>(scale), data<W>(bias), eps,
-                                    data<T>(out), nullptr, data<float>(mean), data<float>(rstd),
-                                    shape.groups, shape.rows, shape.width);
+    return LayerNorm<T, W>::forward(stream, data<T>(x), nullptr, nullptr, data<W>(scale),
+                                    data<W>(bias), eps, data<T>(out), nullptr, data<float>(mean),
+                                    data<float>(rstd), shape.groups, shape.rows, shape.width);
   });
 }
 
-ffi::Error AddLayerNormForwardImpl(cudaStream_t stream, Buffer x, Buffer residual, Buffer scale,
-                                   Buffer bias, float eps, Result out, Result h, Result mean,
-                                   Result rstd) {
+// An x_bias without elements stands for none, here and in the backward.
+ffi::Error AddLayerNormForwardImpl(cudaStream_t stream, Buffer x, Buffer residual, Buffer x_bias,
+                                   Buffer scale, Buffer bias, float eps, Result out, Result h,
+                                   Result mean, Result rstd) {
   return dispatch(x, scale, [&](auto row_type, auto weight_type, Shape shape) {
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
-    return LayerNorm<T, W>::forward(stream, data<T>(x), data<T>(residual), data<W>(scale),
-                                    data<W>(bias), eps, data<T>(out), data<T>(h), data<float>(mean),
-                                    data<float>(rstd), shape.groups, shape.rows, shape.width);
+    const W* bias_of_x = x_bias.element_count() ? data<W>(x_bias) : nullptr;
+    return LayerNorm<T, W>::forward(stream, data<T>(x), data<T>(residual), bias_of_x,
+                                    data<W>(scale), data<W>(bias), eps, data<T>(out), data<T>(h),
+                                    data<float>(mean), data<float>(rstd), shape.groups, shape.rows,
+                                    shape.width);
   });
 }
 
@@ -87,21 +90,22 @@ ffi::Error LayerNormBackwardImpl(cudaStream_t stream, Buffer x, Buffer scale, Bu
     using W = typename decltype(weight_type)::type;
     return LayerNorm<T, W>::backward(stream, data<T>(x), data<W>(scale), data<float>(mean),
                                      data<float>(rstd), data<T>(dout), nullptr, data<T>(dx),
-                                     data<W>(dscale), data<W>(dbias), data<float>(partial),
+                                     data<W>(dscale), data<W>(dbias), nullptr, data<float>(partial),
                                      shape.groups, shape.rows, shape.width, partial_rows(partial));
   });
 }
 
 ffi::Error AddLayerNormBackwardImpl(cudaStream_t stream, Buffer h, Buffer scale, Buffer mean,
                                     Buffer rstd, Buffer dout, Buffer dh, Result dx, Result dscale,
-                                    Result dbias, Result partial) {
+                                    Result dbias, Result dx_bias, Result partial) {
   return dispatch(h, scale, [&](auto row_type, auto weight_type, Shape shape) {
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
-    return LayerNorm<T, W>::backward(stream, data<T>(h), data<W>(scale), data<float>(mean),
-                                     data<float>(rstd), data<T>(dout), data<T>(dh), data<T>(dx),
-                                     data<W>(dscale), data<W>(dbias), data<float>(partial),
-                                     shape.groups, shape.rows, shape.width, partial_rows(partial));
+    W* bias_of_x = dx_bias->element_count() ? data<W>(dx_bias) : nullptr;
+    return LayerNorm<T, W>::backward(
+        stream, data<T>(h), data<W>(scale), data<float>(mean), data<float>(rstd), data<T>(dout),
+        data<T>(dh), data<T>(dx), data<W>(dscale), data<W>(dbias), bias_of_x, data<float>(partial),
+        shape.groups, shape.rows, shape.width, partial_rows(partial));
   });
 }
 
@@ -171,6 +175,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AddLayerNormForward, AddLayerNormForwardImpl,
                               stream_binding()
                                   .Arg<Buffer>()       // x
                                   .Arg<Buffer>()       // residual
+                                  .Arg<Buffer>()       // x_bias
                                   .Arg<Buffer>()       // scale
                                   .Arg<Buffer>()       // bias
                                   .Attr<float>("eps")  //
@@ -204,6 +209,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(AddLayerNormBackward, AddLayerNormBackwardImpl,
                                   .Ret<Buffer>()   // dx
                                   .Ret<Buffer>()   // dscale
                                   .Ret<Buffer>()   // dbias
+                                  .Ret<Buffer>()   // dx_bias
                                   .Ret<Buffer>(),  // partial
                               {ffi::Traits::kCmdBufferCompatible});
 

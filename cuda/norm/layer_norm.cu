@@ -11,9 +11,9 @@ namespace {
 // A team of threads holds a row in registers: it is read once, however often the sums need it.
 template <class Strategy, bool kExact, bool kAdd, typename T, typename W>
 __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlocks)
-    layer_norm_forward_kernel(const T* x, const T* residual, const W* scale, const W* bias,
-                              float eps, T* out, T* h, float* mean, float* rstd, int64_t rows,
-                              int width) {
+    layer_norm_forward_kernel(const T* x, const T* residual, const W* x_bias, const W* scale,
+                              const W* bias, float eps, T* out, T* h, float* mean, float* rstd,
+                              int64_t rows, int width) {
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
   typename Strategy::Team team;
   const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   Pack<T> packs[kPacks] = {};
   load_row<kExact>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
-    add_and_store<kExact>(team, packs, residual + row * width, h + row * width, width, is_row);
+    if (x_bias) x_bias += int64_t{blockIdx.y} * width;
+    add_and_store<kExact>(team, packs, residual + row * width, x_bias, h + row * width, width,
+                          is_row);
   }
 
   float values[kPacks][kVector];
@@ -81,11 +83,12 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
 // Rows of any width and alignment: a block a row, one element at a time, read from memory (the
 // cache, as a rule) for each of the three passes.
 template <bool kAdd, typename T, typename W>
-__global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residual, const W* scale,
-                                                    const W* bias, float eps, T* out, T* h,
-                                                    float* mean, float* rstd, int64_t rows,
-                                                    int64_t width) {
+__global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residual, const W* x_bias,
+                                                    const W* scale, const W* bias, float eps,
+                                                    T* out, T* h, float* mean, float* rstd,
+                                                    int64_t rows, int64_t width) {
   BlockPerRow<kAnyWidthThreads> team;
+  if (x_bias) x_bias += blockIdx.y * width;
   scale += blockIdx.y * width;
   bias += blockIdx.y * width;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -94,7 +97,9 @@ __global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residua
     float sum[1] = {0.0f};
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       if constexpr (kAdd) {
-        h[offset + i] = from_float<T>(to_float(x[offset + i]) + to_float(residual[offset + i]));
+        const float of_column = x_bias ? to_float(x_bias[i]) : 0.0f;
+        const float branch = to_float(x[offset + i]) + of_column;
+        h[offset + i] = from_float<T>(branch + to_float(residual[offset + i]));
       }
       sum[0] += to_float(source[i]);
     }
@@ -121,9 +126,9 @@ __global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residua
 }
 
 // The blocks stay on their multiprocessors and loop over tiles of rows. Each thread adds up the
-// weight gradients of its columns over all rows that it visits; at the end the block writes them
-// as one partial row.
-template <class Team, int kPacks, int kRows, bool kAdd, typename T, typename W>
+// weight gradients of its columns over all rows that it visits, with kXBias dx as well; at the end
+// the block writes them as one partial row.
+template <class Team, int kPacks, int kRows, bool kAdd, bool kXBias, typename T, typename W>
 __global__ void __launch_bounds__(Team::kMaxThreads)
     layer_norm_backward_kernel(const T* x, const W* scale, const float* mean, const float* rstd,
                                const T* dout, const T* dh, T* dx, float* partial, int64_t rows,
@@ -138,7 +143,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
   const float per_column = __fdividef(1.0f, width);
   Pack<W, kVector> scales[kPacks] = {};
   load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
-  float dscale[kPacks][kVector] = {}, dbias[kPacks][kVector] = {};
+  float dscale[kPacks][kVector] = {}, dbias[kPacks][kVector] = {}, dx_bias[kPacks][kVector] = {};
 
   const int64_t stride = int64_t{gridDim.x} * kTileRows;
   const auto row_in_tile = [&](int r) { return r * Team::kRowsPerBlock + team.row(); };
@@ -214,15 +219,23 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
 #pragma unroll
           for (int i = 0; i < kVector; ++i) result[i] += dhs[i];
         }
+        if constexpr (kXBias) {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) dx_bias[p][i] += result[i];
+        }
         store_streaming(dx + (first_row + row) * width + column, Pack<T>::of(result));
       }
     }
     forget_unpacked(scales);
   }
 
-  float* my_partial = partial + (2 * blockIdx.y * partial_rows + blockIdx.x) * width;
+  constexpr int kSums = kXBias ? 3 : 2;
+  float* my_partial = partial + (kSums * blockIdx.y * partial_rows + blockIdx.x) * width;
   store_column_sums<T>(team, dscale, my_partial, width);
   store_column_sums<T>(team, dbias, my_partial + partial_rows * width, width);
+  if constexpr (kXBias) {
+    store_column_sums<T>(team, dx_bias, my_partial + 2 * partial_rows * width, width);
+  }
 }
 
 // dx for rows of any width and alignment, a block a row.
@@ -253,31 +266,36 @@ __global__ void layer_norm_backward_any_width_kernel(const T* x, const W* scale,
   }
 }
 
-// dscale and dbias for any width: a thread a column, a block for every gridDim.z-th row.
-template <typename T>
+// dscale, dbias and, with kXBias, the sums of dx for any width: a thread a column, a block for
+// every gridDim.z-th row.
+template <bool kXBias, typename T>
 __global__ void layer_norm_backward_columns_kernel(const T* x, const float* mean, const float* rstd,
-                                                   const T* dout, float* partial, int64_t rows,
-                                                   int64_t width, int64_t partial_rows) {
+                                                   const T* dout, const T* dx, float* partial,
+                                                   int64_t rows, int64_t width,
+                                                   int64_t partial_rows) {
   const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (column >= width) return;
-  float dscale = 0.0f, dbias = 0.0f;
+  float dscale = 0.0f, dbias = 0.0f, dx_bias = 0.0f;
   for (int64_t row = blockIdx.z; row < rows; row += gridDim.z) {
     const int64_t my_row = blockIdx.y * rows + row;
     const float d = to_float(dout[my_row * width + column]);
     dscale += d * (to_float(x[my_row * width + column]) - mean[my_row]) * rstd[my_row];
     dbias += d;
+    if constexpr (kXBias) dx_bias += to_float(dx[my_row * width + column]);
   }
-  float* my_partial = partial + (2 * blockIdx.y * partial_rows + blockIdx.z) * width + column;
+  constexpr int kSums = kXBias ? 3 : 2;
+  float* my_partial = partial + (kSums * blockIdx.y * partial_rows + blockIdx.z) * width + column;
   my_partial[0] = dscale;
   my_partial[partial_rows * width] = dbias;
+  if constexpr (kXBias) my_partial[2 * partial_rows * width] = dx_bias;
 }
 
 template <bool kAdd, typename T, typename W>
-cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
-                           const W* bias, float eps, T* out, T* h, float* mean, float* rstd,
-                           int64_t groups, int64_t rows, int64_t width) {
+cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* x_bias,
+                           const W* scale, const W* bias, float eps, T* out, T* h, float* mean,
+                           float* rstd, int64_t groups, int64_t rows, int64_t width) {
   const bool served =
-      rows_are_aligned<T>(width, x, residual, scale, bias, out, h) &&
+      rows_are_aligned<T>(width, x, residual, x_bias, scale, bias, out, h) &&
       choose_forward<kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
         // A team for each row of each group.
         using S = decltype(strategy);
@@ -285,19 +303,19 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
         const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
         const auto kernel = exact ? layer_norm_forward_kernel<S, true, kAdd, T, W>
                                   : layer_norm_forward_kernel<S, false, kAdd, T, W>;
-        kernel<<<grid, threads, 0, stream>>>(x, residual, scale, bias, eps, out, h, mean, rstd,
-                                             rows, static_cast<int>(width));
+        kernel<<<grid, threads, 0, stream>>>(x, residual, x_bias, scale, bias, eps, out, h, mean,
+                                             rstd, rows, static_cast<int>(width));
         return true;
       });
   if (!served) {
     layer_norm_forward_any_width_kernel<kAdd>
         <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
-            x, residual, scale, bias, eps, out, h, mean, rstd, rows, width);
+            x, residual, x_bias, scale, bias, eps, out, h, mean, rstd, rows, width);
   }
   return cudaGetLastError();
 }
 
-template <bool kAdd, typename T, typename W>
+template <bool kAdd, bool kXBias, typename T, typename W>
 cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, const float* mean,
                             const float* rstd, const T* dout, const T* dh, T* dx, float* partial,
                             int64_t groups, int64_t rows, int64_t width, int64_t partial_rows,
@@ -309,7 +327,8 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
         // As many blocks as keep the memory busy; each loops over tiles of rows.
         using S = decltype(strategy);
         using Team = typename S::Team;
-        const auto kernel = layer_norm_backward_kernel<Team, S::kPacks, S::kRows, kAdd, T, W>;
+        const auto kernel =
+            layer_norm_backward_kernel<Team, S::kPacks, S::kRows, kAdd, kXBias, T, W>;
         const int64_t bytes = TileRing < Team, T, S::kPacks, S::kRows,
                       kAdd ? 3 : 2 > ::bytes(threads);
         const int64_t tiles = divide_up(rows, S::kRows * Team::kRowsPerBlock);
@@ -330,8 +349,8 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
     JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
     *used_partial_rows = partial_rows;
     const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
-    layer_norm_backward_columns_kernel<<<grid, kAnyWidthThreads, 0, stream>>>(
-        x, mean, rstd, dout, partial, rows, width, partial_rows);
+    layer_norm_backward_columns_kernel<kXBias><<<grid, kAnyWidthThreads, 0, stream>>>(
+        x, mean, rstd, dout, dx, partial, rows, width, partial_rows);
   }
   return cudaGetLastError();
 }
@@ -340,28 +359,34 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
 
 template <typename T, typename W>
 cudaError_t LayerNorm<T, W>::forward(cudaStream_t stream, const T* x, const T* residual,
-                                     const W* scale, const W* bias, float eps, T* out, T* h,
-                                     float* mean, float* rstd, int64_t groups, int64_t rows,
-                                     int64_t width) {
+                                     const W* x_bias, const W* scale, const W* bias, float eps,
+                                     T* out, T* h, float* mean, float* rstd, int64_t groups,
+                                     int64_t rows, int64_t width) {
   if (groups * rows * width == 0) return cudaSuccess;
   const auto launch = residual ? launch_forward<true, T, W> : launch_forward<false, T, W>;
-  return launch(stream, x, residual, scale, bias, eps, out, h, mean, rstd, groups, rows, width);
+  return launch(stream, x, residual, x_bias, scale, bias, eps, out, h, mean, rstd, groups, rows,
+                width);
 }
 
 template <typename T, typename W>
 cudaError_t LayerNorm<T, W>::backward(cudaStream_t stream, const T* x, const W* scale,
                                       const float* mean, const float* rstd, const T* dout,
-                                      const T* dh, T* dx, W* dscale, W* dbias, float* partial,
-                                      int64_t groups, int64_t rows, int64_t width,
+                                      const T* dh, T* dx, W* dscale, W* dbias, W* dx_bias,
+                                      float* partial, int64_t groups, int64_t rows, int64_t width,
                                       int64_t partial_rows) {
   if (groups * width == 0) return cudaSuccess;
   int64_t used = 0;  // without rows the weights' gradients are sums of nothing
   if (rows > 0) {
-    const auto launch = dh ? launch_backward<true, T, W> : launch_backward<false, T, W>;
+    const auto launch = dx_bias ? launch_backward<true, true, T, W>
+                        : dh    ? launch_backward<true, false, T, W>
+                                : launch_backward<false, false, T, W>;
     JAXLLM_RETURN_IF_ERROR(launch(stream, x, scale, mean, rstd, dout, dh, dx, partial, groups, rows,
                                   width, partial_rows, &used));
   }
-  return column_sum(stream, partial, dscale, dbias, groups, used, partial_rows, width);
+  if (dx_bias) {
+    return column_sum(stream, partial, {dscale, dbias, dx_bias}, groups, used, partial_rows, width);
+  }
+  return column_sum(stream, partial, {dscale, dbias}, groups, used, partial_rows, width);
 }
 
 template struct LayerNorm<float, float>;

@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   Pack<T> packs[kPacks] = {};
   load_row<kExact>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
-    add_and_store<kExact>(team, packs, residual + row * width, h + row * width, width, is_row);
+    const W* const no_bias = nullptr;
+    add_and_store<kExact>(team, packs, residual + row * width, no_bias, h + row * width, width,
+                          is_row);
   }
 
   float values[kPacks][kVector];
@@ -306,8 +308,7 @@ cudaError_t RmsNorm<T, W>::backward(cudaStream_t stream, const T* x, const W* sc
     JAXLLM_RETURN_IF_ERROR(launch(stream, x, scale, rstd, dout, dh, dx, partial, groups, rows,
                                   width, partial_rows, &used));
   }
-  W* const no_second = nullptr;
-  return column_sum(stream, partial, dscale, no_second, groups, used, partial_rows, width);
+  return column_sum(stream, partial, {dscale}, groups, used, partial_rows, width);
 }
 
 template struct RmsNorm<float, float>;

@@ -61,19 +61,23 @@ __device__ __forceinline__ void store_statistic(float* target, float value) {
       : "memory");
 }
 
-// Adds a residual to a thread's packs of a row, and writes the sum, as it was rounded, to `h`.
-template <bool kExact, typename T, int kPacks, class Team>
+// Adds a residual, and the bias of the columns where there is one, to a thread's packs of a row,
+// and writes the sum, as it was rounded, to `h`.
+template <bool kExact, typename T, typename W, int kPacks, class Team>
 __device__ __forceinline__ void add_and_store(const Team& team, Pack<T> (&packs)[kPacks],
-                                              const T* residual, T* h, int width, bool is_row) {
+                                              const T* residual, const W* bias, T* h, int width,
+                                              bool is_row) {
   constexpr int kVector = kPackSize<T>;
   Pack<T> residuals[kPacks] = {};
   load_row<kExact>(team, residuals, residual, width, is_row);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
+    Pack<W, kVector> biases = {};
+    if (bias && (kExact || column < width)) biases = load_cached<kVector>(bias + column);
     float sum[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[i] = packs[p][i] + residuals[p][i];
+    for (int i = 0; i < kVector; ++i) sum[i] = packs[p][i] + biases[i] + residuals[p][i];
     packs[p] = Pack<T>::of(sum);
     if (is_row && (kExact || column < width)) store_pack(team, packs[p], h + column);
   }

@@ -309,16 +309,22 @@ def _block(
 
     ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
     """
-    attention, mlp = layer["attention"], layer["mlp"]
-    x = attend(project(x, **attention["qkv"]))
-    x = project(x, **attention["out"])
-    x, residual = ops.add_layer_norm(x, residual, **layer["ln2"])
-    x = _mlp(x, **mlp)
-    x, residual = ops.add_layer_norm(x, residual, **next_norm)
+    # The biases before a residual addition are added with it: their gradients come for nothing.
+    out, out_bias = _without_bias(layer["attention"]["out"])
+    down, down_bias = _without_bias(layer["mlp"]["down"])
+    x = attend(project(x, **layer["attention"]["qkv"]))
+    x = project(x, **out)
+    x, residual = ops.add_layer_norm(x, residual, **layer["ln2"], x_bias=out_bias)
+    x = _mlp(x, layer["mlp"]["up"], down)
+    x, residual = ops.add_layer_norm(x, residual, **next_norm, x_bias=down_bias)
     return residual, x
 
 
 def _mlp(x: Array, up: Params, down: Params) -> Array:
     if "weight" in up:
-        return ops.mlp(x, up["weight"], up["bias"], down["weight"], down["bias"])
+        return ops.mlp(x, up["weight"], up["bias"], down["weight"])
     return project(project(x, **up, activation="gelu"), **down)
+
+
+def _without_bias(linear: Params) -> tuple[Params, Array]:
+    return {name: array for name, array in linear.items() if name != "bias"}, linear["bias"]

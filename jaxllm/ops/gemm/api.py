@@ -77,7 +77,7 @@ def mlp(
     up_weight: Float[Array, "D F"],
     up_bias: Float[Array, " F"],
     down_weight: Float[Array, "F D_out"],
-    down_bias: Float[Array, " D_out"],
+    down_bias: Float[Array, " D_out"] | None = None,
     *,
     activation: Literal["gelu"] = "gelu",
     backend: Backend | None = None,
@@ -97,7 +97,7 @@ def mlp(
         up_weight: The matrix to the hidden width F, ``(D, F)``, in the dtype of ``x``.
         up_bias: One offset a column of the hidden layer, in the dtype of ``x``.
         down_weight: The matrix from the hidden width, ``(F, D_out)``, in the dtype of ``x``.
-        down_bias: One offset a column of the output, in the dtype of ``x``.
+        down_bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
         activation: ``"gelu"``, the tanh form of :func:`jaxllm.ops.gelu`.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 

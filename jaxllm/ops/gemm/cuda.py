@@ -55,7 +55,7 @@ def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout,
         products.weight_gradient(x, dh),
         dup_bias,
         products.weight_gradient(hidden, dout),
-        activations.bias_add_backward(dout),
+        None if down_bias is None else activations.bias_add_backward(dout),
     )
 
 

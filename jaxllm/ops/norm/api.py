@@ -101,23 +101,29 @@ def add_layer_norm(
     residual: Float[Array, "*rows D"],
     scale: Float[Array, " D"],
     bias: Float[Array, " D"] | None = None,
+    x_bias: Float[Array, " D"] | None = None,
     *,
     eps: float = 1e-5,
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Adds a branch to the residual stream and normalizes the sum, in one pass over memory.
 
+    A branch that ends in a linear layer may leave that layer's bias to this op, as ``x_bias``: its
+    gradient is a sum over rows that the backward pass has in hand, and costs no pass of its own.
+
     Args:
         x: What a block computed.
         residual: The stream it is added to, in the shape and dtype of ``x``.
         scale: As in :func:`layer_norm`.
         bias: As in :func:`layer_norm`.
+        x_bias: What to add to each row of ``x``, in the dtype of ``scale``; None for nothing.
         eps: As in :func:`layer_norm`.
         backend: As in :func:`layer_norm`.
 
     Returns:
-        ``(layer_norm(h, scale, bias), h)`` where ``h = x + residual`` is the new stream. The
-        backward pass folds the gradient that arrives along ``h`` into the one through the norm.
+        ``(layer_norm(h, scale, bias), h)`` where ``h = x + x_bias + residual``, rounded once, is
+        the new stream. The backward pass folds the gradient that arrives along ``h`` into the one
+        through the norm.
 
     Raises:
         TypeError: As in :func:`layer_norm`, or ``residual`` differs from ``x`` in dtype.
@@ -126,7 +132,9 @@ def add_layer_norm(
     """
     bias = _check_weights(x, scale, bias)
     _check_residual(x, residual)
-    return _add_layer_norm(x, residual, scale, bias, eps, resolve(backend))
+    if x_bias is not None:
+        _check_bias("x_bias", x_bias, x, scale)
+    return _add_layer_norm(x, residual, x_bias, scale, bias, eps, resolve(backend))
 
 
 def add_rms_norm(
@@ -167,10 +175,14 @@ def _check_weights(x: Array, scale: Array, bias: Array | None) -> Array:
     check_shape("scale", scale, x.shape[-1:], f"the last axis of x {x.shape}")
     if bias is None:
         return jnp.zeros_like(scale)
-    check_floating(bias=bias)
-    check_shape("bias", bias, x.shape[-1:], f"the last axis of x {x.shape}")
-    check_same_dtype("bias", bias, "scale", scale)
+    _check_bias("bias", bias, x, scale)
     return bias
+
+
+def _check_bias(name: str, bias: Array, x: Array, scale: Array) -> None:
+    check_floating(**{name: bias})
+    check_shape(name, bias, x.shape[-1:], f"the last axis of x {x.shape}")
+    check_same_dtype(name, bias, "scale", scale)
 
 
 def _check_residual(x: Array, residual: Array) -> None:
@@ -213,20 +225,22 @@ def _rms_norm_backward(eps, backend, residuals, dout):
     return dispatch(RMS_NORM, "backward", backend, *residuals, dout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _add_layer_norm(x, residual, scale, bias, eps, backend):
-    return _add_layer_norm_forward(x, residual, scale, bias, eps, backend)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _add_layer_norm(x, residual, x_bias, scale, bias, eps, backend):
+    return _add_layer_norm_forward(x, residual, x_bias, scale, bias, eps, backend)[0]
 
 
-def _add_layer_norm_forward(x, residual, scale, bias, eps, backend):
-    outputs = dispatch(ADD_LAYER_NORM, "forward", backend, x, residual, scale, bias, eps=eps)
+def _add_layer_norm_forward(x, residual, x_bias, scale, bias, eps, backend):
+    arrays = (x, residual, x_bias, scale, bias)
+    outputs = dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps)
     out, h, mean, rstd = checkpoint_name(outputs, "add_layer_norm")
-    return (out, h), (h, scale, mean, rstd)
+    return (out, h), (h, x_bias, scale, mean, rstd)
 
 
 def _add_layer_norm_backward(eps, backend, residuals, cotangents):
-    dx, dscale, dbias = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
-    return dx, dx, dscale, dbias
+    gradients = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
+    dx, dx_bias, dscale, dbias = gradients
+    return dx, dx, dx_bias, dscale, dbias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -7,12 +7,21 @@ import math
 from jaxllm.testing import Case, Normal
 
 
-def _case(op: str, name: str, *shape: int, large: bool = False, weights: str | None = None) -> Case:
+def _case(
+    op: str,
+    name: str,
+    *shape: int,
+    large: bool = False,
+    weights: str | None = None,
+    x_bias: bool = False,
+) -> Case:
     x, weight = Normal(shape, mean=0.5), Normal(shape[-1:], mean=1.0, dtype=weights)
     fused = op.startswith("add_")
     inputs = {"x": x} | ({"residual": x} if fused else {}) | {"scale": weight}
     if op.endswith("layer_norm"):
         inputs["bias"] = Normal(shape[-1:], dtype=weights)
+    if x_bias:
+        inputs["x_bias"] = Normal(shape[-1:], dtype=weights)
     size = math.prod(shape)
     # Forward: x (and residual) in, out (and h) out. Backward: x, dout (and dh) in, dx out.
     return Case(
@@ -45,5 +54,18 @@ CASES = tuple(
         _case(op, "one_column", 6, 1),
         _case(op, "one_row", 40),
         _case(op, "no_rows", 0, 128),
+    )
+) + tuple(
+    _case("add_layer_norm", name, *shape, x_bias=True, **options)
+    for name, shape, options in (
+        ("x_bias_gpt2_124m", (65536, 768), {"large": True}),
+        ("x_bias_gpt2_1558m", (16384, 1600), {"large": True}),
+        ("x_bias_widest", (33, 16384), {"large": True}),
+        ("x_bias_wider_than_registers", (5, 33000), {"large": True}),
+        ("x_bias_row", (2, 3, 768), {}),
+        ("x_bias_odd_width", (5, 77), {}),
+        ("x_bias_odd_rows_wide", (19, 1032), {}),
+        ("x_bias_float32", (7, 256), {"weights": "float32"}),
+        ("x_bias_no_rows", (0, 128), {}),
     )
 )

@@ -22,7 +22,7 @@ def layer_norm_unsupported(x, *arrays, **_) -> str | None:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"x has dtype {x.dtype}; the kernel takes {names}"
     for array in arrays:
-        if array.dtype not in (x.dtype, jnp.float32):
+        if array is not None and array.dtype not in (x.dtype, jnp.float32):
             return (
                 f"an argument has dtype {array.dtype}; beside x of {x.dtype} the kernel takes "
                 "that dtype or float32"
@@ -58,16 +58,22 @@ def rms_norm_backward(x, scale, rstd, dout):
     return ffi.call("rms_norm_backward", results, x, scale, rstd, dout)[:2]
 
 
-def add_layer_norm_forward(x, residual, scale, bias, *, eps):
+def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps):
     """Returns ``(out, h, mean, rstd)``."""
+    if x_bias is None:
+        x_bias = jnp.zeros(0, scale.dtype)
     results = (_like(x), _like(x), _row_statistic(x), _row_statistic(x))
-    return ffi.call("add_layer_norm_forward", results, x, residual, scale, bias, eps=eps)
+    return ffi.call("add_layer_norm_forward", results, x, residual, x_bias, scale, bias, eps=eps)
 
 
-def add_layer_norm_backward(h, scale, mean, rstd, dout, dh):
-    """Returns ``(dx, dscale, dbias)``."""
-    results = (_like(h), _like(scale), _like(scale), _partial_sums(h, 2))
-    return ffi.call("add_layer_norm_backward", results, h, scale, mean, rstd, dout, dh)[:3]
+def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
+    """Returns ``(dx, dx_bias, dscale, dbias)``."""
+    of_x_bias = jax.ShapeDtypeStruct((0,), scale.dtype) if x_bias is None else _like(x_bias)
+    sums = 2 if x_bias is None else 3
+    results = (_like(h), _like(scale), _like(scale), of_x_bias, _partial_sums(h, sums))
+    gradients = ffi.call("add_layer_norm_backward", results, h, scale, mean, rstd, dout, dh)
+    dx, dscale, dbias, dx_bias, _ = gradients
+    return dx, None if x_bias is None else dx_bias, dscale, dbias
 
 
 def add_rms_norm_forward(x, residual, scale, *, eps):

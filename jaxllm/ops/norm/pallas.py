@@ -41,13 +41,14 @@ add_rms_norm_unsupported = layer_norm_unsupported
 
 def layer_norm_forward(x, scale, bias, *, eps, interpret=False):
     """Returns ``(out, mean, rstd)``."""
-    out, _, mean, rstd = _layer_norm_forward(x, None, scale, bias, eps, interpret)
+    out, _, mean, rstd = _layer_norm_forward(x, None, None, scale, bias, eps, interpret)
     return out, mean, rstd
 
 
 def layer_norm_backward(x, scale, mean, rstd, dout, *, interpret=False):
     """Returns ``(dx, dscale, dbias)``."""
-    return _layer_norm_backward(x, scale, mean, rstd, dout, None, interpret)
+    dx, _, dscale, dbias = _layer_norm_backward(x, None, scale, mean, rstd, dout, None, interpret)
+    return dx, dscale, dbias
 
 
 def rms_norm_forward(x, scale, *, eps, interpret=False):
@@ -61,14 +62,14 @@ def rms_norm_backward(x, scale, rstd, dout, *, interpret=False):
     return _rms_norm_backward(x, scale, rstd, dout, None, interpret)
 
 
-def add_layer_norm_forward(x, residual, scale, bias, *, eps, interpret=False):
+def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, interpret=False):
     """Returns ``(out, h, mean, rstd)``."""
-    return _layer_norm_forward(x, residual, scale, bias, eps, interpret)
+    return _layer_norm_forward(x, residual, x_bias, scale, bias, eps, interpret)
 
 
-def add_layer_norm_backward(h, scale, mean, rstd, dout, dh, *, interpret=False):
-    """Returns ``(dx, dscale, dbias)``."""
-    return _layer_norm_backward(h, scale, mean, rstd, dout, dh, interpret)
+def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh, *, interpret=False):
+    """Returns ``(dx, dx_bias, dscale, dbias)``."""
+    return _layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh, interpret)
 
 
 def add_rms_norm_forward(x, residual, scale, *, eps, interpret=False):
@@ -85,11 +86,13 @@ def add_rms_norm_backward(h, scale, rstd, dout, dh, *, interpret=False):
 
 
 def _layer_norm_forward_kernel(
-    x_ref, residual_ref, scale_ref, bias_ref, out_ref, h_ref, mean_ref, rstd_ref, *, shape, eps
-):
+    x_ref, residual_ref, x_bias_ref, scale_ref, bias_ref,
+    out_ref, h_ref, mean_ref, rstd_ref, *, shape, eps,
+):  # fmt: skip
     rows, columns = _masks(shape, x_ref.shape, pl.program_id(0) * x_ref.shape[0])
     inside = rows[:, None] & columns
-    x = _stream(x_ref, residual_ref, h_ref, inside)
+    x_bias = None if x_bias_ref is None else _load(x_bias_ref, columns)
+    x = _stream(x_ref, residual_ref, h_ref, inside, x_bias)
     mean = jnp.sum(x, axis=1) / shape[1]
     centred = jnp.where(inside, x - mean[:, None], 0.0)
     rstd = lax.rsqrt(jnp.sum(centred * centred, axis=1) / shape[1] + eps)
@@ -113,7 +116,7 @@ def _rms_norm_forward_kernel(
 
 def _layer_norm_backward_kernel(
     x_ref, scale_ref, mean_ref, rstd_ref, dout_ref, dh_ref,
-    dx_ref, dscale_ref, dbias_ref, *, shape, tile,
+    dx_ref, dx_bias_ref, dscale_ref, dbias_ref, *, shape, tile,
 ):  # fmt: skip
     block = (tile, x_ref.shape[1])
     first_row = pl.program_id(0) * x_ref.shape[0]
@@ -121,7 +124,7 @@ def _layer_norm_backward_kernel(
     scale = _load(scale_ref, columns)
 
     def visit(i, sums):
-        dscale, dbias = sums
+        dx_bias, dscale, dbias = sums
         rows, _ = _masks(shape, block, first_row + i * tile)
         inside = rows[:, None] & columns
         here = pl.ds(i * tile, tile)
@@ -135,10 +138,15 @@ def _layer_norm_backward_kernel(
         if dh_ref is not None:
             dx += _load(dh_ref.at[here, :], inside)
         plgpu.store(dx_ref.at[here, :], dx.astype(dx_ref.dtype), mask=inside)
-        return dscale + jnp.sum(n * dout, axis=0), dbias + jnp.sum(dout, axis=0)
+        if dx_bias is not None:
+            dx_bias += jnp.sum(dx, axis=0)
+        return dx_bias, dscale + jnp.sum(n * dout, axis=0), dbias + jnp.sum(dout, axis=0)
 
     zeros = jnp.zeros(block[1], jnp.float32)
-    dscale, dbias = lax.fori_loop(0, x_ref.shape[0] // tile, visit, (zeros, zeros))
+    sums = (None if dx_bias_ref is None else zeros, zeros, zeros)
+    dx_bias, dscale, dbias = lax.fori_loop(0, x_ref.shape[0] // tile, visit, sums)
+    if dx_bias_ref is not None:
+        plgpu.store(dx_bias_ref, dx_bias, mask=columns)
     plgpu.store(dscale_ref, dscale, mask=columns)
     plgpu.store(dbias_ref, dbias, mask=columns)
 
@@ -181,11 +189,13 @@ def _load(ref, mask):
     return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
 
 
-def _stream(x_ref, residual_ref, h_ref, inside):
+def _stream(x_ref, residual_ref, h_ref, inside, x_bias=None):
     """Reads x; with a residual, adds it, writes the sum, and returns the sum as it was rounded."""
     x = _load(x_ref, inside)
     if residual_ref is None:
         return x
+    if x_bias is not None:
+        x += x_bias
     h = (x + _load(residual_ref, inside)).astype(h_ref.dtype)
     plgpu.store(h_ref, h, mask=inside)
     return h.astype(jnp.float32)
@@ -194,7 +204,7 @@ def _stream(x_ref, residual_ref, h_ref, inside):
 # The calls: blocks and grids, and the final sums over partial rows.
 
 
-def _layer_norm_forward(x, residual, scale, bias, eps, interpret):
+def _layer_norm_forward(x, residual, x_bias, scale, bias, eps, interpret):
     shape = _flat_shape(x)
     block = _tile(shape)
     array, statistic, weight, _ = _specs(block)
@@ -202,12 +212,12 @@ def _layer_norm_forward(x, residual, scale, bias, eps, interpret):
     out, h, mean, rstd = _call(
         functools.partial(_layer_norm_forward_kernel, shape=shape, eps=eps),
         programs=pl.cdiv(shape[0], block[0]),
-        in_specs=[array, fused, weight, weight],
+        in_specs=[array, fused, None if x_bias is None else weight, weight, weight],
         out_specs=[array, fused, statistic, statistic],
         out_shape=[_flat(x), _flat(residual), _statistic(x), _statistic(x)],
         tile=block,
         interpret=interpret,
-    )(_reshape(x, shape), _reshape(residual, shape), scale, bias)
+    )(_reshape(x, shape), _reshape(residual, shape), x_bias, scale, bias)
     rows = x.shape[:-1]
     return out.reshape(x.shape), _reshape(h, x.shape), mean.reshape(rows), rstd.reshape(rows)
 
@@ -229,26 +239,28 @@ def _rms_norm_forward(x, residual, scale, eps, interpret):
     return out.reshape(x.shape), _reshape(h, x.shape), rstd.reshape(x.shape[:-1])
 
 
-def _layer_norm_backward(x, scale, mean, rstd, dout, dh, interpret):
+def _layer_norm_backward(x, x_bias, scale, mean, rstd, dout, dh, interpret):
     shape = _flat_shape(x)
     tile = _tile(shape)
     block = _visited_block(shape, tile)
     programs = pl.cdiv(shape[0], block[0])
     array, statistic, weight, partial = _specs(block)
-    dx, dscale, dbias = _call(
+    partials = jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)
+    of_x_bias = (None, None) if x_bias is None else (partial, partials)
+    dx, *sums = _call(
         functools.partial(_layer_norm_backward_kernel, shape=shape, tile=tile[0]),
         programs=programs,
         in_specs=[array, weight, statistic, statistic, array, None if dh is None else array],
-        out_specs=[array, partial, partial],
-        out_shape=[_flat(x), *[jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)] * 2],
+        out_specs=[array, of_x_bias[0], partial, partial],
+        out_shape=[_flat(x), of_x_bias[1], partials, partials],
         tile=tile,
         interpret=interpret,
     )(
         _reshape(x, shape), scale, mean.reshape(-1), rstd.reshape(-1),
         _reshape(dout, shape), _reshape(dh, shape),
     )  # fmt: skip
-    dscale, dbias = (partials.sum(axis=0).astype(scale.dtype) for partials in (dscale, dbias))
-    return dx.reshape(x.shape), dscale, dbias
+    sums = (None if of is None else of.sum(axis=0).astype(scale.dtype) for of in sums)
+    return (dx.reshape(x.shape), *sums)
 
 
 def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):

@@ -13,7 +13,8 @@ normalization removes no mean, so its :math:`\overline{g}` term is absent. Over 
 .. math::
     dscale = \sum_{rows} n \cdot dout \qquad dbias = \sum_{rows} dout
 
-Statistics and sums are float32 (float64 for float64 inputs).
+and the gradient of a bias that was added to ``x`` is :math:`\sum_{rows} dx`. Statistics and sums
+are float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def _sum_rows(values: Array, like: Array) -> Array:
     return values.sum(axis=tuple(range(values.ndim - 1))).astype(like.dtype)
 
 
-def _rounded_sum(x: Array, residual: Array) -> Array:
+def _rounded_sum(x: Array, residual: Array, x_bias: Array | None = None) -> Array:
     # The backward sees h as it was stored, so its statistics must be those of the stored h; left
     # alone, XLA computes them from a sum that it has not rounded yet.
     dtype = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x + residual, dtype.nexp, dtype.nmant)
+    h = _wide(x) + (0 if x_bias is None else _wide(x_bias)) + _wide(residual)
+    return lax.reduce_precision(h, dtype.nexp, dtype.nmant).astype(x.dtype)
 
 
 def layer_norm(x, scale, bias, *, eps):
@@ -82,22 +84,24 @@ def rms_norm_backward(x, scale, rstd, dout):
     return dx.astype(x.dtype), _sum_rows(n * _wide(dout), scale)
 
 
-def add_layer_norm(x, residual, scale, bias, *, eps):
+def add_layer_norm(x, residual, scale, bias, x_bias=None, *, eps):
     """The definition of ``add_layer_norm``, for JAX to differentiate."""
-    return add_layer_norm_forward(x, residual, scale, bias, eps=eps)[:2]
+    return add_layer_norm_forward(x, residual, x_bias, scale, bias, eps=eps)[:2]
 
 
-def add_layer_norm_forward(x, residual, scale, bias, *, eps):
+def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps):
     """Returns ``(out, h, mean, rstd)``; the statistics are those of the rounded ``h``."""
-    h = _rounded_sum(x, residual)
+    h = _rounded_sum(x, residual, x_bias)
     out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps)
     return out, h, mean, rstd
 
 
-def add_layer_norm_backward(h, scale, mean, rstd, dout, dh):
-    """Returns ``(dx, dscale, dbias)``; ``dx`` is the gradient of ``x`` and ``residual`` alike."""
+def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
+    """Returns ``(dx, dx_bias, dscale, dbias)``; ``dx`` is of ``x`` and ``residual`` alike."""
     dx, dscale, dbias = layer_norm_backward(_wide(h), scale, mean, rstd, dout)
-    return (dx + _wide(dh)).astype(h.dtype), dscale, dbias
+    dx += _wide(dh)
+    dx_bias = None if x_bias is None else _sum_rows(dx, x_bias)
+    return dx.astype(h.dtype), dx_bias, dscale, dbias
 
 
 def add_rms_norm(x, residual, scale, *, eps):
