@@ -4,7 +4,8 @@ An op's implementations are plain functions named ``<op>_forward`` and ``<op>_ba
 ``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
 them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
 returns None; the first of ``arrays`` is the op's main input in either direction. Likewise
-``<op>_slower`` says why ``auto`` leaves a call that it could serve to what JAX itself ships.
+``<op>_slower`` says why ``auto`` leaves a call that it could serve to XLA, or to what JAX itself
+ships for it.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
 
 
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
-    """Why to leave a call to what JAX ships for a GPU, if that can serve it."""
+    """Why to leave a call to XLA; where JAX ships something for a GPU, only if that can serve it."""
     check = getattr(_module(op, name), f"{op.name}_slower", None)
-    if check is None or op.xla is None or _unsupported(op, stem, "xla-gpu", arrays, static):
+    if check is None or op.xla and _unsupported(op, stem, "xla-gpu", arrays, static):
         return None
     return check(*arrays, **static)
 

@@ -33,6 +33,13 @@ def rope_unsupported(q, k, cos, sin, **_) -> str | None:
     return None
 
 
+def rope_slower(*_, interleaved, **__) -> str | None:
+    """Why ``auto`` leaves a call to XLA; None where it does not."""
+    if interleaved:
+        return None
+    return "XLA turns half-split pairs as fast, by the rows in benchmarks/results"
+
+
 def rope_forward(q, k, cos, sin, *, interleaved, interpret=False) -> tuple[Array, Any]:
     """Returns ``(q, k)``, rotated; ``k`` may be None."""
     return _rotate(q, k, cos, sin, interleaved, 1, interpret)
