@@ -145,7 +145,7 @@ def make_step(config: Config) -> tuple[Callable[[jax.Array], Any], Callable[...,
     """Makes ``init_state(key)`` and the jitted ``step(state, tokens, labels) -> (state, loss)``."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(6e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=_decayed),
+        optax.adamw(1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=_decayed),
     )
 
     def init_state(key: jax.Array) -> Any:
