@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from generate import load_model
+from generate import SMOKE_CONFIG, load_model
 
 import jaxllm
 from jaxllm import data, training
@@ -47,7 +48,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=64, help="int8 weights to a scale")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: by the device")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
+    parser.add_argument("--smoke", action="store_true", help="a random model, a little text")
     return parser.parse_args(argv)
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any, data.Dataset]:
+    """Parameters, config and text."""
+    if not options.smoke:
+        params, config, _ = load_model(options.model, options.dtype)
+        return params, config, open_text(options.data, config.vocab_size)
+    params = gpt2.init(jax.random.key(0), SMOKE_CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        source = [data.standard_library() / "json"]
+        data.build(Path(folder, "data"), source, extensions=(".py",))
+        # The mapped files outlast their names.
+        return params, SMOKE_CONFIG, open_text(Path(folder, "data"), SMOKE_CONFIG.vocab_size)
 
 
 def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
@@ -71,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Prints loss and perplexity in float and in int8; returns the losses by dtype."""
     options = parse(argv)
     options.dtype = options.dtype or training.default_compute_dtype()
-    params, config, _ = load_model(options.model, options.dtype)
-    text = open_text(options.data, config.vocab_size)
+    params, config, text = load(options)
     model = gpt2 if isinstance(config, gpt2.GPT2Config) else llama3
     seq_len = options.seq_len or min(config.max_seq_len, 1024)
 

@@ -223,6 +223,14 @@ def test_evaluate_measures_the_model_that_was_trained_last(capsys):
     assert re.search(r"int8 changes the perplexity by [+-]0\.\d{3}%\n$", printed)
 
 
+def test_evaluate_smoke(capsys):
+    losses = evaluate.main(["--smoke", "--batches", "2", "--dtype", "float32"])
+    # A random model knows little: of bytes, that some come twice in a row.
+    assert losses["float32"] == pytest.approx(np.log(257), rel=0.05)
+    assert losses["int8"] == pytest.approx(losses["float32"], rel=1e-3)
+    assert "int8 changes the perplexity by" in capsys.readouterr().out
+
+
 def test_evaluate_refuses():
     with pytest.raises(SystemExit, match="no model in runs; train one by `make demo`"):
         evaluate.main([])
