@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     options = parse(argv)
     options.dtype = options.dtype or training.default_compute_dtype()
     params, config, text = load(options)
-    model = gpt2 if isinstance(config, gpt2.GPT2Config) else llama3
+    model: Any = gpt2 if isinstance(config, gpt2.GPT2Config) else llama3
     seq_len = options.seq_len or min(config.max_seq_len, 1024)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:

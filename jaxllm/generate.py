@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -75,7 +76,7 @@ def generate(
         raise ValueError(
             f"prompt_tokens has shape {prompt.shape}; it must be (T,) or (B, T) and not empty"
         )
-    if not isinstance(prompt, jax.core.Tracer):
+    if not isinstance(prompt, Tracer):
         _check_vocabulary("prompt_tokens", np.asarray(prompt), config)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")

@@ -311,4 +311,6 @@ def test_mean_loss_of_a_guess_is_the_logarithm_of_the_vocabulary():
 def test_mean_loss_refuses(wrong, message):
     dataset = data.Dataset((np.arange(50),))
     with pytest.raises(ValueError, match=message):
-        training.mean_loss(lambda *_: 0.0, {}, dataset, **{"batch_size": 1, "seq_len": 8, **wrong})
+        training.mean_loss(
+            lambda *_: jnp.zeros(()), {}, dataset, **{"batch_size": 1, "seq_len": 8, **wrong}
+        )

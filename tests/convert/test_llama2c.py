@@ -133,8 +133,8 @@ def test_a_float32_file_is_the_model_it_was_made_of(interleaved, tied, kv_heads,
     start = len(data) - rotary - (0 if tied else 4 * V * D)
     assert again[:start] == data[:start]
     assert again[start + rotary :] == data[start + rotary :]
-    tables = (np.frombuffer(file[start : start + rotary], "<f4") for file in (again, data))
-    np.testing.assert_allclose(*tables, atol=1e-5)
+    ours, theirs = (np.frombuffer(file[start : start + rotary], "<f4") for file in (again, data))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
