@@ -36,6 +36,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm import ops
+from jaxllm.backend import use_backend
 from jaxllm.convert.huggingface_formats import format_of
 from jaxllm.convert.places import Place, assemble, check, flatten, unflatten
 from jaxllm.models import llama3
@@ -320,7 +321,8 @@ def _our_arrays(
         int8 = quantize_params(params, group_size=group_size)
         return {name: x for name, x in int8.items() if name != "head" or not config.tied_head}
 
-    return flatten(jax.eval_shape(make))
+    with use_backend("xla"):  # of which nothing is computed
+        return flatten(jax.eval_shape(make))
 
 
 def _halves_apart(rows: np.ndarray, heads: int) -> np.ndarray:

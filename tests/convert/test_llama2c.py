@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from test_huggingface import assert_equal, random_params
 
+import jaxllm
+from jaxllm.backend import resolve
 from jaxllm.convert import llama2c
 from jaxllm.generate import complete
 from jaxllm.models import llama3
@@ -228,6 +230,21 @@ def test_what_was_read_decodes(tmp_path):
         logits = forward(params, padded, config)[0, len(tokens) - 1, :V]
         tokens.append(int(jnp.argmax(logits)))
     assert new.tolist() == tokens[3:]
+
+
+def test_the_backend_does_not_matter(tmp_path, monkeypatch):
+    """Nothing is computed, so one that cannot serve here does no harm."""
+    asked = []
+
+    def noting(*args, **options):
+        asked.append(resolve())
+        return quantize_params(*args, **options)
+
+    monkeypatch.setattr(llama2c, "quantize_params", noting)
+    (tmp_path / "m.bin").write_bytes(file_by_hand(make_weights(2, tied=False), 2, 64))
+    with jaxllm.use_backend("cuda"):
+        llama2c.load(tmp_path / "m.bin")
+    assert set(asked) == {"xla"}
 
 
 def damaged(change, group_size=None):
