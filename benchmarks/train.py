@@ -1,4 +1,4 @@
-"""One training step of GPT-2: ours beside plain JAX and torch, in one run on one GPU.
+"""One training step of GPT-2 or Llama 3: ours beside plain JAX and torch, in one run on one GPU.
 
 ``python -m benchmarks.train`` times each implementation in a process of its own, one after another,
 prints a table and appends its rows to ``benchmarks/results/<gpu>_train.csv``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -25,6 +26,10 @@ from benchmarks import timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
+# The preset of each model, the batch size and the sequence length where none is asked for.
+MODELS = {"gpt2": ("d12", 32, 1024), "llama3": ("3.2-1b", 4, 4096)}
+# As the baselines have them: so low that equal models have equal losses for a few dozen steps.
+LEARNING_RATES = {"gpt2": 6e-4, "llama3": 1e-4}
 COLUMNS = (
     *PROVENANCE,
     *("model", "batch_size", "seq_len", "implementation", "backend", "dtype"),
@@ -126,25 +131,40 @@ def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndar
     return [(sample[:, :-1], sample[:, 1:]) for sample in samples]
 
 
+def _module(options: argparse.Namespace) -> Any:
+    """Our model's module."""
+    return importlib.import_module(f"jaxllm.models.{options.model}")
+
+
 def _plain(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., Any]]:
     """The state and ``step(state, tokens, labels) -> (state, loss)`` of the baseline."""
     import jax
 
-    from benchmarks import plain_gpt2
+    from benchmarks import plain_gpt2, plain_llama3
 
     # cuDNN has no kernel for a smoke test's tiny shapes.
     cudnn = jax.default_backend() == "gpu" and not options.smoke
-    config = plain_gpt2.Config(
-        layers=model.layers,
-        heads=model.heads,
-        width=model.width,
-        max_seq_len=model.max_seq_len,
-        vocab_size=model.padded_vocab_size,
-        unrolled=options.worker == "plain_unrolled",
-        attention="cudnn" if cudnn else "xla",
-        dtype=options.dtype,
-    )
-    init_state, step = plain_gpt2.make_step(config)
+    common = {
+        "layers": model.layers,
+        "heads": model.heads,
+        "width": model.width,
+        "vocab_size": model.padded_vocab_size,
+        "unrolled": options.worker == "plain_unrolled",
+        "attention": "cudnn" if cudnn else "xla",
+        "dtype": options.dtype,
+    }
+    if options.model == "gpt2":
+        config = plain_gpt2.Config(max_seq_len=model.max_seq_len, **common)
+        init_state, step = plain_gpt2.make_step(config)
+    else:
+        config = plain_llama3.Config(
+            kv_heads=model.kv_heads,
+            mlp_width=model.mlp_width,
+            rope_theta=model.rope_theta,
+            rope_factor=model.rope_scaling.factor if model.rope_scaling else 1.0,
+            **common,
+        )
+        init_state, step = plain_llama3.make_step(config)
     return init_state(jax.random.key(0)), step
 
 
@@ -153,14 +173,15 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
     import jax
 
     from jaxllm import training
-    from jaxllm.models import gpt2
     from jaxllm.models.blocks import unstack
 
-    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return gpt2.loss(params, tokens, labels, model)
+    module = _module(options)
 
-    optimizer = training.adamw(6e-4)
-    params = unstack(gpt2.init(jax.random.key(0), model))
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        return module.loss(params, tokens, labels, model)
+
+    optimizer = training.adamw(LEARNING_RATES[options.model])
+    params = unstack(module.init(jax.random.key(0), model))
     copy_dtype = None if options.dtype == "float32" else options.dtype
     state = training.init_state(params, optimizer, copy_dtype=copy_dtype)
     train_step = training.make_train_step(loss, optimizer, compute_dtype=options.dtype)
@@ -174,13 +195,11 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
 
 def _model(options: argparse.Namespace) -> Any:
     """The preset, with room for the sequence length; a tiny model for a smoke test."""
-    from jaxllm.models import gpt2
-
+    preset = _module(options).PRESETS[options.preset]
     if options.smoke:
-        return gpt2.GPT2Config(
-            vocab_size=250, max_seq_len=options.seq_len, layers=2, heads=2, width=32
-        )
-    preset = gpt2.PRESETS[options.preset]
+        sizes = {"vocab_size": 250, "max_seq_len": options.seq_len, "layers": 2, "heads": 2}
+        more = {} if options.model == "gpt2" else {"kv_heads": 1, "mlp_width": 64}
+        return dataclasses.replace(preset, width=32, **sizes, **more)
     return dataclasses.replace(preset, max_seq_len=max(preset.max_seq_len, options.seq_len))
 
 
@@ -255,7 +274,6 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     """Times one implementation; the fields of its row."""
     import jaxllm
     from jaxllm import training
-    from jaxllm.models import gpt2
 
     in_torch = options.worker == "torch_compile"
     model = _model(options)
@@ -283,7 +301,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
                 table = f"no profile: {error}"
     median = float(np.median(seconds))
     tokens = options.batch_size * options.seq_len
-    flops = tokens * gpt2.flops_per_token(model, options.seq_len)
+    flops = tokens * _module(options).flops_per_token(model, options.seq_len)
     mfu = training.model_flops_utilization(flops, median, trainer.origin["gpu"])
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
     row = trainer.origin | {
@@ -304,7 +322,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 def run_worker(implementation: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs one implementation in its process; its report, or one with the reason for none."""
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
-    for name in ("preset", "batch_size", "seq_len", "steps", "backend", "dtype"):
+    for name in ("model", "preset", "batch_size", "seq_len", "steps", "backend", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--data", str(options.data.resolve())] if options.data else []
     command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
@@ -336,7 +354,10 @@ def run_worker(implementation: str, options: argparse.Namespace) -> dict[str, An
 def main(argv: Sequence[str] | None = None) -> int:
     """Times the training steps; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
-    parser.add_argument("--preset", default="d12", help="a preset of jaxllm.models.gpt2")
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
+    parser.add_argument(
+        "--preset", help="a preset of jaxllm.models.MODEL; default: d12 of gpt2, 3.2-1b of llama3"
+    )
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--steps", type=int, help="steps in each of three timed groups")
@@ -358,7 +379,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    defaults = (2, 16, 2) if options.smoke else (32, 1024, 20)
+    preset, *shape = MODELS[options.model]
+    options.preset = options.preset or preset
+    defaults = (2, 16, 2) if options.smoke else (*shape, 20)
     for name, default in zip(("batch_size", "seq_len", "steps"), defaults, strict=True):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -371,10 +394,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_REPORT + json.dumps(work(options)), flush=True)
         return 0
 
-    from jaxllm.models import gpt2
-
-    if options.preset not in gpt2.PRESETS:
-        parser.error(f"--preset {options.preset!r} is none of {', '.join(gpt2.PRESETS)}")
+    presets = _module(options).PRESETS
+    if options.preset not in presets:
+        parser.error(f"--preset {options.preset!r} is none of {', '.join(presets)}")
+    if options.model != "gpt2" and "torch_compile" in options.implementation:
+        parser.error(f"--implementation torch_compile has no {options.model}")
     rows = []
     for implementation in options.implementation:
         report = run_worker(implementation, options)
@@ -382,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{implementation}: {report['profile']}\n", flush=True)
         rows.append(
             {
-                "model": "smoke" if options.smoke else f"gpt2_{options.preset}",
+                "model": "smoke" if options.smoke else f"{options.model}_{options.preset}",
                 "batch_size": options.batch_size,
                 "seq_len": options.seq_len,
                 "implementation": implementation,

@@ -74,18 +74,24 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
     return tokenizer.gpt2()
 
 
+def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
+    """Parameters, config and folder of a model; of the newest in runs where none is named."""
+    folder = folder or newest_model()
+    try:
+        params, config = huggingface.load(folder, dtype=dtype)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    print(f"model: {folder}", flush=True)
+    return params, config, folder
+
+
 def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer]:
     """Parameters, config and tokenizer."""
     dtype = options.dtype or training.default_compute_dtype()
     if options.smoke:
         params = gpt2.init(jax.random.key(options.seed), SMOKE_CONFIG)
         return training.cast(params, dtype), SMOKE_CONFIG, BYTES
-    folder = options.model or newest_model()
-    try:
-        params, config = huggingface.load(folder, dtype=dtype)
-    except (FileNotFoundError, ValueError) as error:
-        raise SystemExit(str(error)) from error
-    print(f"model: {folder}", flush=True)
+    params, config, folder = load_model(options.model, dtype)
     return params, config, tokenizer_of(folder, config.vocab_size)
 
 

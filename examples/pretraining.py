@@ -309,13 +309,14 @@ def save(folder: Path, params: dict, config: Any) -> None:
 
 def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> float:
     """The mean loss over the same few batches each time."""
-    size, seq_len = options.batch_size, options.seq_len
-    batches = min(VAL_BATCHES, -(-data.num_windows(options.val, seq_len) // size))
-    losses = [
-        evaluate(params, *data.batch(options.val, size, seq_len, seed=0, step=i))
-        for i in range(batches)
-    ]
-    return float(np.mean(jax.device_get(losses)))
+    return training.mean_loss(
+        evaluate,
+        params,
+        options.val,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        batches=VAL_BATCHES,
+    )
 
 
 def sample(params: dict, config: Any, options: argparse.Namespace, step: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -67,14 +68,16 @@ def generate(
         The prompt and the new tokens, int32, with the axes of ``prompt_tokens``.
 
     Raises:
-        ValueError: The prompt is empty or not of one or two axes, a number is out of range, or a
-            key is needed and missing.
+        ValueError: The prompt is empty, not of one or two axes, or has a token that is not in the
+            vocabulary; a number is out of range; or a key is needed and missing.
     """
     prompt = jnp.asarray(prompt_tokens)
     if prompt.ndim not in (1, 2) or prompt.size == 0:
         raise ValueError(
             f"prompt_tokens has shape {prompt.shape}; it must be (T,) or (B, T) and not empty"
         )
+    if not isinstance(prompt, Tracer):
+        _check_vocabulary("prompt_tokens", np.asarray(prompt), config)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
     check_sampling(temperature, top_k, None, key)
@@ -255,16 +258,20 @@ def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray
                 f"prompt {i} has shape {row.shape} and dtype {row.dtype}; it must be integers, "
                 "(T,), and not empty"
             )
-        if row.min() < 0 or row.max() >= config.vocab_size:
-            raise ValueError(
-                f"prompt {i} has tokens from {row.min()} to {row.max()}; the vocabulary has those "
-                f"from 0 to {config.vocab_size - 1}"
-            )
+        _check_vocabulary(f"prompt {i}", row, config)
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), lengths.max()), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     return tokens, lengths
+
+
+def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise ValueError(
+            f"{name} has tokens from {tokens.min()} to {tokens.max()}; the vocabulary has those "
+            f"from 0 to {config.vocab_size - 1}"
+        )
 
 
 def _check_room(lengths: np.ndarray, max_new_tokens: int, room: int | None, config: Any) -> int:

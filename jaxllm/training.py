@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -22,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
 
-from jaxllm import ops
+from jaxllm import data, ops
 from jaxllm.optim import Optimizer, clipping
 
 Params = Any  # a nested dict of arrays
@@ -293,6 +294,47 @@ def make_eval_step(
         return loss_fn(cast(params, dtype), tokens, labels).astype(jnp.float32)
 
     return jax.jit(evaluate)
+
+
+def mean_loss(
+    evaluate: Callable[[Params, ArrayLike, ArrayLike], Float[Array, ""]],
+    params: Params,
+    dataset: data.Dataset,
+    *,
+    batch_size: int,
+    seq_len: int,
+    batches: int | None = None,
+) -> float:
+    """The mean loss over the windows of a data set, each read once; its exponential is the
+    perplexity.
+
+    Args:
+        evaluate: Of :func:`make_eval_step`.
+        params: The parameters, or their int8 form.
+        dataset: What the model has not been trained on.
+        batch_size: B, the windows that are read together.
+        seq_len: T, the tokens in each.
+        batches: How many batches to read, the same ones each time; None for all that are full. Of
+            fewer windows than a batch has, some are read twice.
+
+    Returns:
+        The loss in nats a token.
+
+    Raises:
+        ValueError: The data set is shorter than one window, or a number is below 1.
+    """
+    if batches is not None and batches < 1:
+        raise ValueError(f"batches is {batches}; it must be at least 1, or None")
+    if batch_size < 1 or seq_len < 1:
+        raise ValueError(
+            f"batch_size is {batch_size} and seq_len {seq_len}; they must be at least 1"
+        )
+    full = max(data.num_windows(dataset, seq_len) // batch_size, 1)
+    losses = [
+        evaluate(params, *data.batch(dataset, batch_size, seq_len, seed=0, step=i))
+        for i in range(full if batches is None else min(batches, full))
+    ]
+    return float(np.mean(jax.device_get(losses), dtype=np.float64))
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -13,7 +13,9 @@ import pytest
 
 import jaxllm.ops
 from benchmarks import ops, peer_ops, peers, record, timing, train
-from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
+from jaxllm.models import llama3
+from jaxllm.ops import RopeScaling
+from jaxllm.testing import Case, Integers, Normal, cotangents_like, error, make_inputs
 
 CASES = [
     case
@@ -399,10 +401,69 @@ def test_torch_trains_as_plain_jax_does():
     assert jnp.allclose(unseen, expected["wpe.weight"][8:], rtol=1e-5, atol=0)
 
 
+def named_like_plain(params):
+    """The parameters of our Llama 3 by their names in ``plain_llama3``."""
+    blocks = params["blocks"]
+    attention, mlp = (
+        {name: linear["weight"] for name, linear in blocks[part].items()}
+        for part in ("attention", "mlp")
+    )
+    q, k, v = jnp.split(attention["qkv"], (64, 80), axis=-1)
+    gate, up = jnp.split(mlp["gate_up"], 2, axis=-1)
+    named = {"q": q, "k": k, "v": v, "out": attention["out"]}
+    named |= {"gate": gate, "up": up, "down": mlp["down"]}
+    norms = {f"{norm}_scale": blocks[norm]["scale"] for norm in ("norm1", "norm2")}
+    weights = {f"{name}_weight": weight for name, weight in named.items()}
+    norm_f = params["norm_f"]["scale"]
+    return {"wte": params["wte"], "blocks": norms | weights, "norm_f_scale": norm_f}
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=4.0)])
+def test_plain_llama_is_our_llama(unrolled, scaling):
+    from benchmarks import plain_llama3
+
+    # The frequencies of so large a base are kept, blended and stretched.
+    model = llama3.Llama3Config(
+        vocab_size=128, max_seq_len=24, layers=2, heads=4, kv_heads=1, width=64, mlp_width=48,
+        tied_head=True, rope_theta=1e8, rope_scaling=scaling,
+    )  # fmt: skip
+    config = plain_llama3.Config(
+        layers=2, heads=4, kv_heads=1, width=64, mlp_width=48, vocab_size=128, rope_theta=1e8,
+        rope_factor=scaling.factor if scaling else 1.0,
+        unrolled=unrolled, attention="xla", dtype="float32",
+    )  # fmt: skip
+    drawn = plain_llama3.init(jax.random.key(0), config)
+    params = llama3.init(jax.random.key(0), model)
+    expected = named_like_plain(params)
+    for a, b in zip(jax.tree.leaves(drawn), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        assert float(a.std()) == pytest.approx(float(b.std()), rel=0.1)
+    noise = iter(jax.random.split(jax.random.key(1), 9))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)
+    tokens, labels = jax.random.randint(jax.random.key(2), (2, 3, 24), 0, 128)
+    ours, gradients = jax.value_and_grad(llama3.loss)(params, tokens, labels, model)
+    theirs = jax.value_and_grad(plain_llama3.loss)(named_like_plain(params), tokens, labels, config)
+    assert error(theirs[0], ours) <= 1e-5
+    for a, b in zip(
+        jax.tree.leaves(theirs[1]), jax.tree.leaves(named_like_plain(gradients)), strict=True
+    ):
+        assert error(a, b) <= 1e-4
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["plain_unrolled", "jaxllm"])
-def test_every_implementation_trains(implementation, capsys):
-    assert train.main(["--smoke", "--worker", implementation]) == 0
+@pytest.mark.parametrize(
+    ("model", "implementation"),
+    [
+        ("gpt2", "plain_unrolled"),
+        ("gpt2", "jaxllm"),
+        ("llama3", "plain"),
+        ("llama3", "plain_unrolled"),
+        ("llama3", "jaxllm"),
+    ],
+)
+def test_every_implementation_trains(model, implementation, capsys):
+    assert train.main(["--smoke", "--model", model, "--worker", implementation]) == 0
     out = capsys.readouterr().out
     assert '"tokens_per_s"' in out
 
@@ -412,6 +473,8 @@ def test_every_implementation_trains(implementation, capsys):
     [
         (["--steps", "0"], "--steps is 0"),
         (["--preset", "nothing"], "--preset 'nothing' is none of"),
+        (["--model", "llama3", "--preset", "d24"], "'d24' is none of d6, d12, 3-8b"),
+        (["--model", "llama3", "--implementation", "torch_compile"], "torch_compile has no llama3"),
         (["--data", "nowhere"], "has no train_*.bin"),
         (["--implementation", "nothing"], "invalid choice"),
     ],

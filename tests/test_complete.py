@@ -168,3 +168,20 @@ def test_refuses(wrong, message):
     if len(prompts) == 1:
         with pytest.raises(ValueError, match=message):
             stream(model, params, prompts[0], config=GPT2, **options)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
+    params, cache = random_params(model, config), model.empty_cache(config, 2, 8, jnp.float32)
+
+    def refuse(message, tokens, lengths):
+        with pytest.raises(ValueError, match=message):
+            model.prefill(params, tokens, jnp.array(lengths), config, cache)
+
+    ones = functools.partial(jnp.ones, dtype=int)
+    refuse(
+        r"tokens has shape \(2, 9\), prompts of 9; the cache has room for 8", ones((2, 9)), [9, 1]
+    )
+    refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
+    refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])
+    refuse(r"lengths has shape \(3,\); it must be \(2,\)", ones((2, 4)), [4, 4, 4])

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import re
@@ -6,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import evaluate
 import generate
+import jax
 import numpy as np
 import pretrain_gpt2
 import pretrain_llama3
@@ -17,6 +20,8 @@ import switch_backends
 import jaxllm
 from jaxllm import data
 from jaxllm.backend import resolve
+from jaxllm.convert import huggingface
+from jaxllm.models import gpt2
 
 # The scripts that train, and where they leave what they made.
 SCRIPTS = pytest.mark.parametrize(
@@ -199,6 +204,49 @@ def test_generate_continues_with_the_model_that_was_trained_last(script, out, op
     generate.main(["--model", f"{out}/model", *with_options])
     again = capsys.readouterr().out
     assert again.rsplit("\n", 2)[0] == first.rsplit("\n", 2)[0]  # all but the speed
+
+
+def test_evaluate_measures_the_model_that_was_trained_last(capsys):
+    pretrain_gpt2.main(["--smoke", "--batch-size", "4"])
+    capsys.readouterr()
+    shards = ["--data", "runs/gpt2_tiny/data", "--dtype", "float32"]
+    losses = evaluate.main([*shards, "--seq-len", "32", "--batch-size", "4", "--batches", "8"])
+    printed = capsys.readouterr().out
+    record = read_log(Path("runs/gpt2_tiny/log.jsonl"))[-1]
+    assert losses["float32"] == pytest.approx(record["val_loss"], rel=1e-5)
+    assert 0 < abs(losses["int8"] - losses["float32"]) < 0.01
+    perplexities = re.findall(r"(float32|int8): loss ([\d.]+), perplexity ([\d.]+)\n", printed)
+    for dtype, loss, perplexity in perplexities:
+        assert float(loss) == pytest.approx(losses[dtype], abs=1e-4)
+        assert float(perplexity) == pytest.approx(np.exp(losses[dtype]), rel=1e-4)
+    assert len(perplexities) == 2
+    assert re.search(r"int8 changes the perplexity by [+-]0\.\d{3}%\n$", printed)
+
+
+def test_evaluate_smoke(capsys):
+    losses = evaluate.main(["--smoke", "--batches", "2", "--dtype", "float32"])
+    # A random model knows little: of bytes, that some come twice in a row.
+    assert losses["float32"] == pytest.approx(np.log(257), rel=0.05)
+    assert losses["int8"] == pytest.approx(losses["float32"], rel=1e-3)
+    assert "int8 changes the perplexity by" in capsys.readouterr().out
+
+
+def test_evaluate_refuses():
+    with pytest.raises(SystemExit, match="no model in runs; train one by `make demo`"):
+        evaluate.main([])
+    config = dataclasses.replace(generate.SMOKE_CONFIG, vocab_size=500)
+    huggingface.save("wide", gpt2.init(jax.random.key(0), config), config)
+    with pytest.raises(SystemExit, match="has 500 tokens, the default corpus bytes; give --data"):
+        evaluate.main(["--model", "wide"])
+    with pytest.raises(SystemExit, match="no shards found"):
+        evaluate.main(["--model", "wide", "--data", "nowhere"])
+    Path("shards").mkdir()
+    data.write_shard("shards/val.bin", np.arange(50))
+    with pytest.raises(SystemExit, match="one window of 64 needs 65"):
+        evaluate.main(["--model", "wide", "--data", "shards"])
+    data.write_shard("shards/val.bin", np.full(500, 500))
+    with pytest.raises(SystemExit, match="has token 500, but the model has 500"):
+        evaluate.main(["--model", "wide", "--data", "shards"])
 
 
 def test_generate_refuses(tmp_path):

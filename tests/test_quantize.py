@@ -1,5 +1,6 @@
 """Models with int8 weights."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import ops
+from jaxllm import data, ops, training
 from jaxllm.generate import complete
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import unstack
@@ -57,24 +58,78 @@ def test_it_decodes_the_tokens_of_the_rounded_weights(model, config):
     params = model.init(jax.random.key(0), config)
     int8 = quantize_params(jax.tree.map(lambda x: 5 * x, params))
     options = {"config": config, "max_new_tokens": 12, "temperature": 0}
+    forward = jax.jit(model.forward, static_argnums=2)
     out = complete(model, int8, [[5, 9, 2], [7]], **options)
     for prompt, new in zip([[5, 9, 2], [7]], out, strict=True):
         tokens = list(prompt)
         for _ in range(12):
             padded = jnp.array([tokens + [0] * (config.max_seq_len - len(tokens))])
-            logits = model.forward(int8, padded, config)[0, len(tokens) - 1, :61]
+            logits = forward(int8, padded, config)[0, len(tokens) - 1, :61]
             tokens.append(int(jnp.argmax(logits)))
         assert new.tolist() == tokens[len(prompt) :]
 
 
-def test_no_weight_is_off_by_more_than_half_its_scale():
-    params = llama3.init(jax.random.key(0), LLAMA3)
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_no_weight_is_off_by_more_than_half_its_scale(model, config):
+    params = model.init(jax.random.key(0), config)
     int8 = quantize_params(params)
-    wide = widened(int8)["blocks"]["mlp"]["down"]["weight"]
-    scales = int8["blocks"]["mlp"]["down"]["weight_scales"]
-    off = abs(wide - params["blocks"]["mlp"]["down"]["weight"]).swapaxes(-1, -2)
-    bound = 0.501 * scales[..., None]
-    assert (off.reshape(*scales.shape, 64) <= bound).all()
+    wide = widened(int8)
+    pairs = [(wide["head"].T, params["wte"].T, int8["head"])]
+    for part in ("attention", "mlp"):
+        pairs += [
+            (
+                wide["blocks"][part][name]["weight"],
+                params["blocks"][part][name]["weight"],
+                int8["blocks"][part][name],
+            )
+            for name in params["blocks"][part]
+        ]
+    assert len(pairs) == 5
+    for rounded, exact, numbers in pairs:
+        scales = numbers["weight_scales"]
+        off = abs(rounded - exact).swapaxes(-1, -2).reshape(*scales.shape, 64)
+        assert off.max() > 0
+        assert (off <= 0.501 * scales[..., None]).all()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """The default corpus of the examples: training and held-out text."""
+    folder = data.ensure_standard_library(tmp_path_factory.mktemp("corpus") / "stdlib")
+    return tuple(data.open_dataset(folder / f"{split}_*.bin") for split in ("train", "val"))
+
+
+BYTES = {"vocab_size": 257, "max_seq_len": 64, "layers": 2, "width": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (gpt2, gpt2.GPT2Config(heads=2, **BYTES)),
+        (llama3, dataclasses.replace(LLAMA3, heads=4, kv_heads=2, mlp_width=128, **BYTES)),
+    ],
+    ids=["gpt2", "llama3"],
+)
+def test_int8_changes_the_perplexity_of_held_out_text_by_less_than_a_percent(model, config, corpus):
+    train, held_out = corpus
+
+    def loss(params, tokens, labels):
+        return model.loss(params, tokens, labels, config)
+
+    optimizer = training.adamw(training.warmup_cosine(1e-2, 200, warmup=10))
+    train_step = training.make_train_step(loss, optimizer)
+    state = training.init_state(model.init(jax.random.key(0), config), optimizer)
+    for step in range(200):
+        tokens, labels = data.batch(train, 8, 64, seed=0, step=step)
+        state, _ = train_step(state, tokens[None], labels[None])
+
+    evaluate = training.make_eval_step(loss)
+    perplexity, rounded = (
+        np.exp(training.mean_loss(evaluate, params, held_out, batch_size=32, seq_len=64, batches=8))
+        for params in (state.params, quantize_params(state.params))
+    )
+    assert perplexity < 20  # of 257 it began with
+    assert 0 < abs(rounded - perplexity) < 0.01 * perplexity
 
 
 def test_it_takes_a_quarter_of_the_memory():

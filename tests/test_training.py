@@ -270,3 +270,52 @@ def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
         jax.tree.map(assert_close, copied.params, plain.params)
         assert_trees_equal(copied.copy, training.cast(copied.params, "bfloat16"))
         jax.tree.map(assert_close, metrics, expected)
+
+
+def test_mean_loss_reads_every_full_window_once():
+    dataset = data.Dataset((np.arange(8 * 5 + 1), np.arange(100, 100 + 8 * 2 + 1)))
+    read = []
+
+    def evaluate(params, tokens, labels):
+        np.testing.assert_array_equal(labels[:, :-1], tokens[:, 1:])
+        read.extend(tokens[:, 0].tolist())
+        return jnp.float32(params + tokens[:, 0].mean())
+
+    starts = {*range(0, 40, 8), 100, 108}  # seven windows; no batch of two has the last one
+    loss = training.mean_loss(evaluate, 1.0, dataset, batch_size=2, seq_len=8)
+    assert len(read) == 6
+    assert len(set(read)) == 6
+    assert set(read) <= starts
+    assert loss == pytest.approx(1 + np.mean(read))
+    read.clear()
+    training.mean_loss(evaluate, 1.0, dataset, batch_size=1, seq_len=8)
+    assert set(read) == starts
+    read.clear()
+    training.mean_loss(evaluate, 1.0, dataset, batch_size=2, seq_len=8, batches=2)
+    assert len(read) == 4
+    training.mean_loss(evaluate, 1.0, dataset, batch_size=9, seq_len=8)  # more than there are
+
+
+def test_mean_loss_of_a_guess_is_the_logarithm_of_the_vocabulary():
+    dataset = data.Dataset((np.arange(3 * T + 1) % V,))
+    params = jax.tree.map(jnp.zeros_like, toy_params())
+    evaluate = training.make_eval_step(toy_loss)
+    loss = training.mean_loss(evaluate, params, dataset, batch_size=1, seq_len=T)
+    assert loss == pytest.approx(np.log(V), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batches": 0}, "batches is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"seq_len": 0}, "seq_len 0"),
+        ({"seq_len": 99}, "one window of 99 needs 100"),
+    ],
+)
+def test_mean_loss_refuses(wrong, message):
+    dataset = data.Dataset((np.arange(50),))
+    with pytest.raises(ValueError, match=message):
+        training.mean_loss(
+            lambda *_: jnp.zeros(()), {}, dataset, **{"batch_size": 1, "seq_len": 8, **wrong}
+        )

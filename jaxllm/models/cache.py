@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Num
 
 from jaxllm import ops
+from jaxllm.models.blocks import check_tokens
 
 
 class KVCache(NamedTuple):
@@ -59,6 +60,27 @@ def make_cache(
         arrays(shape[:-1], jnp.float32, layers if int8 else 0),
         jnp.zeros(batch, jnp.int32),
     )
+
+
+def check_prompts(tokens: Array, lengths: Array, max_seq_len: int, cache: KVCache) -> None:
+    """Checks what goes into ``prefill``.
+
+    Raises:
+        TypeError: ``tokens`` is not of an integer dtype.
+        ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache not of B
+            sequences, or T is beyond ``max_seq_len`` or the room of the cache.
+    """
+    check_tokens(tokens, max_seq_len)
+    B, T = tokens.shape
+    for name, shape in (("lengths", lengths.shape), ("cache.lengths", cache.lengths.shape)):
+        if shape != (B,):
+            raise ValueError(
+                f"{name} has shape {shape}; it must be ({B},), by the rows of tokens {tokens.shape}"
+            )
+    if cache.room < T:
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, prompts of {T}; the cache has room for {cache.room}"
+        )
 
 
 def attend_prompt(

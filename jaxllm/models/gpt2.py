@@ -45,7 +45,13 @@ from jaxllm.models.blocks import (
     widen,
     with_next_norms,
 )
-from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
+from jaxllm.models.cache import (
+    KVCache,
+    attend_prompt,
+    attend_token,
+    check_prompts,
+    make_cache,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +217,7 @@ def prefill(
     cache: KVCache,
 ) -> tuple[Float[Array, "B Vp"], KVCache]:
     """Reads prompts into an empty cache, as :func:`jaxllm.models.llama3.prefill` does."""
-    check_tokens(tokens, min(config.max_seq_len, cache.room))
+    check_prompts(tokens, lengths, config.max_seq_len, cache)
     x, cache = _cached(params, tokens, params["wpe"], config, cache, attend_prompt)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     cache = cache._replace(lengths=lengths.astype(jnp.int32))

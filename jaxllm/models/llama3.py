@@ -50,7 +50,13 @@ from jaxllm.models.blocks import (
     widen,
     with_next_norms,
 )
-from jaxllm.models.cache import KVCache, attend_prompt, attend_token, make_cache
+from jaxllm.models.cache import (
+    KVCache,
+    attend_prompt,
+    attend_token,
+    check_prompts,
+    make_cache,
+)
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -291,9 +297,10 @@ def prefill(
 
     Raises:
         TypeError: As in :func:`forward`.
-        ValueError: As in :func:`forward`, or T is more than the cache has room for.
+        ValueError: As in :func:`forward`, or ``lengths`` or the cache is of another number of
+            sequences, or T is more than the cache has room for.
     """
-    check_tokens(tokens, min(config.max_seq_len, cache.room))
+    check_prompts(tokens, lengths, config.max_seq_len, cache)
     positions = jnp.arange(tokens.shape[1])
     x, cache = _cached(params, tokens, positions, config, cache, attend_prompt)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]

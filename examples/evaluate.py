@@ -1,0 +1,121 @@
+"""Measures a trained model on held-out text: its loss and perplexity, in float and in int8.
+
+    python examples/evaluate.py
+    python examples/evaluate.py --model Llama-3.2-1B --data shards
+
+A model is a folder as for ``examples/generate.py``; what a pretraining example left last is the
+default. The text is the validation split of token shards, by default of the corpus that those
+examples train on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from generate import SMOKE_CONFIG, load_model
+
+import jaxllm
+from jaxllm import data, training
+from jaxllm.backend import BACKENDS
+from jaxllm.models import gpt2, llama3
+from jaxllm.quantize import quantize_params
+from jaxllm.tokenizer import BYTES
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint folder; default: the newest in runs"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="a folder of *val*.bin, in the model's tokens; default: data/stdlib",
+    )
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, help="default: the model's longest, up to 1024")
+    parser.add_argument("--batches", type=int, default=16, metavar="N", help="0 for all the text")
+    parser.add_argument("--group-size", type=int, default=64, help="int8 weights to a scale")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: by the device")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
+    parser.add_argument("--smoke", action="store_true", help="a random model, a little text")
+    return parser.parse_args(argv)
+
+
+def load(options: argparse.Namespace) -> tuple[Any, Any, data.Dataset]:
+    """Parameters, config and text."""
+    if not options.smoke:
+        params, config, _ = load_model(options.model, options.dtype)
+        return params, config, open_text(options.data, config.vocab_size)
+    params = gpt2.init(jax.random.key(0), SMOKE_CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        source = [data.standard_library() / "json"]
+        data.build(Path(folder, "data"), source, extensions=(".py",))
+        # The mapped files outlast their names.
+        return params, SMOKE_CONFIG, open_text(Path(folder, "data"), SMOKE_CONFIG.vocab_size)
+
+
+def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
+    """The validation split, whose tokens must be the model's."""
+    if folder is None and vocab_size != BYTES.vocab_size:
+        raise SystemExit(
+            f"the model has {vocab_size} tokens, the default corpus bytes; give --data a folder of "
+            "shards in the model's tokens"
+        )
+    folder = data.ensure_standard_library() if folder is None else folder
+    try:
+        text = data.open_dataset(folder / "*val*.bin")
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    if (largest := max(int(shard.max(initial=0)) for shard in text.shards)) >= vocab_size:
+        raise SystemExit(f"{text.name} has token {largest}, but the model has {vocab_size}")
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Prints loss and perplexity in float and in int8; returns the losses by dtype."""
+    options = parse(argv)
+    options.dtype = options.dtype or training.default_compute_dtype()
+    params, config, text = load(options)
+    model: Any = gpt2 if isinstance(config, gpt2.GPT2Config) else llama3
+    seq_len = options.seq_len or min(config.max_seq_len, 1024)
+
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        return model.loss(params, tokens, labels, config)
+
+    evaluate = training.make_eval_step(loss, compute_dtype=options.dtype)
+    losses: dict[str, float] = {}
+    with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
+        try:
+            for dtype in (options.dtype, "int8"):
+                if dtype == "int8":
+                    params = quantize_params(params, group_size=options.group_size)
+                losses[dtype] = training.mean_loss(
+                    evaluate,
+                    params,
+                    text,
+                    batch_size=options.batch_size,
+                    seq_len=seq_len,
+                    batches=options.batches or None,
+                )
+                perplexity = math.exp(losses[dtype])
+                print(f"{dtype}: loss {losses[dtype]:.4f}, perplexity {perplexity:.4f}", flush=True)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+    change = math.expm1(losses["int8"] - losses[options.dtype])
+    print(f"int8 changes the perplexity by {change:+.3%}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()
