@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   extern __shared__ int4 memory[];
   const int threads = blockDim.x, thread = threadIdx.x;
   const int vocab = static_cast<int>(options.vocab_size);
-  const int64_t row = blockIdx.x;
+  // The last rows first: of logits that a product has just made, those are in the L2 cache still.
+  const int64_t row = gridDim.x - 1 - int64_t{blockIdx.x};
   T* const line = logits + row * width;
   const PackedSpan<int> span(line, vocab, static_cast<int>(width));
   T* const packed = line + span.head;
