@@ -124,9 +124,9 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
 
 
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
-    """Why to leave a call to XLA; where JAX ships something for a GPU, only if that can serve it."""
+    """Why to leave a call to XLA, or to what JAX ships for a GPU, where that can serve it."""
     check = getattr(_module(op, name), f"{op.name}_slower", None)
-    if check is None or op.xla and _unsupported(op, stem, "xla-gpu", arrays, static):
+    if check is None or (op.xla and _unsupported(op, stem, "xla-gpu", arrays, static)):
         return None
     return check(*arrays, **static)
 
