@@ -13,13 +13,14 @@ A file is a header of int32 words and then arrays one after another, all little-
              token table; norms before attention; norms before the MLP; last norm, in float32
 
 This is llama2.c's version 0, and what KuiperLLama makes of it. The programs that read the files
-compute cosines and sines anew: they are written here, and not read.
+compute cosines and sines anew: they are written here, and not read, and may differ from another
+program's in their last bits.
 
 **Rotary pairs.** Llama 2's weights turn columns 2i and 2i + 1 of a head together, ours i and half a
 head further on. Reading and writing reorder the rows of wq and wk, and in int8 their scales with
-them: no number changes, and a file that is read and written again is the same. A file that
-KuiperLLama made of a Hugging Face checkpoint, as those of Llama 3 are, has Hugging Face's order,
-which is ours: ``interleaved=False``.
+them: no number changes, and what is read and written again is the same. A file that KuiperLLama
+made of a Hugging Face checkpoint, as those of Llama 3 are, has Hugging Face's order, which is ours:
+``interleaved=False``.
 """
 
 from __future__ import annotations
