@@ -108,9 +108,9 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       arguments.tickets, band.queries, padded_queries, parts.ranks);
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
 
-  kernel<<<static_cast<int>(blocks), Shape::kThreads, kBytes, stream>>>(
-      q_map, k_map, v_map, dout_map, dk_map, dv_map, arguments);
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(
+      stream, kernel, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads), kBytes,
+      /*cluster=*/1, /*overlap=*/true, q_map, k_map, v_map, dout_map, dk_map, dv_map, arguments));
 
   const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
   flash_attention_backward_dq_kernel<T, kWidth, kSegments>

@@ -26,6 +26,7 @@
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/hopper.cuh"
 #include "common/vector.cuh"
 
@@ -531,7 +532,6 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
   auto& shared = *reinterpret_cast<BackwardShared<T, kWidth>*>(shared_memory);
 
   if (threadIdx.x == 0) {
-    shared.ticket = atomicAdd(a.tickets, 1);
     shared.kv_full.init(1);
     shared.kv_empty.init(Shape::kMultipliers);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
@@ -546,6 +546,8 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     shared.dq_empty.init(1);
     fence_barrier_init();
   }
+  wait_for_last_kernel();
+  if (threadIdx.x == 0) shared.ticket = atomicAdd(a.tickets, 1);
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);

@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int query = blockIdx.x * (kRowThreads / kTeam) + threadIdx.x / kTeam;
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
+  start_next_kernel();
 
   const int64_t index = (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x;
   if (index < rank_count) ranks[index] = 0;
