@@ -1,4 +1,4 @@
-// The launchers of the gradient on Hopper: the workspace, and three kernels one after the other.
+// The launchers of the gradient on Hopper: the workspace, and its kernels one after the other.
 #include "attention/flash_backward_hopper.cuh"
 #include "attention/flash_backward_hopper_rows.cuh"
 
@@ -9,14 +9,14 @@ using namespace hopper;
 
 // The parts of the workspace, in floats.
 struct BackwardWorkspace {
-  int64_t rows, dq, ranks;
+  int64_t rows, dq_sums, ranks;
   int64_t query_tiles, key_tiles;  // with segments
 
   static constexpr int64_t kRange = sizeof(TileRange) / sizeof(float);
   int64_t lse_at() const { return 0; }
   int64_t delta_at() const { return rows; }
-  int64_t dq_at() const { return 2 * rows; }
-  int64_t queries_seen_at() const { return dq_at() + dq; }
+  int64_t dq_sums_at() const { return 2 * rows; }
+  int64_t queries_seen_at() const { return dq_sums_at() + dq_sums; }
   int64_t keys_seen_at() const { return queries_seen_at() + key_tiles * kRange; }
   int64_t ranks_at() const { return keys_seen_at() + query_tiles * kRange; }
   int64_t tickets_at() const { return ranks_at() + ranks; }
@@ -54,13 +54,14 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
     return cudaErrorNotSupported;
   }
 
-  CUtensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map;
+  CUtensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
   JAXLLM_RETURN_IF_ERROR(map_queries(attention, q, Shape::kQueries, &q_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(attention, k, Shape::kKeys, &k_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(attention, v, Shape::kKeys, &v_map));
   JAXLLM_RETURN_IF_ERROR(map_queries(attention, dout, Shape::kQueries, &dout_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(attention, dk, 64, &dk_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(attention, dv, 64, &dv_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(attention, dq, Shape::kQueries, &dq_map));
 
   const Band band = to_band(attention);
   const TiledBand<Shape::kQueries, Shape::kKeys> tiled(band);
@@ -96,21 +97,21 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                                     pairs,
                                     workspace + parts.lse_at(),
                                     workspace + parts.delta_at(),
-                                    workspace + parts.dq_at(),
+                                    workspace + parts.dq_sums_at(),
                                     reinterpret_cast<int*>(workspace + parts.ranks_at()),
                                     reinterpret_cast<int*>(workspace + parts.tickets_at()),
                                     {attention.query_segments, attention.key_segments,
                                      attention.segment_ranges, keys_seen, queries_seen}};
   constexpr int kRowsPerBlock = kRowThreads / (kWidth / kPackSize<T>);
   const dim3 row_grid(padded_queries / kRowsPerBlock, attention.heads, attention.batch);
-  flash_attention_backward_rows_kernel<T, kWidth><<<row_grid, kRowThreads, 0, stream>>>(
-      out, dout, lse, workspace + parts.lse_at(), workspace + parts.delta_at(), arguments.ranks,
-      arguments.tickets, band.queries, padded_queries, parts.ranks);
+  flash_attention_backward_rows_kernel<T, kWidth, kSegments>
+      <<<row_grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
-
-  kernel<<<static_cast<int>(blocks), Shape::kThreads, kBytes, stream>>>(
-      q_map, k_map, v_map, dout_map, dk_map, dv_map, arguments);
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, dim3(static_cast<unsigned>(blocks)),
+                                       dim3(Shape::kThreads), kBytes, /*cluster=*/1,
+                                       /*overlap=*/true, q_map, k_map, v_map, dout_map, dk_map,
+                                       dv_map, dq_map, arguments));
+  if constexpr (Shape::kRoundsDq) return cudaSuccess;
 
   const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
   flash_attention_backward_dq_kernel<T, kWidth, kSegments>

@@ -42,8 +42,11 @@ struct ForwardShape {
   static constexpr int kMultiplierRegisters = kMultipliers == 2   ? 240
                                               : kMultipliers == 3 ? 160
                                                                   : 112;
-  // Each warp of each multiplier says that it is done with a buffer.
-  static constexpr int kReaders = kMultipliers * 4;
+  // Each warp of each multiplier says that it is done with a buffer that the tensor cores read; and
+  // what threads read themselves each of them gives back, lest racecheck see a race: it does not
+  // follow the others of a warp to the one that arrives for it.
+  static constexpr int kWarps = kMultipliers * 4;
+  static constexpr int kReaders = kMultipliers * kWarpgroup;
 };
 
 // Three or four warpgroups share each load of k and v where the output leaves registers for them.
@@ -382,7 +385,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
     for (int i = range.end; i < all.end; ++i) pass_over(true);
     const bool is_idle = range.size() == 0;
     if (is_idle) {
-      release(shared.q_empty);
+      shared.q_empty.arrive();
     } else {
       int key_tile = range.end - 1;
       start_scores();
@@ -414,7 +417,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
         softmax.raise(s, scale_log2);
         pin(s);
       }
-      release(shared.q_empty);
+      shared.q_empty.arrive();
       start_output();
       wait_for_products<0>(o);
       release(shared.v_empty[v_ring.stage]);
@@ -484,9 +487,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     shared.q_empty.init(Shape::kReaders);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       shared.k_full[stage].init(1);
-      shared.k_empty[stage].init(Shape::kReaders);
+      shared.k_empty[stage].init(Shape::kWarps);
       shared.v_full[stage].init(1);
-      shared.v_empty[stage].init(Shape::kReaders);
+      shared.v_empty[stage].init(Shape::kWarps);
     }
     fence_barrier_init();
   }
