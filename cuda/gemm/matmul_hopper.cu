@@ -6,7 +6,7 @@ namespace jaxllm {
 namespace {
 
 // Found by measurement on an H200, at (32768, 768) times (768, 3072). Wider tiles need less
-// copying; narrower ones leave room for a whole tile of h beside five stages.
+// copying; narrower ones registers for the slopes.
 using GeluTile = TileShape<192, 4, 1, 2>;
 using SlopeTile = TileShape<128, 5, 1, 2>;
 constexpr int kRowTilesAtATime = 16;  // of clusters

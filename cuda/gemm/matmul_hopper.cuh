@@ -1,13 +1,16 @@
-// A matrix product on Hopper, with what follows it in a network fused into its end.
+// A matrix product on Hopper, with what follows it in a network fused into its
+// end.
 //
-// A block has one warpgroup that copies and two that multiply, and stays until there are no tiles
-// of the result left. The copier brings slices of a and b, 64 deep, into a ring of buffers, as far
-// ahead as there is room; blocks of a cluster that need the same slice copy a part of it each, into
-// all of them. The multipliers take tiles in turn: while one finishes its tile (activation,
+// A block has one warpgroup that copies and two that multiply, and stays until
+// there are no tiles of the result left. The copier brings slices of a and b,
+// 64 deep, into a ring of buffers, as far ahead as there is room; blocks of a
+// cluster that need the same slice copy a part of it each, into all of them.
+// The multipliers take tiles in turn: while one finishes its tile (activation,
 // rounding, storing), the other has the tensor cores.
 //
-// A finished tile leaves through shared memory, in slabs of 64 columns; so do slabs of the array
-// that the slope of an activation is taken of come in, before they are needed.
+// A finished tile leaves through shared memory: each warp has its rows stored a
+// band after the other, and so do the bands of the array that a slope is taken
+// of come in, three bands ahead.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +37,8 @@ enum class Epilogue {
   kGeluSlope,  // out = p gelu'(h + bias), and partial sums of its columns
 };
 
-// One call: a of (rows, depth), b turned (depth, columns) or (columns, depth), out and h of (rows,
-// columns), bias of (columns).
+// One call: a of (rows, depth), b turned (depth, columns) or (columns, depth),
+// out and h of (rows, columns), bias of (columns).
 template <typename T>
 struct HopperMatmul {
   int64_t rows, columns, depth;
@@ -52,7 +55,8 @@ template <int kColumns_, int kStages_, int kClusterRows_, int kClusterColumns_>
 struct TileShape {
   static constexpr int kColumns = kColumns_;
   static constexpr int kStages = kStages_;
-  // Blocks of a cluster that have the same columns, and so the same b; and the same rows and a.
+  // Blocks of a cluster that have the same columns, and so the same b; and the
+  // same rows and a.
   static constexpr int kClusterRows = kClusterRows_;
   static constexpr int kClusterColumns = kClusterColumns_;
   static constexpr int kCluster = kClusterRows * kClusterColumns;
@@ -63,9 +67,11 @@ struct TileShape {
   static constexpr int kRows = kBlocksOf64 * 64;
   static constexpr int kDepth = 64;
   static constexpr int kSlabs = kColumns / kSlabWidth;
-  static constexpr int kSlots = 2;  // slabs of the result on their way, for each multiplier
+  static constexpr int kBands = kBlocksOf64 * kSlabs;  // of a tile, for each warp
+  static constexpr int kSlots = 4;
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
-  // Warps that say, in each block of the cluster, that they are done with a stage.
+  // Warps that say, in each block of the cluster, that they are done with a
+  // stage.
   static constexpr int kReaders = 4 * kCluster;
   // Together the 64K registers of a multiprocessor.
   static constexpr int kCopierRegisters = 24;
@@ -73,15 +79,18 @@ struct TileShape {
   static_assert(kColumns % kSlabWidth == 0);
 };
 
+// Each warp finishes 16 rows of a block of 64, 64 columns at a time: a band.
+constexpr int kBandRows = 16;
+constexpr int kBandSize = kBandRows * kSlabWidth;
+
 template <typename T, class Shape>
 struct MatmulShared {
   T a[Shape::kStages][Shape::kRows * Shape::kDepth];
   T b[Shape::kStages][Shape::kColumns * Shape::kDepth];
-  T slots[Shape::kMultipliers][Shape::kSlots][Shape::kRows * kSlabWidth];
+  T slots[Shape::kMultipliers][4][Shape::kSlots][kBandSize];
   float sums[Shape::kMultipliers][4][kSlabWidth];  // of columns, by warp
   Barrier full[Shape::kStages], empty[Shape::kStages];
-  Barrier slot_full[Shape::kMultipliers][Shape::kSlots];
-  Barrier slot_empty[Shape::kMultipliers][Shape::kSlots];
+  Barrier saved[Shape::kMultipliers][4][Shape::kSlots];
   Barrier turn[Shape::kMultipliers];  // to multiply
 };
 
@@ -95,8 +104,9 @@ struct MatmulArguments {
   float* partial;
 };
 
-// The first row and column of a block's tile, by the number of its cluster's. A group of row tiles
-// at a time, so that what the blocks at work read lies in the L2 cache.
+// The first row and column of a block's tile, by the number of its cluster's. A
+// group of row tiles at a time, so that what the blocks at work read lies in
+// the L2 cache.
 struct TileOrigin {
   int row, column;
 };
@@ -114,9 +124,10 @@ __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& argu
           (column_tile * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
 }
 
-// Copies one operand's slice of a stage: `kExtent` rows of the result for a, or columns for b, by
-// kDepth. kTurned: the depth runs across the rows of the operand in memory. Of kShares blocks that
-// need the slice, each copies one part into all of those in `blocks`.
+// Copies one operand's slice of a stage: `kExtent` rows of the result for a, or
+// columns for b, by kDepth. kTurned: the depth runs across the rows of the
+// operand in memory. Of kShares blocks that need the slice, each copies one
+// part into all of those in `blocks`.
 template <int kExtent, bool kTurned, int kShares, typename T>
 __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, int first, int depth,
                                            int share, uint16_t blocks, const Barrier& full) {
@@ -141,7 +152,8 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
                                               const CUtensorMap& a_map, const CUtensorMap& b_map,
                                               int rank) {
   const int rank_row = rank % Shape::kClusterRows, rank_column = rank / Shape::kClusterRows;
-  uint16_t same_rows = 0, same_columns = 0;  // the blocks that need the same a, and the same b
+  uint16_t same_rows = 0,
+           same_columns = 0;  // the blocks that need the same a, and the same b
   for (int i = 0; i < Shape::kClusterColumns; ++i) {
     same_rows |= 1 << (rank_row + i * Shape::kClusterRows);
   }
@@ -167,30 +179,9 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   }
 }
 
-// Copies, for one multiplier, the slabs of h at the places of its tiles.
-template <class Shape, typename T>
-__device__ __forceinline__ void copy_saved(MatmulShared<T, Shape>& shared,
-                                           const MatmulArguments<T>& arguments,
-                                           const CUtensorMap& h_map, int rank, int multiplier) {
-  RingPosition<Shape::kSlots> ring;
-  const int clusters = gridDim.x / Shape::kCluster;
-  int tile = blockIdx.x / Shape::kCluster + multiplier * clusters;
-  for (; tile < arguments.tiles; tile += Shape::kMultipliers * clusters) {
-    const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
-#pragma unroll 1
-    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      Barrier& full = shared.slot_full[multiplier][ring.stage];
-      shared.slot_empty[multiplier][ring.stage].wait(ring.parity ^ 1);
-      full.arrive_and_expect(Shape::kRows * kSlabWidth * sizeof(T));
-      load_matrix_box(shared.slots[multiplier][ring.stage], h_map,
-                      origin.column + slab * kSlabWidth, origin.row, full);
-      ring.advance();
-    }
-  }
-}
-
-// Adds 16 values over the eight lanes whose numbers are equal modulo 4, in fixed order. Returns two
-// of the sums: those of values 2 i and 2 i + 1, where i = lane / 4 with its bits reversed.
+// Adds 16 values over the eight lanes whose numbers are equal modulo 4, in
+// fixed order. Returns two of the sums: those of values 2 i and 2 i + 1, where
+// i = lane / 4 with its bits reversed.
 __device__ __forceinline__ float2 sum_over_rows(const float (&values)[16], int lane) {
   float eight[8], four[4], two[2];
 #pragma unroll
@@ -221,24 +212,65 @@ __device__ __forceinline__ float2 unpack(uint32_t word, __half) {
   return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
+constexpr int kAtOnce = 4;  // of the eight pairs of columns of a band
+
+// GELU and its slope for results that are rounded to T. For bfloat16 the
+// hardware's tanh does, to 2^-11: one instruction of the unit for special
+// functions instead of two.
+template <typename T>
+__device__ __forceinline__ float gelu_rounded(float x) {
+  if constexpr (!std::is_same_v<T, __nv_bfloat16>) return gelu(x);
+  float t;
+  asm("tanh.approx.f32 %0, %1;"
+      : "=f"(t)
+      : "f"(x * (0.5f * kGeluLinear + 0.5f * kGeluCubic * x * x)));
+  const float half = 0.5f * x;
+  return half + half * t;
+}
+
+template <typename T>
+__device__ __forceinline__ float gelu_slope_rounded(float x) {
+  if constexpr (!std::is_same_v<T, __nv_bfloat16>) return gelu_slope(x);
+  const float square = fminf(x * x, 900.0f);  // out there the slope is 0 or 1
+  float t;
+  asm("tanh.approx.f32 %0, %1;"
+      : "=f"(t)
+      : "f"(x * (0.5f * kGeluLinear + 0.5f * kGeluCubic * square)));
+  return (0.5f + 0.5f * t) +
+         x * (1.0f - t * t) * (0.25f * kGeluLinear + 0.75f * kGeluCubic * square);
+}
 constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
+
+// The lane's two elements of a band in the eight columns from 8 j on: it has
+// rows lane / 4 and, in the half 1, 8 further.
+template <typename T>
+__device__ __forceinline__ uint32_t* band_word(T* band, int lane, int j, int half) {
+  const uint32_t offset =
+      (lane / 4 + half * 8) * kSlabRowBytes + (j ^ lane / 4) * 16 + lane % 4 * 4;
+  return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(band) + offset);
+}
+
+// One lane's task: has a band of h copied into a slot.
+template <class Shape, typename T>
+__device__ __forceinline__ void load_band(MatmulShared<T, Shape>& shared, const CUtensorMap& h_map,
+                                          int multiplier, int warp, int slot,
+                                          const TileOrigin& origin, int band) {
+  Barrier& saved = shared.saved[multiplier][warp][slot];
+  saved.arrive_and_expect(kBandSize * sizeof(T));
+  load_matrix_box(shared.slots[multiplier][warp][slot], h_map,
+                  origin.column + band / Shape::kBlocksOf64 * kSlabWidth,
+                  origin.row + band % Shape::kBlocksOf64 * 64 + warp * kBandRows, saved);
+}
 
 template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
                                                const MatmulArguments<T>& arguments,
                                                const CUtensorMap& out_map, const CUtensorMap& h_map,
                                                int rank, int multiplier) {
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32,
+            warp = __shfl_sync(0xffffffff, thread / 32, 0);
   const int clusters = gridDim.x / Shape::kCluster;
   const auto synchronise = [&] { named_barrier_sync(kMultiplierBarrier + multiplier, kWarpgroup); };
-
-  // Where a slot has the thread's first row; see word_at.
-  char* slots[Shape::kSlots];
-#pragma unroll
-  for (int slot = 0; slot < Shape::kSlots; ++slot) {
-    slots[slot] = reinterpret_cast<char*>(shared.slots[multiplier][slot]) +
-                  accumulator_row(thread) * kSlabRowBytes + lane % 4 * 4;
-  }
 
   float sums[Shape::kBlocksOf64][Shape::kColumns / 2];
   RingPosition<Shape::kStages> ring;
@@ -257,16 +289,34 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     }
   };
 
-  // The first has had its turn passed to it, so to speak, by the phase before the first.
+  // The first has had its turn passed to it, so to speak, by the phase before
+  // the first.
   uint32_t turn_parity = multiplier == 0;
   int tile = blockIdx.x / Shape::kCluster;
   if (multiplier == 1) {
     tile += clusters;
     skip_tile();
   }
+  TileOrigin next = decode_tile<Shape>(arguments, tile, rank);
+  if (kEpilogue == Epilogue::kGeluSlope && tile < arguments.tiles && lane == 0) {
+    for (int band = 0; band < Shape::kSlots - 1; ++band) {
+      load_band(shared, h_map, multiplier, warp, band, next, band);
+    }
+  }
   for (; tile < arguments.tiles; tile += Shape::kMultipliers * clusters) {
-    // Also because a barrier tells only the present phase from the one before: who waits at a
-    // stage must not be further ahead.
+    const TileOrigin origin = next;
+    const int next_tile = tile + Shape::kMultipliers * clusters;
+    next = decode_tile<Shape>(arguments, next_tile, rank);
+    uint32_t biases[Shape::kSlabs] = {};
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      const int column = origin.column + slab * kSlabWidth + 2 * lane;
+      if (column < arguments.columns) {
+        biases[slab] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
+      }
+    }
+    // Also because a barrier tells only the present phase from the one before:
+    // who waits at a stage must not be further ahead.
     shared.turn[multiplier].wait(turn_parity);
     turn_parity ^= 1;
     int last_stage = 0;
@@ -291,7 +341,8 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
         }
       }
       commit_products();
-      // The products of the step before are done: those of this one follow them without a gap.
+      // The products of the step before are done: those of this one follow them
+      // without a gap.
       wait_for_products<1>(sums[0], sums[1]);
       if (step > 0) release(last_stage);
       last_stage = ring.stage;
@@ -302,124 +353,107 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     release(last_stage);
     skip_tile();
 
-    const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
+    float column_sums[16];
 #pragma unroll
-    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      const int slab_column = origin.column + slab * kSlabWidth;
+    for (int band = 0; band < Shape::kBands; ++band) {
+      const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+      const int column = origin.column + slab * kSlabWidth;
+      const int row = origin.row + block * 64 + warp * kBandRows;
+      T(*const slots)[kBandSize] = shared.slots[multiplier][warp];
       int slot = 0;
-      char* target = slots[0];
       if constexpr (kEpilogue == Epilogue::kGeluSlope) {
         slot = slot_ring.stage;
-        target = slot == 0 ? slots[0] : slots[1];
-        shared.slot_full[multiplier][slot].wait(slot_ring.parity);
+        shared.saved[multiplier][warp][slot].wait(slot_ring.parity);
         slot_ring.advance();
       } else {
-        if (thread == 0) wait_until_stores_have_read();
-        synchronise();
+        slot = band % 2 * 2;
+        if (lane == 0) wait_until_older_stores_have_read<1>();
+        __syncwarp();
       }
-      uint32_t biases[8] = {};
+      uint32_t saved[8][2];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int column = slab_column + 8 * j + accumulator_column(thread);
-        if (column < arguments.columns) {
-          biases[j] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
+        if (kEpilogue == Epilogue::kGeluSlope && j % kAtOnce == 0) {
+#pragma unroll
+          for (int k = j; k < j + kAtOnce; ++k) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              saved[k][half] = *band_word(slots[slot], lane, k, half);
+          }
         }
-      }
-      constexpr int kPairs = 2 * Shape::kBlocksOf64;
-      // The thread's two elements in the eight columns from 8 j on. It has four rows: pair 0 is its
-      // first, 1 is 8 further, 2 and 3 are 64 further.
-      const auto word_at = [&](char* base, int j, int pair) {
-        const int row = pair % 2 * 8 + pair / 2 * 64;
-        const uint32_t offset = (j ^ lane / 4) * 16 + row * kSlabRowBytes;
-        return reinterpret_cast<uint32_t*>(base + offset);
-      };
-      float column_sums[16];
-      uint32_t saved[kPairs];
-      if constexpr (kEpilogue == Epilogue::kGeluSlope) {
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) saved[pair] = *word_at(target, 0, pair);
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 bias = unpack(biases[j], T{});
+        const float2 bias = unpack(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4), T{});
         float2 total = {0.0f, 0.0f};
-        uint32_t words[kPairs], others[kPairs], next[kPairs];
-        if (kEpilogue == Epilogue::kGeluSlope && j < 7) {
-          // Ahead of the stores, which the compiler must take for stores to the same place.
 #pragma unroll
-          for (int pair = 0; pair < kPairs; ++pair) next[pair] = *word_at(target, j + 1, pair);
-        }
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          const int i = 4 * (8 * slab + j) + 2 * (pair % 2);
-          const float2 sum = {sums[pair / 2][i], sums[pair / 2][i + 1]};
+        for (int half = 0; half < 2; ++half) {
+          const int i = 4 * (8 * slab + j) + 2 * half;
+          const float2 sum = {sums[block][i], sums[block][i + 1]};
           if constexpr (kEpilogue == Epilogue::kBiasGelu) {
-            others[pair] = pack<T>(sum.x, sum.y);
-            words[pair] = pack<T>(gelu(sum.x + bias.x), gelu(sum.y + bias.y));
+            *band_word(slots[slot], lane, j, half) = pack<T>(sum.x, sum.y);
+            *band_word(slots[slot + 1], lane, j, half) =
+
+                pack<T>(gelu_rounded<T>(sum.x + bias.x), gelu_rounded<T>(sum.y + bias.y));
           } else {
-            const float2 h = unpack(saved[pair], T{});
-            const float2 dh = {sum.x * gelu_slope(h.x + bias.x), sum.y * gelu_slope(h.y + bias.y)};
-            words[pair] = pack<T>(dh.x, dh.y);
+            const float2 h = unpack(saved[j][half], T{});
+            const float2 dh = {sum.x * gelu_slope_rounded<T>(h.x + bias.x),
+                               sum.y * gelu_slope_rounded<T>(h.y + bias.y)};
+            *band_word(slots[slot], lane, j, half) = pack<T>(dh.x, dh.y);
             total.x += dh.x;
             total.y += dh.y;
           }
         }
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-          if constexpr (kEpilogue == Epilogue::kBiasGelu) {
-            *word_at(slots[0], j, pair) = others[pair];
-            *word_at(slots[1], j, pair) = words[pair];
-          } else {
-            *word_at(target, j, pair) = words[pair];
-          }
-          saved[pair] = next[pair];
+        if (block == 0) {
+          column_sums[2 * j] = total.x;
+          column_sums[2 * j + 1] = total.y;
+        } else {
+          column_sums[2 * j] += total.x;
+          column_sums[2 * j + 1] += total.y;
         }
-        column_sums[2 * j] = total.x;
-        column_sums[2 * j + 1] = total.y;
-      }
-      if constexpr (kEpilogue == Epilogue::kGeluSlope) {
-        const float2 two = sum_over_rows(column_sums, lane);
-        const int j =
-            (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // the bits of lane / 4 reversed
-        *reinterpret_cast<float2*>(&shared.sums[multiplier][warp][8 * j + lane % 4 * 2]) = two;
       }
       fence_async_proxy();
-      synchronise();
-      if (thread == 0) {
+      __syncwarp();
+      if (lane == 0) {
         if constexpr (kEpilogue == Epilogue::kBiasGelu) {
-          store_matrix_box(h_map, shared.slots[multiplier][0], slab_column, origin.row);
-          store_matrix_box(out_map, shared.slots[multiplier][1], slab_column, origin.row);
+          store_matrix_box(h_map, slots[slot], column, row);
+          store_matrix_box(out_map, slots[slot + 1], column, row);
+          commit_stores();
         } else {
-          store_matrix_box(out_map, shared.slots[multiplier][slot], slab_column, origin.row);
-        }
-        commit_stores();
-        if constexpr (kEpilogue == Epilogue::kGeluSlope) {
-          // The slab before this one has left its slot, which may take a slab of h.
-          if (slab > 0) {
-            wait_until_older_stores_have_read<1>();
-            shared.slot_empty[multiplier][slot ^ 1].arrive();
-          }
-          if (slab == Shape::kSlabs - 1) {
-            wait_until_stores_have_read();
-            shared.slot_empty[multiplier][slot].arrive();
+          store_matrix_box(out_map, slots[slot], column, row);
+          commit_stores();
+          // The band before this one has left its slot.
+          constexpr int kAhead = Shape::kSlots - 1;
+          wait_until_older_stores_have_read<1>();
+          const int free_slot = (slot + kAhead) % Shape::kSlots;
+          if (band + kAhead < Shape::kBands) {
+            load_band(shared, h_map, multiplier, warp, free_slot, origin, band + kAhead);
+          } else if (next_tile < arguments.tiles) {
+            load_band(shared, h_map, multiplier, warp, free_slot, next,
+                      band + kAhead - Shape::kBands);
           }
         }
       }
+      __syncwarp();
       if constexpr (kEpilogue == Epilogue::kGeluSlope) {
-        const int column = slab_column + thread - 64;
-        if (thread >= 64 && column < arguments.columns && origin.row < arguments.rows) {
-          const auto& of_warps = shared.sums[multiplier];
-          float sum = 0.0f;
+        if (block == Shape::kBlocksOf64 - 1) {
+          const float2 two = sum_over_rows(column_sums, lane);
+          const int j = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);
+          const int in_slab = 8 * j + lane % 4 * 2;
+          auto& of_warps = shared.sums[multiplier];
+          *reinterpret_cast<float2*>(&of_warps[warp][in_slab]) = two;
+          synchronise();
+          const int mine = column + thread;
+          if (thread < kSlabWidth && mine < arguments.columns && origin.row < arguments.rows) {
+            float sum = 0.0f;
 #pragma unroll
-          for (int w = 0; w < 4; ++w) sum += of_warps[w][thread - 64];
-          const int64_t partial_row = origin.row / Shape::kRows;
-          arguments.partial[partial_row * arguments.columns + column] = sum;
+            for (int w = 0; w < 4; ++w) sum += of_warps[w][thread];
+            const int64_t partial_row = origin.row / Shape::kRows;
+            arguments.partial[partial_row * arguments.columns + mine] = sum;
+          }
+          synchronise();
         }
-        synchronise();
       }
     }
   }
-  if (thread == 0) wait_for_stores();
+  if (lane == 0) wait_for_stores();
 }
 
 template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
@@ -444,9 +478,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     for (int multiplier = 0; multiplier < Shape::kMultipliers; ++multiplier) {
       shared.turn[multiplier].init(1);
-      for (int slot = 0; slot < Shape::kSlots; ++slot) {
-        shared.slot_full[multiplier][slot].init(1);
-        shared.slot_empty[multiplier][slot].init(1);
+      for (int warp = 0; warp < 4; ++warp) {
+        for (int slot = 0; slot < Shape::kSlots; ++slot)
+          shared.saved[multiplier][warp][slot].init(1);
       }
     }
     fence_barrier_init();
@@ -462,19 +496,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
     give_registers<Shape::kCopierRegisters>();
-    if (threadIdx.x % 32 == 0) {
-      if (warp == 0) {
-        copy_operands<Shape, kTurnB>(shared, arguments, a_map, b_map, rank);
-      } else if (kEpilogue == Epilogue::kGeluSlope && warp <= Shape::kMultipliers) {
-        copy_saved(shared, arguments, h_map, rank, warp - 1);
-      }
-    }
+    if (threadIdx.x == 0) copy_operands<Shape, kTurnB>(shared, arguments, a_map, b_map, rank);
     __syncwarp();
   } else {
     take_registers<Shape::kMultiplierRegisters>();
     multiply_tiles<Shape, kEpilogue, kTurnB>(shared, arguments, out_map, h_map, rank, warp / 4 - 1);
   }
-  // Nobody leaves while another block of the cluster may still write to its shared memory.
+  // Nobody leaves while another block of the cluster may still write to its
+  // shared memory.
   if constexpr (Shape::kCluster > 1) {
     cluster_arrive();
     cluster_wait();
@@ -495,7 +524,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
   JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
   JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   if (major != 9) return cudaErrorNotSupported;
-  // Built for sm_90 or less the kernel has an empty body, which needs next to no registers.
+  // Built for sm_90 or less the kernel has an empty body, which needs next to
+  // no registers.
   cudaFuncAttributes attributes;
   JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
   if (attributes.numRegs < 64) return cudaErrorNotSupported;
@@ -511,9 +541,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                            Shape::kRows / Shape::kClusterColumns, &a_map));
   JAXLLM_RETURN_IF_ERROR(
       encode_matrix_map(b, kType, (kTurnB ? 64 : Shape::kColumns) / Shape::kClusterRows, &b_map));
-  JAXLLM_RETURN_IF_ERROR(
-      encode_matrix_map({call.out, rows, columns}, kType, Shape::kRows, &out_map));
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, Shape::kRows, &h_map));
+  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
+  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, kBandRows, &h_map));
 
   const int64_t row_tiles = divide_up(rows, Shape::kRows * Shape::kClusterRows);
   const int64_t tiles = row_tiles * divide_up(columns, Shape::kColumns * Shape::kClusterColumns);

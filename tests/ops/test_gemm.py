@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxllm
@@ -258,6 +259,25 @@ def test_the_fused_products_take_any_rows_and_widths(monkeypatch, dtype, rows, w
     assert_close(fused, expected, dtype, reference)
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
         assert error(a, b) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "huge"), [("bfloat16", 1e30), ("float16", 3e4)])
+def test_the_fused_products_have_the_limits_of_gelu(dtype, huge):
+    if ffi.no_hopper_reason():
+        return  # nothing to test on this GPU
+    rows, width, columns = 130, 64, 264
+    x = jnp.ones((rows, width), dtype)
+    weight = jnp.full((width, columns), 1 / width, dtype)
+    above = np.arange(columns) % 3 > 0
+    bias = jnp.where(above, huge, -huge).astype(dtype)
+    out, h = cuda._matmul_bias_gelu(x, weight, bias)
+    dh, dbias = cuda._matmul_gelu_slope(x, weight.T, h, bias)
+    np.testing.assert_array_equal(h.astype("float32"), np.ones((rows, columns)))
+    limits = np.where(above, (h + bias).astype("float32"), 0)
+    np.testing.assert_array_equal(out.astype("float32"), limits)
+    np.testing.assert_array_equal(dh.astype("float32"), np.broadcast_to(above, (rows, columns)))
+    np.testing.assert_array_equal(dbias.astype("float32"), rows * above)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
 GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
 one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
-direction.
+direction. In bfloat16 these two take the hardware's tanh, whose relative error of 2^-11 is less
+than that of the rounding after it.
 """
 
 from __future__ import annotations
