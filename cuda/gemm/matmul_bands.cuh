@@ -1,0 +1,271 @@
+// Hopper's matrix products: what becomes of a finished tile.
+//
+// Each warp works by itself on its rows, a band after the other: it leaves the rounded result in a
+// slot of shared memory, and one lane has the copy engine store it. Where the slope of an
+// activation is asked for, the same slots bring in the bands of the array it is taken of, three
+// bands ahead.
+//
+// All this must take no longer than the product of the other multiplier's tile. It is a matter of
+// latency, with four warps at work on it: hence the batches of numbers that go through the
+// activation together.
+#pragma once
+
+#include "activation/gelu_each.cuh"
+#include "common/vector.cuh"
+#include "gemm/matmul_tiles.cuh"
+
+namespace jaxllm {
+namespace {
+
+// Adds 16 values over the eight lanes whose numbers are equal modulo 4, in fixed order. Returns two
+// of the sums: those of values 2 i and 2 i + 1, where i = lane / 4 with its bits reversed.
+__device__ __forceinline__ float2 sum_over_rows(const float (&values)[16], int lane) {
+  float eight[8], four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float keep = lane & 4 ? values[i + 8] : values[i];
+    const float give = lane & 4 ? values[i] : values[i + 8];
+    eight[i] = keep + __shfl_xor_sync(0xffffffff, give, 4);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float keep = lane & 8 ? eight[i + 4] : eight[i];
+    const float give = lane & 8 ? eight[i] : eight[i + 4];
+    four[i] = keep + __shfl_xor_sync(0xffffffff, give, 8);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float keep = lane & 16 ? four[i + 2] : four[i];
+    const float give = lane & 16 ? four[i] : four[i + 2];
+    two[i] = keep + __shfl_xor_sync(0xffffffff, give, 16);
+  }
+  return {two[0], two[1]};
+}
+
+__device__ __forceinline__ float2 unpack(uint32_t word, __nv_bfloat16) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack(uint32_t word, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+
+// What a warp of a multiplier works with.
+template <class Shape, typename T>
+struct BandWarp {
+  MatmulShared<T, Shape>& shared;
+  const MatmulArguments<T>& arguments;
+  const CUtensorMap& out_map;
+  const CUtensorMap& h_map;
+  int multiplier, warp, lane;
+  uint32_t biases[Shape::kSlabs] = {};  // of the tile: of a slab's 64, two in each lane
+  int bands_done = 0;
+
+  // Loads the biases of a tile's columns; zeros beyond the matrix.
+  __device__ __forceinline__ void load_biases(const TileOrigin& origin) {
+#pragma unroll
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      const int column = origin.column + slab * kSlabWidth + 2 * lane;
+      biases[slab] = 0;
+      if (column < arguments.columns) {
+        biases[slab] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
+      }
+    }
+  }
+
+  // Those of the lane's two columns among the eight from 8 j of a slab on.
+  __device__ __forceinline__ float2 bias(int slab, int j) const {
+    return unpack(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4), T{});
+  }
+
+  __device__ __forceinline__ T* slot(int index) const {
+    return shared.slots[multiplier][warp][index];
+  }
+  __device__ __forceinline__ int column(const TileOrigin& origin, int band) const {
+    return origin.column + band / Shape::kBlocksOf64 * kSlabWidth;
+  }
+  __device__ __forceinline__ int row(const TileOrigin& origin, int band) const {
+    return origin.row + band % Shape::kBlocksOf64 * 64 + warp * kBandRows;
+  }
+
+  // The lane's elements of a band lie in pairs: in the eight columns from 8 j on two, of row
+  // lane / 4, and two of the row 8 below (`half`).
+  __device__ __forceinline__ uint32_t* pair(T* band, int j, int half) const {
+    const uint32_t row = lane / 4;
+    const uint32_t offset = (row + 8 * half) * kSlabRowBytes + (j ^ row) * 16 + lane % 4 * 4;
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(band) + offset);
+  }
+};
+
+// The pairs of a band that go through the activation together: those of two j.
+constexpr int kBatch = 2;
+constexpr int kBatchElements = 4 * kBatch;
+
+// Where an accumulator has the first of a pair.
+__device__ __forceinline__ constexpr int sum_index(int slab, int j, int half) {
+  return 4 * (8 * slab + j) + 2 * half;
+}
+
+// Stores h = p and out = gelu(p + bias), where `sums` has the product p.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_bias_gelu(
+    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin) {
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    T* const h = warp.slot(band % 2 * 2);
+    T* const out = warp.slot(band % 2 * 2 + 1);
+    // All but the stores of the band before have left their slots.
+    if (warp.lane == 0) wait_until_older_stores_have_read<1>();
+    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < 8; first += kBatch) {
+      float x[kBatchElements];
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
+        const float2 bias = warp.bias(slab, j);
+        *warp.pair(h, j, half) = pack<T>(sums[block][at], sums[block][at + 1]);
+        x[2 * i] = sums[block][at] + bias.x;
+        x[2 * i + 1] = sums[block][at + 1] + bias.y;
+      }
+      gelu_each<T>(x);
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        *warp.pair(out, first + i / 2, i % 2) = pack<T>(x[2 * i], x[2 * i + 1]);
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (warp.lane == 0) {
+      store_matrix_box(warp.h_map, h, warp.column(origin, band), warp.row(origin, band));
+      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
+      commit_stores();
+    }
+  }
+}
+
+// One lane's task: has a band of h copied into a slot.
+template <class Shape, typename T>
+__device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
+                                           const TileOrigin& origin, int band) {
+  Barrier& saved = warp.shared.saved[warp.multiplier][warp.warp][slot];
+  saved.arrive_and_expect(kBandSize * sizeof(T));
+  load_matrix_box(warp.slot(slot), warp.h_map, warp.column(origin, band), warp.row(origin, band),
+                  saved);
+}
+
+constexpr int kBandsAhead = kSlots - 1;
+
+// Before the first tile.
+template <class Shape, typename T>
+__device__ __forceinline__ void load_first_saved(BandWarp<Shape, T>& warp,
+                                                 const TileOrigin& origin) {
+  static_assert(kBandsAhead <= Shape::kBands);
+  if (warp.lane > 0) return;
+  for (int band = 0; band < kBandsAhead; ++band) load_saved(warp, band, origin, band);
+}
+
+constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
+
+// Writes the sums of a slab's columns over the rows of a tile, of which `sums` has those of the
+// thread's rows: of columns 8 j + 2 (lane % 4) and the next in 2 j and 2 j + 1.
+template <class Shape, typename T>
+__device__ __forceinline__ void write_column_sums(BandWarp<Shape, T>& warp, const float (&sums)[16],
+                                                  const TileOrigin& origin, int slab_column) {
+  const int lane = warp.lane, thread = warp.warp * 32 + lane;
+  auto& of_warps = warp.shared.sums[warp.multiplier];
+  const float2 two = sum_over_rows(sums, lane);
+  const int j = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // the bits of lane / 4 reversed
+  *reinterpret_cast<float2*>(&of_warps[warp.warp][8 * j + lane % 4 * 2]) = two;
+  named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
+  const int column = slab_column + thread;
+  if (thread < kSlabWidth && column < warp.arguments.columns && origin.row < warp.arguments.rows) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) sum += of_warps[w][thread];
+    const int64_t partial_row = origin.row / Shape::kRows;
+    warp.arguments.partial[partial_row * warp.arguments.columns + column] = sum;
+  }
+  named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
+}
+
+// Puts p gelu'(h + bias) in the place of a band of h, kBatch of its eight times eight columns at a
+// time, and adds the sums of the thread's columns to `column_sums`, or begins these.
+template <int kBatch, class Shape, typename T>
+__device__ __forceinline__ void multiply_by_slopes(const BandWarp<Shape, T>& warp, T* band,
+                                                   const float (&sums)[Shape::kColumns / 2],
+                                                   int slab, bool begins,
+                                                   float (&column_sums)[16]) {
+  constexpr int kPairs = 2 * kBatch;
+  uint32_t words[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) words[i] = *warp.pair(band, i / 2, i % 2);
+#pragma unroll
+  for (int first = 0; first < 8; first += kBatch) {
+    float x[2 * kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 h = unpack(words[i], T{}), bias = warp.bias(slab, first + i / 2);
+      x[2 * i] = h.x + bias.x;
+      x[2 * i + 1] = h.y + bias.y;
+      // Ahead of the stores, which the compiler must take for stores to the same place.
+      const int next_j = first + kBatch + i / 2;
+      if (next_j < 8) words[i] = *warp.pair(band, next_j, i % 2);
+    }
+    gelu_slope_each<T>(x);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
+      const float2 dh = {sums[at] * x[2 * i], sums[at + 1] * x[2 * i + 1]};
+      *warp.pair(band, j, half) = pack<T>(dh.x, dh.y);
+      const bool is_first = begins && half == 0;
+      column_sums[2 * j] = is_first ? dh.x : column_sums[2 * j] + dh.x;
+      column_sums[2 * j + 1] = is_first ? dh.y : column_sums[2 * j + 1] + dh.y;
+    }
+  }
+}
+
+// Stores out = p gelu'(h + bias) and partial sums of its columns, where `sums` has the product p.
+// Sees to it that the bands of h of the warp's `next` tile come in too.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_gelu_slope(
+    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin, const TileOrigin& next, bool has_next) {
+  float column_sums[16];
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    const int position = warp.bands_done + band, slot = position % kSlots;
+    T* const out = warp.slot(slot);
+    warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
+    // Few registers are free until the first band is done.
+    if (band == 0) {
+      multiply_by_slopes<1>(warp, out, sums[block], slab, block == 0, column_sums);
+    } else {
+      multiply_by_slopes<kBatch>(warp, out, sums[block], slab, block == 0, column_sums);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (warp.lane == 0) {
+      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
+      commit_stores();
+      // The band before this one has left its slot.
+      wait_until_older_stores_have_read<1>();
+      const int free_slot = (slot + kBandsAhead) % kSlots, later = band + kBandsAhead;
+      if (later < Shape::kBands) {
+        load_saved(warp, free_slot, origin, later);
+      } else if (has_next) {
+        load_saved(warp, free_slot, next, later - Shape::kBands);
+      }
+    }
+    __syncwarp();
+    if (block == Shape::kBlocksOf64 - 1) {
+      write_column_sums(warp, column_sums, origin, warp.column(origin, band));
+    }
+  }
+  warp.bands_done += Shape::kBands;
+}
+
+}  // namespace
+}  // namespace jaxllm
