@@ -41,7 +41,7 @@ def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
 
 def _peer_options(case: Case) -> dict[str, Any]:
     """The options of a case that peers understand too."""
-    shared = ("activation", "causal", "groups", "interleaved", "scale")
+    shared = ("activation", "bins", "causal", "groups", "interleaved", "scale")
     shared += ("transpose_weight", "vocab_size")
     return {name: case.static[name] for name in shared if name in case.static}
 
@@ -156,7 +156,6 @@ def time_peer(
         make_call = {"forward": _forward_call, "backward": _backward_call}.get(
             direction, _gradient_call
         )
-        make_call = make_call if case.has_backward else functools.partial
         calls = [make_call(fn, inputs) for inputs in sets]
     result = timing.time_torch(calls, repetitions=3 if smoke else repetitions, timer=timer)
     if direction == "gradient":
