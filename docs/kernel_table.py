@@ -253,7 +253,7 @@ def table() -> str:
         *rows_of_sources(),
         "",
         "And these are the files of every op. A handler checks buffers and launches; the kernels",
-        "know nothing of XLA ([the way of a call](call.md)). The contract tests run the cases under",
+        "know nothing of XLA ([the way of a call](call.md)). The contract tests run each case on",
         "every backend; the large ones need a GPU, and the benchmarks time them.",
         "",
         *rows_of_ops(),

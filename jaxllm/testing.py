@@ -67,6 +67,8 @@ class Integers:
 class Boxes:
     """An input of boxes, corners ``(x1, y1, x2, y2)`` with ``x1 <= x2`` and ``y1 <= y2``.
 
+    They are whole numbers, so that areas are exact, and no rounding decides on a box.
+
     Attributes:
         shape: Its shape; the last axis has the four corners.
         field: The first corners are drawn from the square from 0 to this.
@@ -164,8 +166,8 @@ def _integers(key: jax.Array, spec: Integers) -> jax.Array:
 
 def _boxes(key: jax.Array, spec: Boxes) -> jax.Array:
     low, sides = jax.random.uniform(key, (2, *spec.shape[:-1], 2))
-    low = low * spec.field
-    return jnp.concatenate([low, low + sides * spec.side], axis=-1)
+    low = jnp.round(low * spec.field)
+    return jnp.concatenate([low, low + jnp.round(sides * spec.side)], axis=-1)
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:

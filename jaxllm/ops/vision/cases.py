@@ -31,7 +31,7 @@ CASES = (
     _nms("some", 130, field=50.0, side=40.0),
     _nms("odd_count", 77, field=30.0, side=40.0, iou_threshold=0.25),
     _nms("inclusive", 200, field=12.0, side=8.0, inclusive=True),
-    _nms("apart", 40, field=1000.0, side=1.0),
+    _nms("apart", 40, field=1000.0, side=3.0),
     _nms("one", 1, field=10.0, side=10.0),
     _nms("none", 0, field=10.0, side=10.0),
 )
