@@ -37,6 +37,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "reduce_max": ("torch.compile", "torch eager"),
     "dot": ("torch.compile", "torch eager"),
     "histogram": ("torch eager",),
+    "nms": ("torchvision",),
     "embed": ("torch.compile", "torch eager"),
     "rope": ("torch.compile", "liger", "torch eager"),
 }
@@ -212,6 +213,14 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 def _labels(labels: Any, logits: Any) -> Any:
     """Labels in a line, none of them beyond the last column, which torch would not forgive."""
     return labels.flatten().clamp(max=logits.shape[-1] - 1)
+
+
+def torchvision_ops() -> dict[str, Callable[..., Any]]:
+    """Torchvision's ops."""
+    from torchvision.ops import nms
+
+    # It gives the places of the boxes that stay, as our callers would ask for.
+    return {"nms": nms}
 
 
 def liger_ops() -> dict[str, Callable[..., Any]]:
