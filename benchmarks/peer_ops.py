@@ -33,6 +33,11 @@ PEERS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
     "global_norm": ("torch.compile", "torch eager"),
+    "reduce_sum": ("torch.compile", "torch eager"),
+    "reduce_max": ("torch.compile", "torch eager"),
+    "dot": ("torch.compile", "torch eager"),
+    "histogram": ("torch eager",),
+    "nms": ("torchvision",),
     "embed": ("torch.compile", "torch eager"),
     "rope": ("torch.compile", "liger", "torch eager"),
 }
@@ -53,6 +58,11 @@ def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
     if copy_dtype is None:
         return param, adam.mu, adam.nu
     return param, adam.mu, adam.nu, jax.tree.map(lambda x: x.astype(copy_dtype), param)
+
+
+def _bincount(x, *, bins):
+    """``histogram`` of numbers that are all in a bin."""
+    return jax.numpy.bincount(x.reshape(-1), length=bins)
 
 
 def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
@@ -81,6 +91,7 @@ def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale
 # Peers that are JAX functions, with the op's arguments; they run beside our backends.
 JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "adamw_update": {"optax": _optax_adamw},
+    "histogram": {"jnp.bincount": _bincount},
     "flash_attention": {
         "tokamax mosaic": functools.partial(_tokamax_attention, "mosaic"),
         "tokamax triton": functools.partial(_tokamax_attention, "triton"),
@@ -163,6 +174,18 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def global_norm(tree):
         return torch.nn.utils.get_total_norm(tree_leaves(tree))
 
+    def reduce_sum(x):
+        return x.sum(dtype=torch.float32)
+
+    def reduce_max(x):
+        return x.max()
+
+    def dot(a, b):
+        return torch.dot(a.flatten(), b.flatten())
+
+    def histogram(x, *, bins):  # of int64, as torch's random integers are
+        return torch.bincount(x.flatten(), minlength=bins)
+
     def embed(tokens, token_table, position_table=None):
         out = F.embedding(tokens, token_table)
         return out if position_table is None else out + position_table[: tokens.shape[-1]]
@@ -183,12 +206,21 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
     others = (global_norm, softmax, repeat_kv, linear, mlp, embed, rope)
     losses = (cross_entropy, linear_cross_entropy)
-    return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses)}
+    reductions = (reduce_sum, reduce_max, dot, histogram)
+    return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses, *reductions)}
 
 
 def _labels(labels: Any, logits: Any) -> Any:
     """Labels in a line, none of them beyond the last column, which torch would not forgive."""
     return labels.flatten().clamp(max=logits.shape[-1] - 1)
+
+
+def torchvision_ops() -> dict[str, Callable[..., Any]]:
+    """Torchvision's ops."""
+    from torchvision.ops import nms
+
+    # It gives the places of the boxes that stay, as our callers would ask for.
+    return {"nms": nms}
 
 
 def liger_ops() -> dict[str, Callable[..., Any]]:

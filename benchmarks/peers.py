@@ -18,12 +18,16 @@ from typing import Any
 import jax
 
 from benchmarks import timing
-from benchmarks.peer_ops import PEERS, cut_cross_entropy_ops, liger_ops, torch_ops
-from jaxllm.testing import Case, Normal
+from benchmarks.peer_ops import PEERS, cut_cross_entropy_ops, liger_ops, torch_ops, torchvision_ops
+from jaxllm.testing import Boxes, Case, Normal
 
 
 def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
-    by_peer = {"liger": liger_ops, "cut-cross-entropy": cut_cross_entropy_ops}
+    by_peer = {
+        "liger": liger_ops,
+        "cut-cross-entropy": cut_cross_entropy_ops,
+        "torchvision": torchvision_ops,
+    }
     ops = by_peer.get(peer, torch_ops)
     fn = functools.partial(ops()[case.op], **_peer_options(case))
     if peer != "torch.compile":
@@ -41,7 +45,7 @@ def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
 
 def _peer_options(case: Case) -> dict[str, Any]:
     """The options of a case that peers understand too."""
-    shared = ("activation", "causal", "groups", "interleaved", "scale")
+    shared = ("activation", "bins", "causal", "groups", "interleaved", "iou_threshold", "scale")
     shared += ("transpose_weight", "vocab_size")
     return {name: case.static[name] for name in shared if name in case.static}
 
@@ -50,6 +54,11 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
     import torch
 
     def make(spec: Any) -> Any:
+        if isinstance(spec, Boxes):
+            low, sides = torch.rand((2, *spec.shape[:-1], 2), device=device)
+            low = (low * spec.field).round()
+            boxes = torch.cat([low, low + (sides * spec.side).round()], dim=-1)
+            return boxes.to(getattr(torch, dtype))
         if not isinstance(spec, Normal):
             share = torch.rand(spec.shape, device=device) ** spec.skew
             return spec.low + (share * (spec.high - spec.low)).long()
@@ -156,7 +165,6 @@ def time_peer(
         make_call = {"forward": _forward_call, "backward": _backward_call}.get(
             direction, _gradient_call
         )
-        make_call = make_call if case.has_backward else functools.partial
         calls = [make_call(fn, inputs) for inputs in sets]
     result = timing.time_torch(calls, repetitions=3 if smoke else repetitions, timer=timer)
     if direction == "gradient":

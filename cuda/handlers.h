@@ -52,6 +52,11 @@
   HANDLER(matmul_gelu_slope, MatmulGeluSlope)                                   \
   HANDLER(embed_forward, EmbedForward)                                          \
   HANDLER(embed_backward, EmbedBackward)                                        \
+  HANDLER(reduce_sum_forward, ReduceSumForward)                                 \
+  HANDLER(reduce_max_forward, ReduceMaxForward)                                 \
+  HANDLER(dot_forward, DotForward)                                              \
+  HANDLER(histogram, Histogram)                                                 \
+  HANDLER(nms, Nms)                                                             \
   HANDLER(rope_forward, RopeForward)                                            \
   HANDLER(rope_backward, RopeBackward)
 

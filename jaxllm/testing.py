@@ -64,6 +64,23 @@ class Integers:
 
 
 @dataclasses.dataclass(frozen=True)
+class Boxes:
+    """An input of boxes, corners ``(x1, y1, x2, y2)`` with ``x1 <= x2`` and ``y1 <= y2``.
+
+    They are whole numbers, so that areas are exact, and no rounding decides on a box.
+
+    Attributes:
+        shape: Its shape; the last axis has the four corners.
+        field: The first corners are drawn from the square from 0 to this.
+        side: The sides are drawn from 0 to this.
+    """
+
+    shape: tuple[int, ...]
+    field: float
+    side: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One named call of one op: what tests check, and benchmarks time.
 
@@ -130,6 +147,8 @@ def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
     for key, spec in zip(keys, specs, strict=True):
         if isinstance(spec, Integers):
             arrays.append(_integers(key, spec))
+        elif isinstance(spec, Boxes):
+            arrays.append(_boxes(key, spec).astype(dtype))
         else:
             values = spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
             arrays.append(values.astype(spec.dtype or dtype))
@@ -143,6 +162,12 @@ def _integers(key: jax.Array, spec: Integers) -> jax.Array:
         share = jax.random.uniform(key, spec.shape) ** spec.skew
         values = spec.low + (share * (spec.high - spec.low)).astype(jnp.int32)
     return values.astype(spec.dtype)
+
+
+def _boxes(key: jax.Array, spec: Boxes) -> jax.Array:
+    low, sides = jax.random.uniform(key, (2, *spec.shape[:-1], 2))
+    low = jnp.round(low * spec.field)
+    return jnp.concatenate([low, low + jnp.round(sides * spec.side)], axis=-1)
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:

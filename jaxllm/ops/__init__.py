@@ -30,7 +30,9 @@ from jaxllm.ops.quantization.api import (
     quantized_matmul,
     quantized_matvec,
 )
+from jaxllm.ops.reduction.api import dot, histogram, reduce_max, reduce_sum
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
+from jaxllm.ops.vision.api import nms
 
 __all__ = [
     "RopeScaling",
@@ -44,20 +46,25 @@ __all__ = [
     "decode_attention",
     "decode_block",
     "dequantize",
+    "dot",
     "embed",
     "flash_attention",
     "flash_attention_float8",
     "flash_attention_packed",
     "gelu",
     "global_norm",
+    "histogram",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "matvec",
     "mlp",
+    "nms",
     "quantize",
     "quantized_matmul",
     "quantized_matvec",
+    "reduce_max",
+    "reduce_sum",
     "relu",
     "repeat_kv",
     "rms_norm",

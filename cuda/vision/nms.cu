@@ -1,0 +1,173 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "common/launch.h"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
+#include "vision/nms.h"
+
+namespace jaxllm {
+namespace {
+
+constexpr int kSelectThreads = 1024;  // a warp for each two boxes of a tile
+constexpr int kWords = 5;             // of a row, on their way at once in a lane
+constexpr int64_t kMaxGridZ = 65535;
+
+// A side, that of a box or of what two boxes share; nothing where it would be negative.
+__device__ __forceinline__ float side(float low, float high, float pixel) {
+  return fmaxf(high - low + pixel, 0.0f);
+}
+
+struct Box {
+  float x1, y1, x2, y2, area;
+
+  template <typename T>
+  __device__ __forceinline__ Box(const T* corners, float pixel)
+      : x1(to_float(corners[0])),
+        y1(to_float(corners[1])),
+        x2(to_float(corners[2])),
+        y2(to_float(corners[3])),
+        area(side(x1, x2, pixel) * side(y1, y2, pixel)) {}
+  Box() = default;
+
+  // Whether the intersection over the union is above the threshold, without a division.
+  __device__ __forceinline__ bool overlaps(const Box& other, float threshold, float pixel) const {
+    const float width = side(fmaxf(x1, other.x1), fminf(x2, other.x2), pixel);
+    const float height = side(fmaxf(y1, other.y1), fminf(y2, other.y2), pixel);
+    const float both = width * height;
+    return both > threshold * (area + other.area - both);
+  }
+};
+
+// Block (x, y, z) compares the boxes of tile y with those of tile x >= y, one thread a row: bit j
+// of its word is box j of tile x. On the diagonal only the bits of the boxes before it are set.
+template <typename T>
+__global__ void __launch_bounds__(kNmsTile)
+    nms_overlaps_kernel(const T* boxes, uint64_t* overlaps, int64_t groups, int64_t count,
+                        float threshold, float pixel) {
+  __shared__ Box columns[kNmsTile];
+  if (blockIdx.x < blockIdx.y) return;
+  const int thread = threadIdx.x;
+  const int64_t row = int64_t{blockIdx.y} * kNmsTile + thread;
+  const int64_t first_column = int64_t{blockIdx.x} * kNmsTile;
+  const bool diagonal = blockIdx.x == blockIdx.y;
+  const int width = min(int64_t{kNmsTile}, count - first_column);
+  for (int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
+    const T* corners = boxes + group * count * 4;
+    __syncthreads();  // the columns of the last group are done with
+    if (thread < width) columns[thread] = Box(corners + (first_column + thread) * 4, pixel);
+    __syncthreads();
+    if (row >= count) continue;
+    const Box mine(corners + row * 4, pixel);
+    uint64_t word = 0;
+    const int end = diagonal ? thread : width;
+#pragma unroll 8
+    for (int j = 0; j < end; ++j) {
+      word |= uint64_t{mine.overlaps(columns[j], threshold, pixel)} << j;
+    }
+    overlaps[(group * count + row) * gridDim.x + blockIdx.x] = word;
+  }
+}
+
+// One block walks through the tiles of a group in order. The first warp decides on the boxes of a
+// tile; then each warp takes rows of boxes that are kept, and strikes out what they overlap in the
+// tiles to come.
+__global__ void __launch_bounds__(kSelectThreads)
+    nms_select_kernel(const uint64_t* overlaps, bool* keep, int64_t count, int tiles) {
+  extern __shared__ uint32_t struck[];  // two words for each tile: bits of boxes that are out
+  __shared__ uint64_t kept_in_tile;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  overlaps += blockIdx.x * count * tiles;
+  keep += blockIdx.x * count;
+  for (int i = threadIdx.x; i < 2 * tiles; i += kSelectThreads) struck[i] = 0;
+
+  // What overlaps boxes `lane` and `lane` + 32 of a tile from within the tile, and comes before.
+  uint64_t before[2] = {};
+  const auto fetch_before = [&](int tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t box = int64_t{tile} * kNmsTile + half * 32 + lane;
+      before[half] = tile < tiles && box < count ? overlaps[box * tiles + tile] : 0;
+    }
+  };
+  if (warp == 0) fetch_before(0);
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int64_t first = int64_t{tile} * kNmsTile;
+    __syncthreads();
+    if (warp == 0) {
+      // A box stays if nothing kept overlaps it. Take all as kept, and ask each box again until no
+      // answer changes: box i has its final answer after i + 1 turns, and most after two or three.
+      const uint64_t out = uint64_t{struck[2 * tile + 1]} << 32 | struck[2 * tile];
+      uint64_t kept = ~out, last;
+      do {
+        last = kept;
+        const bool low = !(out >> lane & 1) && !(before[0] & last);
+        const bool high = !(out >> (lane + 32) & 1) && !(before[1] & last);
+        kept = uint64_t{__ballot_sync(kFullWarp, high)} << 32 | __ballot_sync(kFullWarp, low);
+      } while (kept != last);
+      fetch_before(tile + 1);  // on its way while the rows are read
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int box = half * 32 + lane;
+        if (first + box < count) keep[first + box] = kept >> box & 1;
+      }
+      if (lane == 0) kept_in_tile = kept;
+    }
+    __syncthreads();
+    // Each warp has two boxes of the tile. The words of both are on their way at once.
+    bool stays[2];
+    const uint64_t* rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int box = half * 32 + warp;
+      stays[half] = first + box < count && (kept_in_tile >> box & 1);
+      rows[half] = overlaps + (first + box) * tiles;
+    }
+    if (!stays[0] && !stays[1]) continue;
+    for (int later = tile + 1 + lane; later < tiles; later += 32 * kWords) {
+      uint64_t words[2][kWords];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int column = later + 32 * w;
+          words[half][w] = stays[half] && column < tiles ? rows[half][column] : 0;
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint64_t word = words[0][w] | words[1][w];
+        const uint32_t low = word, high = word >> 32;
+        if (low) atomicOr(&struck[2 * (later + 32 * w)], low);
+        if (high) atomicOr(&struck[2 * (later + 32 * w) + 1], high);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <typename T>
+cudaError_t nms(cudaStream_t stream, const T* boxes, bool* keep, uint64_t* overlaps, int64_t groups,
+                int64_t count, float iou_threshold, bool inclusive) {
+  if (groups == 0 || count == 0) return cudaSuccess;
+  const int64_t tiles = nms_tiles(count);
+  const dim3 grid(tiles, tiles, std::min(groups, kMaxGridZ));
+  nms_overlaps_kernel<<<grid, kNmsTile, 0, stream>>>(boxes, overlaps, groups, count, iou_threshold,
+                                                     inclusive ? 1.0f : 0.0f);
+  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  const size_t shared_bytes = 2 * sizeof(uint32_t) * tiles;
+  nms_select_kernel<<<groups, kSelectThreads, shared_bytes, stream>>>(overlaps, keep, count, tiles);
+  return cudaGetLastError();
+}
+
+template cudaError_t nms<float>(cudaStream_t, const float*, bool*, uint64_t*, int64_t, int64_t,
+                                float, bool);
+template cudaError_t nms<__nv_bfloat16>(cudaStream_t, const __nv_bfloat16*, bool*, uint64_t*,
+                                        int64_t, int64_t, float, bool);
+template cudaError_t nms<__half>(cudaStream_t, const __half*, bool*, uint64_t*, int64_t, int64_t,
+                                 float, bool);
+
+}  // namespace jaxllm

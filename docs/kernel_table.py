@@ -1,0 +1,271 @@
+"""Writes ``kernel_table.md``: which op, and which files, stand for each kernel of the sources.
+
+``python docs/kernel_table.py`` after an op has been added. Files are found by following the code:
+from an op's ``Op`` object to its modules, from their FFI targets to the handlers, from these to the
+launchers that they call, and so to the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jaxllm.ops
+from jaxllm.dispatch import Op
+from jaxllm.testing import Case
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "kernel_table.md"
+
+# What the projects that the ops descend from name or show, and the ops that do it here.
+SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
+    "llm.c": {
+        "encoder_forward_kernel3, encoder_backward_kernel": ("embed",),
+        "layernorm_forward_kernel3, layernorm_backward_kernel2": ("layer_norm", "add_layer_norm"),
+        "matmul_forward_kernel4, matmul_backward": ("linear", "mlp"),
+        "matmul_backward_bias_kernel4": ("bias_add",),
+        "attention_forward, attention_backward, permute_kernel, unpermute_kernel": (
+            "flash_attention",
+            "flash_attention_packed",
+        ),
+        "softmax_forward_kernel5, softmax_autoregressive_backward_kernel": ("softmax",),
+        "residual_forward_kernel": ("add", "add_layer_norm"),
+        "gelu_forward_kernel, gelu_backward_kernel": ("gelu", "bias_gelu"),
+        "fused_classifier_kernel3": ("cross_entropy", "linear_cross_entropy"),
+        "adamw_kernel2": ("adamw_update",),
+        "global_norm_squared": ("global_norm",),
+    },
+    "llama3.cuda": {
+        "rmsnorm forward and backward": ("rms_norm", "add_rms_norm"),
+        "swiglu forward and backward": ("swiglu", "swiglu_packed"),
+        "precompute_freqs_cis": ("rope_table",),
+        "apply_rope_forward, apply_rope_backward": ("rope",),
+        "repeat_interleave forward and backward": ("repeat_kv",),
+        "attention_forward_gqa, attention_backward_gqa": ("flash_attention",),
+    },
+    "CUDA-Learn-Notes": {
+        "sgemm_naive, sgemm_block_tile_k_tile_vec4, sgemm double-buffered, hgemm": ("linear",),
+        "sgemv_k32, sgemv_k128, sgemv_k16": ("matvec",),
+        "warp_reduce_sum, block_reduce_sum, block_all_reduce, and their vec4 forms": (
+            "reduce_sum",
+        ),
+        "warp_reduce_max, block_reduce_max": ("reduce_max",),
+        "dot_product, dot_product_vec4": ("dot",),
+        "elementwise_add, elementwise_add_vec4": ("add",),
+        "histogram, histogram_vec4": ("histogram",),
+        "softmax, softmax_vec4, safe_softmax, online_softmax": ("softmax",),
+        "sigmoid, sigmoid_vec4, safe_sigmoid": ("sigmoid",),
+        "relu, relu_vec4": ("relu",),
+        "layer_norm, layer_norm_vec4": ("layer_norm",),
+        "rms_norm, rms_norm_vec4": ("rms_norm",),
+        "flash_attn_1 and flash_attn_2 in f32, f16, bf16": ("flash_attention",),
+        "flash_attn_2 in f8": ("flash_attention_float8",),
+        "flash_attn_2_split_kv in f16, bf16, f8": ("decode_attention",),
+        "hard_nms": ("nms",),
+    },
+    "KuiperLLama": {
+        "matmul_kernel_cu_fp32": ("matvec",),
+        "quantization by groups": ("quantize", "dequantize"),
+        "matmul_kernel_cu_fp32int8": ("quantized_matvec", "quantized_matmul"),
+    },
+}
+
+
+def op_objects() -> dict[str, Op]:
+    """The public ops that dispatch, by name."""
+    apis = {getattr(jaxllm.ops, name).__module__ for name in jaxllm.ops.__all__}
+    values = [
+        value for api in sorted(apis) for value in vars(importlib.import_module(api)).values()
+    ]
+    ops = {value.name: value for value in values if isinstance(value, Op)}
+    return {name: ops[name] for name in jaxllm.ops.__all__ if name in ops}
+
+
+def handlers() -> dict[str, str]:
+    """The FFI handlers by the stems of their targets."""
+    text = (ROOT / "cuda" / "handlers.h").read_text()
+    return dict(re.findall(r"HANDLER\((\w+), (\w+)\)", text))
+
+
+def targets_of(op: Op) -> list[str]:
+    """The stems of the FFI targets that an op's CUDA module calls, itself or through others."""
+    found: set[str] = set()
+    names: set[str] = {op.name, f"{op.name}_forward", f"{op.name}_backward"}
+    modules: dict[str, ModuleType] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                visit(part)
+        elif isinstance(value, str):
+            found.update({value} & handlers().keys())
+        elif isinstance(value, ModuleType) and value.__name__.startswith("jaxllm.ops"):
+            modules[value.__name__] = value
+        elif hasattr(value, "__code__") and value.__module__.startswith("jaxllm.ops"):
+            names.update(value.__code__.co_names)
+            for constant in value.__code__.co_consts:
+                visit(constant)
+            for name in value.__code__.co_names:
+                visit(value.__globals__.get(name))
+
+    # A function may be given a module, so its names are looked up in all that have been met.
+    visit(op.cuda)
+    known = -1
+    while known != len(seen):
+        known = len(seen)
+        for module in list(modules.values()):
+            for name in list(names):
+                visit(getattr(module, name, None))
+    return sorted(found)
+
+
+@functools.cache
+def included(path: Path) -> tuple[Path, ...]:
+    """The headers of families that a C++ file includes, itself or through others."""
+    found: dict[Path, None] = {}
+    for name in re.findall(r'^#include "((?!common/)\w+/\w+\.c?u?h)"', path.read_text(), re.M):
+        header = ROOT / "cuda" / name
+        found |= dict.fromkeys((header, *included(header)))
+    return tuple(found)
+
+
+@functools.cache
+def functions_of(path: Path) -> dict[str, str]:
+    """The text of each function at the left margin of a C++ file, by name."""
+    pattern = r"^[\w:<>,&* ]+?\b(\w+)\([^;{}]*\{\n.*?^\}"
+    return {match[1]: match[0] for match in re.finditer(pattern, path.read_text(), re.M | re.S)}
+
+
+@functools.cache
+def kernel_files(handler: str) -> tuple[Path, ...]:
+    """The handler's file, then those with the kernels that it launches."""
+    pattern = rf"HANDLER_SYMBOL\(\s*{handler},([^)]*)\)"
+    files = {path: re.search(pattern, path.read_text()) for path in sources("*.cc")}
+    ((file, defined),) = [(path, match) for path, match in files.items() if match]
+    headers = [header for header in included(file) if header.suffix == ".h"]
+
+    # What the handler calls, as far as the functions beside it and in its headers go.
+    functions = {
+        name: text for path in (file, *headers) for name, text in functions_of(path).items()
+    }
+    names: set[str] = set()
+    new = set(re.findall(r"\w+", defined[1]))
+    while new:
+        names |= new
+        words = {word for name in new for word in re.findall(r"\w+", functions.get(name, ""))}
+        new = words - names
+
+    # The files behind the headers that declare some of it; these may stand on more of the family.
+    kernels: dict[Path, None] = {}
+    behind = [header for header in headers if names & declared(header)]
+    for header in behind:
+        for path in sources("*.cu", "*.cc"):
+            if header in included(path) and belongs(path, header) and path not in kernels:
+                kernels[path] = None
+                near = [other for other in included(path) if other.parent == path.parent]
+                behind += [other for other in near if other.suffix == ".h"]
+    return (file, *(path for path in kernels if path.suffix == ".cu"))
+
+
+def sources(*patterns: str) -> list[Path]:
+    """The C++ files of these names."""
+    return sorted(path for pattern in patterns for path in (ROOT / "cuda").rglob(pattern))
+
+
+def belongs(path: Path, header: Path) -> bool:
+    """Whether a file defines what a header declares: it bears its name, or has no header."""
+    handler = path.suffix == ".cc" and "HANDLER_SYMBOL" in path.read_text()
+    return path.stem == header.stem or not (handler or path.with_suffix(".h").exists())
+
+
+def declared(header: Path) -> set[str]:
+    """The launchers that a header declares, and the types that hold some."""
+    text = header.read_text()
+    found = re.findall(r"^(?:cudaError_t|struct) (\w+)[ (]", text, re.M)
+    return set(found) if "cudaError_t" in text else set()
+
+
+def link(path: Path) -> str:
+    """A link to a file of the repository."""
+    return f"[{path.parent.name}/{path.name}](../{path.relative_to(ROOT)})"
+
+
+def module_link(module: ModuleType | None) -> str:
+    """A link to an implementation."""
+    return link(Path(str(module.__file__))) if module else "none"
+
+
+def rows_of_sources() -> Iterator[str]:
+    """The first table: the sources' kernels and our ops."""
+    yield "| source | its kernels | op |"
+    yield "|---|---|---|"
+    for source, kernels in SOURCES.items():
+        for names, ops in kernels.items():
+            yield f"| {source} | {names} | {', '.join(f'`{op}`' for op in ops)} |"
+
+
+def rows_of_ops() -> Iterator[str]:
+    """The second table: our ops and their files."""
+    yield "| op | definition | Pallas | CUDA: handlers | kernels | cases, and timed ones |"
+    yield "|---|---|---|---|---|---|"
+    for name, op in op_objects().items():
+        files = [kernel_files(handlers()[target]) for target in targets_of(op)]
+        entries = unique(file[0] for file in files)
+        kernels = unique(path for file in files for path in file[1:])
+        cells = [module_link(op.reference), module_link(op.pallas)]
+        cells += [" ".join(map(link, paths)) or "none" for paths in (entries, kernels)]
+        cases = cases_of(name)
+        cells.append(f"{len(cases)}, {sum(case.large for case in cases)}")
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def cases_of(name: str) -> list[Case]:
+    """The cases that test an op, and time it where they are large."""
+    family = getattr(jaxllm.ops, name).__module__.rpartition(".")[0]
+    cases = importlib.import_module(f"{family}.cases").CASES
+    return [case for case in cases if case.op == name]
+
+
+def unique(paths: Iterable[Path]) -> list[Path]:
+    """The paths once each, in order."""
+    return list(dict.fromkeys(paths))
+
+
+def table() -> str:
+    """The page."""
+    lines = [
+        "# Which kernel is where",
+        "",
+        "Written by `python docs/kernel_table.py`; change that, not this page.",
+        "",
+        "The ops descend from kernels that these projects show or name:",
+        "",
+        *rows_of_sources(),
+        "",
+        "And these are the files of every op. A handler checks buffers and launches; the kernels",
+        "know nothing of XLA ([the way of a call](call.md)). The contract tests run each case on",
+        "every backend; the large ones need a GPU, and the benchmarks time them.",
+        "",
+        *rows_of_ops(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Writes the page."""
+    TABLE.write_text(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

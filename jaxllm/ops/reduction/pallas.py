@@ -1,0 +1,146 @@
+"""Pallas-Triton kernels of the reductions.
+
+An array is one row of elements, and a program has a stretch of it; the elements past the end are
+masked. A program leaves one partial result, and XLA reduces those in turn.
+
+Triton has no counters in shared memory to offer, so the histogram is a product of matrices. With
+``x = row * W + column`` the counts, as a matrix of rows of W, are the sum over the elements of the
+outer products of two one-hot vectors, that of ``row`` and that of ``column``: R + W comparisons an
+element, where one for each bin would be R * W, and the tensor cores add them up. Ones and zeros are
+exact in bfloat16, and so are the counts in float32 below 2**24.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_BLOCK, _WARPS = 4096, 4  # of a program
+_TILE = 128  # elements of a histogram that are one product
+_MAX_BINS = 4096
+_MAX_PROGRAMS = 2048  # of a histogram
+
+
+def reduce_sum_unsupported(x, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return _unsupported("x", x, _DTYPES)
+
+
+def reduce_max_unsupported(x, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return _unsupported("x", x, _DTYPES)
+
+
+def dot_unsupported(a, b, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return _unsupported("a", a, _DTYPES)
+
+
+def histogram_unsupported(x, *, bins) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if bins > _MAX_BINS:
+        return f"there are {bins} bins; the kernel takes at most {_MAX_BINS}"
+    return _unsupported("x", x, (jnp.int32,))
+
+
+def _unsupported(name: str, x: Array, dtypes: tuple) -> str | None:
+    if x.dtype not in dtypes:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+        return f"{name} has dtype {x.dtype}; the kernel takes {names}"
+    if x.size >= 2**31:
+        return f"{name} has {x.size} elements; the kernel takes fewer than 2**31"
+    return None
+
+
+def reduce_sum_forward(x, *, interpret=False):
+    """Returns the sum."""
+    return jnp.sum(_partials(jnp.sum, 0.0, interpret, x))
+
+
+def reduce_max_forward(x, *, interpret=False):
+    """Returns the largest element."""
+    return jnp.max(_partials(_max, -jnp.inf, interpret, x)).astype(x.dtype)
+
+
+def dot_forward(a, b, *, interpret=False):
+    """Returns the dot product."""
+    return jnp.sum(_partials(jnp.sum, 0.0, interpret, a, b))
+
+
+def histogram(x, *, bins, interpret=False):
+    """Returns the counts."""
+    if x.size == 0:
+        return jnp.zeros(bins, jnp.int32)
+    # As nearly square as powers of two are, and no smaller than a product may be.
+    width = max(16, pl.next_power_of_2(math.isqrt(bins - 1) + 1))
+    rows = max(16, pl.next_power_of_2(pl.cdiv(bins, width)))
+    tiles = pl.cdiv(pl.cdiv(x.size, _TILE), _MAX_PROGRAMS)
+    programs = pl.cdiv(x.size, tiles * _TILE)
+    counts = pl.pallas_call(
+        functools.partial(_histogram_kernel, size=x.size),
+        grid=(programs,),
+        in_specs=[pl.BlockSpec((tiles * _TILE,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((None, rows, width), lambda i: (i, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((programs, rows, width), jnp.int32),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+    )(x.reshape(-1))
+    return counts.sum(axis=0, dtype=jnp.int32).reshape(-1)[:bins]
+
+
+def _max(values):
+    # Triton's own maximum passes over NaN.
+    any_nan = jnp.sum((values != values).astype(jnp.float32)) > 0
+    return jnp.where(any_nan, jnp.nan, jnp.max(values))
+
+
+def _reduce_kernel(*refs, size, reduce, identity):
+    *array_refs, partial_ref = refs
+    inside = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK) < size
+    values = 1.0
+    for ref in array_refs:
+        values *= plgpu.load(ref, mask=inside, other=0.0).astype(jnp.float32)
+    partial_ref[0] = reduce(jnp.where(inside, values, identity))
+
+
+def _histogram_kernel(x_ref, counts_ref, *, size):
+    rows, width = counts_ref.shape
+    first = pl.program_id(0) * x_ref.shape[0]
+
+    def count(i, counts):
+        position = first + i * _TILE + jnp.arange(_TILE)
+        here = x_ref.at[pl.ds(i * _TILE, _TILE)]
+        x = plgpu.load(here, mask=position < size, other=-1)
+        # What is negative or too large is in no row, or in one past the last bin.
+        row, column = x >> (width.bit_length() - 1), x & (width - 1)
+        is_row = (jnp.arange(rows)[:, None] == row[None, :]).astype(jnp.bfloat16)
+        is_column = (column[:, None] == jnp.arange(width)[None, :]).astype(jnp.bfloat16)
+        return counts + jnp.dot(is_row, is_column, preferred_element_type=jnp.float32)
+
+    counts = jnp.zeros((rows, width), jnp.float32)
+    counts = jax.lax.fori_loop(0, x_ref.shape[0] // _TILE, count, counts)
+    counts_ref[...] = counts.astype(jnp.int32)
+
+
+def _partials(reduce, identity: float, interpret: bool, *arrays: Array) -> Array:
+    """What each program makes of its block of the product of the arrays."""
+    size = arrays[0].size
+    if size == 0:
+        return jnp.full(1, identity, jnp.float32)
+    programs = pl.cdiv(size, _BLOCK)
+    return pl.pallas_call(
+        functools.partial(_reduce_kernel, size=size, reduce=reduce, identity=identity),
+        grid=(programs,),
+        in_specs=[pl.BlockSpec((_BLOCK,), lambda i: (i,))] * len(arrays),
+        out_specs=pl.BlockSpec((1,), lambda i: (i,)),
+        out_shape=jax.ShapeDtypeStruct((programs,), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+    )(*(x.reshape(-1) for x in arrays))

@@ -1,0 +1,1 @@
+"""Boxes in images: non-maximum suppression."""

@@ -1,0 +1,78 @@
+"""Boxes in images: non-maximum suppression."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.backend import Backend, resolve
+from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops.checks import check_floating, check_shape
+from jaxllm.ops.vision import cuda, pallas, reference
+
+NMS = Op("nms", reference=reference, pallas=pallas, cuda=cuda)
+
+
+def nms(
+    boxes: Float[Array, "N 4"],
+    scores: Float[Array, " N"],
+    *,
+    iou_threshold: float,
+    inclusive: bool = False,
+    backend: Backend | None = None,
+) -> Bool[Array, " N"]:
+    r"""Greedy non-maximum suppression: of boxes that overlap, those with the highest scores.
+
+    In the order of falling scores a box stays unless one that stays shares too much with it:
+
+    .. math::
+        IoU(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|} > iou\_threshold
+
+    A side that would be negative is zero, so boxes apart share nothing. Areas are float32 whatever
+    the dtype of ``boxes``. XLA sorts the scores; of equal ones the first goes first.
+
+    Args:
+        boxes: Corners ``(x1, y1, x2, y2)`` in any unit; float32, bfloat16 or float16 for the
+            kernels.
+        scores: One a box, any floating dtype.
+        iou_threshold: The most that two boxes may share and both stay, from 0 to 1.
+        inclusive: Whether corners are pixels that belong to the box: its sides are then
+            ``x2 - x1 + 1`` and ``y2 - y1 + 1``.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        Which boxes stay, in the order of ``boxes``. ``jnp.nonzero(keep, size=...)`` gives their
+        places.
+
+    Raises:
+        TypeError: An argument is not floating-point.
+        ValueError: ``boxes`` is not (N, 4), ``scores`` is not as long, ``iou_threshold`` is not in
+            its range, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: CUDA-Learn-Notes' ``hard_nms``, whose corners are ``inclusive``.
+
+    Example:
+        >>> boxes = jnp.array([[0.0, 0, 10, 10], [1, 0, 11, 10], [20, 0, 30, 10]])
+        >>> jaxllm.ops.nms(boxes, jnp.array([0.8, 0.9, 0.7]), iou_threshold=0.5)
+        Array([False,  True,  True], dtype=bool)
+    """
+    check_floating(boxes=boxes, scores=scores)
+    if boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"boxes has shape {boxes.shape}; it must be (N, 4)")
+    check_shape("scores", scores, boxes.shape[:1], f"one for each row of boxes {boxes.shape}")
+    if not 0 <= iou_threshold <= 1:
+        raise ValueError(f"iou_threshold is {iou_threshold}; it must be from 0 to 1")
+    backend = resolve(backend)
+    if boxes.shape[0] == 0:
+        return jnp.zeros(0, bool)
+    order = jnp.argsort(scores, stable=True, descending=True)
+    keep = dispatch(
+        NMS,
+        "",
+        backend,
+        boxes[order],
+        iou_threshold=float(iou_threshold),
+        inclusive=bool(inclusive),
+    )
+    return jnp.zeros_like(keep).at[order].set(keep, unique_indices=True)

@@ -1,0 +1,31 @@
+"""FFI calls to the CUDA kernels for boxes in ``cuda/vision``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm import ffi
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_BOXES = 2**17  # a bit for each pair of them is 2 GiB
+_TILE = 64  # boxes whose bits fill a word
+
+
+def nms_unsupported(boxes, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if boxes.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"boxes has dtype {boxes.dtype}; the kernel takes {names}"
+    if boxes.shape[0] > _MAX_BOXES:
+        return f"there are {boxes.shape[0]} boxes; the kernel takes at most {_MAX_BOXES}"
+    return None
+
+
+def nms(boxes, *, iou_threshold, inclusive):
+    """Returns which boxes stay."""
+    count = boxes.shape[0]
+    # The workspace: a word of two halves for each box and tile.
+    overlaps = jax.ShapeDtypeStruct((count, -(-count // _TILE), 2), jnp.uint32)
+    results = (jax.ShapeDtypeStruct((count,), jnp.bool_), overlaps)
+    return ffi.call("nms", results, boxes, iou_threshold=iou_threshold, inclusive=inclusive)[0]

@@ -1,0 +1,103 @@
+"""What is particular to reductions of whole arrays; the contract is in test_contract.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import ops
+from jaxllm.backend import BackendError
+
+BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_has_the_identity(backend):
+    nothing = jnp.zeros((3, 0), jnp.bfloat16)
+    assert ops.reduce_sum(nothing, backend=backend) == 0
+    assert ops.dot(nothing, nothing, backend=backend) == 0
+    assert ops.reduce_max(nothing, backend=backend) == -jnp.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [0, 5, 999])
+def test_the_maximum_does_not_pass_over_nan(backend, place):
+    x = jax.random.normal(jax.random.key(0), (1000,)).at[place].set(jnp.nan)
+    assert jnp.isnan(ops.reduce_max(x, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_maximum_may_be_negative_or_infinite(backend):
+    x = -1.0 - jnp.arange(777.0)
+    assert ops.reduce_max(x, backend=backend) == -1
+    assert ops.reduce_max(x.at[700].set(jnp.inf), backend=backend) == jnp.inf
+    assert ops.reduce_max(jnp.full(9, -jnp.inf), backend=backend) == -jnp.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_maxima_share_the_gradient(backend):
+    x = jnp.array([1.0, 3.0, 2.0, 3.0])
+    dx = jax.grad(lambda x: ops.reduce_max(x, backend=backend))(x)
+    assert dx.tolist() == [0, 0.5, 0, 0.5]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_are_float32_whatever_is_summed(backend):
+    # In bfloat16 the sum would stay at 256: one more is half a unit in its last place.
+    x = jnp.ones(3000, jnp.bfloat16)
+    for total in (ops.reduce_sum(x, backend=backend), ops.dot(x, x, backend=backend)):
+        assert total.dtype == jnp.float32
+        assert total == 3000
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bins", [1, 2, 255, 256, 257, 4096])
+def test_counts_are_those_of_numpy(backend, bins):
+    x = jax.random.randint(jax.random.key(bins), (5000,), -bins, 2 * bins)
+    inside = np.asarray(x)[(x >= 0) & (x < bins)]
+    expected = np.bincount(inside, minlength=bins)
+    np.testing.assert_array_equal(ops.histogram(x, bins=bins, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_extreme_integers_are_in_no_bin(backend):
+    x = jnp.array([-(2**31), 2**31 - 1, -1, 300, 299, 0, 0])
+    counts = ops.histogram(x, bins=300, backend=backend)
+    assert counts[0] == 2 and counts[299] == 1 and counts.sum() == 3
+
+
+def test_the_pallas_histogram_says_how_many_bins_it_takes():
+    with pytest.raises(BackendError, match="5000 bins; the kernel takes at most 4096"):
+        ops.histogram(jnp.zeros(3, int), bins=5000, backend="pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("large 0")
+def test_more_elements_than_an_int_counts():
+    size = 2**31 + 1000
+    x = jnp.full(size, 0.5, jnp.bfloat16).at[size - 1].set(3)
+    assert ops.reduce_max(x, backend="cuda") == 3
+    assert ops.reduce_sum(x, backend="cuda") == pytest.approx(size / 2, rel=1e-6)
+    assert ops.dot(x, x, backend="cuda") == pytest.approx(size / 4, rel=1e-6)
+    del x
+    numbers = jnp.full(size, 7, jnp.int32).at[: 2**30].set(300).at[size - 1].set(2)
+    counts = ops.histogram(numbers, bins=400, backend="cuda")
+    expected = np.zeros(400, np.int64)
+    expected[[2, 7, 300]] = 1, size - 2**30 - 1, 2**30
+    np.testing.assert_array_equal(counts, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ops.reduce_sum(jnp.ones(3, int)), TypeError, "x has dtype int32"),
+        (lambda: ops.reduce_max(jnp.ones(3, bool)), TypeError, "x has dtype bool"),
+        (lambda: ops.dot(jnp.ones(3), jnp.ones(4)), ValueError, r"b has shape \(4,\).*\(3,\)"),
+        (lambda: ops.dot(jnp.ones(3), jnp.ones(3, jnp.bfloat16)), TypeError, "b has dtype bf"),
+        (lambda: ops.histogram(jnp.ones(3), bins=4), TypeError, "x has dtype float32"),
+        (lambda: ops.histogram(jnp.ones(3, int), bins=0), ValueError, "bins is 0"),
+    ],
+)
+def test_errors_name_the_argument(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
