@@ -1,9 +1,12 @@
-"""Times prefill and decoding of a Llama 3 at batch 1, all decode steps in one compiled program.
+"""Times prefill and decoding of a Llama 3 at batch 1.
 
-    python -m benchmarks.generate --preset 3.2-1b --context 2048 --dtype bfloat16 int8
+    python -m benchmarks.generate --preset 3.2-1b 3.1-8b --dtype bfloat16 int8 --backend auto xla
 
-Prints the latency of a token, and its share of the time that reading the weights and the cache once
-would take at ``--bandwidth``. Weights are random: how fast a model decodes does not hang on them.
+Prefill reads a prompt into an empty cache, in one compiled program: its share is of the time that
+its products and scores would take at the rate of a large matmul. Decoding continues it, all steps
+in one compiled program: its share is of the time that reading the weights and the cache once a
+token would take at the speed of a copy. Both limits are measured in the same run. Times are wall
+clock, the best of some; weights are random, as how fast a model runs does not hang on them.
 """
 
 from __future__ import annotations
@@ -11,16 +14,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import jaxllm
+from benchmarks import timing
+from benchmarks.record import format_table
+from jaxllm.backend import BACKENDS
 from jaxllm.models import llama3
 from jaxllm.models.blocks import for_decoding
 from jaxllm.quantize import quantize_params, size_in_bytes
+
+HEADER = ("model", "dtype", "ms", "tokens/s", "limit ms", "limit / ms", "phase, backend")
 
 
 def random_params(config: llama3.Llama3Config, int8: bool) -> dict[str, Any]:
@@ -44,10 +54,51 @@ def decode(params: Any, cache: Any, token: jax.Array, config: Any, steps: int):
     return jax.lax.fori_loop(0, steps, step, (token, cache))
 
 
-def read_bytes(params: Any, cache: Any, config: llama3.Llama3Config) -> int:
+def read_bytes(params: Any, cache: Any) -> int:
     """What a step must read: all but the rows of a token table that is not the head."""
     table = params["wte"].nbytes if "head" in params else 0
     return size_in_bytes(params) - table + size_in_bytes(cache)
+
+
+def prefill_flops(config: llama3.Llama3Config, tokens: int) -> int:
+    """Operations of a prompt's forward pass: the head for its last token, causal scores by half."""
+    head = 2 * config.padded_vocab_size * config.width
+    products = llama3.flops_per_token(config, 0) // 3 - head
+    scores = 2 * config.layers * tokens * config.width
+    return (products + scores) * tokens + head
+
+
+def time_prefill(params: Any, cache: Any, config: Any, repeats: int) -> tuple[float, Any]:
+    """Seconds to fill the cache with a prompt, and the cache."""
+    tokens = jax.random.randint(jax.random.key(1), (1, cache.room), 0, config.vocab_size)
+    run = jax.jit(llama3.prefill, static_argnums=3, donate_argnums=4)
+
+    def once(cache):
+        return run(params, tokens, jnp.full(1, tokens.shape[1]), config, cache)[1]
+
+    return best_time(once, cache, repeats)
+
+
+def time_decoding(params: Any, cache: Any, config: Any, steps: int, repeats: int) -> float:
+    """Seconds a token, for those that fill the cache."""
+    run = jax.jit(functools.partial(decode, config=config, steps=steps), donate_argnums=1)
+
+    def once(cache):
+        before = cache._replace(lengths=jnp.full(1, cache.room - steps, jnp.int32))
+        return run(params, before, jnp.zeros(1, jnp.int32))[1]
+
+    return best_time(once, cache, repeats)[0] / steps
+
+
+def best_time(once: Callable[[Any], Any], cache: Any, repeats: int) -> tuple[float, Any]:
+    """The shortest of some runs after the first, which compiles; each gets the last one's cache."""
+    cache = jax.block_until_ready(once(cache))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        cache = jax.block_until_ready(once(cache))
+        times.append(time.perf_counter() - start)
+    return min(times), cache
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,57 +106,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--preset", default="3.2-1b", choices=llama3.PRESETS)
+    parser.add_argument("--preset", nargs="+", default=["3.2-1b"], choices=llama3.PRESETS)
     parser.add_argument("--layers", type=int, help="fewer layers than the preset has")
-    parser.add_argument("--context", type=int, default=2048, help="tokens when decoding ends")
-    parser.add_argument("--steps", type=int, default=64, help="tokens to decode")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prefill", action="store_true", help="time the prompt as well")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of prompt and cache")
+    parser.add_argument("--steps", type=int, default=64, help="tokens of the context to decode")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "int8"])
-    parser.add_argument("--bandwidth", type=float, default=4.27, help="TB/s of a copy on this GPU")
+    parser.add_argument("--backend", nargs="+", default=["auto"], choices=BACKENDS)
     args = parser.parse_args(argv)
-    config = llama3.PRESETS[args.preset]
-    if args.layers:
-        config = dataclasses.replace(config, layers=args.layers)
-    prompt = args.context - args.steps
-    if prompt < 1 or args.repeats < 1:
-        parser.error("--context must be above --steps, and --repeats at least 1")
+    if not 1 <= args.steps < args.context or args.repeats < 1:
+        parser.error("--steps must be at least 1 and below --context, and --repeats at least 1")
 
-    for dtype in args.dtype:
+    on_gpu = jax.default_backend() == "gpu"
+    limits = timing.jax_limits("trace" if on_gpu else "wall", smoke=not on_gpu)
+    copy, matmul = limits.copy_gb_per_s * 1e9, limits.matmul_tflop_per_s * 1e12
+    print(f"copy {copy / 1e12:.2f} TB/s, bfloat16 matmul {matmul / 1e12:.0f} TFLOP/s")
+    rows = []
+    for preset, dtype in itertools.product(args.preset, args.dtype):
+        config = llama3.PRESETS[preset]
+        if args.layers:
+            config = dataclasses.replace(config, layers=args.layers)
         params = random_params(config, dtype == "int8")
-        cache = llama3.empty_cache(config, 1, args.context, jnp.bfloat16)
-        token = jnp.zeros(1, jnp.int32)
-        if args.prefill:
-            tokens = jnp.ones((1, prompt), jnp.int32)
-            prefill = jax.jit(llama3.prefill, static_argnums=3)
-            lengths = jnp.array([prompt])
-            seconds = _time(functools.partial(prefill, params, tokens, lengths, config, cache))
-            print(f"{args.preset} {dtype} prefill of {prompt}: {1e3 * seconds:.2f} ms", flush=True)
-        run = jax.jit(
-            functools.partial(decode, config=config, steps=args.steps), donate_argnames="cache"
-        )
-        cache = cache._replace(lengths=jnp.full(1, prompt, jnp.int32))
-        best = float("inf")
-        for _ in range(args.repeats + 1):
-            start = time.perf_counter()
-            token, cache = jax.block_until_ready(run(params, cache, token))
-            best = min(best, (time.perf_counter() - start) / args.steps)
-            cache = cache._replace(lengths=jnp.full(1, prompt, jnp.int32))
-        limit = read_bytes(params, cache, config) / (args.bandwidth * 1e12)
-        print(
-            f"{args.preset} {dtype} decode at {args.context}: {1e3 * best:.3f} ms a token, "
-            f"{limit / best:.3f} of the read limit {1e3 * limit:.3f} ms",
-            flush=True,
-        )
-
-
-def _time(fn) -> float:
-    best = float("inf")
-    for _ in range(3):  # the first compiles
-        start = time.perf_counter()
-        jax.block_until_ready(fn())
-        best = min(best, time.perf_counter() - start)
-    return best
+        for backend in args.backend:
+            cache = llama3.empty_cache(config, 1, args.context, jnp.bfloat16)
+            read = read_bytes(params, cache)
+            with jaxllm.use_backend(backend):
+                prefill, cache = time_prefill(params, cache, config, args.repeats)
+                token = time_decoding(params, cache, config, args.steps, args.repeats)
+            for phase, seconds, tokens, limit in (
+                ("prefill", prefill, args.context, prefill_flops(config, args.context) / matmul),
+                ("decode", token, 1, read / copy),
+            ):
+                rows.append(
+                    (
+                        *(preset, dtype, f"{1e3 * seconds:.3f}", f"{tokens / seconds:.0f}"),
+                        *(f"{1e3 * limit:.3f}", f"{limit / seconds:.3f}", f"{phase} {backend}"),
+                    )
+                )
+        del params
+    print(format_table(HEADER, rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm.ops
-from benchmarks import ops, peer_ops, peers, record, timing, train
+from benchmarks import generate, ops, peer_ops, peers, record, timing, train
 from jaxllm.models import llama3
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import Case, Integers, Normal, cotangents_like, error, make_inputs
@@ -560,3 +560,32 @@ def test_committed_results_have_the_columns_of_today():
             rows = list(csv.reader(file))
         assert tuple(rows[0]) == columns, path
         assert {len(row) for row in rows} == {len(columns)}, path
+
+
+# Generation
+
+
+def test_generate_times_prefill_and_decoding(capsys):
+    arguments = "--preset d6 --layers 1 --context 12 --steps 3 --repeats 1 --dtype bfloat16 int8"
+    generate.main(arguments.split())
+    limits, header, *rows = capsys.readouterr().out.splitlines()
+    assert "TB/s" in limits and header.split()[:2] == ["model", "dtype"]
+    found = [row.split() for row in rows]
+    assert [(row[1], row[-2]) for row in found] == [
+        *(("bfloat16", "prefill"), ("bfloat16", "decode")),
+        *(("int8", "prefill"), ("int8", "decode")),
+    ]
+    for row in found:
+        ms, tokens_per_s, limit, share = map(float, row[2:6])
+        tokens = 12 if row[-2] == "prefill" else 1
+        assert ms > 0 and tokens_per_s == pytest.approx(1e3 * tokens / ms, rel=0.02, abs=1)
+        assert share == pytest.approx(limit / ms, rel=0.05, abs=2e-3)
+
+
+def test_prefill_counts_causal_scores_and_one_token_of_the_head():
+    config = llama3.PRESETS["d6"]
+    D, T = config.width, 7
+    factors = D * (sum(config.qkv_widths) + D + 3 * config.mlp_width)
+    layer = 2 * T * factors + 2 * T * T * D
+    head = 2 * config.padded_vocab_size * D
+    assert generate.prefill_flops(config, T) == config.layers * layer + head

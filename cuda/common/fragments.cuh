@@ -30,14 +30,12 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], uint32_t a0, uin
                                                  uint32_t a2, uint32_t a3, uint32_t b0,
                                                  uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -63,13 +61,15 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t word) {
   return turned;
 }
 
-// The int8 numbers in bytes 0 and 2 as two of T, exactly. With the exponent of `base` in front, the
-// lower seven bits of a number read as base + bits and its sign bit as base or base + 128; the
-// difference is the number.
+// Two neighbouring int8 numbers of a word, the first or the last two, as two of T, exactly. With
+// the exponent of `base` in front, the lower seven bits of a number read as base + bits and its
+// sign bit as base or base + 128; the difference is the number.
 template <typename T>
-__device__ __forceinline__ uint32_t widen_bytes(uint32_t bytes) {
-  constexpr uint32_t base = std::is_same_v<T, __nv_bfloat16> ? 0x43004300u : 0x64006400u;
-  const uint32_t magnitude = (bytes & 0x007f007fu) | base, sign = (bytes & 0x00800080u) | base;
+__device__ __forceinline__ uint32_t widen_two(uint32_t bytes, bool last) {
+  constexpr uint32_t base = std::is_same_v<T, __nv_bfloat16> ? 0x43434343u : 0x64646464u;
+  const uint32_t pick = last ? 0x4342 : 0x4140;
+  const uint32_t magnitude = __byte_perm(bytes & 0x7f7f7f7fu, base, pick);
+  const uint32_t sign = __byte_perm(bytes & 0x80808080u, base, pick);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     const __nv_bfloat162 pair = __hsub2(reinterpret_cast<const __nv_bfloat162&>(magnitude),
                                         reinterpret_cast<const __nv_bfloat162&>(sign));
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint32_t neighbours(const uint32_t* words, int i) {
   if constexpr (sizeof(C) == 2) {
     return words[i / 2];
   } else {
-    return widen_bytes<T>(__byte_perm(words[i / 4], 0, i % 4 ? 0x3322 : 0x1100));
+    return widen_two<T>(words[i / 4], i % 4 != 0);
   }
 }
 
@@ -97,9 +97,9 @@ __device__ __forceinline__ uint32_t across(const uint32_t* low, const uint32_t* 
   if constexpr (sizeof(C) == 2) {
     return __byte_perm(low[i / 2], high[i / 2], i % 2 ? 0x7632 : 0x5410);
   } else {
-    const int byte = i % 4;
-    return widen_bytes<T>(__byte_perm(low[i / 4], high[i / 4],
-                                      byte | byte << 4 | (byte + 4) << 8 | (byte + 4) << 12));
+    // Columns i and i + 1 of both rows, where i is even; each is asked for in turn.
+    return widen_two<T>(__byte_perm(low[i / 4], high[i / 4], i % 4 < 2 ? 0x5140 : 0x7362),
+                        i % 2 != 0);
   }
 }
 

@@ -55,6 +55,16 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
+// c += a * b of int8, 16 x 8 results over 32 products each: a word has four numbers of a row of
+// `a`, or of a column of `b`, where the 16-bit operands have two.
+__device__ __forceinline__ void multiply_add_int8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Two floats rounded to T, the first in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t round_pair(float first, float second) {
@@ -80,6 +90,15 @@ __device__ __forceinline__ void copy_4_async(void* target, const void* source, b
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)),
                "l"(source), "r"(valid ? 4 : 0)
                : "memory");
+}
+
+// Closes a group of this thread's copies, and waits for all groups but the last kPending.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wait_for_older_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Waits for every copy that this thread has started; others see them after the next barrier.

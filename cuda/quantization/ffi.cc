@@ -41,11 +41,14 @@ ffi::Error QuantizeImpl(cudaStream_t stream, Buffer w, int64_t group_size, Resul
 ffi::Error DequantizeImpl(cudaStream_t stream, Buffer q, Buffer scales, Result w) {
   const ffi::ErrorOr<Groups> groups = groups_of(q, scales);
   if (groups.has_error()) return groups.error();
-  if (q.element_type() != ffi::S8 || w->element_type() != ffi::F32) {
-    return ffi::Error::InvalidArgument("q is not int8, or w not float32");
+  if (q.element_type() != ffi::S8 || w->element_count() != q.element_count()) {
+    return ffi::Error::InvalidArgument("q is not int8, or w not of its size");
   }
-  return to_ffi_error(dequantize(stream, data<int8_t>(q), data<float>(scales), data<float>(w),
-                                 groups->groups, groups->width));
+  return dispatch_floating(w->element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    return to_ffi_error(GroupQuantization<T>::dequantize(
+        stream, data<int8_t>(q), data<float>(scales), data<T>(w), groups->groups, groups->width));
+  });
 }
 
 ffi::Error QuantizedMatvecImpl(cudaStream_t stream, Buffer q, Buffer scales, Buffer x, Result out) {

@@ -34,22 +34,32 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 // A thread an element.
-__global__ void dequantize_kernel(const int8_t* q, const float* scales, float* w, int64_t count,
+template <typename T>
+__global__ void dequantize_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
                                   int64_t width) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    w[i] = q[i] * scales[i / width];
+    w[i] = from_float<T>(q[i] * scales[i / width]);
   }
 }
 
-// The same for four neighbours of a group at a time.
-__global__ void dequantize_fours_kernel(const char4* q, const float* scales, float4* w,
-                                        int64_t count, int64_t width) {
+// The same for as many neighbours of a group as make a pack; `count` and `width` are of packs.
+template <typename T>
+__global__ void dequantize_packs_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
+                                        int64_t width) {
+  constexpr int kSize = kPackSize<T>;
+  using Words = std::conditional_t<kSize == 4, int, int2>;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    const char4 four = q[i];
+    const Words words = reinterpret_cast<const Words*>(q)[i];
     const float scale = __ldg(scales + i / width);
-    w[i] = make_float4(four.x * scale, four.y * scale, four.z * scale, four.w * scale);
+    float values[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const int word = reinterpret_cast<const int (&)[kSize / 4]>(words)[j / 4];
+      values[j] = static_cast<int8_t>(word >> j % 4 * 8) * scale;
+    }
+    store(w + kSize * i, Pack<T>::of(values));
   }
 }
 
@@ -64,17 +74,19 @@ cudaError_t GroupQuantization<T>::quantize(cudaStream_t stream, const T* w, int8
   return cudaGetLastError();
 }
 
-cudaError_t dequantize(cudaStream_t stream, const int8_t* q, const float* scales, float* w,
-                       int64_t groups, int64_t width) {
+template <typename T>
+cudaError_t GroupQuantization<T>::dequantize(cudaStream_t stream, const int8_t* q,
+                                             const float* scales, T* w, int64_t groups,
+                                             int64_t width) {
   const int64_t count = groups * width;
   if (count == 0) return cudaSuccess;
   const auto blocks = [](int64_t threads) {
     return static_cast<unsigned>(std::min(divide_up(threads, 256), kMaxBlocks));
   };
-  if (width % 4 == 0 && aligned_16(q, w)) {
-    dequantize_fours_kernel<<<blocks(count / 4), 256, 0, stream>>>(
-        reinterpret_cast<const char4*>(q), scales, reinterpret_cast<float4*>(w), count / 4,
-        width / 4);
+  constexpr int kSize = kPackSize<T>;
+  if (width % kSize == 0 && aligned_16(q, w)) {
+    dequantize_packs_kernel<<<blocks(count / kSize), 256, 0, stream>>>(q, scales, w, count / kSize,
+                                                                       width / kSize);
   } else {
     dequantize_kernel<<<blocks(count), 256, 0, stream>>>(q, scales, w, count, width);
   }

@@ -93,5 +93,24 @@ def test_a_product_of_many_rows_is_xla_s_of_dequantized_weights():
         lambda *arrays: ops.quantized_matmul(*arrays, backend="cuda"),
         *(jnp.zeros(shape, dtype) for shape, dtype in shapes),
     )
-    assert "@jaxllm_dequantize" in program
+    (call,) = (line for line in program.splitlines() if "@jaxllm_dequantize" in line)
+    assert call.endswith("tensor<40x128xbf16>")  # no float32 matrix in between
     assert "dot_general" in program
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_large_product_of_outliers_and_of_what_is_not_finite(rows):
+    # Of a large matrix the kernel multiplies integers, whose units the largest of 64 numbers sets.
+    rng = np.random.default_rng(0)
+    q = rng.integers(-127, 128, (4112, 4096), np.int8)
+    scales = rng.uniform(0.5, 1, (4112, 64)).astype(np.float32)
+    q[:, 5] = 0  # the outlier itself is worth nothing
+    x = jnp.asarray(rng.normal(size=(rows, 4096)), jnp.bfloat16).at[:, 5].set(1000)
+    matrix = jnp.asarray(q), jnp.asarray(scales)
+    out = ops.quantized_matvec(*matrix, x, backend="cuda").astype(float)
+    want = np.asarray(x, float) @ (q * np.repeat(scales.astype(float), 64, axis=1)).T
+    assert np.linalg.norm(out - want) < 3e-3 * np.linalg.norm(want)
+    for value in (jnp.inf, -jnp.inf, jnp.nan):
+        out = ops.quantized_matvec(*matrix, x.at[0, 4095].set(value), backend="cuda")
+        assert not jnp.isfinite(out[0]).any() and jnp.isfinite(out[1:]).all()

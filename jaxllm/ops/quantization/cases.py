@@ -72,6 +72,8 @@ CASES = (
     _product("quantized_matvec", "llama3_8b_up", 1, 4096, 14336, large=True),
     _product("quantized_matvec", "llama3_8b_down", 1, 14336, 4096, large=True),
     _product("quantized_matvec", "llama3_1b_head", 1, 2048, 128256, large=True),
+    _product("quantized_matvec", "rows_2_odd", 2, 4160, 4099, large=True),
+    _product("quantized_matvec", "rows_2_long_groups", 2, 14336, 2048, group_size=256, large=True),
     _product("quantized_matvec", "rows_16", 16, 4096, 4096, large=True),
     _product("quantized_matvec", "one_row", 1, 128, 40),
     _product("quantized_matvec", "rows_3", 3, 192, 37),

@@ -48,9 +48,9 @@ def quantize(w, *, group_size):
     return tuple(ffi.call("quantize", results, w, group_size=group_size))
 
 
-def dequantize(q, scales):
-    """Returns ``w``."""
-    (w,) = ffi.call("dequantize", [jax.ShapeDtypeStruct(q.shape, scales.dtype)], q, scales)
+def dequantize(q, scales, dtype=jnp.float32):
+    """Returns ``w``, rounded to a dtype of the kernels."""
+    (w,) = ffi.call("dequantize", [jax.ShapeDtypeStruct(q.shape, dtype)], q, scales)
     return w
 
 
@@ -63,4 +63,6 @@ def quantized_matvec(q, scales, x):
 
 def quantized_matmul(q, scales, x):
     """Returns ``out``."""
-    return lax.dot_general(x, dequantize(q, scales).astype(x.dtype), (((1,), (1,)), ((), ())))
+    # In the dtype of x from the start: a cast by XLA would be a pass over the matrix of its own.
+    w = dequantize(q, scales, x.dtype if x.dtype in _DTYPES else jnp.float32).astype(x.dtype)
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
