@@ -9,6 +9,7 @@ A step uses the backend that surrounds it::
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -369,8 +370,38 @@ def peak_flops(device_kind: str) -> float | None:
     return None
 
 
+def measured_matmul_flops(
+    dtype: DTypeLike | None = None, *, size: int = 8192, repeats: int = 20
+) -> float:
+    """The rate of large square matrix products on the default device, in flop/s.
+
+    ``2 size^3`` operations a product, the best of three runs of ``repeats`` products, each of which
+    needs the one before.
+
+    Args:
+        dtype: Of the matrices; None for :func:`default_compute_dtype`.
+        size: Their rows and columns.
+        repeats: Products in a run.
+    """
+    dtype = jnp.dtype(dtype or default_compute_dtype())
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    weight = jax.random.normal(jax.random.key(1), (size, size), dtype) / size**0.5
+    run = jax.jit(
+        lambda x: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ weight).astype(dtype), x)
+    )
+    run(x).block_until_ready()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run(x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 * repeats / min(seconds)
+
+
 def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> float | None:
     """The share of a device's bfloat16 peak that the model's own arithmetic reaches.
+
+    ``MFU = flops / seconds / peak``, where a model's ``flops_per_token`` says what counts.
 
     Args:
         flops: What the model must compute, recomputation not counted.

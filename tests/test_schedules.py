@@ -42,10 +42,14 @@ def test_cosine_and_linear_are_optax_s():
     steps = np.arange(0, 120)
     ours = rates("cosine", steps, final_fraction=0.1)
     cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.1)
-    np.testing.assert_allclose(ours[10:], [float(cosine(s - 10)) for s in steps[10:]], rtol=1e-5)
+    np.testing.assert_allclose(
+        ours[10:], [np.asarray(cosine(s - 10)) for s in steps[10:]], rtol=1e-5
+    )
     ours = rates("linear", steps, final_fraction=0.1)
     linear = optax.linear_schedule(2.0, 0.2, 90)
-    np.testing.assert_allclose(ours[10:], [float(linear(s - 10)) for s in steps[10:]], rtol=1e-5)
+    np.testing.assert_allclose(
+        ours[10:], [np.asarray(linear(s - 10)) for s in steps[10:]], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
