@@ -213,12 +213,9 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer that was named; bytes, if the vocabulary is that of bytes; else none."""
-    name = options.tokenizer
-    if name is None:
-        return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
-    if name in ("bytes", "gpt2"):
-        return BYTES if name == "bytes" else tokenizer.gpt2()
-    return tokenizer.from_llmc(name) if name.endswith(".bin") else tokenizer.from_file(name)
+    if options.tokenizer is not None:
+        return tokenizer.load(options.tokenizer)
+    return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
 
 
 def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:

@@ -73,6 +73,25 @@ BYTES = Tokenizer(
 )
 
 
+def load(name: str) -> Tokenizer:
+    """A tokenizer by its name.
+
+    Args:
+        name: ``"bytes"``, ``"gpt2"``, a ``tokenizer.json`` or the folder it is in, or a ``.bin`` of
+            llm.c's.
+
+    Raises:
+        ImportError: A package is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: The file holds no tokenizer.
+    """
+    if name == "bytes":
+        return BYTES
+    if name == "gpt2":
+        return gpt2()
+    return from_llmc(name) if name.endswith(".bin") else from_file(name)
+
+
 def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer of a ``tokenizer.json``.
 
