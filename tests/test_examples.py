@@ -215,10 +215,9 @@ def test_pretrain_takes_all_of_it(capsys):
 def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
     whole = smoke("--steps", 6)
     stop = ["--steps", 6, "--checkpoint-every", 2, "--out", "runs/gpt2_tiny"]
-    press_ctrl_c(monkeypatch, {3})
-    first = smoke(*stop)
-    monkeypatch.undo()
-    monkeypatch.chdir(Path.cwd())
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, {3})
+        first = smoke(*stop)
     assert len(first) < 6
     with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
         smoke(*stop)

@@ -265,3 +265,8 @@ def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
         assert_trees_equal(copied.params, plain.params)
         assert_trees_equal(copied.copy, training.cast(plain.params, "bfloat16"))
         assert_trees_equal(metrics, expected)
+
+
+def test_the_rate_of_a_matrix_product_is_measured():
+    small, large = (training.measured_matmul_flops("float32", size=n, repeats=3) for n in (8, 256))
+    assert 0 < small < large < 1e15
