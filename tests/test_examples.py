@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import generate
+import jax.numpy as jnp
 import numpy as np
 import pretrain_gpt2
 import pretrain_llama3
@@ -208,8 +209,9 @@ def test_pretrain_takes_all_of_it(capsys):
         "--init-from", out / "model.bin", "--data", "shards", "--out", "again", "--steps", 1
     )
     again = read_log(Path("again/log.jsonl"))[0]["loss"]
-    tokens, labels = data.batch(data.open_dataset("shards/train.bin"), 4, 32, seed=0, step=0)
-    np.testing.assert_allclose(again, gpt2.loss(params, tokens, labels, config), rtol=1e-5)
+    batch = data.batch(data.open_dataset("shards/train.bin"), 4, 32, seed=0, step=0)
+    wanted = gpt2.loss(params, jnp.asarray(batch[0]), jnp.asarray(batch[1]), config)
+    np.testing.assert_allclose(again, wanted, rtol=1e-5)
 
 
 def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
@@ -231,14 +233,14 @@ def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
 def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
     plain = pretraining.training.adamw
     monkeypatch.setattr(
-        pretraining.training,
-        "adamw",
-        lambda *_, **options: plain(1e30, **options | {"max_grad_norm": None}),
+        pretraining.training, "adamw", lambda *_, **__: plain(1e30, max_grad_norm=None)
     )
     with pytest.raises(SystemExit) as caught:
         smoke("--steps", 50, "--checkpoint-every", 1)
     message = str(caught.value)
-    step = int(re.search(r"step (\d+): loss .* is not finite", message)[1])
+    found = re.search(r"step (\d+): loss .* is not finite", message)
+    assert found, message
+    step = int(found[1])
     assert "gradient of wte: " in message and "microbatch 0: loss" in message
     # The last checkpoint is of the step before, and it is finite.
     with checkpoint.open_folder("runs/gpt2_tiny/checkpoints") as folder:
