@@ -1,4 +1,4 @@
-"""What the pretraining examples share: the command line, the loop, the log, samples and the curve.
+"""What the pretraining examples share: the loop, with what it logs, keeps and shows on the way.
 
 Each example says which model is trained, in which sizes; run those::
 
@@ -10,168 +10,281 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
+import math
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
+from pretraining_options import (
+    REMAT,
+    Family,
+    Recipe,
+    identity,
+    make_batch,
+    parse,
+)
 
 import jaxllm
-from jaxllm import data, training
-from jaxllm.backend import BACKENDS
-from jaxllm.convert import huggingface
+from jaxllm import checkpoint, evaluation, runlog, schedules, training
+from jaxllm.convert import huggingface, llmc
 from jaxllm.generate import generate
-from jaxllm.models.blocks import SAVE_PRODUCTS, stack, unstack
+from jaxllm.models.blocks import stack, unstack
 from jaxllm.tokenizer import BYTES
 
 try:
-    from matplotlib.figure import Figure
+    import matplotlib  # noqa: F401  the curve is drawn with it, at the end
     from tqdm import tqdm
 except ImportError as error:
     raise SystemExit(f'{error}; run: pip install "jaxllm[train]"') from error
 
+__all__ = ["Family", "Recipe", "main"]
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a preset trains with where the command line does not say otherwise."""
-
-    steps: int = 2000
-    batch_size: int = 16
-    seq_len: int = 1024
-    accumulate: int = 1
-    lr: float = 6e-4
-    warmup: int = 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The models of one kind, and how each is trained.
-
-    Attributes:
-        name: What the model is called.
-        model: Its module, with ``init``, ``loss``, ``forward``, ``num_params`` and
-            ``flops_per_token``.
-        presets: Configs by name; ``"tiny"``, for a CPU, and ``"d6"``, for a GPU, are the defaults.
-        recipes: Of those presets that have one.
-    """
-
-    name: str
-    model: ModuleType
-    presets: Mapping[str, Any]
-    recipes: Mapping[str, Recipe]
-
-
-SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
-VAL_BATCHES = 8
 PROMPT = "def "
-# What is computed again in the backward pass.
-REMAT = {"nothing": False, "activations": SAVE_PRODUCTS, "blocks": True}
 
 
-def parse(
-    argv: Sequence[str] | None, family: Family, description: str | None
-) -> argparse.Namespace:
-    """Reads the command line; the recipe and the machine fill in what it leaves out."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+def train(options: argparse.Namespace) -> list[dict]:
+    """Runs the training loop and saves the model; returns what is in its log."""
+    model, config = options.family.model, options.model_config
+    tokens_per_step = options.accumulate * options.batch_size * options.seq_len
+    print(
+        f"{options.family.name} {options.preset}: {model.num_params(config):,} parameters on "
+        f"{jax.devices()[0].device_kind} in {options.dtype}, {tokens_per_step:,} tokens a step"
     )
-    add = parser.add_argument
-    add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny elsewhere")
-    add("--data", type=Path, help="a folder of *train*.bin and *val*.bin; default: data/stdlib")
-    add("--vocab-size", type=int, help="of the tokens in DATA; default: 257, for bytes")
-    add("--steps", type=int, help="this and the next five: default by preset, see RECIPES")
-    add("--batch-size", type=int, help="sequences in a microbatch")
-    add("--seq-len", type=int)
-    add("--accumulate", type=int, help="microbatches in a step")
-    add("--lr", type=float, help="the peak learning rate")
-    add("--warmup", type=int, help="steps")
-    add("--seed", type=int, default=0)
-    add("--backend", choices=BACKENDS, help="of every op; default: as JAXLLM_BACKEND says, or auto")
-    add("--dtype", choices=("float32", "bfloat16"), help="to compute in")
-    add(
-        "--remat",
-        choices=REMAT,
-        default="nothing",
-        help="what the backward pass computes again: less memory, more time",
+
+    def loss_fn(params, tokens, labels):
+        return model.loss(params, tokens, labels, config, remat=REMAT[options.remat])
+
+    schedule = schedules.make_schedule(
+        options.schedule,
+        options.lr,
+        options.steps,
+        warmup=options.warmup,
+        final_fraction=options.final_fraction,
+        decay_fraction=options.decay_fraction,
     )
-    add(
-        "--unroll",
-        action=argparse.BooleanOptionalAction,
-        help="keep the layers apart: a faster step, a longer compilation; default: on a GPU",
+    optimizer = training.adamw(
+        schedule,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm or None,
     )
-    add("--out", type=Path, help="default: runs/MODEL_PRESET")
-    add("--val-every", type=int, default=100, metavar="STEPS", help="0 for never")
-    add("--sample-every", type=int, default=200, metavar="STEPS", help="0 for at the end only")
-    add("--smoke", action="store_true", help="a few seconds, to see that it works")
-    options = parser.parse_args(argv)
-
-    options.family = family
-    on_gpu = jax.default_backend() == "gpu"
-    if options.preset is None:
-        options.preset = "d6" if on_gpu and not options.smoke else "tiny"
-    recipe = SMOKE if options.smoke else family.recipes.get(options.preset, Recipe())
-    defaults = dataclasses.asdict(recipe)
-    defaults["dtype"] = training.default_compute_dtype()
-    defaults["unroll"] = on_gpu
-    defaults["out"] = Path("runs", f"{stem(family)}_{options.preset}")
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    for name in ("steps", "batch_size", "seq_len", "accumulate"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be above 0")
-    options.warmup = min(options.warmup, options.steps)
-    options.tokenizer = BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
-    options.vocab_size = options.vocab_size or BYTES.vocab_size
-    try:
-        options.train, options.val = open_data(options)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    return options
-
-
-def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:
-    """Opens the two splits, building the default corpus if it is not there."""
-    folder = options.data
-    if folder is None and options.smoke:  # one package, for speed
-        folder = options.out / "data"
-        if not folder.exists():
-            data.build(folder, [data.standard_library() / "json"], extensions=(".py",))
-    elif folder is None:
-        folder = data.ensure_standard_library()
-    train = data.open_dataset(folder / "*train*.bin")
-    # Draws one batch, so that a corpus that is too short is an error here.
-    make_batch(train, options, 0)
-    val = data.open_dataset(folder / "*val*.bin") if any(folder.glob("*val*.bin")) else None
-    if val is None or data.num_windows(val, options.seq_len) == 0:
-        print(f"{folder}: nothing to validate on")
-        return train, None
-    return train, val
-
-
-def make_batch(
-    dataset: data.Dataset, options: argparse.Namespace, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens and labels of a step, of shape (accumulate, B, T)."""
-    shape = (options.accumulate, options.batch_size, options.seq_len)
-    tokens, labels = data.batch(
-        dataset, shape[0] * shape[1], options.seq_len, seed=options.seed, step=step
+    evaluate = training.make_eval_step(loss_fn, compute_dtype=options.dtype)
+    train_step = training.make_train_step(
+        loss_fn,
+        optimizer,
+        learning_rate=schedule,
+        compute_dtype=options.dtype,
+        max_loss_z=options.max_loss_z,
+        max_norm_z=options.max_norm_z,
     )
-    if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
-        raise ValueError(
-            f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
-            "give --vocab-size (50257 for GPT-2's tokens)"
+    state = initial_state(options, optimizer)
+    flops = flops_share(options)
+
+    with (
+        checkpoints(options) as folder,
+        ThreadPoolExecutor(1) as pool,
+        interruptible() as interrupted,
+    ):
+        state = resume(folder, state, options)
+        first = int(state.step)
+        # Compiled before the clock starts, so that every step counts alike.
+        print("compiling ...", end=" ", flush=True)
+        began = time.perf_counter()
+        train_step = train_step.lower(state, *make_batch(options.train, options, 0)).compile()
+        print(f"{time.perf_counter() - began:.1f} s", flush=True)
+
+        log = runlog.open_log(options.out, after=first, tensorboard=options.tensorboard)
+        bar = tqdm(total=options.steps, initial=first, unit="step", dynamic_ncols=True)
+        with log as write, bar:
+            upcoming = pool.submit(make_batch, options.train, options, first)
+            pending = None  # the step, and its metrics, that may still be running
+            began = time.perf_counter()
+
+            def measure(step: int, metrics: dict[str, jax.Array]) -> dict:
+                """Waits until a step is done; what there is to log of it."""
+                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                if values.pop("halted_at"):
+                    tokens, labels = make_batch(options.train, options, step - 1)
+                    why = training.explain_halt(
+                        loss_fn, state.params, tokens, labels, compute_dtype=options.dtype
+                    )
+                    raise SystemExit(f"\nstep {step}: loss {values['loss']} is not finite\n{why}")
+                elapsed = time.perf_counter() - began
+                speed = tokens_per_step * (step - first) / elapsed
+                known = {name: value for name, value in values.items() if not math.isnan(value)}
+                record = {"step": step, **known, "tokens_per_second": speed, "elapsed": elapsed}
+                return record if flops is None else {**record, "mfu": flops * speed}
+
+            def report(record: dict) -> None:
+                write(record)
+                if record["skipped"]:
+                    tqdm.write(f"step {record['step']}: skipped, as its loss or norm is far out")
+                shown = {"loss": f"{record['loss']:.3f}"}
+                shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
+                if "mfu" in record:
+                    shown["MFU"] = f"{record['mfu']:.1%}"
+                bar.set_postfix(shown, refresh=False)
+                bar.update()
+
+            for step in range(first + 1, options.steps + 1):
+                tokens, labels = upcoming.result()
+                upcoming = pool.submit(make_batch, options.train, options, step)
+                state, metrics = train_step(state, tokens, labels)
+                if pending:  # the step before, while this one runs
+                    report(measure(*pending))
+                pending = step, metrics
+
+                due = what_is_due(step, options)
+                if not (due or interrupted()):
+                    continue
+                record, pending = measure(*pending), None
+                paused = time.perf_counter()
+                if "validation" in due and not interrupted():
+                    record["val_loss"] = validate(evaluate, state.params, options)
+                    tqdm.write(f"step {step}: validation loss {record['val_loss']:.4f}")
+                if "hellaswag" in due and not interrupted():
+                    record["hellaswag"] = answer(state.params, options)
+                    tqdm.write(f"step {step}: HellaSwag {record['hellaswag']:.4f}")
+                report(record)
+                if folder and ("checkpoint" in due or interrupted()):
+                    checkpoint.save(folder, step, state, identity(options))
+                if "sample" in due and not interrupted():
+                    text = sample(state.params, options, step)
+                    tqdm.write(f"--- a sample after step {step}:\n{text}\n---")
+                began += time.perf_counter() - paused
+                if interrupted():
+                    break
+    save(state, options)
+    return runlog.read_log(options.out / "log.jsonl")
+
+
+def initial_state(options: argparse.Namespace, optimizer: Any) -> training.TrainState:
+    """The state before the first step: of the model that was loaded, or of a random one."""
+    params, options.params = options.params, None
+    if params is None:
+        params = options.family.model.init(jax.random.key(options.seed), options.model_config)
+    return training.init_state(
+        unstack(params) if options.unroll else params,
+        optimizer,
+        copy_dtype=None if options.dtype == "float32" else options.dtype,
+        guarded=True,
+    )
+
+
+@contextlib.contextmanager
+def checkpoints(options: argparse.Namespace) -> Iterator[Any]:
+    """The folder of the run's checkpoints; None where the run has none."""
+    path = options.out / "checkpoints"
+    if not (options.checkpoint_every or options.resume):
+        yield None
+        return
+    with checkpoint.open_folder(path, keep=options.keep, keep_every=options.keep_every) as folder:
+        yield folder
+
+
+def resume(folder: Any, state: training.TrainState, options: argparse.Namespace):
+    """The state of the newest checkpoint, if there is one and it is wanted."""
+    if folder is None or folder.latest_step() is None:
+        return state
+    if not options.resume:
+        raise SystemExit(
+            f"{options.out} has checkpoints of a run: --resume goes on from step "
+            f"{folder.latest_step()}; or give another --out"
         )
-    return tokens.reshape(shape), labels.reshape(shape)
+    found, wanted = checkpoint.read_record(folder), identity(options)
+    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+        name = differing[0]
+        raise SystemExit(
+            f"the checkpoints in {options.out} are of a run with {name} {found.get(name)}; this "
+            f"one has {wanted[name]}"
+        )
+    state = checkpoint.restore(folder, state)
+    print(f"going on from step {int(state.step)}")
+    return state
+
+
+def flops_share(options: argparse.Namespace) -> float | None:
+    """The model's operations for one token, as a share of those of a second of the card."""
+    kind = jax.devices()[0].device_kind
+    if options.mfu == "matmul":
+        full = training.measured_matmul_flops(options.dtype)
+        print(f"MFU is of {full / 1e12:.1f} TFLOP/s, the rate of a large matrix product")
+    elif (full := training.peak_flops(kind)) is None:
+        return None
+    per_token = options.family.model.flops_per_token(options.model_config, options.seq_len)
+    return per_token / full
+
+
+def what_is_due(step: int, options: argparse.Namespace) -> set[str]:
+    """What comes after a step, beside the next one."""
+    last = step == options.steps
+    every = {"sample": options.sample_every}
+    if options.val:
+        every["validation"] = options.val_every
+    if options.questions:
+        every["hellaswag"] = options.hellaswag_every
+    if options.checkpoint_every:
+        every["checkpoint"] = options.checkpoint_every
+    return {name for name, steps in every.items() if last or (steps > 0 and step % steps == 0)}
+
+
+def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> float:
+    """The mean loss over the same few batches each time."""
+    return training.mean_loss(
+        evaluate,
+        params,
+        options.val,
+        batch_size=options.batch_size,
+        seq_len=options.seq_len,
+        batches=options.val_batches,
+    )
+
+
+def answer(params: dict, options: argparse.Namespace) -> float:
+    """The share of HellaSwag's questions that the model answers rightly."""
+    return evaluation.accuracy(
+        options.family.model.forward,
+        training.cast(params, options.dtype),
+        options.questions,
+        config=options.model_config,
+        batch_size=options.batch_size,
+    )
+
+
+def sample(params: dict, options: argparse.Namespace, step: int) -> str:
+    """A text that the model writes; token ids where there is no tokenizer for its vocabulary."""
+    tokenizer, config = options.tokenizer, options.model_config
+    # The last id of GPT-2 is its end-of-text, after which a new document begins.
+    prompt = np.array([tokenizer.end_of_text if tokenizer else config.vocab_size - 1])
+    if tokenizer and (options.prompt or tokenizer is BYTES):
+        prompt = tokenizer.encode(options.prompt or PROMPT)
+    tokens = generate(
+        options.family.model.forward,
+        training.cast(params, options.dtype),
+        prompt,
+        config=config,
+        max_new_tokens=16 if options.smoke else 200,
+        temperature=0.8,
+        top_k=40,
+        key=jax.random.fold_in(jax.random.key(options.seed), step),
+    )
+    ids = np.asarray(tokens)
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+def save(state: training.TrainState, options: argparse.Namespace) -> None:
+    """Writes the model for examples/generate.py and for transformers, over that of a run before."""
+    folder, config, params = options.out / "model", options.model_config, stack(state.params)
+    if folder.exists():
+        shutil.rmtree(folder)
+    huggingface.save(folder, params, config)
+    if options.save_llmc:
+        llmc.save_gpt2(options.out / "model.bin", params, config)
 
 
 @contextlib.contextmanager
@@ -193,174 +306,6 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-def stem(family: Family) -> str:
-    """The name of a family's module: ``"gpt2"``."""
-    return family.model.__name__.rpartition(".")[-1]
-
-
-def make_config(options: argparse.Namespace) -> Any:
-    """The preset, for the vocabulary and the sequence length of this run."""
-    preset = options.family.presets[options.preset]
-    config = dataclasses.replace(preset, vocab_size=options.vocab_size)
-    if options.seq_len > config.max_seq_len or options.preset == "tiny":
-        config = dataclasses.replace(config, max_seq_len=options.seq_len)
-    return config
-
-
-def train(options: argparse.Namespace) -> list[dict]:
-    """Runs the training loop and saves the model; returns what it logged, one record a step."""
-    family, config = options.family, make_config(options)
-    model = family.model
-    tokens_per_step = options.accumulate * options.batch_size * options.seq_len
-    flops_per_token = model.flops_per_token(config, options.seq_len)
-    device = jax.devices()[0].device_kind
-    print(
-        f"{family.name} {options.preset}: {model.num_params(config):,} parameters on {device} "
-        f"in {options.dtype}, {tokens_per_step:,} tokens a step"
-    )
-
-    def loss_fn(params, tokens, labels):
-        return model.loss(params, tokens, labels, config, remat=REMAT[options.remat])
-
-    schedule = training.warmup_cosine(options.lr, options.steps, warmup=options.warmup)
-    optimizer = training.adamw(schedule)
-    params = model.init(jax.random.key(options.seed), config)
-    state = training.init_state(
-        unstack(params) if options.unroll else params,
-        optimizer,
-        copy_dtype=None if options.dtype == "float32" else options.dtype,
-    )
-    evaluate = training.make_eval_step(loss_fn, compute_dtype=options.dtype)
-    train_step = training.make_train_step(
-        loss_fn, optimizer, learning_rate=schedule, compute_dtype=options.dtype
-    )
-    # Compiled before the clock starts, so that every step counts alike.
-    print("compiling ...", end=" ", flush=True)
-    began = time.perf_counter()
-    train_step = train_step.lower(state, *make_batch(options.train, options, 0)).compile()
-    print(f"{time.perf_counter() - began:.1f} s", flush=True)
-
-    records: list[dict] = []
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (
-        (options.out / "log.jsonl").open("w", buffering=1) as log,
-        ThreadPoolExecutor(1) as pool,
-        tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar,
-        interruptible() as interrupted,
-    ):
-        upcoming = pool.submit(make_batch, options.train, options, 0)
-        pending = None  # the step, and its metrics, that may still be running
-        began = time.perf_counter()
-
-        def measure(step: int, metrics: dict[str, jax.Array]) -> dict:
-            """Waits until a step is done; what there is to log of it."""
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            elapsed = time.perf_counter() - began
-            speed = tokens_per_step * step / elapsed
-            record = {"step": step, **values, "tokens_per_second": speed, "elapsed": elapsed}
-            mfu = training.model_flops_utilization(flops_per_token * speed, 1, device)
-            return record if mfu is None else {**record, "mfu": mfu}
-
-        def write(record: dict) -> None:
-            records.append(record)
-            log.write(json.dumps(record) + "\n")
-            shown = {"loss": f"{record['loss']:.3f}"}
-            shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
-            if "mfu" in record:
-                shown["MFU"] = f"{record['mfu']:.1%}"
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
-
-        for step in range(1, options.steps + 1):
-            tokens, labels = upcoming.result()
-            upcoming = pool.submit(make_batch, options.train, options, step)
-            state, metrics = train_step(state, tokens, labels)
-            if pending:  # the step before, while this one runs
-                write(measure(*pending))
-            pending = step, metrics
-
-            last = step == options.steps
-            validating = options.val and (last or is_due(step, options.val_every))
-            sampling = last or is_due(step, options.sample_every)
-            if not (validating or sampling or interrupted()):
-                continue
-            record, pending = measure(*pending), None
-            paused = time.perf_counter()
-            if validating and not interrupted():
-                record["val_loss"] = validate(evaluate, state.params, options)
-                tqdm.write(f"step {step}: validation loss {record['val_loss']:.4f}")
-            write(record)
-            if sampling and not interrupted():
-                text = sample(state.params, config, options, step)
-                tqdm.write(f"--- a sample after step {step}:\n{text}\n---")
-            began += time.perf_counter() - paused
-            if interrupted():
-                break
-    save(options.out / "model", state.params, config)
-    return records
-
-
-def save(folder: Path, params: dict, config: Any) -> None:
-    """Writes the model for examples/generate.py and for transformers, over that of a run before."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    huggingface.save(folder, stack(params), config)
-
-
-def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> float:
-    """The mean loss over the same few batches each time."""
-    return training.mean_loss(
-        evaluate,
-        params,
-        options.val,
-        batch_size=options.batch_size,
-        seq_len=options.seq_len,
-        batches=VAL_BATCHES,
-    )
-
-
-def sample(params: dict, config: Any, options: argparse.Namespace, step: int) -> str:
-    """A text that the model writes; token ids where there is no tokenizer for its vocabulary."""
-    tokenizer = options.tokenizer
-    # The last id of GPT-2 is its end-of-text, after which a new document begins.
-    prompt = tokenizer.encode(PROMPT) if tokenizer else np.array([config.vocab_size - 1])
-    tokens = generate(
-        options.family.model.forward,
-        training.cast(params, options.dtype),
-        prompt,
-        config=config,
-        max_new_tokens=16 if options.smoke else 200,
-        temperature=0.8,
-        top_k=40,
-        key=jax.random.fold_in(jax.random.key(options.seed), step),
-    )
-    ids = np.asarray(tokens)
-    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps is done now; 0 is never."""
-    return every > 0 and step % every == 0
-
-
-def draw_curve(path: Path, records: list[dict], title: str) -> None:
-    """Draws the training and validation losses over the steps."""
-    axes = (figure := Figure(figsize=(8, 5))).subplots()
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], lw=1, label="training")
-    held_out = [r for r in records if "val_loss" in r]
-    if held_out:
-        axes.plot(
-            [r["step"] for r in held_out],
-            [r["val_loss"] for r in held_out],
-            "o-",
-            label="validation",
-        )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def main(argv: Sequence[str] | None, family: Family, description: str | None) -> None:
     """Trains, and leaves the log and the loss curve in the output folder.
 
@@ -376,7 +321,9 @@ def main(argv: Sequence[str] | None, family: Family, description: str | None) ->
     except jaxllm.BackendError as error:
         raise SystemExit(f"\n{error}") from error
     curve = options.out / "loss.png"
-    draw_curve(curve, records, f"{family.name} {options.preset}")
+    runlog.draw_losses(curve, records, f"{family.name} {options.preset}")
+    if not records:
+        return
     last = records[-1]
     validated = f" (validation {last['val_loss']:.3f})" if "val_loss" in last else ""
     print(

@@ -1,4 +1,7 @@
-"""``python -m jaxllm info``: versions, devices, what is built, and what will run."""
+"""``python -m jaxllm info``: versions, devices, what is built, and what will run.
+
+``python -m jaxllm check-llmc CHECKPOINT STATE`` holds the model to what llm.c recorded of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 
 import jaxllm
 from jaxllm import backend, ffi
+from jaxllm.convert import llmc_check
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "optax")
 
@@ -58,11 +62,33 @@ def _auto() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxllm")
-    parser.add_subparsers(dest="command", required=True).add_parser(
-        "info", help="versions, devices, what is built, and what will run"
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, devices, what is built, and what will run")
+    check = commands.add_parser("check-llmc", help="hold GPT-2 to a debug state of llm.c")
+    check.add_argument("checkpoint", help="such as gpt2_124M.bin")
+    check.add_argument("debug_state", help="such as gpt2_124M_debug_state.bin")
+    check.add_argument("--dtype", choices=tuple(llmc_check.TOLERANCES), default="float32")
+    check.add_argument("--backend", choices=backend.BACKENDS, default="auto")
+    check.add_argument(
+        "--tolerance", type=float, help="the largest error; default: by the dtype", metavar="SHARE"
     )
-    parser.parse_args(argv)
-    print(info())
+    options = parser.parse_args(argv)
+    if options.command == "info":
+        print(info())
+        return
+    try:
+        with jaxllm.use_backend(options.backend):
+            good, table = llmc_check.check(
+                options.checkpoint,
+                options.debug_state,
+                dtype=options.dtype,
+                tolerance=options.tolerance,
+            )
+    except (OSError, ValueError, jaxllm.BackendError) as error:
+        parser.error(str(error))
+    print(table)
+    if not good:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Token shards: building them from text, reading them, and drawing batches.
 
-The file format is llm.c's, so its shards work here and ours there::
-
-    256 x int32   magic 20240520, version 1, token count, zeros
-    count x uint16 tokens                                          (all little-endian)
+The file format is llm.c's, so its shards work here and ours there: see
+:mod:`jaxllm.convert.llmc_shards`, whose ``read_shard`` and ``write_shard`` are here too.
 
 ``python -m jaxllm.data OUT_DIR PATH...`` builds shards from text files.
 """
@@ -11,6 +9,7 @@ The file format is llm.c's, so its shards work here and ours there::
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import fnmatch
 import functools
@@ -24,14 +23,9 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
-from numpy.typing import ArrayLike
 
+from jaxllm.convert.llmc_shards import read_shard, write_shard
 from jaxllm.tokenizer import BYTES, Tokenizer
-
-HEADER_WORDS = 256
-HEADER_BYTES = HEADER_WORDS * 4
-MAGIC = 20240520
-VERSION = 1
 
 EXTENSIONS = (".md", ".py", ".txt")
 # What is passed over in a Python installation: what is not the library proper, and the files that
@@ -40,72 +34,12 @@ STANDARD_LIBRARY_SKIP = ("site-packages", "dist-packages", "test", "tests", "idl
 STANDARD_LIBRARY_SKIP += ("_sysconfigdata*", "config-*", "sitecustomize.py")
 
 
-def write_shard(path: str | Path, tokens: ArrayLike) -> None:
-    """Writes one shard.
-
-    Args:
-        path: The file; overwritten.
-        tokens: Ids of 0 to 65535, one axis, fewer than 2**31.
-
-    Raises:
-        ValueError: A token does not fit 16 bits, or there are too many, or more than one axis.
-    """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1:
-        raise ValueError(f"tokens has shape {tokens.shape}; it must have one axis")
-    if tokens.size >= 2**31:
-        raise ValueError(f"tokens has {tokens.size} entries; a shard holds fewer than 2**31")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > 0xFFFF):
-        raise ValueError(
-            f"tokens spans {tokens.min()} to {tokens.max()}; a shard holds ids of 0 to 65535"
-        )
-    header = np.zeros(HEADER_WORDS, "<i4")
-    header[:3] = MAGIC, VERSION, tokens.size
-    with Path(path).open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype("<u2").tobytes())
-
-
-def read_shard(path: str | Path) -> np.memmap:
-    """Maps the tokens of one shard into memory, read-only; nothing is loaded.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The tokens, uint16, one axis.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not a GPT-2 token shard of llm.c, or its size is not what it announces.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such shard")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES:
-        raise ValueError(f"{path}: {size} bytes long; a shard begins with {HEADER_BYTES} of header")
-    magic, version, count = (int(word) for word in np.frombuffer(header, "<i4", 3))
-    if magic != MAGIC:
-        raise ValueError(f"{path}: magic number {magic}; a GPT-2 token shard has {MAGIC}")
-    if version != VERSION:
-        raise ValueError(f"{path}: version {version}; only version {VERSION} can be read")
-    if size != HEADER_BYTES + 2 * count:
-        raise ValueError(
-            f"{path}: {size} bytes long; its header announces {count} tokens, "
-            f"so {HEADER_BYTES + 2 * count} bytes"
-        )
-    return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=(count,))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
     """Tokens in several shards, in the order of their names.
 
     Attributes:
-        shards: The tokens of each shard, uint16.
+        shards: The tokens of each shard, uint16 or uint32.
         name: What messages call it.
     """
 
@@ -180,21 +114,15 @@ def batch(
     Raises:
         ValueError: The data set is shorter than one window, or a number is out of range.
     """
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("seq_len", seq_len, 1),
-        ("seed", seed, 0),
-        ("step", step, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    _check_at_least(
+        batch_size=(batch_size, 1), seq_len=(seq_len, 1), seed=(seed, 0), step=(step, 0)
+    )
     counts = _windows_by_shard(dataset, seq_len)
     ends = np.cumsum(counts)
     windows = int(ends[-1]) if len(ends) else 0
     if windows == 0:
         raise ValueError(
-            f"{dataset.name}: the longest shard has "
-            f"{max(map(len, dataset.shards), default=0)} tokens; "
+            f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; "
             f"one window of {seq_len} needs {seq_len + 1}"
         )
     samples = np.empty((batch_size, seq_len + 1), np.int32)
@@ -205,6 +133,59 @@ def batch(
         start = (window - int(ends[shard] - counts[shard])) * seq_len
         samples[row] = dataset.shards[shard][start : start + seq_len + 1]
     return samples[:, :-1], samples[:, 1:]
+
+
+def batch_in_order(
+    dataset: Dataset, batch_size: int, seq_len: int, *, index: int, rank: int = 0, ranks: int = 1
+) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    """A batch in the order in which llm.c reads the shards without shuffling.
+
+    Within a shard batch i of rank r is the B*T + 1 tokens from ``(i * ranks + r) * B * T`` on; when
+    no further one fits, the next shard follows, and after the last the first again.
+
+    Args:
+        dataset: The tokens.
+        batch_size: B, the windows of one rank.
+        seq_len: T, the tokens in each.
+        index: The number of batches before this one; at least 0.
+        rank: Which of the ranks this is.
+        ranks: How many processes share the data.
+
+    Returns:
+        ``(tokens, labels)``, where the labels are the tokens one place further on.
+
+    Raises:
+        ValueError: No shard holds a batch of all ranks, or a number is out of range.
+    """
+    _check_at_least(batch_size=(batch_size, 1), seq_len=(seq_len, 1), index=(index, 0))
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank} of {ranks}; it must be at least 0 and less than them")
+    # Python's integers: an offset may be beyond 32 bits.
+    together = ranks * batch_size * seq_len
+    ends = np.cumsum(_windows_by_shard(dataset, together)).tolist()
+    if not ends or ends[-1] == 0:
+        raise ValueError(
+            f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; one batch of "
+            f"{ranks} x {batch_size} x {seq_len} needs {together + 1}"
+        )
+    place = index % ends[-1]
+    shard = bisect.bisect_right(ends, place)
+    first = ends[shard - 1] if shard else 0
+    start = (place - first) * together + rank * batch_size * seq_len
+    tokens = dataset.shards[shard][start : start + batch_size * seq_len + 1].astype(np.int32)
+    shape = batch_size, seq_len
+    return tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
+
+
+def _longest(dataset: Dataset) -> int:
+    return max(map(len, dataset.shards), default=0)
+
+
+def _check_at_least(**numbers: tuple[int, int]) -> None:
+    """Raises ValueError with the name of a number that is below its least."""
+    for name, (value, least) in numbers.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def standard_library() -> Path:

@@ -36,9 +36,11 @@ class Optimizer(NamedTuple):
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``, for ``optax.apply_updates``.
-        step: ``step(grads, state, params, *, grad_scale=1, copy_dtype=None) -> (params, state,
-            grad_norm)``: the update of gradients times ``grad_scale``, a scalar, and their norm
-            before clipping. With a ``copy_dtype`` the new parameters in that dtype come fourth.
+        step: ``step(grads, state, params, *, grad_scale=1, grad_norm=None, skip=False,
+            copy_dtype=None) -> (params, state, grad_norm)``: the update of gradients times
+            ``grad_scale``, a scalar, and their norm before clipping, which is ``grad_norm`` where
+            that is given. Where ``skip``, a bool scalar, is true, parameters and moments stay as
+            they are. With a ``copy_dtype`` the new parameters in that dtype come fourth.
     """
 
     init: Callable[[Params], Any]
@@ -114,9 +116,11 @@ def adamw(
         params: Params,
         *,
         grad_scale: ArrayLike = 1.0,
+        grad_norm: ArrayLike | None = None,
+        skip: ArrayLike = False,
         copy_dtype: DTypeLike | None = None,
     ):
-        scale, norm = clipping(grads, max_grad_norm, grad_scale)
+        scale, norm = clipping(grads, max_grad_norm, grad_scale, grad_norm)
         decays = mask(params) if callable(mask) else mask
         trees = (params, grads, state.m, state.v)
         leaves, gs, ms, vs = (jax.tree.leaves(tree) for tree in trees)
@@ -137,6 +141,7 @@ def adamw(
                 weight_decay=weight_decay,
                 mask=[decay[i] for i in places],
                 grad_scale=scale,
+                skip=skip,
                 copy_dtype=dtype if narrow else copy_dtype,
                 seed=seed if dtype == jnp.bfloat16 else None,
             )
@@ -165,7 +170,10 @@ def adamw(
 
 
 def clipping(
-    grads: Params, max_norm: float | None, grad_scale: ArrayLike = 1.0
+    grads: Params,
+    max_norm: float | None,
+    grad_scale: ArrayLike = 1.0,
+    grad_norm: ArrayLike | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The factor that scales gradients and limits their norm, and the norm before the limit.
 
@@ -173,13 +181,14 @@ def clipping(
         grads: The gradients.
         max_norm: The limit; None for none.
         grad_scale: A factor that applies in any case, before the limit.
+        grad_norm: The norm of the gradients times ``grad_scale``, if it is known already.
 
     Returns:
         ``(factor, norm)``: the gradients are to be multiplied by the factor, which includes
         ``grad_scale``; the norm is that of the gradients times ``grad_scale``.
     """
     scale = jnp.asarray(grad_scale, jnp.float32)
-    norm = ops.global_norm(grads) * scale
+    norm = ops.global_norm(grads) * scale if grad_norm is None else jnp.asarray(grad_norm)
     if max_norm is None:
         return scale, norm
     return jnp.where(norm < max_norm, scale, scale * max_norm / norm), norm

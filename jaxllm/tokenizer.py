@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxllm.convert.llmc_header import HEADER_BYTES, read_header
+
 if TYPE_CHECKING:
     import tiktoken
 
@@ -23,6 +25,10 @@ END_OF_TEXT = "<|endoftext|>"
 # What tokenizer.json files call these, of GPT-2, Llama 3 and Llama 2.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 _BEGINNINGS = ("<|begin_of_text|>", "<s>")
+
+LLMC_MAGIC, LLMC_VERSION = 20240328, 2
+# How GPT-2 cuts text before it merges: contractions, words, numbers, signs, and space.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,25 @@ def _decode_bytes(ids: ArrayLike) -> str:
 BYTES = Tokenizer(
     name="bytes", vocab_size=257, end_of_text=256, encode=_encode_bytes, decode=_decode_bytes
 )
+
+
+def load(name: str) -> Tokenizer:
+    """A tokenizer by its name.
+
+    Args:
+        name: ``"bytes"``, ``"gpt2"``, a ``tokenizer.json`` or the folder it is in, or a ``.bin`` of
+            llm.c's.
+
+    Raises:
+        ImportError: A package is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: The file holds no tokenizer.
+    """
+    if name == "bytes":
+        return BYTES
+    if name == "gpt2":
+        return gpt2()
+    return from_llmc(name) if name.endswith(".bin") else from_file(name)
 
 
 def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -157,6 +182,55 @@ def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
         return b"".join(data).decode("utf-8", errors="replace")
 
     return Tokenizer(encoding.name, encoding.n_vocab, encoding.eot_token, encode, decode)
+
+
+def from_llmc(path: str | Path) -> Tokenizer:
+    """GPT-2's tokenizer from the file in which llm.c has its vocabulary; nothing is downloaded.
+
+    The file has the bytes of each token. As a byte-pair encoding merges the pair of the lowest id
+    first, that is enough to encode as well, through ``tiktoken``.
+
+    Args:
+        path: The file, such as ``gpt2_tokenizer.bin``.
+
+    Raises:
+        ImportError: The package ``tiktoken`` is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: It is no tokenizer of llm.c, or its tokens do not fill it.
+    """
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ImportError(
+            'a tokenizer of llm.c needs the package tiktoken: pip install "jaxllm[convert]"'
+        ) from error
+    path = Path(path)
+    header = read_header(path, "a tokenizer", {LLMC_MAGIC: [LLMC_VERSION]})
+    count, end = header[2:4].tolist()
+    raw, tokens, start = path.read_bytes(), [], HEADER_BYTES
+    for i in range(count):
+        length = raw[start] if start < len(raw) else 0
+        tokens.append(raw[start + 1 : start + 1 + length])
+        start += 1 + length
+        if not length or start > len(raw):
+            raise ValueError(
+                f"{path}: {len(raw)} bytes long; its header announces {count} tokens, and number "
+                f"{i} is empty or goes beyond the end"
+            )
+    if start != len(raw):
+        raise ValueError(f"{path}: {len(raw)} bytes long; its {count} tokens end at byte {start}")
+    if not 0 <= end < count:
+        raise ValueError(f"{path}: end-of-text is {end}; there are {count} tokens")
+    ranks = {token: i for i, token in enumerate(tokens) if i != end}
+    if missing := {bytes([i]) for i in range(256)} - ranks.keys():
+        raise ValueError(f"{path}: no token for {min(missing)!r}; each byte must have one")
+    encoding = tiktoken.Encoding(
+        path.name,
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: end},
+    )
+    return from_tiktoken(encoding)
 
 
 def _as_text(text: str | bytes) -> str:

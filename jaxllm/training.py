@@ -9,6 +9,7 @@ A step uses the backend that surrounds it::
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,10 +25,13 @@ except ImportError as error:
     raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
 
 from jaxllm import data, ops
+from jaxllm.guard import Guard, judge, new_guard
+from jaxllm.models.blocks import unstack
 from jaxllm.optim import Optimizer, clipping
+from jaxllm.schedules import Schedule
+from jaxllm.schedules import warmup_cosine as warmup_cosine
 
 Params = Any  # a nested dict of arrays
-Schedule = Callable[[ArrayLike], Float[Array, ""]]
 LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
 
 # Dense bfloat16 peaks in flop/s from NVIDIA's data sheets; the first name that is found counts.
@@ -50,12 +54,14 @@ class TrainState(NamedTuple):
         step: The number of steps taken, an int32 scalar.
         copy: The parameters in the dtype to compute in, as the step before wrote them; None where
             each step makes them.
+        guard: What keeps bad steps out; None where nothing does.
     """
 
     params: Params
     opt_state: Any
     step: Int[Array, ""]
     copy: Params | None = None
+    guard: Guard | None = None
 
 
 def default_compute_dtype() -> str:
@@ -70,40 +76,6 @@ def cast(tree: Any, dtype: DTypeLike) -> Any:
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(convert, tree)
-
-
-def warmup_cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.1) -> Schedule:
-    """A learning rate that rises linearly, then falls along half a cosine.
-
-    Step ``warmup - 1`` has the peak, step ``steps`` and all after it have the floor.
-
-    Args:
-        peak: The highest rate.
-        steps: The length of the run.
-        warmup: The steps of the rise.
-        floor: The lowest rate after the rise, as a share of the peak.
-
-    Returns:
-        A function from the step, counted from 0, to the rate.
-
-    Raises:
-        ValueError: The warm-up is longer than the run, or a number is negative.
-
-    Source: llm.c's ``schedulers.h``.
-    """
-    if peak < 0 or not 0 <= warmup <= steps or not 0 <= floor <= 1:
-        raise ValueError(
-            f"peak {peak}, warmup {warmup}, steps {steps} and floor {floor} must have "
-            "0 <= peak, 0 <= warmup <= steps and 0 <= floor <= 1"
-        )
-
-    def schedule(step: ArrayLike) -> Float[Array, ""]:
-        step = jnp.asarray(step, jnp.float32)
-        progress = jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
-        cosine = peak * (floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * progress)))
-        return jnp.where(step < warmup, peak * (step + 1) / max(warmup, 1), cosine)
-
-    return schedule
 
 
 def decay_mask(params: Params) -> Any:
@@ -165,9 +137,11 @@ def adamw(
         params: Params,
         *,
         grad_scale: ArrayLike = 1.0,
+        grad_norm: ArrayLike | None = None,
+        skip: ArrayLike = False,
         copy_dtype: DTypeLike | None = None,
     ):
-        scale, norm = clipping(grads, max_grad_norm, grad_scale)
+        scale, norm = clipping(grads, max_grad_norm, grad_scale, grad_norm)
         # Adam's count, and the schedule's where there is one: they are equal.
         count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
         params, m, v, *copy = ops.adamw_update(
@@ -183,6 +157,7 @@ def adamw(
             weight_decay=weight_decay,
             mask=decay_mask(params),
             grad_scale=scale,
+            skip=skip,
             copy_dtype=copy_dtype,
         )
         return params, optax.tree_utils.tree_set(state, count=count + 1, mu=m, nu=v), norm, *copy
@@ -195,6 +170,7 @@ def init_state(
     optimizer: Optimizer | optax.GradientTransformation,
     *,
     copy_dtype: DTypeLike | None = None,
+    guarded: bool = False,
 ) -> TrainState:
     """The state before the first step.
 
@@ -204,9 +180,12 @@ def init_state(
         copy_dtype: Keep a copy of the parameters in this dtype, bfloat16 or float16, which the
             optimizer writes beside them: a step that computes in it need not cast them. None for no
             copy.
+        guarded: Whether a step that is not finite, or far out, leaves the parameters as they are:
+            see :mod:`jaxllm.guard`.
     """
     copy = None if copy_dtype is None else cast(params, copy_dtype)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copy)
+    guard = new_guard() if guarded else None
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copy, guard)
 
 
 def make_train_step(
@@ -215,6 +194,8 @@ def make_train_step(
     *,
     learning_rate: float | Schedule | None = None,
     compute_dtype: DTypeLike | None = None,
+    max_loss_z: float | None = None,
+    max_norm_z: float | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Makes the jitted function that takes one optimizer step.
 
@@ -228,11 +209,14 @@ def make_train_step(
             place, from gradients in the compute dtype where nothing is accumulated.
         learning_rate: What the optimizer was given, to have it among the metrics.
         compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
+        max_loss_z: Of a guarded state: as in :func:`jaxllm.guard.judge`.
+        max_norm_z: Likewise.
 
     Returns:
         ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T). The metrics are float32 scalars: ``loss`` in nats, ``grad_norm`` before
-        clipping, and ``learning_rate`` if it was given. The state that goes in is donated: its
+        clipping, ``learning_rate`` if it was given, and of a guarded state those of
+        :func:`jaxllm.guard.judge`. The state that goes in is donated: its
         buffers become those of the state that comes out.
     """
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
@@ -256,24 +240,52 @@ def make_train_step(
         total = gradients(tokens[0], labels[0])
         if len(tokens) > 1:
             total, _ = jax.lax.scan(accumulate, cast(total, jnp.float32), (tokens[1:], labels[1:]))
-        loss, grads = total
+        total_loss, grads = total
+        loss, scale = total_loss / len(tokens), 1 / len(tokens)
 
+        guard, verdict, facts = None, {}, {}
+        if state.guard is not None:
+            norm = ops.global_norm(grads) * scale
+            limits = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
+            guard, skip, facts = judge(state.guard, state.step + 1, loss, norm, **limits)
+            verdict = {"grad_norm": norm, "skip": skip}
         if isinstance(optimizer, Optimizer):
             updated, opt_state, grad_norm, *copies = optimizer.step(
-                grads, state.opt_state, state.params, grad_scale=1 / len(tokens), **copy
+                grads, state.opt_state, state.params, grad_scale=scale, **copy, **verdict
             )
         else:
-            grads = jax.tree.map(lambda x: x / len(tokens), cast(grads, jnp.float32))
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            updated, grad_norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
+            updated, opt_state, grad_norm = _optax_step(
+                optimizer, grads, state, scale, verdict.get("skip")
+            )
             copies = [cast(updated, narrow[0].dtype)] if narrow else []
-        metrics = {"loss": loss / len(tokens), "grad_norm": grad_norm}
+        metrics = {"loss": loss, "grad_norm": grad_norm, **facts}
         if learning_rate is not None:
             rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
-        return TrainState(updated, opt_state, state.step + 1, *copies), metrics
+        copied = copies[0] if copies else None
+        return TrainState(updated, opt_state, state.step + 1, copied, guard), metrics
 
     return jax.jit(train_step, donate_argnames="state")
+
+
+def _optax_step(
+    optimizer: optax.GradientTransformation,
+    grads: Params,
+    state: TrainState,
+    grad_scale: float,
+    skip: Array | None,
+) -> tuple[Params, Any, Array]:
+    """The new parameters and optimizer's state, and the norm of the gradients."""
+    grads = jax.tree.map(lambda x: x * grad_scale, cast(grads, jnp.float32))
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params, norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
+    if skip is not None:
+        params, opt_state = jax.tree.map(
+            lambda old, new: jnp.where(skip, old, new),
+            (state.params, state.opt_state),
+            (params, opt_state),
+        )
+    return params, opt_state, norm
 
 
 def make_eval_step(
@@ -337,6 +349,57 @@ def mean_loss(
     return float(np.mean(jax.device_get(losses), dtype=np.float64))
 
 
+def explain_halt(
+    loss_fn: LossFn,
+    params: Params,
+    tokens: ArrayLike,
+    labels: ArrayLike,
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> str:
+    """What is not finite in the step at which a guarded run halted.
+
+    Args:
+        loss_fn: As in :func:`make_train_step`.
+        params: The parameters that the step found, which a guarded state still has.
+        tokens: The step's, of shape (accumulate, B, T).
+        labels: Likewise.
+        compute_dtype: As in :func:`make_train_step`.
+
+    Returns:
+        Lines that name each parameter that is not finite, and of each microbatch that is not finite
+        the loss and each parameter whose gradient is not.
+    """
+    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    lines = [f"parameter {fault}" for fault in nonfinite(params)]
+    gradients = jax.jit(jax.value_and_grad(loss_fn))
+    for i, microbatch in enumerate(zip(jnp.asarray(tokens), jnp.asarray(labels), strict=True)):
+        loss, grads = gradients(cast(params, dtype), *microbatch)
+        faults = [f"gradient of {fault}" for fault in nonfinite(grads)]
+        if faults or not jnp.isfinite(loss):
+            lines += [f"microbatch {i}: loss {float(loss)}", *faults]
+    if not lines:
+        lines = ["each microbatch is finite by itself: the sum or the norm of the gradients is not"]
+    return "\n".join(lines)
+
+
+def nonfinite(params: Params) -> list[str]:
+    """The arrays that hold a NaN or an infinity, and how many; layers counted one by one."""
+    if isinstance(params, dict) and isinstance(params.get("blocks"), dict):
+        params = unstack(params)
+    counts = jax.jit(
+        lambda tree: jax.tree.map(lambda x: (jnp.isnan(x).sum(), jnp.isinf(x).sum()), tree)
+    )
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    found = jax.tree.leaves(jax.device_get(counts(params)))
+    return [
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {nans} NaN and {infinities} "
+        f"infinite of {x.size}"
+        for (path, x), nans, infinities in zip(paths, found[::2], found[1::2], strict=True)
+        if nans or infinities
+    ]
+
+
 def peak_flops(device_kind: str) -> float | None:
     """The dense bfloat16 peak of a device in flop/s, or None if it is not in the table.
 
@@ -349,8 +412,39 @@ def peak_flops(device_kind: str) -> float | None:
     return None
 
 
+def measured_matmul_flops(
+    dtype: DTypeLike | None = None, *, size: int | None = None, repeats: int = 20
+) -> float:
+    """The rate of large square matrix products on the default device, in flop/s.
+
+    ``2 size^3`` operations a product, the best of three runs of ``repeats`` products, each of which
+    needs the one before.
+
+    Args:
+        dtype: Of the matrices; None for :func:`default_compute_dtype`.
+        size: Their rows and columns; None for 8192 on a GPU, 512 elsewhere.
+        repeats: Products in a run.
+    """
+    size = size or (8192 if jax.default_backend() == "gpu" else 512)
+    dtype = jnp.dtype(dtype or default_compute_dtype())
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    weight = jax.random.normal(jax.random.key(1), (size, size), dtype) / size**0.5
+    run = jax.jit(
+        lambda x: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ weight).astype(dtype), x)
+    )
+    run(x).block_until_ready()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run(x).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 * repeats / min(seconds)
+
+
 def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> float | None:
     """The share of a device's bfloat16 peak that the model's own arithmetic reaches.
+
+    ``MFU = flops / seconds / peak``, where a model's ``flops_per_token`` says what counts.
 
     Args:
         flops: What the model must compute, recomputation not counted.

@@ -19,64 +19,6 @@ def dataset(tmp_path):
     return data.open_dataset(tmp_path / "*.bin")
 
 
-def test_shard_round_trip(tmp_path):
-    path = tmp_path / "shard.bin"
-    tokens = np.array([0, 1, 50256, 65535])
-    data.write_shard(path, tokens)
-    assert np.array_equal(data.read_shard(path), tokens)
-    assert data.read_shard(path).dtype == np.uint16
-    # The format, byte for byte.
-    raw = path.read_bytes()
-    assert raw[:12] == b"\x88\xd8\x34\x01" + b"\x01\0\0\0" + b"\x04\0\0\0"
-    assert raw[12:1024] == bytes(1012)
-    assert raw[1024:] == b"\0\0\1\0\x50\xc4\xff\xff"
-
-
-def test_empty_shard(tmp_path):
-    data.write_shard(tmp_path / "shard.bin", [])
-    assert len(data.read_shard(tmp_path / "shard.bin")) == 0
-
-
-@pytest.mark.parametrize("tokens", [[-1], [65536], [[1, 2]]])
-def test_write_shard_refuses(tmp_path, tokens):
-    with pytest.raises(ValueError, match="tokens"):
-        data.write_shard(tmp_path / "shard.bin", tokens)
-    assert not (tmp_path / "shard.bin").exists()
-
-
-def corrupt(path, word, value):
-    raw = np.fromfile(path, "<i4")
-    raw[word] = value
-    raw.tofile(path)
-
-
-@pytest.mark.parametrize(
-    ("word", "value", "message"),
-    [
-        (0, 20240801, "magic number 20240801; .* has 20240520"),
-        (1, 7, "version 7; only version 1"),
-        (2, 11, "1044 bytes long; its header announces 11 tokens, so 1046 bytes"),
-        (2, -3, "1044 bytes long; its header announces -3 tokens"),
-    ],
-)
-def test_read_shard_refuses_headers(tmp_path, word, value, message):
-    path = tmp_path / "shard.bin"
-    data.write_shard(path, np.arange(10))
-    corrupt(path, word, value)
-    with pytest.raises(ValueError, match=message) as caught:
-        data.read_shard(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [0, 1023, 1024, 1043])
-def test_read_shard_refuses_truncated(tmp_path, size):
-    path = tmp_path / "shard.bin"
-    data.write_shard(path, np.arange(10))
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=f"{size} bytes long"):
-        data.read_shard(path)
-
-
 def test_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such shard"):
         data.read_shard(tmp_path / "nowhere.bin")

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import evaluate
 import generate
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pretrain_gpt2
 import pretrain_llama3
@@ -18,9 +20,9 @@ import pytest
 import switch_backends
 
 import jaxllm
-from jaxllm import data
+from jaxllm import checkpoint, data
 from jaxllm.backend import resolve
-from jaxllm.convert import huggingface
+from jaxllm.convert import huggingface, llmc
 from jaxllm.models import gpt2
 
 # The scripts that train, and where they leave what they made.
@@ -166,6 +168,103 @@ def test_second_ctrl_c_quits(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is handler
     # Step 2 was being validated; what came before it is on disk.
     assert len(read_log(Path("runs/gpt2_tiny/log.jsonl"))) == 1
+
+
+def smoke(*arguments):
+    pretrain_gpt2.main(["--smoke", "--val-every", "0", "--no-tensorboard", *map(str, arguments)])
+    return read_log(Path("runs/gpt2_tiny/log.jsonl"))
+
+
+def test_pretrain_takes_all_of_it(capsys):
+    """One run with a config file, HellaSwag, checkpoints, llm.c's order, files and log."""
+    rng = np.random.default_rng(0)
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", rng.integers(0, 256, 3000))
+    data.write_shard("shards/val.bin", rng.integers(0, 256, 300))
+    example = [65535, 0, 0, 1, 4, 2, 5, 6, *(word for i in range(4) for word in (2, i, i + 1))]
+    example[1] = 2 * len(example)
+    header = struct.pack("<256i", 20240522, 1, 1, example[1], *[0] * 252)
+    Path("eval.bin").write_bytes(header + struct.pack(f"<{len(example)}H", *example))
+    Path("run.toml").write_text(
+        'steps = 4\nschedule = "wsd"\nfinal_fraction = 0.5\nwarmup = 0\nlr = 1.0e-3\n'
+        'order = "llmc"\ndata = "shards"\nval-every = 2\nhellaswag = "eval.bin"\n'
+        "hellaswag-every = 2\ncheckpoint-every = 2\nsave-llmc = true\nunroll = true\n"
+        "max-norm-z = 6\ntensorboard = true\nresume = false\n"
+    )
+    pretrain_gpt2.main(["--smoke", "--config", "run.toml", "--steps", "5", "--mfu", "matmul"])
+    out = Path("runs/gpt2_tiny")
+    records = read_log(out / "log.jsonl")
+    assert len(records) == 5  # the command line goes before the file
+    assert [r["step"] for r in records if "hellaswag" in r] == [2, 4, 5]
+    assert [r["step"] for r in records if "val_loss" in r] == [2, 4, 5]
+    rates = [r["learning_rate"] for r in records]
+    np.testing.assert_allclose(rates[:4], 1e-3, rtol=1e-6)
+    assert all(r["mfu"] > 0 for r in records)
+    text = (out / "main.log").read_text().splitlines()
+    assert text[0].startswith("s:1 trl:") and any(line.startswith("s:2 eval:") for line in text)
+    assert any((out / "tensorboard").iterdir())
+    assert {p.name for p in (out / "checkpoints").iterdir()} == {"2", "4", "5"}
+    params, config = llmc.load_gpt2(out / "model.bin")
+    assert (config.vocab_size, config.max_seq_len) == (257, 32)
+    assert "HellaSwag" in capsys.readouterr().out
+    # What was left is where another run begins.
+    records = smoke(
+        "--init-from", out / "model.bin", "--data", "shards", "--out", "again", "--steps", 1
+    )
+    again = read_log(Path("again/log.jsonl"))[0]["loss"]
+    batch = data.batch(data.open_dataset("shards/train.bin"), 4, 32, seed=0, step=0)
+    wanted = gpt2.loss(params, jnp.asarray(batch[0]), jnp.asarray(batch[1]), config)
+    np.testing.assert_allclose(again, wanted, rtol=1e-5)
+
+
+def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
+    whole = smoke("--steps", 6)
+    stop = ["--steps", 6, "--checkpoint-every", 2, "--out", "runs/gpt2_tiny"]
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, {3})
+        first = smoke(*stop)
+    assert len(first) < 6
+    with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
+        smoke(*stop)
+    with pytest.raises(SystemExit, match="are of a run with seed 0; this one has 1"):
+        smoke(*stop, "--resume", "--seed", 1)
+    resumed = smoke(*stop, "--resume")
+    assert f"going on from step {len(first)}" in capsys.readouterr().out
+    assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
+
+
+def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
+    plain = pretraining.training.adamw
+    monkeypatch.setattr(
+        pretraining.training, "adamw", lambda *_, **__: plain(1e30, max_grad_norm=None)
+    )
+    with pytest.raises(SystemExit) as caught:
+        smoke("--steps", 50, "--checkpoint-every", 1)
+    message = str(caught.value)
+    found = re.search(r"step (\d+): loss .* is not finite", message)
+    assert found, message
+    step = int(found[1])
+    assert "gradient of wte: " in message and "microbatch 0: loss" in message
+    # The last checkpoint is of the step before, and it is finite.
+    with checkpoint.open_folder("runs/gpt2_tiny/checkpoints") as folder:
+        assert checkpoint.steps(folder)[-1] == step - 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("stepz = 4", "run.toml: stepz is not the name of a flag"),
+        ("steps = ", "run.toml: "),
+        ('steps = "many"', "argument --steps: invalid int value"),
+        ('schedule = "square"', "argument --schedule: invalid choice"),
+    ],
+)
+def test_wrong_config_files_are_refused(capsys, config, message):
+    Path("run.toml").write_text(config)
+    with pytest.raises(SystemExit) as caught:
+        smoke("--config", "run.toml")
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_switch_backends(capsys):

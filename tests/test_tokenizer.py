@@ -1,4 +1,5 @@
 import json
+import struct
 import sys
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 import tiktoken
 import tokenizers
 
-from jaxllm.tokenizer import BYTES, END_OF_TEXT, from_file, from_tiktoken, gpt2
+from jaxllm.tokenizer import BYTES, END_OF_TEXT, from_file, from_llmc, from_tiktoken, gpt2
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 日本 🙂\n\x00"])
@@ -153,9 +154,59 @@ def test_gpt2_is_tiktoken_s(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("package", "make"), [("tokenizers", lambda: from_file("x")), ("tiktoken", gpt2)]
+    ("package", "make"),
+    [
+        ("tokenizers", lambda: from_file("x")),
+        ("tiktoken", gpt2),
+        ("tiktoken", lambda: from_llmc("x")),
+    ],
 )
 def test_a_package_that_is_missing_is_named(package, make, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'{package}: pip install "jaxllm\[convert\]"'):
         make()
+
+
+def llmc_bytes(tokens, end):
+    header = struct.pack("<256i", 20240328, 2, len(tokens), end, *[0] * 252)
+    return header + b"".join(bytes([len(token)]) + token for token in tokens)
+
+
+# Bytes in an order of their own, three pairs, and the end-of-text in between.
+LLMC_TOKENS = [bytes([255 - i]) for i in range(256)] + [
+    b"th",
+    END_OF_TEXT.encode(),
+    b" th",
+    b" the",
+]
+
+
+def test_a_tokenizer_of_llmc(tmp_path):
+    path = tmp_path / "tokenizer.bin"
+    path.write_bytes(llmc_bytes(LLMC_TOKENS, 257))
+    tokenizer = from_llmc(path)
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (260, 257)
+    # A space joins the word after it, and the pair of the lowest id merges first.
+    assert tokenizer.encode("the the").tolist() == [256, 255 - ord("e"), 259]
+    for text in ("", "that's 42 €!\n\n  thé" + END_OF_TEXT):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert 257 not in tokenizer.encode(text)
+    assert tokenizer.decode([257]) == END_OF_TEXT
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (llmc_bytes(LLMC_TOKENS, 257)[:-1], "announces 260 tokens, and number 259"),
+        (llmc_bytes(LLMC_TOKENS, 257) + b"x", "its 260 tokens end at byte"),
+        (llmc_bytes(LLMC_TOKENS, 260), "end-of-text is 260; there are 260 tokens"),
+        (llmc_bytes(LLMC_TOKENS[1:], 256), r"no token for b'\\xff'; each byte"),
+        (struct.pack("<256i", 20240520, 2, *[0] * 254), "20240520; a tokenizer has 20240328"),
+        (struct.pack("<256i", 20240328, 1, *[0] * 254), "version 1; .* has version 2"),
+    ],
+)
+def test_wrong_tokenizers_of_llmc_are_refused(tmp_path, raw, message):
+    path = tmp_path / "tokenizer.bin"
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=message):
+        from_llmc(path)

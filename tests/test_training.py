@@ -319,3 +319,8 @@ def test_mean_loss_refuses(wrong, message):
         training.mean_loss(
             lambda *_: jnp.zeros(()), {}, dataset, **{"batch_size": 1, "seq_len": 8, **wrong}
         )
+
+
+def test_the_rate_of_a_matrix_product_is_measured():
+    small, large = (training.measured_matmul_flops("float32", size=n, repeats=3) for n in (8, 256))
+    assert 0 < small < large < 1e15

@@ -40,13 +40,14 @@ struct Rounding {
 };
 
 struct Scalars {
-  float lr, m_correction, v_correction, grad_scale;
+  float lr, m_correction, v_correction, grad_scale, skip;
 };
 
 // Updates one element.
 __device__ __forceinline__ void update(float& param, float grad, float& m, float& v,
                                        const Scalars& scalars, const AdamWConstants& constants,
                                        float weight_decay) {
+  if (scalars.skip != 0.0f) return;
   grad *= scalars.grad_scale;
   m = constants.b1 * m + constants.one_minus_b1 * grad;
   v = constants.b2 * v + constants.one_minus_b2 * grad * grad;
@@ -67,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   float* const v = leaf.v + offset;
   C* const copy = leaf.copy ? static_cast<C*>(leaf.copy) + offset : nullptr;
 
-  scalars += blockIdx.y * 4;
-  const Scalars my_scalars{scalars[0], scalars[1], scalars[2], scalars[3]};
+  scalars += blockIdx.y * kAdamWScalars;
+  const Scalars my_scalars{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]};
   const Rounding rounding{seeds != nullptr,
                           seeds ? seeds[blockIdx.y * seed_count + leaf.seed] : 0u};
   const int64_t first = int64_t{blockIdx.x - table.first_blocks[index]} * kElements;

@@ -20,6 +20,8 @@ struct AdamWLeaf {
   int seed;  // where its seed is in `seeds`
 };
 
+constexpr int kAdamWScalars = 5;
+
 struct AdamWConstants {
   float b1, one_minus_b1, b2, one_minus_b2, eps;
 };
@@ -29,8 +31,9 @@ struct AdamWConstants {
 //   param -= lr * (m * m_correction / (sqrt(v * v_correction) + eps) + weight_decay * param).
 //
 // A call holds `groups` independent steps (the axis that jax.vmap adds). `scalars` is an array
-// (groups, 4) of lr, m_correction, v_correction and grad_scale. `seeds` is null, or an array
-// (groups, seed_count): then what is rounded to bfloat16 is rounded up or down at random.
+// (groups, kAdamWScalars) of lr, m_correction, v_correction, grad_scale and skip; where skip is not
+// zero, param, m and v stay as they are. `seeds` is null, or an array (groups, seed_count): then
+// what is rounded to bfloat16 is rounded up or down at random.
 // P is the dtype of the parameters, G that of the gradients, C that of the copies.
 template <typename P, typename G, typename C>
 struct AdamW {

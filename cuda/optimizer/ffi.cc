@@ -89,7 +89,7 @@ ffi::Error dispatch_adamw(ffi::DataType param, ffi::DataType grad, ffi::DataType
 ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, ffi::RemainingArgs operands,
                            ffi::RemainingRets results, float b1, float one_minus_b1, float b2,
                            float one_minus_b2, float eps, ffi::Span<const float> weight_decays) {
-  const int64_t groups = scalars.element_count() / 4;
+  const int64_t groups = scalars.element_count() / kAdamWScalars;
   if (groups == 0 || weight_decays.size() == 0) return ffi::Error::Success();
   if (groups > kMaxGroups) return too_many(groups);
   const auto leaves = adamw_leaves(operands, results, weight_decays, groups);

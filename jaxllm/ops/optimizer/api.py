@@ -42,6 +42,7 @@ def adamw_update(
     weight_decay: float = 0.1,
     mask: Any = None,
     grad_scale: ArrayLike = 1.0,
+    skip: ArrayLike = False,
     copy_dtype: DTypeLike | None = None,
     seed: ArrayLike | None = None,
     backend: Backend | None = None,
@@ -74,6 +75,8 @@ def adamw_update(
         weight_decay: The share of ``lr`` by which parameters shrink.
         mask: Which arrays decay: a tree of bools like ``param``; None for all.
         grad_scale: A factor for all gradients, a scalar: clipping without a pass of its own.
+        skip: A bool scalar: True leaves the parameters and the means as they are, whatever the
+            gradients. The copy is made all the same.
         copy_dtype: Return the new parameters rounded to this dtype as well: bfloat16 or float16,
             beside float32 parameters. None for no copy.
         seed: An integer scalar: what is rounded to bfloat16 (the copy, or the parameters
@@ -112,7 +115,7 @@ def adamw_update(
 
     # optax's own formula, float32 roundings included.
     corrections = [1 / (1 - b ** jnp.asarray(step)) for b in (b1, b2)]
-    scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale)])
+    scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale, skip)])
     seeds = None if seed is None else _leaf_seeds(seed, step, len(params))
     results: list[Any] = [None] * len(params)
     for group in _groups(params, grads):

@@ -108,6 +108,7 @@ CASES = (
     _adamw("matrix", (3, 256)),
     _adamw("odd_width", (5, 77), step=1, weight_decay=0.0, grad_scale=0.25),
     _adamw("late", (2, 3, 40), step=100_000, b2=0.999),
+    _adamw("skipped", (5, 77), skip=True),
     _adamw("awkward_tree", _AWKWARD),
     _norm("gpt2_124m", _GPT2_124M, large=True, timed_only=True),
     _norm("large_tree", _LARGE, large=True),

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK, _WARPS = 512, 4  # of a program of the update
+_SCALARS = 5
 _NORM_BLOCK, _NORM_WARPS = 4096, 4  # of one of the norm, which leaves a partial sum
 
 
@@ -69,13 +70,15 @@ def _adamw_update_kernel(
 ):  # fmt: skip
     position = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK)
     inside = position < size
-    lr, m_correction, v_correction, grad_scale = (scalars_ref[i] for i in range(4))
+    lr, m_correction, v_correction, grad_scale, skip = (scalars_ref[i] for i in range(_SCALARS))
     param, grad, m, v = (_load(ref, inside) for ref in (param_ref, grad_ref, m_ref, v_ref))
     grad *= grad_scale
-    m = b1 * m + (1 - b1) * grad
-    v = b2 * v + (1 - b2) * grad * grad
-    step = m * m_correction / (jnp.sqrt(v * v_correction) + eps)
-    param -= lr * (step + decay * param)
+    new_m = b1 * m + (1 - b1) * grad
+    new_v = b2 * v + (1 - b2) * grad * grad
+    step = new_m * m_correction / (jnp.sqrt(new_v * v_correction) + eps)
+    new_param = param - lr * (step + decay * param)
+    news = ((param, new_param), (m, new_m), (v, new_v))
+    param, m, v = (jnp.where(skip != 0, old, new) for old, new in news)
     seed = None if seed_ref is None else seed_ref[0]
     plgpu.store(new_m_ref, m, mask=inside)
     plgpu.store(new_v_ref, v, mask=inside)
@@ -121,7 +124,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
         grid=(pl.cdiv(param.size, _BLOCK),),
         in_specs=[
             *[row] * 4,
-            pl.BlockSpec((4,), lambda i: (0,)),
+            pl.BlockSpec((_SCALARS,), lambda i: (0,)),
             None if seeds is None else pl.BlockSpec((1,), lambda i: (place,)),
         ],
         out_specs=[row, row, row, None if copy is None else row],

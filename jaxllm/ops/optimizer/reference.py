@@ -20,18 +20,23 @@ def adamw_update(params, grads, ms, vs, scalars, seeds, *, b1, b2, eps, decays, 
     """Returns ``(params, ms, vs, copies)``, tuples all.
 
     ``scalars`` are the learning rate, the two bias corrections ``1 / (1 - b ** step)``, and the
-    factor of the gradients; ``seeds`` has a random uint32 for each leaf, or is None; ``decays`` has
-    a weight decay for each leaf. ``copies`` is empty where ``copy_dtype`` is None.
+    factor of the gradients, and whether to skip the step; ``seeds`` has a random uint32 for each
+    leaf, or is None; ``decays`` has a weight decay for each leaf. ``copies`` is empty where
+    ``copy_dtype`` is None.
     """
-    lr, m_correction, v_correction, grad_scale = scalars
+    lr, m_correction, v_correction, grad_scale, skip = scalars
     results = []
     for i, (param, grad, m, v) in enumerate(zip(params, grads, ms, vs, strict=True)):
         grad = grad.astype(m.dtype) * grad_scale
-        m = b1 * m + (1 - b1) * grad
-        v = b2 * v + (1 - b2) * grad * grad
-        step = m * m_correction / (jnp.sqrt(v * v_correction) + eps)
+        new_m = b1 * m + (1 - b1) * grad
+        new_v = b2 * v + (1 - b2) * grad * grad
+        step = new_m * m_correction / (jnp.sqrt(new_v * v_correction) + eps)
         wide = _wide(param)
-        wide = wide - lr * (step + decays[i] * wide)
+        new_wide = wide - lr * (step + decays[i] * wide)
+        m, v, wide = (
+            jnp.where(skip != 0, old, new)
+            for old, new in ((m, new_m), (v, new_v), (wide, new_wide))
+        )
         seed = None if seeds is None else seeds[i]
         copies = [] if copy_dtype is None else [_round(wide, copy_dtype, seed)]
         results.append((_round(wide, param.dtype, seed), m, v, *copies))

@@ -1,0 +1,296 @@
+"""The command line of the pretraining examples, and what it is turned into."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import data, evaluation, schedules, tokenizer, training
+from jaxllm.backend import BACKENDS
+from jaxllm.convert import huggingface, llmc
+from jaxllm.models.blocks import SAVE_PRODUCTS
+from jaxllm.tokenizer import BYTES, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a preset trains with where the command line does not say otherwise."""
+
+    steps: int = 2000
+    batch_size: int = 16
+    seq_len: int = 1024
+    accumulate: int = 1
+    lr: float = 6e-4
+    warmup: int = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The models of one kind, and how each is trained.
+
+    Attributes:
+        name: What the model is called.
+        model: Its module, with ``init``, ``loss``, ``forward``, ``num_params`` and
+            ``flops_per_token``.
+        presets: Configs by name; ``"tiny"``, for a CPU, and ``"d6"``, for a GPU, are the defaults.
+        recipes: Of those presets that have one.
+    """
+
+    name: str
+    model: ModuleType
+    presets: Mapping[str, Any]
+    recipes: Mapping[str, Recipe]
+
+    @property
+    def stem(self) -> str:
+        """The name of the model's module: ``"gpt2"``."""
+        return self.model.__name__.rpartition(".")[-1]
+
+
+SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
+# What is computed again in the backward pass.
+REMAT = {"nothing": False, "activations": SAVE_PRODUCTS, "blocks": True}
+# A run that goes on from a checkpoint must agree in these, or it would be another run.
+IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
+IDENTITY += ("dtype", "unroll")
+
+
+def make_parser(family: Family, description: str | None) -> argparse.ArgumentParser:
+    """All flags. Those whose default is None are filled in by :func:`parse`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="TOML", help="a file of flags; the command line goes first"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works")
+    yes_or_no = argparse.BooleanOptionalAction
+
+    add = parser.add_argument_group("model").add_argument
+    add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny elsewhere")
+    add("--init-from", type=Path, help="a folder of Hugging Face's, or a .bin of llm.c's (GPT-2)")
+    add("--vocab-size", type=int, help="of the tokens in DATA; default: the tokenizer's")
+    add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: bytes")
+    add("--backend", choices=BACKENDS, help="of every op; default: as JAXLLM_BACKEND says, or auto")
+    add("--dtype", choices=("float32", "bfloat16"), help="to compute in; default: by the device")
+    add(
+        "--remat",
+        choices=REMAT,
+        default="nothing",
+        help="what the backward pass computes again: less memory, more time",
+    )
+    add(
+        "--unroll",
+        action=yes_or_no,
+        help="keep the layers apart: a faster step, a longer compilation; default: on a GPU",
+    )
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", type=Path, help="a folder of *train*.bin and *val*.bin; default: data/stdlib")
+    add("--order", choices=("shuffled", "llmc"), default="shuffled", help="of the batches")
+    add("--seed", type=int, default=0)
+
+    add = parser.add_argument_group(
+        "training (defaults of the first six: see RECIPES)"
+    ).add_argument
+    add("--steps", type=int)
+    add("--batch-size", type=int, help="sequences in a microbatch")
+    add("--seq-len", type=int)
+    add("--accumulate", type=int, help="microbatches in a step")
+    add("--lr", type=float, help="the peak learning rate")
+    add("--warmup", type=int, help="steps")
+    add("--schedule", choices=schedules.NAMES, default="cosine")
+    add("--final-fraction", type=float, default=0.1, help="the last rate, as a share of the peak")
+    add("--decay-fraction", type=float, default=0.2, help="the share of the steps that wsd falls")
+    add("--weight-decay", type=float, default=0.1)
+    add("--max-grad-norm", type=float, default=1.0, help="0 for no limit")
+    add("--max-loss-z", type=float, help="skip a step whose loss is so many deviations too high")
+    add("--max-norm-z", type=float, help="likewise by the norm of the gradients")
+
+    add = parser.add_argument_group("every so many steps, 0 for never").add_argument
+    add("--val-every", type=int, default=100, metavar="STEPS")
+    add("--val-batches", type=int, default=8, metavar="N", help="that a validation takes")
+    add("--sample-every", type=int, default=200, metavar="STEPS", help="0 for at the end only")
+    add("--prompt", help="that samples begin with; default: by the tokenizer")
+    add("--hellaswag", type=Path, metavar="BIN", help="llm.c's file of questions")
+    add("--hellaswag-every", type=int, default=250, metavar="STEPS")
+    add("--checkpoint-every", type=int, default=0, metavar="STEPS")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints: the last so many, ...")
+    add("--keep-every", type=int, metavar="STEPS", help="... and each of these steps")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in OUT, if any")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, help="default: runs/MODEL_PRESET")
+    add("--tensorboard", action=yes_or_no, default=True, help="where it is installed")
+    add("--save-llmc", action="store_true", help="leave the model as llm.c's too (GPT-2)")
+    add(
+        "--mfu",
+        choices=("peak", "matmul"),
+        default="peak",
+        help="against the card's peak, or against a matrix product that is timed first",
+    )
+    return parser
+
+
+def parse(
+    argv: Sequence[str] | None, family: Family, description: str | None
+) -> argparse.Namespace:
+    """Reads the command line; the recipe and the machine fill in what it leaves out."""
+    parser = make_parser(family, description)
+    options = parser.parse_args(argv)
+    if options.config is not None:
+        try:
+            argv = [*flags_of(options.config, parser), *(sys.argv[1:] if argv is None else argv)]
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        options = parser.parse_args(argv)
+
+    options.family = family
+    on_gpu = jax.default_backend() == "gpu"
+    if options.preset is None:
+        options.preset = "d6" if on_gpu and not options.smoke else "tiny"
+    recipe = SMOKE if options.smoke else family.recipes.get(options.preset, Recipe())
+    defaults = dataclasses.asdict(recipe)
+    defaults["dtype"] = training.default_compute_dtype()
+    defaults["unroll"] = on_gpu
+    defaults["out"] = Path("runs", f"{family.stem}_{options.preset}")
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    for name in ("steps", "batch_size", "seq_len", "accumulate", "keep", "val_batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be above 0")
+    options.warmup = min(options.warmup, options.steps)
+    if options.save_llmc and family.stem != "gpt2":
+        parser.error("--save-llmc: llm.c's format holds a GPT-2")
+    try:
+        options.params, config = load_model(options)
+        if options.vocab_size is None and config is not None:
+            options.vocab_size = config.vocab_size
+        options.tokenizer = find_tokenizer(options)
+        if options.vocab_size is None:
+            options.vocab_size = (options.tokenizer or BYTES).vocab_size
+        options.model_config = make_config(options, config)
+        options.train, options.val = open_data(options)
+        options.questions = options.hellaswag and evaluation.read_questions(options.hellaswag)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a TOML file stands for: ``batch-size = 32`` for ``--batch-size=32``.
+
+    Raises:
+        ValueError: The file is no TOML, or has a name that is no flag.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    flags = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in parser._option_string_actions or flag in ("--help", "--config"):
+            raise ValueError(f"{path}: {name} is not the name of a flag")
+        if value is True:
+            flags.append(flag)
+        elif value is not False:
+            flags.append(f"{flag}={value}")
+        elif f"--no-{flag[2:]}" in parser._option_string_actions:
+            flags.append(f"--no-{flag[2:]}")
+    return flags
+
+
+def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that was named; bytes, if the vocabulary is that of bytes; else none."""
+    if options.tokenizer is not None:
+        return tokenizer.load(options.tokenizer)
+    return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
+
+
+def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:
+    """Opens the two splits, building the default corpus if it is not there."""
+    folder = options.data
+    if folder is None and options.smoke:  # one package, for speed
+        folder = options.out / "data"
+        if not folder.exists():
+            data.build(folder, [data.standard_library() / "json"], extensions=(".py",))
+    elif folder is None:
+        folder = data.ensure_standard_library()
+    train = data.open_dataset(folder / "*train*.bin")
+    # Draws one batch, so that a corpus that is too short is an error here.
+    make_batch(train, options, 0)
+    val = data.open_dataset(folder / "*val*.bin") if any(folder.glob("*val*.bin")) else None
+    if val is None or data.num_windows(val, options.seq_len) == 0:
+        print(f"{folder}: nothing to validate on")
+        return train, None
+    return train, val
+
+
+def make_batch(
+    dataset: data.Dataset, options: argparse.Namespace, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens and labels of a step, counted from 0, of shape (accumulate, B, T)."""
+    A, B, T = options.accumulate, options.batch_size, options.seq_len
+    if options.order == "llmc":
+        parts = [data.batch_in_order(dataset, B, T, index=step * A + i) for i in range(A)]
+        tokens, labels = map(np.stack, zip(*parts, strict=True))
+    else:
+        tokens, labels = data.batch(dataset, A * B, T, seed=options.seed, step=step)
+    if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
+        raise ValueError(
+            f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
+            "give --vocab-size (50257 for GPT-2's tokens)"
+        )
+    return tokens.reshape(A, B, T), labels.reshape(A, B, T)
+
+
+def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The parameters and the config to start from; None where training starts from scratch."""
+    if options.init_from is None:
+        return None, None
+    if options.init_from.suffix == ".bin":
+        params, config = llmc.load_gpt2(options.init_from, dtype="float32")
+    else:
+        params, config = huggingface.load(options.init_from)
+    if (stem := type(config).__module__.rpartition(".")[-1]) != options.family.stem:
+        raise ValueError(
+            f"{options.init_from} holds a {stem}, and this trains {options.family.stem}"
+        )
+    return params, config
+
+
+def make_config(options: argparse.Namespace, loaded: Any) -> Any:
+    """The loaded model's config, or the preset for the vocabulary and the length of this run."""
+    if loaded is not None:
+        for name, wanted in (("vocab_size", loaded.vocab_size), ("seq_len", loaded.max_seq_len)):
+            if getattr(options, name) > wanted:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is {getattr(options, name)}; the model of "
+                    f"{options.init_from} has {wanted}"
+                )
+        return loaded
+    config = dataclasses.replace(
+        options.family.presets[options.preset], vocab_size=options.vocab_size
+    )
+    if options.seq_len > config.max_seq_len or options.preset == "tiny":
+        config = dataclasses.replace(config, max_seq_len=options.seq_len)
+    return config
+
+
+def identity(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+    return {
+        **{name: getattr(options, name) for name in IDENTITY},
+        "train_tokens": options.train.num_tokens,
+    }

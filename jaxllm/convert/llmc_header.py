@@ -1,0 +1,60 @@
+"""The header that llm.c's binary files begin with: 256 words of int32, little-endian."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+HEADER_WORDS = 256
+HEADER_BYTES = HEADER_WORDS * 4
+
+
+def read_header(path: Path, what: str, versions: Mapping[int, Sequence[int]]) -> np.ndarray:
+    """The words of a file's header.
+
+    Args:
+        path: The file.
+        what: What it should be, for messages, such as ``"a token shard"``.
+        versions: The versions that can be read, by magic number.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is shorter than a header, or has another magic number or version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    with path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+    if len(raw) < HEADER_BYTES:
+        raise ValueError(
+            f"{path}: {len(raw)} bytes long; {what} begins with {HEADER_BYTES} of header"
+        )
+    header = np.frombuffer(raw, "<i4")
+    magic, version = header[:2].tolist()
+    if magic not in versions:
+        wanted = " or ".join(map(str, versions))
+        raise ValueError(f"{path}: magic number {magic}; {what} has {wanted}")
+    if version not in versions[magic]:
+        wanted = " or ".join(map(str, versions[magic]))
+        raise ValueError(
+            f"{path}: version {version}; {what} with magic number {magic} has version {wanted}"
+        )
+    return header
+
+
+def check_size(path: Path, wanted: int, announced: str) -> None:
+    """Raises ValueError unless a file has as many bytes as its header announces."""
+    found = path.stat().st_size
+    if found != wanted:
+        raise ValueError(
+            f"{path}: {found} bytes long; its header announces {announced}, so {wanted} bytes"
+        )
+
+
+def header_of(*words: int) -> bytes:
+    """A header that begins with these words; the others are zero."""
+    header = np.zeros(HEADER_WORDS, "<i4")
+    header[: len(words)] = words
+    return header.tobytes()

@@ -1,0 +1,88 @@
+"""Token shards: the format of llm.c, which is this project's own as well.
+
+Two kinds, little-endian, told apart by the magic number::
+
+    256 x int32     20240520, 1, token count, zeros      GPT-2's:   count x uint16
+    256 x int32     20240801, 7, token count, zeros      Llama 3's: count x uint32
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
+
+
+class Kind(NamedTuple):
+    """What tells one kind of shard from the other."""
+
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+KINDS = {
+    "gpt2": Kind(20240520, 1, np.dtype("<u2")),
+    "llama3": Kind(20240801, 7, np.dtype("<u4")),
+}
+
+
+def write_shard(
+    path: str | Path, tokens: ArrayLike, *, kind: Literal["gpt2", "llama3"] = "gpt2"
+) -> None:
+    """Writes one shard; the file appears only once it is complete.
+
+    Args:
+        path: The file; overwritten.
+        tokens: Ids of one axis, fewer than 2**31.
+        kind: ``"gpt2"`` for ids of 0 to 65535 in two bytes each, ``"llama3"`` for ids of 0 to
+            2**32 - 1 in four.
+
+    Raises:
+        ValueError: A token does not fit, or there are too many, or more than one axis.
+    """
+    magic, version, dtype = KINDS[kind]
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must have one axis")
+    if tokens.size >= 2**31:
+        raise ValueError(f"tokens has {tokens.size} entries; a shard holds fewer than 2**31")
+    most = np.iinfo(dtype).max
+    if tokens.size and (tokens.min() < 0 or tokens.max() > most):
+        raise ValueError(
+            f"tokens spans {tokens.min()} to {tokens.max()}; a shard of kind {kind} holds ids of 0 "
+            f"to {most}"
+        )
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(header_of(magic, version, tokens.size))
+        tokens.astype(dtype).tofile(file)
+    partial.replace(path)
+
+
+def read_shard(path: str | Path) -> np.memmap:
+    """Maps the tokens of one shard into memory, read-only; nothing is loaded.
+
+    Args:
+        path: The file, of either kind.
+
+    Returns:
+        The tokens, uint16 or uint32, one axis.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no token shard of llm.c, or its size is not what it announces.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such shard")
+    versions = {kind.magic: [kind.version] for kind in KINDS.values()}
+    magic, _, count = read_header(path, "a token shard", versions)[:3].tolist()
+    (dtype,) = (kind.dtype for kind in KINDS.values() if kind.magic == magic)
+    check_size(path, HEADER_BYTES + count * dtype.itemsize, f"{count} tokens")
+    return np.memmap(path, dtype, "r", offset=HEADER_BYTES, shape=(count,))

@@ -1,0 +1,125 @@
+"""Eval files of llm.c, built by hand here, and the score of models whose answers are known."""
+
+import struct
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm import evaluation
+from jaxllm.models import gpt2
+
+CONFIG = gpt2.GPT2Config(vocab_size=40, max_seq_len=24, layers=1, heads=2, width=16)
+QUESTIONS = [
+    ([1, 2, 3], [[4], [5, 6], [7, 8, 9], [1]], 2),
+    ([9], [[9, 9], [8], [7], [30, 31, 32, 33]], 0),
+    ([5, 5], [[6, 7], [6, 8], [6, 9], [6, 10]], 3),
+]
+
+
+def header(*words):
+    return struct.pack("<256i", *words, *[0] * (256 - len(words)))
+
+
+def example(index, context, completions, label):
+    words = [index, label, len(completions), len(context), *context]
+    for completion in completions:
+        words += [len(completion), *completion]
+    words = [65535, 2 * (len(words) + 2), *words]
+    return struct.pack(f"<{len(words)}H", *words)
+
+
+def eval_bytes(questions=QUESTIONS):
+    examples = [example(i, *question) for i, question in enumerate(questions)]
+    return header(20240522, 1, len(examples), max(map(len, examples))) + b"".join(examples)
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "eval.bin").write_bytes(eval_bytes())
+    return tmp_path / "eval.bin"
+
+
+def test_questions_are_read(path):
+    questions = evaluation.read_questions(path)
+    found = [(q.context.tolist(), [c.tolist() for c in q.completions], q.label) for q in questions]
+    assert found == QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((0, "<i", 20240520), "magic number 20240520; an eval file has 20240522"),
+        ((4, "<i", 2), "version 2; .* has version 1"),
+        ((8, "<i", 2), "words after the last example; its header announces 2"),
+        ((8, "<i", 4), "example 3, .*: the file ends after 0 words"),
+        ((12, "<i", 8), "is 40 bytes long; the longest one announced is 8"),
+        ((1024, "<H", 7), "example 0, at byte 1024: begins with 7; it must begin with 65535"),
+        ((1026, "<H", 36), "is 40 bytes long by its parts; it announces 36"),
+        ((1028, "<H", 1), "has the index 1"),
+        ((1030, "<H", 4), "the label is 4; there are 4 completions"),
+        ((1034, "<H", 900), "example 0.* bytes long by its parts"),
+    ],
+)
+def test_wrong_files_are_refused(path, change, message):
+    place, form, value = change
+    raw = bytearray(path.read_bytes())
+    struct.pack_into(form, raw, place, value)
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=message) as caught:
+        evaluation.read_questions(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 8])
+def test_truncated_files_are_refused(path, cut):
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(ValueError, match="bytes long"):
+        evaluation.read_questions(path)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda x: 8 * x, gpt2.init(jax.random.key(1), CONFIG))
+
+
+@pytest.fixture(scope="module")
+def answers(params):
+    """The completions of the lowest mean loss, one token at a time."""
+    next_scores = jax.jit(lambda tokens: gpt2.forward(params, tokens, CONFIG)[0])
+
+    def mean_loss(context, completion):
+        row = np.zeros((1, CONFIG.max_seq_len), np.int32)
+        row[0, : len(context) + len(completion)] = [*context, *completion]
+        scores = next_scores(row)[len(context) - 1 :, : CONFIG.vocab_size]
+        return np.mean([-jax.nn.log_softmax(s)[t] for s, t in zip(scores, completion)])  # noqa: B905
+
+    losses = [[mean_loss(q[0], c) for c in q[1]] for q in QUESTIONS]
+    assert all(min(np.diff(sorted(of_one))) > 1e-4 for of_one in losses)
+    return [int(np.argmin(of_one)) for of_one in losses]
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+def test_the_answer_is_the_completion_of_the_lowest_mean_loss(path, params, answers, batch_size):
+    questions = evaluation.read_questions(path)
+
+    def score(labels):
+        labelled = [q._replace(label=x) for q, x in zip(questions, labels, strict=True)]
+        return evaluation.accuracy(
+            gpt2.forward, params, labelled, config=CONFIG, batch_size=batch_size
+        )
+
+    assert score(answers) == 1
+    assert score([answers[0], *((a + 1) % 4 for a in answers[1:])]) == pytest.approx(1 / 3)
+    assert score([(a + 1) % 4 for a in answers]) == 0
+
+
+def test_what_cannot_be_scored_is_refused():
+    question = evaluation.Question(np.arange(20), (np.arange(4), np.arange(6)), 0)
+    with pytest.raises(ValueError, match="one of 25 tokens; the model has max_seq_len 24"):
+        evaluation.accuracy(gpt2.forward, {}, [question], config=CONFIG, batch_size=2)
+    empty = question._replace(context=np.arange(0))
+    with pytest.raises(ValueError, match="empty context"):
+        evaluation.accuracy(gpt2.forward, {}, [empty], config=CONFIG, batch_size=2)
+    with pytest.raises(ValueError, match="questions is empty"):
+        evaluation.accuracy(gpt2.forward, {}, [], config=CONFIG, batch_size=2)

@@ -1,0 +1,88 @@
+import sys
+
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing import event_accumulator
+
+from jaxllm import runlog
+
+RECORDS = [
+    {"step": 1, "loss": 11.0, "learning_rate": 6e-4, "grad_norm": 15.347},
+    {"step": 2, "loss": 10.5, "learning_rate": 3e-4, "grad_norm": 2.0, "val_loss": 10.25},
+    {"step": 10, "loss": 9.0, "learning_rate": 1e-4, "grad_norm": 1.0, "hellaswag": 0.29512},
+]
+TEXT = """\
+s:1 trl:11.0000 lr:0.000600 norm:15.35
+s:2 tel:10.2500
+s:2 trl:10.5000 lr:0.000300 norm:2.00
+s:10 eval:0.2951
+s:10 trl:9.0000 lr:0.000100 norm:1.00
+"""
+
+
+def write(folder, records, **options):
+    with runlog.open_log(folder, **options) as log:
+        for record in records:
+            log(record)
+
+
+def test_both_forms(tmp_path):
+    write(tmp_path / "run", RECORDS)
+    assert runlog.read_log(tmp_path / "run" / "log.jsonl") == RECORDS
+    assert (tmp_path / "run" / "main.log").read_text() == TEXT
+
+
+def test_lines_are_written_at_once(tmp_path):
+    with runlog.open_log(tmp_path) as log:
+        log(RECORDS[0])
+        assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS[:1]
+        assert (tmp_path / "main.log").read_text() == TEXT.splitlines(keepends=True)[0]
+
+
+def test_a_run_goes_on_after_a_step(tmp_path):
+    write(tmp_path, RECORDS)
+    # A process that was killed left half a line.
+    for name in ("log.jsonl", "main.log"):
+        with (tmp_path / name).open("a") as file:
+            file.write({"log.jsonl": '{"step": 1', "main.log": "s:1"}[name])
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
+    new = {**RECORDS[2], "step": 3}
+    write(tmp_path, [new], after=2)
+    assert runlog.read_log(tmp_path / "log.jsonl") == [*RECORDS[:2], new]
+    wanted = TEXT.splitlines()[:3]
+    assert (tmp_path / "main.log").read_text().splitlines() == [*wanted, *runlog.llmc_lines(new)]
+    write(tmp_path, RECORDS[:1])
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS[:1]
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    for _ in range(2):  # a new run replaces the events of the one before
+        write(tmp_path, RECORDS)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["tensors"]) == set().union(*RECORDS) - {"step"}
+    found = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("loss")]
+    assert found == [(r["step"], r["loss"]) for r in RECORDS]
+
+
+def test_tensorboard_may_be_missing_or_unwanted(tmp_path, monkeypatch):
+    write(tmp_path, RECORDS, tensorboard=False)
+    assert not (tmp_path / "tensorboard").exists()
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    write(tmp_path, RECORDS)
+    assert not (tmp_path / "tensorboard").exists()
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
+
+
+def test_the_curve_shows_validation_points(tmp_path, monkeypatch):
+    drawn = []
+    plain = Figure.savefig
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda figure, *args, **kw: drawn.append(figure) or plain(figure, *args, **kw),
+    )
+    runlog.draw_losses(tmp_path / "loss.png", RECORDS, "a title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = drawn[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {"training": [[1, 11.0], [2, 10.5], [10, 9.0]], "validation": [[2, 10.25]]}

@@ -1,0 +1,79 @@
+import math
+
+import numpy as np
+import optax
+import pytest
+
+from jaxllm.schedules import NAMES, make_schedule
+
+
+def rates(name, steps, **options):
+    schedule = make_schedule(name, 2.0, 100, warmup=10, **options)
+    return [float(schedule(step)) for step in steps]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_warm_up_ends_at_the_peak(name):
+    np.testing.assert_allclose(rates(name, (0, 4, 9, 10)), [0.2, 1.0, 2.0, 2.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_rate_is_a_share_of_the_peak_and_stays(name):
+    last = 2.0 if name == "constant" else 0.5
+    np.testing.assert_allclose(
+        rates(name, (100, 500), final_fraction=0.25), [last, last], rtol=1e-6
+    )
+
+
+def test_the_shapes():
+    step, low, fall = 55, 0.2, 1.8  # halfway between the warm-up's end and the run's
+    assert rates("constant", [step], final_fraction=0.1) == [2.0]
+    np.testing.assert_allclose(rates("linear", [step], final_fraction=0.1), low + fall / 2)
+    quarter = low + fall * (1 + math.cos(math.pi / 3)) / 2
+    np.testing.assert_allclose(rates("cosine", [40], final_fraction=0.1), quarter, rtol=1e-6)
+    # Flat until step 80, then down; a quarter of the way, half of the fall is done.
+    wsd = rates("wsd", (55, 80, 85, 100), final_fraction=0.1)
+    np.testing.assert_allclose(wsd, [2.0, 2.0, low + fall / 2, low], rtol=1e-5)
+    half = rates("wsd", (55, 62.5), final_fraction=0.0, decay_fraction=0.5)
+    np.testing.assert_allclose(half, [2 - 2 * math.sqrt(0.1), 1.0], rtol=1e-5)
+
+
+def test_cosine_and_linear_are_optax_s():
+    steps = np.arange(0, 120)
+    ours = rates("cosine", steps, final_fraction=0.1)
+    cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.1)
+    np.testing.assert_allclose(
+        ours[10:], [np.asarray(cosine(s - 10)) for s in steps[10:]], rtol=1e-5
+    )
+    ours = rates("linear", steps, final_fraction=0.1)
+    linear = optax.linear_schedule(2.0, 0.2, 90)
+    np.testing.assert_allclose(
+        ours[10:], [np.asarray(linear(s - 10)) for s in steps[10:]], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("warmup", [0, 100])
+def test_runs_that_are_all_warm_up_or_have_none(name, warmup):
+    schedule = make_schedule(name, 2.0, 100, warmup=warmup, final_fraction=0.5)
+    values = [float(schedule(step)) for step in range(102)]
+    assert np.isfinite(values).all()
+    assert max(values) == 2.0
+    assert values[0] == (2.0 if warmup == 0 else pytest.approx(0.02))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"name": "square"}, "name is 'square'; it must be one of cosine, linear, constant, wsd"),
+        ({"warmup": 11}, "must have"),
+        ({"warmup": -1}, "must have"),
+        ({"peak": -1.0}, "must have"),
+        ({"final_fraction": 1.5}, "final_fraction 1.5"),
+        ({"decay_fraction": 0}, "decay_fraction is 0"),
+    ],
+    ids=str,
+)
+def test_schedules_refuse(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(**{"name": "wsd", "peak": 1.0, "steps": 10, **wrong})
