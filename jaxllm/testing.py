@@ -101,6 +101,7 @@ class Case:
         forward_fixed_bytes: Bytes that the forward must move beside, in whatever dtype.
         has_backward: Whether the op has a derivative.
         in_place: The inputs that the first outputs replace; they are donated where it is timed.
+        refused_by: The backends with a kernel for the op that does not take this call.
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the definition, whose float32
             intermediates would not fit beside those of other test processes.
@@ -120,6 +121,7 @@ class Case:
     forward_fixed_bytes: int = 0
     has_backward: bool = True
     in_place: tuple[str, ...] = ()
+    refused_by: tuple[str, ...] = ()
     large: bool = False
     timed_only: bool = False
 

@@ -17,6 +17,7 @@ import pytest
 import jaxllm
 import jaxllm.ops
 from jaxllm import ffi, testing, training
+from jaxllm.backend import BackendError
 from jaxllm.dispatch import dispatch
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
@@ -52,14 +53,16 @@ def op_of(case):
 
 
 def implementations(case):
-    """The backends that have kernels for a case's op."""
+    """The backends whose kernels take a case."""
     op = op_of(case)
-    return ["xla", *(["pallas"] if op.pallas else []), *(["cuda"] if op.cuda else [])]
+    kernels = [name for name in ("pallas", "cuda") if getattr(op, name)]
+    return ["xla", *(name for name in kernels if name not in case.refused_by)]
 
 
 def parameters(case, *values):
     """One parameter set, marked where it needs a GPU, and with what it shares a process."""
     marks = [pytest.mark.gpu] if case.large or "cuda" in values else []
+    marks += [pytest.mark.large] if case.large else []
     name = "-".join(map(str, (case, *values)))
     return pytest.param(case, *values, marks=[*marks, process_group(case, *values)], id=name)
 
@@ -161,6 +164,14 @@ def test_matches_the_definition(case, dtype, backend):
     actual = value_and_gradients(op_under(case, backend), inputs)
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, reference)
     testing.assert_close(actual, expected, dtype, reference, what=str(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), [(case, name) for case in CASES for name in case.refused_by], ids=str
+)
+def test_refuses(case, backend):
+    with pytest.raises(BackendError, match=f"backend '{backend}' cannot serve {case.op}"):
+        op_under(case, backend)(*testing.make_inputs(case, "float32"))
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ def _rounded_sum(x: Array, residual: Array, x_bias: Array | None = None) -> Arra
     # The backward sees h as it was stored, so its statistics must be those of the stored h; left
     # alone, XLA computes them from a sum that it has not rounded yet.
     dtype = jnp.finfo(x.dtype)
-    h = _wide(x) + (0 if x_bias is None else _wide(x_bias)) + _wide(residual)
-    return lax.reduce_precision(h, dtype.nexp, dtype.nmant).astype(x.dtype)
+    h = x + residual
+    if x_bias is not None:
+        h = (_wide(x) + _wide(x_bias) + _wide(residual)).astype(x.dtype)
+    return lax.reduce_precision(h, dtype.nexp, dtype.nmant)
 
 
 def layer_norm(x, scale, bias, *, eps):

@@ -7,6 +7,7 @@ import math
 from jaxllm.testing import Case, Integers, Normal
 
 _LONG = 2**28
+_MOST_BINS_OF_PALLAS = 4096
 # What the backward of each must move, in sizes of an input: the sum's writes dx, the maximum's
 # reads x as well, the dot product's reads a and b and writes both gradients.
 _BACKWARD = {"reduce_sum": 1, "reduce_max": 2, "dot": 4}
@@ -42,6 +43,7 @@ def _histogram(
         name,
         {"x": Integers(shape, bins if high is None else high, low=low, skew=skew)},
         {"bins": bins},
+        refused_by=("pallas",) if bins > _MOST_BINS_OF_PALLAS else (),
         forward_fixed_bytes=4 * math.prod(shape),
         has_backward=False,
         large=large,
