@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from jaxllm.testing import Case, Normal
@@ -55,17 +56,18 @@ CASES = tuple(
         _case(op, "one_row", 40),
         _case(op, "no_rows", 0, 128),
     )
-) + tuple(
-    _case("add_layer_norm", name, *shape, x_bias=True, **options)
-    for name, shape, options in (
-        ("x_bias_gpt2_124m", (65536, 768), {"large": True}),
-        ("x_bias_gpt2_1558m", (16384, 1600), {"large": True}),
-        ("x_bias_widest", (33, 16384), {"large": True}),
-        ("x_bias_wider_than_registers", (5, 33000), {"large": True}),
-        ("x_bias_row", (2, 3, 768), {}),
-        ("x_bias_odd_width", (5, 77), {}),
-        ("x_bias_odd_rows_wide", (19, 1032), {}),
-        ("x_bias_float32", (7, 256), {"weights": "float32"}),
-        ("x_bias_no_rows", (0, 128), {}),
-    )
+)
+
+_x_bias_case = functools.partial(_case, "add_layer_norm", x_bias=True)
+
+CASES += (
+    _x_bias_case("x_bias_gpt2_124m", 65536, 768, large=True),
+    _x_bias_case("x_bias_gpt2_1558m", 16384, 1600, large=True),
+    _x_bias_case("x_bias_widest", 33, 16384, large=True),
+    _x_bias_case("x_bias_wider_than_registers", 5, 33000, large=True),
+    _x_bias_case("x_bias_row", 2, 3, 768),
+    _x_bias_case("x_bias_odd_width", 5, 77),
+    _x_bias_case("x_bias_odd_rows_wide", 19, 1032),
+    _x_bias_case("x_bias_float32", 7, 256, weights="float32"),
+    _x_bias_case("x_bias_no_rows", 0, 128),
 )
