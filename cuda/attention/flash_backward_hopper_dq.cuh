@@ -1,0 +1,166 @@
+// The sums of dq over the tiles of keys, in their order, and their rounding: what two threads of
+// the main kernel's copying warpgroup do, and two of its warps.
+#pragma once
+
+#include "attention/flash_backward_hopper_plan.cuh"
+
+namespace jaxllm::hopper {
+
+__device__ __forceinline__ int load_acquire(const int* source) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int* target, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+// A tile of dq that a block adds to.
+struct DqStep {
+  int sequence, head, query_tile;
+  int rank, last_rank;  // of the block's addition, and of the last
+};
+
+// Calls visit(step) for each of a block's, in the order in which the multipliers take them.
+template <bool kSegments, int kWidth, typename Visit>
+__device__ __forceinline__ void for_each_dq_step(const BackwardArguments& a, int ticket,
+                                                 const Visit& visit) {
+  using Shape = BackwardShape<kWidth>;
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  const int group = a.heads / a.kv_heads;
+  const BackwardItem item = take_item(a, band.key_tiles(), ticket);
+#pragma unroll 1
+  for (int i = 0; i < item.count; ++i) {
+    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+#pragma unroll 1
+    for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
+#pragma unroll 1
+      for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
+        const TileRange seen = keys_seen<kSegments>(a, band, item.sequence, query_tile);
+        visit(DqStep{item.sequence, head, query_tile, rank_of(key_tile, seen, a.split),
+                     seen.size() - 1});
+      }
+    }
+  }
+}
+
+// Adds each tile of dq to global memory when it is its turn; or, where it is the last and is
+// rounded here, fetches the sum of those before it.
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
+                                       const BackwardArguments& a) {
+  using Shape = BackwardShape<kWidth>;
+  const int query_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles();
+  RingPosition<1> ring, before_ring;
+  for_each_dq_step<kSegments, kWidth>(a, shared.ticket, [&](const DqStep& step) {
+    const int64_t tile =
+        (int64_t{step.sequence} * a.heads + step.head) * query_tiles + step.query_tile;
+    float* const sum = a.dq_sums + tile * (Shape::kQueries * kWidth);
+    const auto await_rank = [&] {
+      while (load_acquire(a.ranks + tile) != step.rank) {
+      }
+      fence_async_proxy_global();
+    };
+    if constexpr (Shape::kRoundsDq) {
+      if (step.rank == step.last_rank) {
+        shared.before_empty.wait(before_ring.parity ^ 1);
+        before_ring.advance();
+        if (step.rank > 0) {
+          await_rank();
+          shared.before_full.arrive_and_expect(sizeof(shared.dq_before));
+          load_bytes(shared.dq_before, sum, sizeof(shared.dq_before), shared.before_full);
+        } else {
+          shared.before_full.arrive();
+        }
+        shared.dq_full.wait(ring.parity);
+        ring.advance();
+        shared.dq_empty.arrive();
+        return;
+      }
+    }
+    shared.dq_full.wait(ring.parity);
+    ring.advance();
+    await_rank();
+    // The first writes, so that nobody has to write zeros before.
+    if (step.rank == 0) {
+      store_bytes(sum, shared.dq, sizeof(shared.dq));
+    } else {
+      add_floats(sum, shared.dq[0], sizeof(shared.dq));
+    }
+    commit_stores();
+    wait_until_stores_have_read();
+    shared.dq_empty.arrive();
+    wait_for_stores();
+    fence_async_proxy_global();
+    store_release(a.ranks + tile, step.rank + 1);
+  });
+}
+
+// Rounds the tiles of dq to which this block adds last. A tile's parts lie as the multipliers'
+// accumulators did.
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
+                                         const BackwardArguments& a, const CUtensorMap& dq_map,
+                                         int rounder) {
+  using Shape = BackwardShape<kWidth>;
+  constexpr int kAtOnce = 2;  // of the chunks of eight columns
+  RingPosition<1> ring, before_ring;
+  for_each_dq_step<kSegments, kWidth>(a, shared.ticket, [&](const DqStep& step) {
+    shared.dq_full.wait(ring.parity);
+    ring.advance();
+    if (step.rank != step.last_rank) {
+      shared.dq_empty.arrive();
+      return;
+    }
+    // The earlier tile has left shared memory.
+    if (rounder == 0) wait_until_stores_have_read();
+    named_barrier_sync(kRoundBarrier, Shape::kRounders);
+    shared.before_full.wait(before_ring.parity);
+    before_ring.advance();
+#pragma unroll 1
+    for (int i = 0; i < Shape::kMultipliers * kWarpgroup / Shape::kRounders; ++i) {
+      const int part = i % 2, thread = i / 2 * Shape::kRounders + rounder;
+      const auto* const sums = reinterpret_cast<const float4*>(shared.dq[part]) + thread;
+      const auto* const before = reinterpret_cast<const float4*>(shared.dq_before[part]) + thread;
+      // The second part is the next slab, or the rows that come next.
+      char* const target = reinterpret_cast<char*>(shared.rounded_dq) + part * 64 * kSlabRowBytes;
+      const uint32_t offset = slab_offset(accumulator_row(thread), accumulator_column(thread));
+#pragma unroll
+      for (int first = 0; first < 8; first += kAtOnce) {
+        float4 sum[kAtOnce], other[kAtOnce] = {};
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) {
+          sum[c] = sums[(first + c) * kWarpgroup];
+          if (step.rank > 0) other[c] = before[(first + c) * kWarpgroup];
+        }
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) {
+          const auto round = [&](float x, float of_x, float y, float of_y) {
+            return pack<T>((x + of_x) * a.scale, (y + of_y) * a.scale);
+          };
+          // Of a row's chunks the swizzle exchanges some.
+          char* const chunk = target + (offset ^ (first + c) * 16);
+          *reinterpret_cast<uint32_t*>(chunk) = round(sum[c].x, other[c].x, sum[c].y, other[c].y);
+          *reinterpret_cast<uint32_t*>(chunk + kEightRowsBytes) =
+              round(sum[c].z, other[c].z, sum[c].w, other[c].w);
+        }
+      }
+    }
+    shared.before_empty.arrive();
+    shared.dq_empty.arrive();
+    fence_async_proxy();
+    named_barrier_sync(kRoundBarrier, Shape::kRounders);
+    if (rounder == 0) {
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        store_box(dq_map, shared.rounded_dq + slab * Shape::kQueries * kSlabWidth,
+                  {slab * kSlabWidth, step.head, step.query_tile * Shape::kQueries, step.sequence});
+      }
+      commit_stores();
+    }
+  });
+  if (rounder == 0) wait_for_stores();
+}
+
+}  // namespace jaxllm::hopper

@@ -1,0 +1,141 @@
+// What a block of the gradient's main kernel has, and in which order it works: the sizes, the
+// shared memory, the tiles of keys that it takes and the ranks of its additions to dq.
+#pragma once
+
+#include <climits>
+
+#include "attention/band.cuh"
+#include "attention/hopper_launch.h"
+#include "attention/segment_tiles.cuh"
+#include "common/hopper.cuh"
+
+// For other GPUs the kernel is empty, and nothing uses what comes here.
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+#pragma nv_diag_suppress 177
+#endif
+
+namespace jaxllm::hopper {
+
+template <int kWidth>
+struct BackwardShape {
+  static constexpr int kMultipliers = 2;
+  static constexpr int kKeys = kMultipliers * 64;
+  // What registers allow: of the five accumulators two grow with the queries, two with the width.
+  static constexpr int kQueries = kWidth == 64 ? 128 : 64;
+  static constexpr int kStages = 2;
+  // What more runs beside each other, as far as registers go (with both, or the other of the two,
+  // the assembler runs out of them, and then it lets every product wait for the one before):
+  // dv += p dout beside the arithmetic of ds, or the next step's s beside the handing on of dq.
+  static constexpr bool kEarlyDv = kWidth == 128;
+  static constexpr bool kEarlyScores = kWidth == 64;
+  static constexpr int kSlabs = kWidth / kSlabWidth;
+  static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
+  static constexpr int kCopierRegisters = 24;
+  static constexpr int kMultiplierRegisters = 240;
+  static constexpr int kWarps = kMultipliers * 4;
+  // What threads read themselves each of them gives back, lest racecheck see a race: it does not
+  // follow the others of a warp to the one that arrives for it. That is as fast.
+  static constexpr int kReaders = kMultipliers * kWarpgroup;
+  // Whether this kernel rounds dq, by so many threads, or one that comes after it. The turns at a
+  // tile of dq get longer by it: the shorter a step is, the less there is to hide that behind. On
+  // an H200 it is 4% faster for 384 causal heads of 1024 queries, 64 wide; and 14% slower for 32
+  // causal key heads of 4096 tokens, 128 wide, each of four heads.
+  static constexpr bool kRoundsDq = kWidth == 64;
+  static constexpr int kRounders = 64;
+  // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
+  static constexpr int kPartOfDq = 64 * 64;
+  static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
+};
+
+template <typename T, int kWidth>
+struct BackwardShared {
+  using Shape = BackwardShape<kWidth>;
+  T k[Shape::kKeys * kWidth];
+  T v[Shape::kKeys * kWidth];
+  T q[Shape::kStages][Shape::kQueries * kWidth];
+  T dout[Shape::kStages][Shape::kQueries * kWidth];
+  T ds[Shape::kKeys * Shape::kQueries];
+  float dq[Shape::kMultipliers][Shape::kPartOfDq];
+  // Where dq is rounded: the sum of all parts of a tile but the last, and the tile. Elsewhere next
+  // to nothing.
+  float dq_before[Shape::kMultipliers][Shape::kRoundsDq ? Shape::kPartOfDq : 4];
+  T rounded_dq[Shape::kRoundsDq ? Shape::kQueries * kWidth : 8];
+  alignas(16) float lse[Shape::kStages][Shape::kQueries];
+  alignas(16) float delta[Shape::kStages][Shape::kQueries];
+  Barrier kv_full, kv_empty;
+  Barrier q_full[Shape::kStages], q_empty[Shape::kStages];
+  Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
+  Barrier ds_full, ds_empty, dq_full, dq_empty;
+  Barrier before_full, before_empty;
+  int ticket;
+};
+
+struct BackwardArguments {
+  Band band;
+  int heads, kv_heads;
+  float scale;
+  // Tiles of keys below `split` are summed from the last to the first, those from it on thereafter
+  // and upwards.
+  int split;
+  bool pairs;
+  float* lse;      // (batch, heads, padded queries), times log2(e); inf where no key is seen
+  float* delta;    // the same shape
+  float* dq_sums;  // (batch, heads, tiles of queries) of tiles in the order of accumulators
+  int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
+  int* tickets;
+  Segments segments;
+};
+
+// The tiles of queries that a tile of keys visits, and the other way round.
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange queries_seen(const BackwardArguments& a, const Tiles& band,
+                                                  int sequence, int key_tile) {
+  if constexpr (!kSegments) return band.queries_of(key_tile);
+  return a.segments.of_keys[int64_t{sequence} * band.key_tiles() + key_tile];
+}
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ TileRange keys_seen(const BackwardArguments& a, const Tiles& band,
+                                               int sequence, int query_tile) {
+  if constexpr (!kSegments) return band.keys_of(query_tile);
+  return a.segments.of_queries[int64_t{sequence} * band.query_tiles() + query_tile];
+}
+
+// The tiles of keys of a block, one after the other.
+struct BackwardItem {
+  int sequence, kv_head, count, key_tiles[2];
+};
+
+// Tiles are handed out by ticket, so that a tile waits for sums of those with earlier tickets only,
+// which are running or done, and nothing can wait for ever.
+//
+// One tile a ticket: the last of a head first. Under a causal mask they start at their own
+// diagonal, the last with the fewest queries before it, so that a tile never catches up with one
+// before it.
+//
+// Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
+// share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
+// length whatever n is. Its second tile waits for first tiles of later tickets too: the launcher
+// makes sure that all pairs of a head run at once.
+__host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
+                                                           int key_tiles, int ticket) {
+  const int per_head = a.pairs ? a.split : key_tiles;
+  const int head = ticket / per_head;
+  const int tile = per_head - 1 - ticket % per_head;
+  const int partner = key_tiles - 1 - tile;
+  return {
+      head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
+}
+
+// How many additions to a tile of dq come before that of `key_tile`; `seen` is all that add to it.
+__host__ __device__ __forceinline__ int rank_of(int key_tile, const TileRange& seen, int split) {
+  const int low_end = split < seen.end ? split : seen.end;
+  if (key_tile < split) return low_end - 1 - key_tile;
+  const int lows = low_end > seen.begin ? low_end - seen.begin : 0;
+  return lows + key_tile - (split > seen.begin ? split : seen.begin);
+}
+
+constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
+constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
+constexpr int kRoundBarrier = 4;  // the tile of dq that is rounded may be written, or is
+
+}  // namespace jaxllm::hopper
