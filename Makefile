@@ -18,7 +18,7 @@ PYTEST_FLAGS ?=
 
 comma := ,
 PIP := $(VENV)/bin/python -m pip
-KERNEL_SOURCES := $(shell find cuda -type f)
+KERNEL_SOURCES := $(shell find cuda -type f) $(wildcard examples/*/*.cu)
 
 # An editable install with an extra, if PY is the one in .venv.
 installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))

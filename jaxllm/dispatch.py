@@ -24,6 +24,8 @@ from jax.interpreters import batching, mlir
 from jaxllm import ffi
 from jaxllm.backend import Backend, BackendError, Call, record
 
+Implementation = ModuleType | type  # a module of functions, or a class of static ones
+
 
 @dataclasses.dataclass(frozen=True)
 class Op:
@@ -39,10 +41,10 @@ class Op:
     """
 
     name: str
-    reference: ModuleType
-    xla: ModuleType | None = None
-    pallas: ModuleType | None = None
-    cuda: ModuleType | None = None
+    reference: Implementation
+    xla: Implementation | None = None
+    pallas: Implementation | None = None
+    cuda: Implementation | None = None
     preference: tuple[Backend, ...] = ("cuda", "pallas", "xla")
 
 
@@ -109,7 +111,7 @@ def _choose(
     raise BackendError(f"backend {backend!r} cannot serve {stem}: {passed_over[0][1]}")
 
 
-def _module(op: Op, name: str) -> ModuleType | None:
+def _module(op: Op, name: str) -> Implementation | None:
     return {"cuda": op.cuda, "pallas": op.pallas, "xla-gpu": op.xla, "xla": op.reference}[name]
 
 
@@ -117,7 +119,7 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
     module = _module(op, name)
     if module is None or not hasattr(module, stem):
         return f"{stem} has no {name} kernel; use backend 'xla' or 'auto'"
-    if name == "cuda" and (reason := ffi.unavailable_reason()):
+    if name == "cuda" and (reason := ffi.unavailable_reason(stem)):
         return reason
     check = getattr(module, f"{op.name}_unsupported", None)
     return check(*arrays, **static) if check else None

@@ -1,9 +1,11 @@
-"""The bridge to the CUDA extension: loads ``_cuda``, registers its FFI targets, calls them."""
+"""The bridge to CUDA kernels: registers FFI targets, of ``_cuda`` or a library, and calls them."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,9 +51,41 @@ if _cuda is not None and _fault is None:
         jax.ffi.register_ffi_target(_name, _capsule, platform="CUDA")
 
 
-def unavailable_reason() -> str | None:
-    """Why the CUDA kernels cannot be called from this process, in a sentence; None if they can."""
-    return _fault
+_loaded: set[str] = set()  # stems of libraries that are not ours
+
+
+def load(library: str | Path, handlers: Mapping[str, str]) -> None:
+    """Registers the FFI handlers of a shared library of your own, for :func:`call`.
+
+    Args:
+        library: Its path.
+        handlers: The symbol of the handler of each stem, such as
+            ``{"softsign_forward": "SoftsignForward"}``.
+
+    Raises:
+        OSError: The library does not load.
+        AttributeError: It has no such symbol; nothing has been registered then.
+        ValueError: A stem is taken, by a kernel of jaxllm or of a library loaded before.
+    """
+    taken = _loaded | (
+        {name.removeprefix("jaxllm_") for name in _cuda.registrations()} if _cuda else set()
+    )
+    if clash := sorted(taken & handlers.keys()):
+        raise ValueError(f"handlers has {clash}, which are registered already; name them otherwise")
+    symbols = ctypes.cdll.LoadLibrary(str(library))
+    capsules = {stem: jax.ffi.pycapsule(getattr(symbols, name)) for stem, name in handlers.items()}
+    for stem, capsule in capsules.items():
+        jax.ffi.register_ffi_target(f"jaxllm_{stem}", capsule, platform="CUDA")
+    _loaded.update(handlers)
+
+
+def unavailable_reason(stem: str | None = None) -> str | None:
+    """Why the CUDA kernels cannot be called from this process, in a sentence; None if they can.
+
+    Args:
+        stem: One kernel; that of a library that was loaded needs nothing of ours. None for ours.
+    """
+    return None if stem in _loaded else _fault
 
 
 def is_available() -> bool:

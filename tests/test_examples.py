@@ -2,12 +2,14 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import add_your_own_op
 import evaluate
 import generate
 import jax
@@ -20,7 +22,7 @@ import pytest
 import switch_backends
 
 import jaxllm
-from jaxllm import checkpoint, data
+from jaxllm import checkpoint, data, ffi
 from jaxllm.backend import resolve
 from jaxllm.convert import huggingface, llmc
 from jaxllm.models import gpt2
@@ -265,6 +267,27 @@ def test_wrong_config_files_are_refused(capsys, config, message):
         smoke("--config", "run.toml")
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which compiles the kernel")
+def test_add_your_own_op(tmp_path, capsys):
+    library = tmp_path / "libsoftsign.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ffi, "_loaded", set())  # not for good
+        add_your_own_op.main(library)
+        with pytest.raises(ValueError, match="softsign_forward.*registered already"):
+            ffi.load(library, {"softsign_forward": "SoftsignForward"})
+        with pytest.raises(AttributeError, match="SoftsignSideways"):
+            ffi.load(library, {"softsign_sideways": "SoftsignSideways"})
+        if ffi.is_available():
+            with pytest.raises(ValueError, match="layer_norm_forward"):
+                ffi.load(library, {"layer_norm_forward": "SoftsignForward"})
+    printed = capsys.readouterr().out
+    assert "xla: right in float32, bfloat16, float16" in printed
+    if jax.default_backend() == "gpu":
+        assert "cuda: right in float32, bfloat16, float16" in printed
+    else:
+        assert "the program for one calls softsign_forward and softsign_backward" in printed
 
 
 def test_switch_backends(capsys):

@@ -305,7 +305,7 @@ def test_segment_ids_that_do_not_fit_are_refused():
 def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
     pretend_cudnn, options, monkeypatch
 ):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
     q, k, v = arrays(dtype="bfloat16")
     grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
     for call in jaxllm.explain(grad, q, k, v).calls:
@@ -321,7 +321,7 @@ def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
 def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
     pretend_cudnn, width, served, monkeypatch
 ):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
     monkeypatch.setattr("jaxllm.ffi.no_hopper_reason", lambda: None)
     qkv = arrays(H=width, dtype="bfloat16")
     packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
@@ -331,7 +331,7 @@ def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
 
 
 def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
     q, k, v = arrays(dtype="bfloat16")
     (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, v).calls
     assert (call.on_gpu, call.passed_over) == ("cuda", ())
@@ -514,7 +514,7 @@ def test_the_program_for_a_gpu_holds_the_cuda_kernels(segments):
     ],
 )
 def test_what_the_cuda_kernels_cannot_serve_is_named(shapes, reason, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
     B, T, N, H = 1, 6, shapes.get("N", 2), shapes.get("H", 8)
     dtype = jnp.dtype(shapes.get("dtype", "bfloat16"))
     q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
@@ -942,7 +942,7 @@ def test_softmax_checks_its_argument():
 
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_softmax_names_what_its_kernels_cannot_serve(backend, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
     with jax.enable_x64(True), pytest.raises(jaxllm.BackendError, match="x has dtype float64"):
         softmax(jnp.zeros(3, jnp.float64), backend=backend)
 
