@@ -200,7 +200,7 @@ def link(path: Path) -> str:
     return f"[{path.parent.name}/{path.name}](../{path.relative_to(ROOT)})"
 
 
-def module_link(module: ModuleType | None) -> str:
+def module_link(module: Any) -> str:
     """A link to an implementation."""
     return link(Path(str(module.__file__))) if module else "none"
 

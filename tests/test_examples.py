@@ -275,7 +275,7 @@ def test_add_your_own_op(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ffi, "_loaded", set())  # not for good
         add_your_own_op.main(library)
-        with pytest.raises(ValueError, match="softsign_forward.*registered already"):
+        with pytest.raises(ValueError, match=r"softsign_forward.*registered already"):
             ffi.load(library, {"softsign_forward": "SoftsignForward"})
         with pytest.raises(AttributeError, match="SoftsignSideways"):
             ffi.load(library, {"softsign_sideways": "SoftsignSideways"})
