@@ -61,9 +61,7 @@ def implementations(case):
 
 def parameters(case, *values):
     """One parameter set, marked where it needs a GPU, and with what it shares a process."""
-    # Pallas's interpreter is slow: without a GPU, bfloat16 stands for both 16-bit dtypes in it.
-    is_slow = "pallas" in values and "float16" in values
-    marks = [pytest.mark.gpu] if case.large or "cuda" in values or is_slow else []
+    marks = [pytest.mark.gpu] if case.large or "cuda" in values else []
     marks += [pytest.mark.large] if case.large else []
     name = "-".join(map(str, (case, *values)))
     return pytest.param(case, *values, marks=[*marks, process_group(case, *values)], id=name)
