@@ -2,7 +2,8 @@
 
 Text, JSON lines and parquet files go in, a document each file, line or row. Documents are tokenized
 by several processes, each document after the end-of-text id, as llm.c has it, and written in their
-order into shards: the first is ``val_000000.bin``, those after it ``train_000001.bin`` and so on.
+order into shards: the first is ``val_000000.bin``, unless ``--val-tokens`` is 0, those after it
+``train_000001.bin`` and so on.
 
 A run that was stopped goes on with the same command: shards appear whole or not at all, and
 ``progress.json`` tells at which document the next one begins.
@@ -27,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.convert.llmc_shards import write_shard
+from jaxllm.data import EXTENSIONS, find_texts
 from jaxllm.tokenizer import Tokenizer, load
 
-TEXTS, LINES, TABLES = (".txt", ".md", ".py"), (".jsonl", ".ndjson"), (".parquet",)
+TEXTS, LINES, TABLES = EXTENSIONS, (".jsonl", ".ndjson"), (".parquet",)
 ENDINGS = (*TEXTS, *LINES, *TABLES)
 BATCH_CHARACTERS = 1 << 20  # about as much as a process is given at a time
 
@@ -37,16 +39,13 @@ BATCH_CHARACTERS = 1 << 20  # about as much as a process is given at a time
 def files(paths: Iterable[str | Path]) -> list[Path]:
     """The files that are meant: those named, and those in the folders named that are known, sorted.
 
+    Hidden files and folders are passed over in a folder.
+
     Raises:
         FileNotFoundError: A path does not exist.
     """
-    found = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: there is no such file or folder")
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and _ending(p) in ENDINGS)
-        found += inside if path.is_dir() else [path]
-    return list(dict.fromkeys(found))
+    zipped = (f"{ending}.gz" for ending in (*TEXTS, *LINES))
+    return find_texts(paths, (*ENDINGS, *zipped))
 
 
 def documents(paths: Iterable[Path], *, key: str = "text") -> Iterator[tuple[str, float]]:
