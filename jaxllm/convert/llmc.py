@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
-from jaxllm.convert.places import flatten, unflatten
+from jaxllm.convert.places import check, flatten, unflatten
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import Params, stack
 from jaxllm.models.gpt2 import GPT2Config
@@ -106,10 +106,8 @@ def save_gpt2(
     versions = {of: version for version, of in DTYPES.items()}
     if dtype not in versions:
         raise ValueError(f"dtype is {dtype}; it must be {' or '.join(map(str, versions))}")
-    arrays, wanted = flatten(stack(params)), _shapes(config)
-    found = {name: tuple(array.shape) for name, array in arrays.items()}
-    if found != wanted:
-        raise ValueError(f"params have shapes {found}; the config asks for {wanted}")
+    arrays = flatten(stack(params))
+    check({name: array.shape for name, array in arrays.items()}, _shapes(config))
     header = header_of(
         CHECKPOINT_MAGIC,
         versions[dtype],

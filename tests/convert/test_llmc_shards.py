@@ -66,6 +66,7 @@ def test_writing_refuses(tmp_path, kind, tokens, message):
         (gpt2_shard(range(9)) + b"\0", "1043 bytes long; .* 9 tokens, so 1042 bytes"),
         (llama_shard(range(9))[:-4], "1056 bytes long; .* 9 tokens, so 1060 bytes"),
         (header(20240801, 7, 2) + bytes(4), "1028 bytes long; .* 2 tokens, so 1032 bytes"),
+        (header(20240520, 1, 10), "1024 bytes long; .* 10 tokens, so 1044 bytes"),
         (header(20240520, 1, -3), "1024 bytes long; .* -3 tokens"),
         (b"", "0 bytes long; a token shard begins with 1024"),
         (header(20240520)[:1023], "1023 bytes long"),
