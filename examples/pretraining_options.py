@@ -116,11 +116,13 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--max-loss-z", type=float, help="skip a step whose loss is so many deviations too high")
     add("--max-norm-z", type=float, help="likewise by the norm of the gradients")
 
-    add = parser.add_argument_group("every so many steps, 0 for never").add_argument
+    add = parser.add_argument_group(
+        "every so many steps; 0: at the end only, and for checkpoints never"
+    ).add_argument
     add("--val-every", type=int, default=100, metavar="STEPS")
     add("--val-batches", type=int, default=8, metavar="N", help="that a validation takes")
-    add("--sample-every", type=int, default=200, metavar="STEPS", help="0 for at the end only")
-    add("--prompt", help="that samples begin with; default: by the tokenizer")
+    add("--sample-every", type=int, default=200, metavar="STEPS")
+    add("--prompt", help="that samples begin with, where there is a tokenizer; default: by it")
     add("--hellaswag", type=Path, metavar="BIN", help="llm.c's file of questions")
     add("--hellaswag-every", type=int, default=250, metavar="STEPS")
     add("--checkpoint-every", type=int, default=0, metavar="STEPS")

@@ -283,7 +283,7 @@ def build(
         FileExistsError: The folder exists and is not empty.
         FileNotFoundError: A path does not exist, or there is no text in any.
         ValueError: ``val_fraction`` or ``shard_tokens`` is out of range, or the tokenizer has more
-            ids than a shard can hold.
+            ids than two bytes hold; :mod:`jaxllm.tokenize` writes shards of four.
     """
     folder, paths = Path(folder), list(paths)
     if tokenizer.vocab_size > 2**16:
