@@ -101,3 +101,11 @@ def test_more_elements_than_an_int_counts():
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_histogram_of_narrow_integers_has_more_bins_than_they_count(dtype):
+    x = jnp.array([0, 3, 3, 127], dtype)
+    counts = ops.histogram(x, bins=300)
+    assert np.flatnonzero(counts).tolist() == [0, 3, 127]
+    assert int(counts.sum()) == 4

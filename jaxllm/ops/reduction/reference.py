@@ -46,6 +46,8 @@ dot_forward = dot
 
 def histogram(x, *, bins):
     """Returns the counts."""
+    if jnp.iinfo(x.dtype).bits < 32:
+        x = x.astype(jnp.int32)  # which holds `bins`, as a narrow dtype may not
     inside = (x >= 0) & (x < bins)
     # A negative index would count from the end; one past the end is dropped.
     bin_of = jnp.where(inside, x, bins).reshape(-1)
