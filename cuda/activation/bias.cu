@@ -117,13 +117,11 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const T* bias, cons
   if (rows > 0) {
     if (width % kPackSize<T> == 0 && aligned_16(x, bias, dout, dx)) {
       using Shape = BackwardShape<kGelu>;
-      int device = 0, processors = 0;
-      JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-      JAXLLM_RETURN_IF_ERROR(
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+      DeviceLimits device;
+      JAXLLM_RETURN_IF_ERROR(device.read());
       const int64_t strips = divide_up(width, 32 * kPackSize<T>);
       const int64_t resident =
-          std::max(processors * Shape::kBlocks / (strips * groups), int64_t{1});
+          std::max(device.multiprocessors * Shape::kBlocks / (strips * groups), int64_t{1});
       used = std::min({divide_up(rows, Shape::kWarps * Shape::kRows), resident, partial_rows});
       bias_backward_kernel<kGelu><<<dim3(strips, used, groups), Shape::kWarps * 32, 0, stream>>>(
           x, bias, dout, dx, partial, rows, width, partial_rows);

@@ -27,8 +27,8 @@ __device__ __forceinline__ void reciprocal_in_place(float& x) {
 }
 
 // Replaces the squares of x by the logistic function s of GELU's 2u, 1 / (1 + exp(-2u)). For
-// results that are rounded to bfloat16 the hardware's tanh does: to 2^-12, it is one instruction of
-// the special functions' unit instead of two.
+// results that are rounded to bfloat16 the hardware's tanh does: to an absolute 2^-12, it is one
+// instruction of the special functions' unit instead of two.
 template <typename T, int kCount>
 __device__ __forceinline__ void gelu_logistic_each(const float (&x)[kCount],
                                                    float (&squares)[kCount]) {

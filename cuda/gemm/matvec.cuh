@@ -46,21 +46,6 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// What a device has: multiprocessors, and the shared memory that a block may take.
-struct MatvecDevice {
-  int multiprocessors = 0, shared_bytes = 0;
-
-  cudaError_t read() {
-    int device;
-    JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-    JAXLLM_RETURN_IF_ERROR(
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    JAXLLM_RETURN_IF_ERROR(
-        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return cudaSuccess;
-  }
-};
-
 // The fewest bytes of an int8 matrix that make up for taking x apart.
 constexpr int64_t kMinDigitsBytes = 16 << 20;
 
@@ -84,7 +69,7 @@ cudaError_t matvec(cudaStream_t stream, const MatvecArguments<T, W>& a, const Ep
   };
   if constexpr (sizeof(T) == 2) {
     constexpr int kPerLane = 16 / sizeof(W);
-    MatvecDevice device;
+    DeviceLimits device;
     JAXLLM_RETURN_IF_ERROR(device.read());
     const bool is_aligned =
         aligned_16(a.x, a.matrix, a.norm) && a.width % kPerLane == 0 && a.width > 0;

@@ -13,7 +13,7 @@ namespace jaxllm {
 // thread: pair i consists of rows first(i) and second(i), and store(i, row of x, product, product)
 // is called once for each.
 
-// Products as they are, and perhaps a residual. Pairs are neighbouring rows, eight apart.
+// Products as they are, and perhaps a residual. Pairs are rows eight apart.
 template <typename T>
 struct StoreProducts {
   T* out;             // (rows, count)

@@ -105,23 +105,20 @@ bool choose_backward(int64_t packs, Launch launch) {
 template <class Kernel>
 cudaError_t backward_blocks(Kernel kernel, int threads, int warps, int64_t tile_bytes,
                             int64_t groups, int64_t tiles, int64_t* blocks) {
-  int device = 0, most_shared = 0, processors = 0, resident = 0;
+  int resident = 0;
+  DeviceLimits device;
   cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  JAXLLM_RETURN_IF_ERROR(device.read());
   JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
   *blocks = 0;
   const auto static_bytes = static_cast<int64_t>(attributes.sharedSizeBytes);
-  if (tile_bytes + static_bytes > most_shared) return cudaSuccess;
+  if (tile_bytes + static_bytes > device.shared_bytes) return cudaSuccess;
   JAXLLM_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(tile_bytes)));
   JAXLLM_RETURN_IF_ERROR(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, tile_bytes));
   const int64_t each = std::min(std::max(warps * 32 / threads, 1), resident);
-  *blocks = std::min(divide_up(processors * each, groups), tiles);
+  *blocks = std::min(divide_up(device.multiprocessors * each, groups), tiles);
   return cudaSuccess;
 }
 

@@ -97,27 +97,23 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t histogram(cudaStream_t stream, const int32_t* x, int32_t* counts, int64_t groups,
                       int64_t size, int64_t bins) {
-  int device, processors, most_shared;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  DeviceLimits device;
+  JAXLLM_RETURN_IF_ERROR(device.read());
   JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(counts, 0, groups * bins * sizeof(*counts), stream));
   if (size == 0) return cudaSuccess;
 
   // Ranges of bins as a block's shared memory holds them, all of a size; a block on each
   // multiprocessor, but none without a tile, and at least one for each group and range.
-  const int64_t ranges = divide_up(bins, most_shared / int64_t{sizeof(*counts)});
+  const int64_t ranges = divide_up(bins, device.shared_bytes / int64_t{sizeof(*counts)});
   if (ranges > kMaxRanges) {
-    const int64_t wanted = 2 * processors / groups;
+    const int64_t wanted = 2 * device.multiprocessors / groups;
     const int64_t blocks = std::clamp<int64_t>(wanted, 1, divide_up(size, kThreads));
     histogram_in_memory_kernel<<<groups * blocks, kThreads, 0, stream>>>(x, counts, size, bins,
                                                                          blocks);
     return cudaGetLastError();
   }
   const int64_t width = divide_up(bins, ranges);
-  const int64_t wanted = processors / (groups * ranges);
+  const int64_t wanted = device.multiprocessors / (groups * ranges);
   const int64_t blocks = std::clamp<int64_t>(wanted, 1, divide_up(size, kTile));
   const size_t shared_bytes = width * sizeof(*counts);
   JAXLLM_RETURN_IF_ERROR(cudaFuncSetAttribute(

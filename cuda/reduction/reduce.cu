@@ -27,7 +27,8 @@ struct Max {
   }
 };
 
-// The values of all threads combined, for every lane of the first warp.
+// The values of all threads combined, for every thread. Once in a kernel: nothing keeps a second
+// call from writing `scratch` while the first is read.
 template <class Reduction>
 __device__ __forceinline__ float reduce_over_block(float value) {
   __shared__ float scratch[32];

@@ -10,7 +10,7 @@ namespace jaxllm {
 // An array holds `groups` independent problems of `size` elements (the axis that jax.vmap adds),
 // and `out` has one number for each. Blocks reduce chunks of a problem to `partial`, a workspace of
 // (groups, partials) floats, and one block reduces these: the order of the operations depends on
-// `size` and `partials` alone.
+// `size`, `partials`, T, and whether the problem's arrays are aligned to 16 bytes.
 struct ReduceShape {
   int64_t groups, size, partials;
 };

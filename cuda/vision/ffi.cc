@@ -19,7 +19,7 @@ ffi::Error NmsImpl(cudaStream_t stream, Buffer boxes, Result keep, Result overla
   // jax.vmap gives every buffer new leading axes: what comes out counts the groups.
   const int64_t groups = keep->element_count() / count;
   if (static_cast<int64_t>(boxes.element_count()) != groups * count * 4) {
-    return ffi::Error::InvalidArgument("boxes has not four corners for each element of keep");
+    return ffi::Error::InvalidArgument("boxes has not four numbers for each element of keep");
   }
   const int64_t words = groups * count * nms_tiles(count);
   if (static_cast<int64_t>(overlaps->size_bytes()) < words * int64_t{sizeof(uint64_t)}) {

@@ -5,12 +5,14 @@
 
 #include <cstdint>
 
+#include "common/launch.h"
+
 namespace jaxllm {
 
 // A tile of boxes: their bits fill one word.
 inline constexpr int kNmsTile = 64;
 
-inline constexpr int64_t nms_tiles(int64_t boxes) { return (boxes + kNmsTile - 1) / kNmsTile; }
+inline int64_t nms_tiles(int64_t boxes) { return divide_up(boxes, kNmsTile); }
 
 // `boxes` is (groups, count, 4), corners (x1, y1, x2, y2), the highest score first. keep[g, i]
 // tells whether no box j < i that is kept itself shares more than `iou_threshold` of its union with

@@ -26,15 +26,15 @@ def reduce_sum(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
     .. math::
         out = \sum_i x_i
 
-    The sum is float32 and added in an order that depends on the size alone, so it repeats bit for
-    bit.
+    The sum is float32 (float64 of float64), added in a fixed order, so it repeats bit for bit. A
+    row under ``jax.vmap`` may be added in another order than by itself.
 
     Args:
         x: Any shape; float32, bfloat16 or float16 for the kernels.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        The sum, a float32 scalar; zero where there are no elements.
+        The sum, a float32 scalar (float64 of float64); zero where there are no elements.
 
     Raises:
         TypeError: ``x`` is not floating-point.
@@ -82,7 +82,7 @@ def dot(
     .. math::
         out = \sum_i a_i b_i
 
-    Products and sum are float32, added as :func:`reduce_sum` adds.
+    Products and sum are float32 (float64 of float64), added as :func:`reduce_sum` adds.
 
     Args:
         a: Any shape; float32, bfloat16 or float16 for the kernels.
@@ -90,7 +90,7 @@ def dot(
         backend: As in :func:`reduce_sum`.
 
     Returns:
-        The dot product, a float32 scalar; zero where there are no elements.
+        The dot product, a float32 scalar (float64 of float64); zero where there are no elements.
 
     Raises:
         TypeError: An argument is not floating-point, or ``b`` differs from ``a`` in dtype.

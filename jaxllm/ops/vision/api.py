@@ -28,8 +28,8 @@ def nms(
     .. math::
         IoU(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|} > iou\_threshold
 
-    A side that would be negative is zero, so boxes apart share nothing. Areas are float32 whatever
-    the dtype of ``boxes``. XLA sorts the scores; of equal ones the first goes first.
+    A side that would be negative is zero, so boxes apart share nothing. Areas are float32 (float64
+    of float64). XLA sorts the scores; of equal ones the first goes first.
 
     Args:
         boxes: Corners ``(x1, y1, x2, y2)`` in any unit; float32, bfloat16 or float16 for the
