@@ -17,6 +17,9 @@ struct Shape {
   int64_t groups, rows, width;
 };
 
+// Groups are the y axis of a grid, three times as many where three weights have gradients.
+constexpr int64_t kMaxGroups = 65535 / 3;
+
 ffi::ErrorOr<Shape> shape_of(const Buffer& x, const Buffer& scale) {
   if (x.dimensions().size() == 0)
     return ffi::Unexpected(ffi::Error::InvalidArgument("x is a scalar"));
@@ -27,10 +30,10 @@ ffi::ErrorOr<Shape> shape_of(const Buffer& x, const Buffer& scale) {
   }
   const int64_t groups = scale.element_count() / width;
   const int64_t rows = groups == 0 ? 0 : x.element_count() / width / groups;
-  // Groups are the y axis of a grid, three times as many where three weights have gradients.
-  if (groups > 21845) {
+  if (groups > kMaxGroups) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax.vmap maps over " + std::to_string(groups) + " calls; at most 21845 are supported"));
+        "jax.vmap maps over " + std::to_string(groups) + " calls; at most " +
+        std::to_string(kMaxGroups) + " are supported"));
   }
   return Shape{groups, rows, width};
 }
@@ -52,6 +55,9 @@ ffi::Error dispatch(const Buffer& x, const Buffer& scale, Launch launch) {
   });
 }
 
+// Where the rows' statistics go: one without elements is not asked for.
+float* statistic(Result& result) { return result->element_count() ? data<float>(result) : nullptr; }
+
 int64_t partial_rows(Result& partial) {
   return partial->dimensions()[partial->dimensions().size() - 2];
 }
@@ -62,8 +68,8 @@ ffi::Error LayerNormForwardImpl(cudaStream_t stream, Buffer x, Buffer scale, Buf
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
     return LayerNorm<T, W>::forward(stream, data<T>(x), nullptr, nullptr, data<W>(scale),
-                                    data<W>(bias), eps, data<T>(out), nullptr, data<float>(mean),
-                                    data<float>(rstd), shape.groups, shape.rows, shape.width);
+                                    data<W>(bias), eps, data<T>(out), nullptr, statistic(mean),
+                                    statistic(rstd), shape.groups, shape.rows, shape.width);
   });
 }
 
@@ -77,7 +83,7 @@ ffi::Error AddLayerNormForwardImpl(cudaStream_t stream, Buffer x, Buffer residua
     const W* bias_of_x = x_bias.element_count() ? data<W>(x_bias) : nullptr;
     return LayerNorm<T, W>::forward(stream, data<T>(x), data<T>(residual), bias_of_x,
                                     data<W>(scale), data<W>(bias), eps, data<T>(out), data<T>(h),
-                                    data<float>(mean), data<float>(rstd), shape.groups, shape.rows,
+                                    statistic(mean), statistic(rstd), shape.groups, shape.rows,
                                     shape.width);
   });
 }
@@ -115,8 +121,7 @@ ffi::Error RmsNormForwardImpl(cudaStream_t stream, Buffer x, Buffer scale, float
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
     return RmsNorm<T, W>::forward(stream, data<T>(x), nullptr, data<W>(scale), eps, data<T>(out),
-                                  nullptr, data<float>(rstd), shape.groups, shape.rows,
-                                  shape.width);
+                                  nullptr, statistic(rstd), shape.groups, shape.rows, shape.width);
   });
 }
 
@@ -126,7 +131,7 @@ ffi::Error AddRmsNormForwardImpl(cudaStream_t stream, Buffer x, Buffer residual,
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
     return RmsNorm<T, W>::forward(stream, data<T>(x), data<T>(residual), data<W>(scale), eps,
-                                  data<T>(out), data<T>(h), data<float>(rstd), shape.groups,
+                                  data<T>(out), data<T>(h), statistic(rstd), shape.groups,
                                   shape.rows, shape.width);
   });
 }

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   const float row_rstd = rsqrtf(squares[0] * per_column + eps);
 
   if (!is_row) return;
-  if (team.thread() == 0) {
+  if (mean && team.thread() == 0) {
     store_statistic(mean + row, row_mean);
     store_statistic(rstd + row, row_rstd);
   }
@@ -118,7 +118,7 @@ __global__ void layer_norm_forward_any_width_kernel(const T* x, const T* residua
       const float n = (to_float(source[i]) - row_mean) * row_rstd;
       out[offset + i] = from_float<T>(n * to_float(scale[i]) + to_float(bias[i]));
     }
-    if (threadIdx.x == 0) {
+    if (mean && threadIdx.x == 0) {
       mean[blockIdx.y * rows + row] = row_mean;
       rstd[blockIdx.y * rows + row] = row_rstd;
     }

@@ -15,7 +15,8 @@ template <typename T, typename W>
 struct LayerNorm {
   // out = (x - mean) * rstd * scale + bias, with the row's mean and 1 / sqrt(variance + eps).
   // Where `residual` is not null, x + x_bias + residual takes the place of x and is written to `h`;
-  // `x_bias`, one number a column, may be null.
+  // `x_bias`, one number a column, may be null, and so may `mean` and `rstd`, of whom nobody asks
+  // without a backward.
   static cudaError_t forward(cudaStream_t stream, const T* x, const T* residual, const W* x_bias,
                              const W* scale, const W* bias, float eps, T* out, T* h, float* mean,
                              float* rstd, int64_t groups, int64_t rows, int64_t width);

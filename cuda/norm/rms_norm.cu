@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   const float row_rstd = rsqrtf(squares[0] * per_column + eps);
 
   if (!is_row) return;
-  if (team.thread() == 0) store_statistic(rstd + row, row_rstd);
+  if (rstd && team.thread() == 0) store_statistic(rstd + row, row_rstd);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
@@ -83,7 +83,7 @@ __global__ void rms_norm_forward_any_width_kernel(const T* x, const T* residual,
     for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
       out[offset + i] = from_float<T>(to_float(source[i]) * row_rstd * to_float(scale[i]));
     }
-    if (threadIdx.x == 0) rstd[blockIdx.y * rows + row] = row_rstd;
+    if (rstd && threadIdx.x == 0) rstd[blockIdx.y * rows + row] = row_rstd;
   }
 }
 

@@ -12,7 +12,8 @@ namespace jaxllm {
 template <typename T, typename W>
 struct RmsNorm {
   // out = x * rstd * scale, with rstd = 1 / sqrt(mean(x^2) + eps).
-  // Where `residual` is not null, x + residual takes the place of x and is written to `h`.
+  // Where `residual` is not null, x + residual takes the place of x and is written to `h`. `rstd`,
+  // of which nobody asks without a backward, may be null.
   static cudaError_t forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
                              float eps, T* out, T* h, float* rstd, int64_t groups, int64_t rows,
                              int64_t width);

@@ -215,6 +215,24 @@ def test_vmap_is_a_loop(case, backend, mapped):
     testing.assert_close(actual, expected, "float32", what=str(case))
 
 
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        parameters(case, backend)
+        for case in FEW_CASES
+        if case.has_backward
+        for backend in implementations(case)
+        if backend != "xla"
+    ],
+)
+def test_values_are_the_same_without_gradients(case, backend):
+    # Where nobody asks for gradients, an op may leave out what they need, or run another kernel.
+    fn = op_under(case, backend)
+    inputs = testing.make_inputs(case, "float32")
+    expected, _ = value_and_gradients(fn, inputs)
+    testing.assert_close(jax.jit(fn)(*inputs), expected, "float32", what=str(case))
+
+
 @pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
 def test_scan_and_remat_change_nothing(case, backend):
     fn = op_under(case, backend)

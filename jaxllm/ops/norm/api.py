@@ -193,11 +193,13 @@ def _check_residual(x: Array, residual: Array) -> None:
 
 # Outputs and residuals carry the op's name, so that a remat policy such as
 # jax.checkpoint_policies.save_only_these_names("layer_norm") keeps them and no kernel runs twice.
+# Without a backward nobody asks for the rows' statistics, and they are not written.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _layer_norm(x, scale, bias, eps, backend):
-    return _layer_norm_forward(x, scale, bias, eps, backend)[0]
+    arrays = (x, scale, bias)
+    return dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[0]
 
 
 def _layer_norm_forward(x, scale, bias, eps, backend):
@@ -212,7 +214,7 @@ def _layer_norm_backward(eps, backend, residuals, dout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rms_norm(x, scale, eps, backend):
-    return _rms_norm_forward(x, scale, eps, backend)[0]
+    return dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps, statistics=False)[0]
 
 
 def _rms_norm_forward(x, scale, eps, backend):
@@ -227,7 +229,8 @@ def _rms_norm_backward(eps, backend, residuals, dout):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _add_layer_norm(x, residual, x_bias, scale, bias, eps, backend):
-    return _add_layer_norm_forward(x, residual, x_bias, scale, bias, eps, backend)[0]
+    arrays = (x, residual, x_bias, scale, bias)
+    return dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
 
 
 def _add_layer_norm_forward(x, residual, x_bias, scale, bias, eps, backend):
@@ -245,7 +248,8 @@ def _add_layer_norm_backward(eps, backend, residuals, cotangents):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_rms_norm(x, residual, scale, eps, backend):
-    return _add_rms_norm_forward(x, residual, scale, eps, backend)[0]
+    arrays = (x, residual, scale)
+    return dispatch(ADD_RMS_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
 
 
 def _add_rms_norm_forward(x, residual, scale, eps, backend):

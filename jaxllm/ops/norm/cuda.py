@@ -35,10 +35,11 @@ add_layer_norm_unsupported = layer_norm_unsupported
 add_rms_norm_unsupported = layer_norm_unsupported
 
 
-def layer_norm_forward(x, scale, bias, *, eps):
+def layer_norm_forward(x, scale, bias, *, eps, statistics=True):
     """Returns ``(out, mean, rstd)``."""
-    results = (_like(x), _row_statistic(x), _row_statistic(x))
-    return ffi.call("layer_norm_forward", results, x, scale, bias, eps=eps)
+    results = (_like(x), *2 * [_row_statistic(x, statistics)])
+    out, *kept = ffi.call("layer_norm_forward", results, x, scale, bias, eps=eps)
+    return (out, *(kept if statistics else (None, None)))
 
 
 def layer_norm_backward(x, scale, mean, rstd, dout):
@@ -47,9 +48,11 @@ def layer_norm_backward(x, scale, mean, rstd, dout):
     return ffi.call("layer_norm_backward", results, x, scale, mean, rstd, dout)[:3]
 
 
-def rms_norm_forward(x, scale, *, eps):
+def rms_norm_forward(x, scale, *, eps, statistics=True):
     """Returns ``(out, rstd)``."""
-    return ffi.call("rms_norm_forward", (_like(x), _row_statistic(x)), x, scale, eps=eps)
+    results = (_like(x), _row_statistic(x, statistics))
+    out, rstd = ffi.call("rms_norm_forward", results, x, scale, eps=eps)
+    return out, rstd if statistics else None
 
 
 def rms_norm_backward(x, scale, rstd, dout):
@@ -58,12 +61,14 @@ def rms_norm_backward(x, scale, rstd, dout):
     return ffi.call("rms_norm_backward", results, x, scale, rstd, dout)[:2]
 
 
-def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps):
+def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=True):
     """Returns ``(out, h, mean, rstd)``."""
     if x_bias is None:
         x_bias = jnp.zeros(0, scale.dtype)
-    results = (_like(x), _like(x), _row_statistic(x), _row_statistic(x))
-    return ffi.call("add_layer_norm_forward", results, x, residual, x_bias, scale, bias, eps=eps)
+    results = (_like(x), _like(x), *2 * [_row_statistic(x, statistics)])
+    arrays = (x, residual, x_bias, scale, bias)
+    out, h, *kept = ffi.call("add_layer_norm_forward", results, *arrays, eps=eps)
+    return (out, h, *(kept if statistics else (None, None)))
 
 
 def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
@@ -76,10 +81,11 @@ def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
     return dx, None if x_bias is None else dx_bias, dscale, dbias
 
 
-def add_rms_norm_forward(x, residual, scale, *, eps):
+def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
     """Returns ``(out, h, rstd)``."""
-    results = (_like(x), _like(x), _row_statistic(x))
-    return ffi.call("add_rms_norm_forward", results, x, residual, scale, eps=eps)
+    results = (_like(x), _like(x), _row_statistic(x, statistics))
+    out, h, rstd = ffi.call("add_rms_norm_forward", results, x, residual, scale, eps=eps)
+    return out, h, rstd if statistics else None
 
 
 def add_rms_norm_backward(h, scale, rstd, dout, dh):
@@ -92,8 +98,8 @@ def _like(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _row_statistic(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+def _row_statistic(x: Array, wanted: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[:-1] if wanted else (0,), jnp.float32)
 
 
 def _partial_sums(x: Array, weights: int) -> jax.ShapeDtypeStruct:

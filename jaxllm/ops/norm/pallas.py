@@ -39,9 +39,10 @@ add_layer_norm_unsupported = layer_norm_unsupported
 add_rms_norm_unsupported = layer_norm_unsupported
 
 
-def layer_norm_forward(x, scale, bias, *, eps, interpret=False):
+def layer_norm_forward(x, scale, bias, *, eps, statistics=True, interpret=False):
     """Returns ``(out, mean, rstd)``."""
-    out, _, mean, rstd = _layer_norm_forward(x, None, None, scale, bias, eps, interpret)
+    results = _layer_norm_forward(x, None, None, scale, bias, eps, statistics, interpret)
+    out, _, mean, rstd = results
     return out, mean, rstd
 
 
@@ -51,9 +52,9 @@ def layer_norm_backward(x, scale, mean, rstd, dout, *, interpret=False):
     return dx, dscale, dbias
 
 
-def rms_norm_forward(x, scale, *, eps, interpret=False):
+def rms_norm_forward(x, scale, *, eps, statistics=True, interpret=False):
     """Returns ``(out, rstd)``."""
-    out, _, rstd = _rms_norm_forward(x, None, scale, eps, interpret)
+    out, _, rstd = _rms_norm_forward(x, None, scale, eps, statistics, interpret)
     return out, rstd
 
 
@@ -62,9 +63,11 @@ def rms_norm_backward(x, scale, rstd, dout, *, interpret=False):
     return _rms_norm_backward(x, scale, rstd, dout, None, interpret)
 
 
-def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, interpret=False):
+def add_layer_norm_forward(
+    x, residual, x_bias, scale, bias, *, eps, statistics=True, interpret=False
+):
     """Returns ``(out, h, mean, rstd)``."""
-    return _layer_norm_forward(x, residual, x_bias, scale, bias, eps, interpret)
+    return _layer_norm_forward(x, residual, x_bias, scale, bias, eps, statistics, interpret)
 
 
 def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh, *, interpret=False):
@@ -72,9 +75,9 @@ def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh, *, interpret
     return _layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh, interpret)
 
 
-def add_rms_norm_forward(x, residual, scale, *, eps, interpret=False):
+def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True, interpret=False):
     """Returns ``(out, h, rstd)``."""
-    return _rms_norm_forward(x, residual, scale, eps, interpret)
+    return _rms_norm_forward(x, residual, scale, eps, statistics, interpret)
 
 
 def add_rms_norm_backward(h, scale, rstd, dout, dh, *, interpret=False):
@@ -98,8 +101,9 @@ def _layer_norm_forward_kernel(
     rstd = lax.rsqrt(jnp.sum(centred * centred, axis=1) / shape[1] + eps)
     out = centred * rstd[:, None] * _load(scale_ref, columns) + _load(bias_ref, columns)
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
-    plgpu.store(mean_ref, mean, mask=rows)
-    plgpu.store(rstd_ref, rstd, mask=rows)
+    if mean_ref is not None:
+        plgpu.store(mean_ref, mean, mask=rows)
+        plgpu.store(rstd_ref, rstd, mask=rows)
 
 
 def _rms_norm_forward_kernel(
@@ -111,7 +115,8 @@ def _rms_norm_forward_kernel(
     rstd = lax.rsqrt(jnp.sum(x * x, axis=1) / shape[1] + eps)
     out = x * rstd[:, None] * _load(scale_ref, columns)
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
-    plgpu.store(rstd_ref, rstd, mask=rows)
+    if rstd_ref is not None:
+        plgpu.store(rstd_ref, rstd, mask=rows)
 
 
 def _layer_norm_backward_kernel(
@@ -190,7 +195,7 @@ def _load(ref, mask):
 
 
 def _stream(x_ref, residual_ref, h_ref, inside, x_bias=None):
-    """Reads x; with a residual, adds it, writes the sum, and returns the sum as it was rounded."""
+    """Reads x; with a residual, adds it and x_bias, and returns the sum, rounded as written."""
     x = _load(x_ref, inside)
     if residual_ref is None:
         return x
@@ -204,7 +209,7 @@ def _stream(x_ref, residual_ref, h_ref, inside, x_bias=None):
 # The calls: blocks and grids, and the final sums over partial rows.
 
 
-def _layer_norm_forward(x, residual, x_bias, scale, bias, eps, interpret):
+def _layer_norm_forward(x, residual, x_bias, scale, bias, eps, statistics, interpret):
     shape = _flat_shape(x)
     block = _tile(shape)
     array, statistic, weight, _ = _specs(block)
@@ -213,16 +218,16 @@ def _layer_norm_forward(x, residual, x_bias, scale, bias, eps, interpret):
         functools.partial(_layer_norm_forward_kernel, shape=shape, eps=eps),
         programs=pl.cdiv(shape[0], block[0]),
         in_specs=[array, fused, None if x_bias is None else weight, weight, weight],
-        out_specs=[array, fused, statistic, statistic],
-        out_shape=[_flat(x), _flat(residual), _statistic(x), _statistic(x)],
+        out_specs=[array, fused, *2 * [statistic if statistics else None]],
+        out_shape=[_flat(x), _flat(residual), *2 * [_statistic(x) if statistics else None]],
         tile=block,
         interpret=interpret,
     )(_reshape(x, shape), _reshape(residual, shape), x_bias, scale, bias)
     rows = x.shape[:-1]
-    return out.reshape(x.shape), _reshape(h, x.shape), mean.reshape(rows), rstd.reshape(rows)
+    return out.reshape(x.shape), _reshape(h, x.shape), _reshape(mean, rows), _reshape(rstd, rows)
 
 
-def _rms_norm_forward(x, residual, scale, eps, interpret):
+def _rms_norm_forward(x, residual, scale, eps, statistics, interpret):
     shape = _flat_shape(x)
     block = _tile(shape)
     array, statistic, weight, _ = _specs(block)
@@ -231,12 +236,12 @@ def _rms_norm_forward(x, residual, scale, eps, interpret):
         functools.partial(_rms_norm_forward_kernel, shape=shape, eps=eps),
         programs=pl.cdiv(shape[0], block[0]),
         in_specs=[array, fused, weight],
-        out_specs=[array, fused, statistic],
-        out_shape=[_flat(x), _flat(residual), _statistic(x)],
+        out_specs=[array, fused, statistic if statistics else None],
+        out_shape=[_flat(x), _flat(residual), _statistic(x) if statistics else None],
         tile=block,
         interpret=interpret,
     )(_reshape(x, shape), _reshape(residual, shape), scale)
-    return out.reshape(x.shape), _reshape(h, x.shape), rstd.reshape(x.shape[:-1])
+    return out.reshape(x.shape), _reshape(h, x.shape), _reshape(rstd, x.shape[:-1])
 
 
 def _layer_norm_backward(x, x_bias, scale, mean, rstd, dout, dh, interpret):

@@ -14,7 +14,8 @@ normalization removes no mean, so its :math:`\overline{g}` term is absent. Over 
     dscale = \sum_{rows} n \cdot dout \qquad dbias = \sum_{rows} dout
 
 and the gradient of a bias that was added to ``x`` is :math:`\sum_{rows} dx`. Statistics and sums
-are float32 (float64 for float64 inputs).
+are float32 (float64 for float64 inputs). Where no backward will ask for them, a forward is called
+with ``statistics=False`` and returns None in their place.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def layer_norm(x, scale, bias, *, eps):
     return layer_norm_forward(x, scale, bias, eps=eps)[0]
 
 
-def layer_norm_forward(x, scale, bias, *, eps):
+def layer_norm_forward(x, scale, bias, *, eps, statistics=True):
     """Returns ``(out, mean, rstd)``."""
     wide = _wide(x)
     mean = wide.mean(axis=-1)
     centred = wide - mean[..., None]
     rstd = lax.rsqrt(jnp.mean(centred * centred, axis=-1) + eps)
     out = centred * rstd[..., None] * _wide(scale) + _wide(bias)
-    return out.astype(x.dtype), mean, rstd
+    return out.astype(x.dtype), *((mean, rstd) if statistics else (None, None))
 
 
 def layer_norm_backward(x, scale, mean, rstd, dout):
@@ -71,11 +72,12 @@ def rms_norm(x, scale, *, eps):
     return rms_norm_forward(x, scale, eps=eps)[0]
 
 
-def rms_norm_forward(x, scale, *, eps):
+def rms_norm_forward(x, scale, *, eps, statistics=True):
     """Returns ``(out, rstd)``."""
     wide = _wide(x)
     rstd = lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
-    return (wide * rstd[..., None] * _wide(scale)).astype(x.dtype), rstd
+    out = wide * rstd[..., None] * _wide(scale)
+    return out.astype(x.dtype), rstd if statistics else None
 
 
 def rms_norm_backward(x, scale, rstd, dout):
@@ -91,10 +93,10 @@ def add_layer_norm(x, residual, scale, bias, x_bias=None, *, eps):
     return add_layer_norm_forward(x, residual, x_bias, scale, bias, eps=eps)[:2]
 
 
-def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps):
+def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=True):
     """Returns ``(out, h, mean, rstd)``; the statistics are those of the rounded ``h``."""
     h = _rounded_sum(x, residual, x_bias)
-    out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps)
+    out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps, statistics=statistics)
     return out, h, mean, rstd
 
 
@@ -111,10 +113,10 @@ def add_rms_norm(x, residual, scale, *, eps):
     return add_rms_norm_forward(x, residual, scale, eps=eps)[:2]
 
 
-def add_rms_norm_forward(x, residual, scale, *, eps):
+def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
     """Returns ``(out, h, rstd)``; ``rstd`` is that of the rounded ``h``."""
     h = _rounded_sum(x, residual)
-    out, rstd = rms_norm_forward(h, scale, eps=eps)
+    out, rstd = rms_norm_forward(h, scale, eps=eps, statistics=statistics)
     return out, h, rstd
 
 
