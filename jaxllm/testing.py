@@ -144,42 +144,47 @@ class Case:
 def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
     """Random arguments for a case, floating ones in ``dtype``; equal seeds give equal values."""
     specs, tree = jax.tree.flatten(tuple(case.inputs.values()))
-    keys = jax.random.split(jax.random.key(seed), len(specs))
-    arrays = []
-    for key, spec in zip(keys, specs, strict=True):
-        if isinstance(spec, Integers):
-            arrays.append(_integers(key, spec))
-        elif isinstance(spec, Boxes):
-            arrays.append(_boxes(key, spec).astype(dtype))
-        else:
-            values = spec.mean + spec.std * jax.random.normal(key, spec.shape, jnp.float32)
-            arrays.append(values.astype(spec.dtype or dtype))
-    return tree.unflatten(arrays)
-
-
-def _integers(key: jax.Array, spec: Integers) -> jax.Array:
-    if spec.skew == 1:
-        values = jax.random.randint(key, spec.shape, spec.low, spec.high, jnp.int32)
-    else:
-        share = jax.random.uniform(key, spec.shape) ** spec.skew
-        values = spec.low + (share * (spec.high - spec.low)).astype(jnp.int32)
-    return values.astype(spec.dtype)
-
-
-def _boxes(key: jax.Array, spec: Boxes) -> jax.Array:
-    low, sides = jax.random.uniform(key, (2, *spec.shape[:-1], 2))
-    low = jnp.round(low * spec.field)
-    return jnp.concatenate([low, low + jnp.round(sides * spec.side)], axis=-1)
+    return tree.unflatten(_draw(spec, dtype, (seed, i)) for i, spec in enumerate(specs))
 
 
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:
-    """Random normal cotangents in the structure, shapes and dtypes of an op's outputs."""
+    """Random cotangents in the structure, shapes and dtypes of an op's outputs.
+
+    Their values are normally distributed and such as bfloat16 holds, the same in every dtype.
+    """
     leaves, tree = jax.tree.flatten(outputs)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten(
-        jax.random.normal(key, leaf.shape, jnp.float32).astype(leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
+        _draw(Normal(leaf.shape, dtype="bfloat16"), None, (seed, i)).astype(leaf.dtype)
+        for i, leaf in enumerate(leaves)
     )
+
+
+def _draw(spec: Normal | Integers | Boxes, dtype: DTypeLike | None, seed: tuple[int, int]) -> jax.Array:
+    if isinstance(spec, Normal):
+        values = spec.mean + spec.std * _random("normal", spec.shape, seed)
+        return jnp.asarray(values.astype(spec.dtype or dtype))
+    if isinstance(spec, Boxes):
+        corners = _random("uniform", (2, *spec.shape[:-1], 2), seed)
+        low = (corners[0] * spec.field).round()
+        high = low + (corners[1] * spec.side).round()
+        return jnp.concatenate([low, high], axis=-1, dtype=dtype)
+    share = _random("uniform", spec.shape, seed) ** spec.skew
+    values = spec.low + (share * (spec.high - spec.low)).astype("int32")
+    return jnp.asarray(values.astype(spec.dtype))
+
+
+# Up to this size the host draws numbers sooner than a program for their shape is compiled.
+_MAX_ON_HOST = 1 << 20
+
+
+def _random(law: str, shape: tuple[int, ...], seed: tuple[int, int]) -> Any:
+    """float32 numbers, ``"normal"`` or ``"uniform"`` from 0 to less than 1."""
+    if math.prod(shape) > _MAX_ON_HOST:
+        key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+        return getattr(jax.random, law)(key, shape, jnp.float32)
+    generator = np.random.default_rng(seed)
+    draw = generator.standard_normal if law == "normal" else generator.random
+    return draw(shape, np.float32)
 
 
 def error(actual: ArrayLike, expected: ArrayLike) -> float:

@@ -97,22 +97,14 @@ def value_and_gradients(fn, inputs):
         out, pull = jax.vjp(of_floating, *(leaves[i] for i in floating))
         return out, pull(jax.tree.map(of_kind, cotangents, out))
 
-    return run(leaves, cotangents_for(jax.eval_shape(fn, *inputs)))
+    # Made outside of jit, where XLA might leave out the rounding.
+    return run(leaves, testing.cotangents_like(jax.eval_shape(fn, *inputs)))
 
 
 def of_kind(ct, out):
     """A cotangent as JAX asks for it: one of integers has no numbers."""
     floating = jnp.issubdtype(out.dtype, jnp.floating)
     return ct if floating else np.zeros(out.shape, jax.dtypes.float0)
-
-
-def cotangents_for(out):
-    """Random cotangents of values that every dtype can hold, so that all runs get the same.
-
-    Made outside of jit, where XLA might leave out the rounding.
-    """
-    narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), out)
-    return jax.tree.map(lambda ct, x: ct.astype(x.dtype), testing.cotangents_like(narrow), out)
 
 
 def op_under(case, backend):
