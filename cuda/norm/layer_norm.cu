@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
                               const W* bias, float eps, T* out, T* h, float* mean, float* rstd,
                               int64_t rows, int width) {
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
+  constexpr bool kStreams = Strategy::kStreams;
   typename Strategy::Team team;
   const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
   // Lanes beyond the last row only meet in the sums.
@@ -25,11 +26,17 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   const float per_column = __fdividef(1.0f, width);
 
   Pack<T> packs[kPacks] = {};
-  load_row<kExact>(team, packs, x + row * width, width, is_row);
+  load_row<kExact, kStreams>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
     if (x_bias) x_bias += int64_t{blockIdx.y} * width;
-    add_and_store<kExact>(team, packs, residual + row * width, x_bias, h + row * width, width,
-                          is_row);
+    add_and_store<kExact, kStreams>(team, packs, residual + row * width, x_bias, h + row * width,
+                                    width, is_row);
+  }
+
+  Pack<W, kVector> scales[kPacks] = {}, biases[kPacks] = {};
+  if constexpr (Strategy::kWeightsFirst) {
+    load_weights<kExact>(team, scales, scale, width);
+    load_weights<kExact>(team, biases, bias, width);
   }
 
   float values[kPacks][kVector];
@@ -71,12 +78,16 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
     if (!kExact && column >= width) continue;
-    const auto scales = load_cached<kVector>(scale + column);
-    const auto biases = load_cached<kVector>(bias + column);
+    if constexpr (!Strategy::kWeightsFirst) {
+      scales[p] = load_cached<kVector>(scale + column);
+      biases[p] = load_cached<kVector>(bias + column);
+    }
     float result[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[i] + biases[i];
-    store_pack(team, Pack<T>::of(result), out + row * width + column);
+    for (int i = 0; i < kVector; ++i) {
+      result[i] = values[p][i] * row_rstd * scales[p][i] + biases[p][i];
+    }
+    store_pack<kStreams>(Pack<T>::of(result), out + row * width + column);
   }
 }
 
@@ -142,7 +153,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
   const int64_t first_row = blockIdx.y * rows;
   const float per_column = __fdividef(1.0f, width);
   Pack<W, kVector> scales[kPacks] = {};
-  load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
+  load_weights<false>(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {}, dbias[kPacks][kVector] = {}, dx_bias[kPacks][kVector] = {};
 
   const int64_t stride = int64_t{gridDim.x} * kTileRows;
@@ -296,7 +307,7 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
                            float* rstd, int64_t groups, int64_t rows, int64_t width) {
   const bool served =
       rows_are_aligned<T>(width, x, residual, x_bias, scale, bias, out, h) &&
-      choose_forward<kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
+      choose_forward<2, kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
         // A team for each row of each group.
         using S = decltype(strategy);
         const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);

@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
     rms_norm_forward_kernel(const T* x, const T* residual, const W* scale, float eps, T* out, T* h,
                             float* rstd, int64_t rows, int width) {
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
+  constexpr bool kStreams = Strategy::kStreams;
   typename Strategy::Team team;
   const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
   // Lanes beyond the last row only meet in the sum.
@@ -23,12 +24,15 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   const float per_column = __fdividef(1.0f, width);
 
   Pack<T> packs[kPacks] = {};
-  load_row<kExact>(team, packs, x + row * width, width, is_row);
+  load_row<kExact, kStreams>(team, packs, x + row * width, width, is_row);
   if constexpr (kAdd) {
     const W* const no_bias = nullptr;
-    add_and_store<kExact>(team, packs, residual + row * width, no_bias, h + row * width, width,
-                          is_row);
+    add_and_store<kExact, kStreams>(team, packs, residual + row * width, no_bias, h + row * width,
+                                    width, is_row);
   }
+
+  Pack<W, kVector> scales[kPacks] = {};
+  if constexpr (Strategy::kWeightsFirst) load_weights<kExact>(team, scales, scale, width);
 
   float values[kPacks][kVector];
   float squares[1] = {0.0f};
@@ -51,12 +55,12 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
     if (!kExact && column >= width) continue;
-    const auto scales = load_cached<kVector>(scale + column);
+    if constexpr (!Strategy::kWeightsFirst) scales[p] = load_cached<kVector>(scale + column);
 
     float result[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[i];
-    store_pack(team, Pack<T>::of(result), out + row * width + column);
+    for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[p][i];
+    store_pack<kStreams>(Pack<T>::of(result), out + row * width + column);
   }
 }
 
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
   const int64_t first_row = blockIdx.y * rows;
   const float per_column = __fdividef(1.0f, width);
   Pack<W, kVector> scales[kPacks] = {};
-  load_weights(team, scales, scale + int64_t{blockIdx.y} * width, width);
+  load_weights<false>(team, scales, scale + int64_t{blockIdx.y} * width, width);
   float dscale[kPacks][kVector] = {};
 
   const int64_t stride = int64_t{gridDim.x} * kTileRows;
@@ -228,7 +232,7 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
                            int64_t width) {
   const bool served =
       rows_are_aligned<T>(width, x, residual, scale, out, h) &&
-      choose_forward<kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
+      choose_forward<1, kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
         // A team for each row of each group.
         using S = decltype(strategy);
         const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);

@@ -16,42 +16,58 @@ inline constexpr int kMostThreads = 512;
 
 // A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
 // enough for a row, a block is one warp: the next row begins as soon as one is finished.
-template <class TeamType, int kPackCount, int kBlocks>
+//
+// Where a row has several warps, it pays to read the weights before the sums, so that the row need
+// not wait for them, or else, where the registers do not suffice for that, to stream.
+enum class Access { kPlain, kWeightsFirst, kStreaming };
+
+template <class TeamType, int kPackCount, int kBlocks, Access kAccess = Access::kPlain>
 struct ForwardStrategy {
   using Team = TeamType;
   static constexpr int kPacks = kPackCount;
   static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
+  static constexpr bool kStreams = kAccess == Access::kStreaming;
+  static constexpr bool kWeightsFirst = kAccess == Access::kWeightsFirst;
 
   static int threads_per_row(int block_threads) { return block_threads / Team::kRowsPerBlock; }
 };
 
 // Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or false
-// where the rows are too wide. With kAdd a kernel reads and writes twice as much, and a pack for
-// each thread is work enough.
-template <bool kAdd, class Launch>
+// where the rows are too wide. kSums is the number of sums over a row that wait for each other.
+// With kAdd a kernel reads and writes twice as much, and narrow rows have a pack for each thread.
+template <int kSums, bool kAdd, class Launch>
 bool choose_forward(int64_t packs, Launch launch) {
   constexpr int kThreads = kMostThreads;
   if (packs <= 16) return launch(ForwardStrategy<LanesPerRow<16, 32>, 1, 24>{}, 32);
   if (packs <= 32) return launch(ForwardStrategy<LanesPerRow<32, 32>, 1, 24>{}, 32);
   if constexpr (kAdd) {
-    if (packs <= kThreads) {
-      return launch(ForwardStrategy<BlockPerRow<kThreads>, 1, 3>{}, block_threads(packs, 1));
+    if (packs <= kThreads / 2) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 1, 6, Access::kWeightsFirst>{},
+                    block_threads(packs, 1));
     }
   } else {
     if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
     if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
-    if (packs <= kThreads) {
-      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6>{}, block_threads(packs, 2));
+    if (kSums == 2 && packs <= kThreads) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6, Access::kStreaming>{},
+                    block_threads(packs, 2));
     }
   }
+  if (packs <= kThreads) {
+    return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 4, Access::kWeightsFirst>{},
+                  block_threads(packs, 2));
+  }
   if (packs <= 2 * kThreads) {
-    return launch(ForwardStrategy<BlockPerRow<kThreads>, 2, 2>{}, block_threads(packs, 2));
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 2, 2, Access::kStreaming>{},
+                  block_threads(packs, 2));
   }
   if (packs <= 4 * kThreads) {
-    return launch(ForwardStrategy<BlockPerRow<kThreads>, 4, 1>{}, block_threads(packs, 4));
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 4, 1, Access::kStreaming>{},
+                  block_threads(packs, 4));
   }
   if (packs <= 8 * kThreads) {
-    return launch(ForwardStrategy<BlockPerRow<kThreads>, 8, 1>{}, block_threads(packs, 8));
+    return launch(ForwardStrategy<BlockPerRow<kThreads>, 8, 1, Access::kStreaming>{},
+                  block_threads(packs, 8));
   }
   return false;
 }
