@@ -120,7 +120,9 @@ def op_call(case: Case, backend: str) -> Callable[..., Any]:
 
 
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted op; what is replaced in place is donated."""
+    """The jitted op, as a training step calls it; what is replaced in place is donated."""
+    if case.saves_more and backend not in JAX_PEERS.get(case.op, ()):
+        return make_pullback(case, backend)
     names = list(case.inputs)
     donated = tuple(names.index(name) for name in case.in_place)
     return jax.jit(op_call(case, backend), donate_argnums=donated)

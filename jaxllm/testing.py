@@ -100,6 +100,7 @@ class Case:
         donated: Inputs whose memory the op takes for its results where the caller gives it away.
         forward_fixed_bytes: Bytes that the forward must move beside, in whatever dtype.
         has_backward: Whether the op has a derivative.
+        saves_more: Whether the forward writes more where a backward follows. It is timed so.
         in_place: The inputs that the first outputs replace; they are donated where it is timed.
         refused_by: The backends with a kernel for the op that does not take this call.
         large: Too large for a CPU: run on a GPU only, and timed there.
@@ -120,6 +121,7 @@ class Case:
     donated: tuple[str, ...] = ()
     forward_fixed_bytes: int = 0
     has_backward: bool = True
+    saves_more: bool = False
     in_place: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
     large: bool = False
@@ -159,7 +161,9 @@ def cotangents_like(outputs: Any, seed: int = 1) -> Any:
     )
 
 
-def _draw(spec: Normal | Integers | Boxes, dtype: DTypeLike | None, seed: tuple[int, int]) -> jax.Array:
+def _draw(
+    spec: Normal | Integers | Boxes, dtype: DTypeLike | None, seed: tuple[int, int]
+) -> jax.Array:
     if isinstance(spec, Normal):
         values = spec.mean + spec.std * _random("normal", spec.shape, seed)
         return jnp.asarray(values.astype(spec.dtype or dtype))

@@ -188,7 +188,7 @@ def test_the_peers_compute_what_our_ops_compute():
     for op, fn in peer_ops.torch_ops().items():
         case = next(case for case in CASES if case.op == op and not case.large)
         inputs = make_inputs(case, "float32")
-        ours = jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))
+        ours = jax.tree.leaves(ops.op_call(case, "xla")(*inputs))
         theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **peers._peer_options(case))
         theirs = theirs if isinstance(theirs, tuple) else (theirs,)
         for our, their in zip(ours, theirs, strict=True):

@@ -31,6 +31,7 @@ def _case(
         inputs,
         forward_elements=(4 if fused else 2) * size,
         backward_elements=(4 if fused else 3) * size,
+        saves_more=True,
         large=large,
     )
 
