@@ -121,11 +121,21 @@ def op_call(case: Case, backend: str) -> Callable[..., Any]:
 
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
     """The jitted op, as a training step calls it; what is replaced in place is donated."""
-    if case.saves_more and backend not in JAX_PEERS.get(case.op, ()):
-        return make_pullback(case, backend)
+    if case.saves_more:
+        return jax.jit(functools.partial(_forward_and_saved, _vjp(case, backend)))
     names = list(case.inputs)
     donated = tuple(names.index(name) for name in case.in_place)
     return jax.jit(op_call(case, backend), donate_argnums=donated)
+
+
+def _forward_and_saved(vjp: Callable[..., Any], *inputs: jax.Array) -> tuple[Any, list[jax.Array]]:
+    """The outputs, and what a backward asks for beside them and the inputs.
+
+    Were an input an output of the program too, it would be copied.
+    """
+    outputs, pullback = vjp(*inputs)
+    there = {id(x) for x in jax.tree.leaves((inputs, outputs))}
+    return outputs, [x for x in jax.tree.leaves(pullback) if id(x) not in there]
 
 
 def replace_inputs(case: Case, inputs: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
@@ -154,10 +164,14 @@ def backward_call() -> Callable[..., Any]:
 
 def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     """A jitted function from inputs to outputs and pullback, for the inputs with a gradient."""
+    # One trace for all sets gives pullbacks of one structure, and so one compiled backward.
+    return jax.jit(_vjp(case, backend))
+
+
+def _vjp(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     op = op_call(case, backend)
     varies = [isinstance(spec, Normal) and not spec.constant for spec in case.inputs.values()]
 
-    @jax.jit
     def forward(*inputs: jax.Array) -> tuple[Any, Any]:
         def of_varying(*values: jax.Array) -> Any:
             given = iter(values)
@@ -170,7 +184,6 @@ def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
         wanted = [x for x, is_varying in zip(inputs, varies, strict=True) if is_varying]
         return jax.vjp(of_varying, *wanted)
 
-    # One trace for all sets gives pullbacks of one structure, and so one compiled backward.
     return forward
 
 

@@ -115,6 +115,19 @@ def test_inputs_rotate_through_more_than_the_cache():
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize(
+    ("op", "outputs", "statistics"), [("rms_norm", 1, 1), ("add_layer_norm", 2, 2)]
+)
+def test_the_timed_forward_keeps_what_a_backward_needs_and_copies_nothing(
+    op, outputs, statistics, backend
+):
+    case = small_case(op)
+    inputs = make_inputs(case, "float32")
+    shapes = [x.shape for x in jax.tree.leaves(ops.forward_call(case, backend)(*inputs))]
+    assert shapes == outputs * [inputs[0].shape] + statistics * [inputs[0].shape[:-1]]
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
 def test_the_timed_backward_has_nothing_of_the_forward(op, backend):
     case = small_case(op)

@@ -70,21 +70,36 @@ def matvec(w, x, *, interpret=False):
     return out[:rows]
 
 
+def _add_product(sums, product, dtype):
+    """Adds a tile's product to ``(total, lost)``, where ``lost`` is what rounding added to it.
+
+    Triton makes a plain sum one chain of additions over all columns, whose rounding errors show in
+    float32. With Kahan's compensation a chain ends with its tile.
+    """
+    total, lost = sums
+    if dtype != jnp.float32:
+        return total + product, lost
+    corrected = product - lost
+    grown = total + corrected
+    return grown, (grown - total) - corrected
+
+
 def _matvec_kernel(w_ref, x_ref, out_ref, *, M, K, tile):
     start = pl.program_id(0) * tile[0]
     rows = pl.ds(start, tile[0])
     inside = start + jnp.arange(tile[0], dtype=jnp.int32) < M
     precision = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
 
-    def visit(i, total):
+    def visit(i, sums):
         columns = pl.ds(i * tile[1], tile[1])
         known = i * tile[1] + jnp.arange(tile[1], dtype=jnp.int32) < K
         mask = inside[:, None] & known[None, :]
         w = plgpu.load(w_ref.at[rows, columns], mask=mask, other=0)
         mask = jnp.broadcast_to(known[None, :], (_ROWS, tile[1]))
         x = plgpu.load(x_ref.at[pl.ds(0, _ROWS), columns], mask=mask, other=0)
-        return total + plgpu.dot(x, w, trans_b=True, precision=precision)
+        return _add_product(sums, plgpu.dot(x, w, trans_b=True, precision=precision), x.dtype)
 
-    total = lax.fori_loop(0, pl.cdiv(K, tile[1]), visit, jnp.zeros((_ROWS, tile[0]), jnp.float32))
+    zeros = jnp.zeros((_ROWS, tile[0]), jnp.float32)
+    total, _ = lax.fori_loop(0, pl.cdiv(K, tile[1]), visit, (zeros, zeros))
     mask = jnp.broadcast_to(inside[None, :], (_ROWS, tile[0]))
     plgpu.store(out_ref.at[pl.ds(0, _ROWS), rows], total.astype(out_ref.dtype), mask=mask)
