@@ -365,6 +365,13 @@ def make_row(
     if isinstance(result, str):
         return row | {"note": result}
     rate = moved / result.percentile(50) / 1e3
+    # Of products that say more than the bytes do; the run's own limit is in the row.
+    flops = {
+        "forward": case.forward_flops,
+        "backward": case.backward_flops,
+        GRADIENT: case.gradient_flops,
+    }[direction]
+    speed = f"{flops / result.percentile(50) / 1e6:.1f} TFLOP/s" if flops else ""
     return row | {
         "median_us": f"{result.percentile(50):.2f}",
         "p20_us": f"{result.percentile(20):.2f}",
@@ -372,7 +379,7 @@ def make_row(
         "gb_per_s": f"{rate:.1f}",
         "share_of_copy": f"{rate / limits.copy_gb_per_s:.3f}",
         "timer": result.timer,
-        "note": result.note,
+        "note": "; ".join(filter(None, (speed, result.note))),
     }
 
 

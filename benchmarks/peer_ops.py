@@ -27,6 +27,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "relu": ("torch.compile", "torch eager"),
     "sigmoid": ("torch.compile", "torch eager"),
     "add": ("torch.compile", "torch eager"),
+    "matmul": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
     "mlp": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
@@ -156,6 +157,10 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def add(x, y):
         return x + y
 
+    def matmul(a, b, bias=None, *, transpose_a=False, transpose_b=False, activation=None):
+        h = F.linear(a.mT if transpose_a else a, b if transpose_b else b.mT, bias)
+        return h if activation is None else gelu(h)
+
     def linear(x, weight, bias=None, activation=None):
         h = F.linear(x, weight.T, bias)
         return h if activation is None else gelu(h)
@@ -204,7 +209,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (global_norm, softmax, repeat_kv, linear, mlp, embed, rope)
+    others = (global_norm, softmax, repeat_kv, matmul, linear, mlp, embed, rope)
     losses = (cross_entropy, linear_cross_entropy)
     reductions = (reduce_sum, reduce_max, dot, histogram)
     return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses, *reductions)}

@@ -46,7 +46,7 @@ def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
 def _peer_options(case: Case) -> dict[str, Any]:
     """The options of a case that peers understand too."""
     shared = ("activation", "bins", "causal", "groups", "interleaved", "iou_threshold", "scale")
-    shared += ("transpose_weight", "vocab_size")
+    shared += ("transpose_a", "transpose_b", "transpose_weight", "vocab_size")
     return {name: case.static[name] for name in shared if name in case.static}
 
 

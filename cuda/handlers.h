@@ -48,6 +48,7 @@
   HANDLER(cross_entropy_backward, CrossEntropyBackward)                         \
   HANDLER(adamw_update, AdamwUpdate)                                            \
   HANDLER(global_norm, GlobalNorm)                                              \
+  HANDLER(matmul, Matmul)                                                       \
   HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
   HANDLER(matmul_gelu_slope, MatmulGeluSlope)                                   \
   HANDLER(embed_forward, EmbedForward)                                          \

@@ -28,7 +28,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
     "llm.c": {
         "encoder_forward_kernel3, encoder_backward_kernel": ("embed",),
         "layernorm_forward_kernel3, layernorm_backward_kernel2": ("layer_norm", "add_layer_norm"),
-        "matmul_forward_kernel4, matmul_backward": ("linear", "mlp"),
+        "matmul_forward_kernel4, matmul_backward": ("matmul", "linear", "mlp"),
         "matmul_backward_bias_kernel4": ("bias_add",),
         "attention_forward, attention_backward, permute_kernel, unpermute_kernel": (
             "flash_attention",
@@ -50,7 +50,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "attention_forward_gqa, attention_backward_gqa": ("flash_attention",),
     },
     "CUDA-Learn-Notes": {
-        "sgemm_naive, sgemm_block_tile_k_tile_vec4, sgemm double-buffered, hgemm": ("linear",),
+        "sgemm_naive, sgemm_block_tile_k_tile_vec4, sgemm double-buffered, hgemm": ("matmul",),
         "sgemv_k32, sgemv_k128, sgemv_k16": ("matvec",),
         "warp_reduce_sum, block_reduce_sum, block_all_reduce, and their vec4 forms": (
             "reduce_sum",

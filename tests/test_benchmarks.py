@@ -309,6 +309,14 @@ def test_a_row_has_the_rates_that_follow_from_the_median():
     assert float(row["share_of_copy"]) == pytest.approx(2013.3 / 4000, rel=1e-2)
 
 
+def test_a_row_of_a_product_notes_its_rate():
+    case = next(case for case in CASES if str(case) == "matmul-square_4096")
+    key = (case.op, case.name, "forward", "cuda")
+    limits = timing.Limits(4000.0, 800.0, "torch")
+    row = ops.make_row(case, "bfloat16", key, timing.Timing((200.0,), "trace", "2 sets"), limits)
+    assert row["note"] == "687.2 TFLOP/s; 2 sets"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -55,6 +55,15 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
+// c += a * b of TF32 numbers, 16 x 8 results over 8 products each: a word has one number.
+__device__ __forceinline__ void multiply_add_tf32(float (&c)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // c += a * b of int8, 16 x 8 results over 32 products each: a word has four numbers of a row of
 // `a`, or of a column of `b`, where the 16-bit operands have two.
 __device__ __forceinline__ void multiply_add_int8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -89,6 +98,17 @@ __device__ __forceinline__ void copy_16_async(void* target, const void* source, 
 __device__ __forceinline__ void copy_4_async(void* target, const void* source, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)),
                "l"(source), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// The same without a condition.
+__device__ __forceinline__ void copy_16_async(void* target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)),
+               "l"(source)
+               : "memory");
+}
+__device__ __forceinline__ void copy_4_async(void* target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source)
                : "memory");
 }
 

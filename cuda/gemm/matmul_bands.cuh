@@ -66,7 +66,7 @@ struct BandWarp {
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       const int column = origin.column + slab * kSlabWidth + 2 * lane;
       biases[slab] = 0;
-      if (column < arguments.columns) {
+      if (arguments.bias != nullptr && column < arguments.columns) {
         biases[slab] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
       }
     }
@@ -103,6 +103,62 @@ constexpr int kBatchElements = 4 * kBatch;
 // Where an accumulator has the first of a pair.
 __device__ __forceinline__ constexpr int sum_index(int slab, int j, int half) {
   return 4 * (8 * slab + j) + 2 * half;
+}
+
+// Stores out = p + bias, where `sums` has the product p.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_bias(
+    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin) {
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    T* const out = warp.slot(band % kSlots);
+    // What this slot had has left it.
+    if (warp.lane == 0) wait_until_older_stores_have_read<kSlots - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 bias = warp.bias(slab, j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = sum_index(slab, j, half);
+        *warp.pair(out, j, half) = pack<T>(sums[block][at] + bias.x, sums[block][at + 1] + bias.y);
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (warp.lane == 0) {
+      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
+      commit_stores();
+    }
+  }
+}
+
+// The same in float32, past the slots: four lanes of a row write 32 bytes of it, a sector.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_wide(
+    const BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin) {
+  const int64_t columns = warp.arguments.columns;
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 bias = warp.bias(slab, j);
+      const int column = warp.column(origin, band) + 8 * j + warp.lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp.row(origin, band) + warp.lane / 4 + 8 * half;
+        const int at = sum_index(slab, j, half);
+        if (row < warp.arguments.rows && column < columns) {
+          *reinterpret_cast<float2*>(warp.arguments.wide_out + row * columns + column) = {
+              sums[block][at] + bias.x, sums[block][at + 1] + bias.y};
+        }
+      }
+    }
+  }
 }
 
 // Stores h = p and out = gelu(p + bias), where `sums` has the product p.

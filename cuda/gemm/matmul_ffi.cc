@@ -1,6 +1,7 @@
-// FFI handlers of the products that are fused with what follows: check the buffers, switch on their
-// dtype, launch.
+// FFI handlers of matrix products, and of those that are fused with what follows: check the
+// buffers, switch on their dtype, launch.
 #include "common/ffi.h"
+#include "gemm/matmul.h"
 #include "gemm/matmul_hopper.h"
 #include "handlers.h"
 
@@ -90,9 +91,72 @@ ffi::Error MatmulGeluSlopeImpl(cudaStream_t stream, Buffer dout, Buffer weight, 
       });
 }
 
+// jax.vmap gives every buffer the same new leading axes. No bias, and no h, have no elements.
+ffi::Error MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer bias, Result out, Result h,
+                      bool transpose_a, bool transpose_b, bool gelu, bool tf32) {
+  const auto of_a = a.dimensions(), of_b = b.dimensions(), of_out = out->dimensions();
+  const size_t axes = of_a.size();
+  if (axes < 2 || of_b.size() != axes || of_out.size() != axes ||
+      a.element_type() != b.element_type() || a.element_type() != bias.element_type()) {
+    return ffi::Error::InvalidArgument("a, b, bias and out have not the axes or the dtype of a");
+  }
+  const int64_t rows = of_out[axes - 2], columns = of_out[axes - 1];
+  const int64_t depth = of_a[axes - (transpose_a ? 2 : 1)];
+  int64_t calls = 1;
+  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_a[i];
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const bool has_bias = count(bias) > 0;
+  if (count(a) != calls * rows * depth || count(b) != calls * depth * columns ||
+      count(*out) != calls * rows * columns || (has_bias && count(bias) != calls * columns) ||
+      (gelu && count(*h) != count(*out))) {
+    return ffi::Error::InvalidArgument("the shapes of a, b, bias and out do not fit together");
+  }
+  return dispatch_floating(a.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const bool wide = out->element_type() == ffi::F32;
+    if ((!wide && out->element_type() != a.element_type()) ||
+        h->element_type() != out->element_type()) {
+      return ffi::Error::InvalidArgument("out or h has not the dtype of a, nor float32");
+    }
+    const int64_t bytes = wide ? 4 : sizeof(T);
+    for (int64_t i = 0; i < calls; ++i) {
+      const int64_t result = i * rows * columns * bytes;
+      const MatmulCall<T> call{rows,
+                               columns,
+                               depth,
+                               data<T>(a) + i * rows * depth,
+                               data<T>(b) + i * depth * columns,
+                               transpose_a,
+                               transpose_b,
+                               has_bias ? data<T>(bias) + i * columns : nullptr,
+                               gelu,
+                               tf32,
+                               wide,
+                               gelu ? data<char>(h) + result : nullptr,
+                               data<char>(out) + result};
+      const cudaError_t status = MatrixProduct<T>::run(stream, call);
+      if (status != cudaSuccess) return to_ffi_error(status);
+    }
+    return ffi::Error::Success();
+  });
+}
+
 auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, MatmulImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()  // a
+                                  .Arg<Buffer>()  // b
+                                  .Arg<Buffer>()  // bias
+                                  .Ret<Buffer>()  // out
+                                  .Ret<Buffer>()  // h
+                                  .Attr<bool>("transpose_a")
+                                  .Attr<bool>("transpose_b")
+                                  .Attr<bool>("gelu")
+                                  .Attr<bool>("tf32"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulBiasGelu, MatmulBiasGeluImpl,
                               stream_binding()

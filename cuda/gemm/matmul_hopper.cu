@@ -8,9 +8,61 @@ namespace {
 // The widest tiles whose accumulators leave registers to work with: the wider, the less copying.
 using GeluTile = TileShape<192, 4, 1, 2>;
 using SlopeTile = TileShape<192, 4, 1, 2>;
+// For any product; and for those that so wide tiles would leave multiprocessors idle with.
+using PlainTile = TileShape<192, 4, 2, 1>;
+using NarrowTile = TileShape<128, 5, 2, 1>;
 constexpr int kRowTilesAtATime = 16;  // of clusters
+constexpr int kPlainRowTilesAtATime = 8;
+
+template <class Shape, Epilogue kEpilogue, typename T>
+cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
+  HopperMatmul<T> matmul{call.rows, call.columns, call.depth, call.a, call.b,
+                         nullptr,   nullptr,      call.bias,  nullptr};
+  if constexpr (kEpilogue == Epilogue::kWide) {
+    matmul.wide_out = static_cast<float*>(call.out);
+  } else {
+    matmul.out = static_cast<T*>(call.out);
+    matmul.h = static_cast<const T*>(call.h);
+  }
+  const auto launch = [&](auto turn_a, auto turn_b) {
+    return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul, kPlainRowTilesAtATime);
+  };
+  // In b as it comes the depth is across the rows.
+  constexpr std::false_type along;
+  constexpr std::true_type across;
+  if (call.transpose_a) return call.transpose_b ? launch(across, along) : launch(across, across);
+  return call.transpose_b ? launch(along, along) : launch(along, across);
+}
+
+// The time that tiles of a shape take: the turns of the GPU to do them, times the columns of each.
+template <class Shape>
+int64_t time_of(int64_t rows, int64_t columns, int multiprocessors) {
+  const int64_t tiles = divide_up(rows, Shape::kRows) * divide_up(columns, Shape::kColumns);
+  return divide_up(tiles, multiprocessors) * Shape::kColumns;
+}
 
 }  // namespace
+
+template <typename T>
+cudaError_t MatmulHopper<T>::product(cudaStream_t stream, const MatmulCall<T>& call) {
+  const auto is_aligned = [](const void* pointer, int bytes) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+  };
+  // Pairs of biases, and of float32 results, are loaded and stored at once.
+  if (call.columns % 2 != 0 || !is_aligned(call.bias, 4)) return cudaErrorNotSupported;
+  if (call.wide) {
+    if (call.gelu || !is_aligned(call.out, 8)) return cudaErrorNotSupported;
+    return launch_product<NarrowTile, Epilogue::kWide>(stream, call);
+  }
+  if (call.gelu) return launch_product<PlainTile, Epilogue::kBiasGelu>(stream, call);
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(limits.read());
+  // A narrow tile takes a few hundredths longer than its share of a wide one.
+  const int64_t plain = time_of<PlainTile>(call.rows, call.columns, limits.multiprocessors);
+  const int64_t narrow = time_of<NarrowTile>(call.rows, call.columns, limits.multiprocessors);
+  return 33 * narrow < 32 * plain ? launch_product<NarrowTile, Epilogue::kBias>(stream, call)
+                                  : launch_product<PlainTile, Epilogue::kBias>(stream, call);
+}
 
 template <typename T>
 cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T* weight,
@@ -18,7 +70,7 @@ cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T*
                                        int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
   const HopperMatmul<T> call{rows, columns, width, x, weight, out, h, bias, nullptr};
-  return launch_matmul<GeluTile, Epilogue::kBiasGelu, true>(stream, call, kRowTilesAtATime);
+  return launch_matmul<GeluTile, Epilogue::kBiasGelu, false, true>(stream, call, kRowTilesAtATime);
 }
 
 template <typename T>
@@ -28,8 +80,8 @@ cudaError_t MatmulHopper<T>::gelu_slope(cudaStream_t stream, const T* dout, cons
   if (columns == 0) return cudaSuccess;
   if (rows > 0) {
     const HopperMatmul<T> call{rows, columns, width, dout, weight, dh, h, bias, partial};
-    JAXLLM_RETURN_IF_ERROR(
-        (launch_matmul<SlopeTile, Epilogue::kGeluSlope, false>(stream, call, kRowTilesAtATime)));
+    JAXLLM_RETURN_IF_ERROR((launch_matmul<SlopeTile, Epilogue::kGeluSlope, false, false>(
+        stream, call, kRowTilesAtATime)));
   }
   const int64_t row_tiles = divide_up(rows, SlopeTile::kRows);
   return column_sum(stream, partial, {dbias}, 1, row_tiles, row_tiles, columns);

@@ -25,12 +25,14 @@ namespace {
 
 // What becomes of the product p before it is stored.
 enum class Epilogue {
+  kBias,       // out = p + bias
+  kWide,       // the same in float32
   kBiasGelu,   // h = p, out = gelu(p + bias)
   kGeluSlope,  // out = p gelu'(h + bias), and partial sums of its columns
 };
 
-// One call: a of (rows, depth), b turned (depth, columns) or (columns, depth), out and h of (rows,
-// columns), bias of (columns).
+// One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
+// depth), out and h of (rows, columns), bias of (columns).
 template <typename T>
 struct HopperMatmul {
   int64_t rows, columns, depth;
@@ -38,11 +40,12 @@ struct HopperMatmul {
   const T* b;
   T* out;
   const T* h;
-  const T* bias;
+  const T* bias;  // null for none
   float* partial;
+  float* wide_out = nullptr;  // in the place of out
 };
 
-template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
+template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
                                                const MatmulArguments<T>& arguments,
                                                const CUtensorMap& out_map, const CUtensorMap& h_map,
@@ -100,19 +103,20 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       shared.full[ring.stage].wait(ring.parity);
       const uint32_t a_address = shared_address(shared.a[ring.stage]);
       const uint32_t b_address = shared_address(shared.b[ring.stage]);
-      const uint64_t a_operand = depth_along_rows(a_address);
+      const uint64_t a_operand =
+          kTurnA ? depth_across_rows(a_address, 64 * kSlabRowBytes) : depth_along_rows(a_address);
       const uint64_t b_operand =
           kTurnB ? depth_across_rows(b_address, 64 * kSlabRowBytes) : depth_along_rows(b_address);
-      constexpr uint32_t kStepA = kDepthStepAlongRows >> 4;
+      constexpr uint32_t kStepA = (kTurnA ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
       constexpr uint32_t kStepB = (kTurnB ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
       fence_products();
 #pragma unroll
       for (int part = 0; part < Shape::kDepth / 16; ++part) {
 #pragma unroll
         for (int block = 0; block < Shape::kBlocksOf64; ++block) {
-          multiply<T, 0, kTurnB>(sums[block],
-                                 a_operand + part * kStepA + block * (64 * kSlabRowBytes >> 4),
-                                 b_operand + part * kStepB, true);
+          multiply<T, kTurnA, kTurnB>(sums[block],
+                                      a_operand + part * kStepA + block * (64 * kSlabRowBytes >> 4),
+                                      b_operand + part * kStepB, true);
         }
       }
       commit_products();
@@ -128,7 +132,11 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
 
     tile += Shape::kMultipliers * clusters;
     const TileOrigin next = decode_tile<Shape>(arguments, tile, rank);
-    if constexpr (kEpilogue == Epilogue::kBiasGelu) {
+    if constexpr (kEpilogue == Epilogue::kBias) {
+      finish_bias(warp, sums, origin);
+    } else if constexpr (kEpilogue == Epilogue::kWide) {
+      finish_wide(warp, sums, origin);
+    } else if constexpr (kEpilogue == Epilogue::kBiasGelu) {
       finish_bias_gelu(warp, sums, origin);
     } else {
       finish_gelu_slope(warp, sums, origin, next, tile < arguments.tiles);
@@ -137,7 +145,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
   if (lane == 0) wait_for_stores();
 }
 
-template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
+template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map,
                          const __grid_constant__ CUtensorMap b_map,
@@ -176,11 +184,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
     give_registers<Shape::kCopierRegisters>();
-    if (threadIdx.x == 0) copy_operands<Shape, kTurnB>(shared, arguments, a_map, b_map, rank);
+    if (threadIdx.x == 0) {
+      copy_operands<Shape, kTurnA, kTurnB>(shared, arguments, a_map, b_map, rank);
+    }
     __syncwarp();
   } else {
     take_registers<Shape::kMultiplierRegisters>();
-    multiply_tiles<Shape, kEpilogue, kTurnB>(shared, arguments, out_map, h_map, rank, warp / 4 - 1);
+    multiply_tiles<Shape, kEpilogue, kTurnA, kTurnB>(shared, arguments, out_map, h_map, rank,
+                                                     warp / 4 - 1);
   }
   // Nobody leaves while another block of the cluster may still write to its shared memory.
   if constexpr (Shape::kCluster > 1) {
@@ -191,10 +202,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 }
 
 // A block a multiprocessor, which takes tiles until there are none.
-template <class Shape, Epilogue kEpilogue, bool kTurnB, typename T>
+template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                           int row_tiles_at_a_time) {
-  const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnB, T>;
+  const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnA, kTurnB, T>;
   constexpr int kBytes = sizeof(MatmulShared<T, Shape>);
   static_assert(kBytes <= 232448);
   constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -214,13 +225,21 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
 
   const int64_t rows = call.rows, columns = call.columns, depth = call.depth;
   CUtensorMap a_map, b_map, out_map, h_map;
+  const Matrix a = kTurnA ? Matrix{call.a, depth, rows} : Matrix{call.a, rows, depth};
   const Matrix b = kTurnB ? Matrix{call.b, depth, columns} : Matrix{call.b, columns, depth};
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.a, rows, depth}, kType,
-                                           Shape::kRows / Shape::kClusterColumns, &a_map));
+  JAXLLM_RETURN_IF_ERROR(
+      encode_matrix_map(a, kType, (kTurnA ? 64 : Shape::kRows) / Shape::kClusterColumns, &a_map));
   JAXLLM_RETURN_IF_ERROR(
       encode_matrix_map(b, kType, (kTurnB ? 64 : Shape::kColumns) / Shape::kClusterRows, &b_map));
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
-  JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, kBandRows, &h_map));
+  // What an epilogue has no use for: any map does.
+  out_map = h_map = a_map;
+  if (kEpilogue != Epilogue::kWide) {
+    JAXLLM_RETURN_IF_ERROR(
+        encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
+  }
+  if (kEpilogue == Epilogue::kBiasGelu || kEpilogue == Epilogue::kGeluSlope) {
+    JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, kBandRows, &h_map));
+  }
 
   const int64_t row_tiles = divide_up(rows, Shape::kRows * Shape::kClusterRows);
   const int64_t tiles = row_tiles * divide_up(columns, Shape::kColumns * Shape::kClusterColumns);
@@ -232,7 +251,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      static_cast<int>(tiles),
                                      row_tiles_at_a_time,
                                      call.bias,
-                                     call.partial};
+                                     call.partial,
+                                     call.wide_out};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {Shape::kCluster, 1, 1};

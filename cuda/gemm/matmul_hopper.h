@@ -8,10 +8,16 @@
 
 #include <cstdint>
 
+#include "gemm/matmul_call.h"
+
 namespace jaxllm {
 
 template <typename T>
 struct MatmulHopper {
+  // Any product, but for a float32 result of GELU. Widths are those of the arrays as they are
+  // stored.
+  static cudaError_t product(cudaStream_t stream, const MatmulCall<T>& call);
+
   // h = x weight, out = gelu(h + bias): x (rows, width), weight (width, columns).
   static cudaError_t bias_gelu(cudaStream_t stream, const T* x, const T* weight, const T* bias,
                                T* h, T* out, int64_t rows, int64_t width, int64_t columns);

@@ -58,8 +58,9 @@ struct MatmulArguments {
   int steps;             // of kDepth
   int row_tiles, tiles;  // of a cluster
   int row_tiles_at_a_time;
-  const T* bias;
+  const T* bias;  // null for none
   float* partial;
+  float* wide_out;
 };
 
 // The first row and column of a block's tile, by the number of its cluster's. A group of row tiles
@@ -102,7 +103,7 @@ __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, in
   }
 }
 
-template <class Shape, bool kTurnB, typename T>
+template <class Shape, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
                                               const MatmulArguments<T>& arguments,
                                               const CUtensorMap& a_map, const CUtensorMap& b_map,
@@ -125,7 +126,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
       Barrier& full = shared.full[ring.stage];
       shared.empty[ring.stage].wait(ring.parity ^ 1);
       full.arrive_and_expect(Shape::kStageBytes);
-      load_slice<Shape::kRows, false, Shape::kClusterColumns>(
+      load_slice<Shape::kRows, kTurnA, Shape::kClusterColumns>(
           shared.a[ring.stage], a_map, origin.row, depth, rank_column, same_rows, full);
       load_slice<Shape::kColumns, kTurnB, Shape::kClusterRows>(
           shared.b[ring.stage], b_map, origin.column, depth, rank_row, same_columns, full);

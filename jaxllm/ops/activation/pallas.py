@@ -51,7 +51,7 @@ add_unsupported = gelu_unsupported
 
 def gelu_forward(x, *, interpret=False):
     """Returns ``out``."""
-    return _pointwise(_gelu, x, interpret=interpret)[0]
+    return _pointwise(gelu, x, interpret=interpret)[0]
 
 
 def gelu_backward(x, dout, *, interpret=False):
@@ -61,7 +61,7 @@ def gelu_backward(x, dout, *, interpret=False):
 
 def bias_gelu_forward(x, bias, *, interpret=False):
     """Returns ``out``."""
-    return _bias_forward(_gelu, x, bias, interpret)
+    return _bias_forward(gelu, x, bias, interpret)
 
 
 def bias_gelu_backward(x, bias, dout, *, interpret=False):
@@ -150,7 +150,8 @@ def _logistic(z):
     return 1.0 / (1.0 + jnp.exp(-z))
 
 
-def _gelu(x):
+def gelu(x):
+    """The function itself, for the kernels of other families that end with it."""
     return x * _logistic(x * (_GELU_LINEAR + _GELU_CUBIC * (x * x)))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
@@ -16,9 +19,94 @@ from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
 MLP = Op("mlp", reference=reference, pallas=pallas, cuda=cuda)
+MATMUL = Op("matmul", reference=reference, pallas=pallas, cuda=cuda)
 MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
 
 _MAX_ROWS = 16  # of matvec's x
+
+
+def matmul(
+    a: Float[Array, "*rows K"],
+    b: Float[Array, "K N"],
+    bias: Float[Array, " N"] | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    activation: Literal["gelu"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    precision: Literal["tf32"] | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows N"]:
+    r"""A matrix product, with the bias and the activation that may follow it.
+
+    .. math::
+        out = f(A B + bias)
+
+    Sums are float32, in the CUDA kernels one chain along the depth. ``"cuda"`` and ``"pallas"``
+    compute the product themselves, and those of the gradients, of any sizes, with bias and
+    activation in the same kernel; ``"auto"`` leaves all of it to XLA. The gradient of ``bias`` is
+    summed in a fixed order. With an activation the backward pass keeps :math:`A B`, of the size of
+    the output; without one it keeps the inputs alone.
+
+    Args:
+        a: The left factor, ``(..., M, K)``, or ``(K, M)`` with ``transpose_a``; float32, bfloat16
+            or float16 for the kernels.
+        b: The right factor, ``(K, N)``, or ``(N, K)`` with ``transpose_b``, in the dtype of ``a``.
+        bias: One offset a column of the output, in the dtype of ``a``; None for no offset.
+        transpose_a: Whether ``a`` is stored turned.
+        transpose_b: Whether ``b`` is stored turned.
+        activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
+        out_dtype: The dtype of the output; None for that of ``a``.
+        precision: How float32 factors are multiplied: None in float32, ``"tf32"`` rounded to TF32's
+            10 bits, on tensor cores where there are any. It says nothing of other dtypes.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The product, ``(..., M, N)``.
+
+    Raises:
+        TypeError: An argument is not floating-point, or differs from ``a`` in dtype.
+        ValueError: The factors do not fit together, ``bias`` is not as wide as the output, or the
+            activation, the precision or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward_kernel4``; CUDA-Learn-Notes' ``sgemm`` and ``hgemm``.
+
+    Example:
+        >>> a, b = jnp.ones((8, 768), jnp.bfloat16), jnp.ones((3072, 768), jnp.bfloat16)
+        >>> out = jaxllm.ops.matmul(a, b, transpose_b=True, out_dtype=jnp.float32)
+    """
+    check_floating(a=a, b=b)
+    check_same_dtype("b", b, "a", a)
+    if a.ndim == 0 or (transpose_a and a.ndim != 2):
+        wanted = "(K, M), as transpose_a says" if transpose_a else "(..., K)"
+        raise ValueError(f"a has shape {a.shape}; it must be {wanted}")
+    *rows, depth = a.shape[::-1] if transpose_a else a.shape
+    if b.ndim != 2 or b.shape[1 if transpose_b else 0] != depth:
+        wanted = f"(N, {depth}), as transpose_b says," if transpose_b else f"({depth}, N)"
+        raise ValueError(
+            f"b has shape {b.shape}; it must be {wanted} to be multiplied by a {a.shape}"
+        )
+    columns = b.shape[0 if transpose_b else 1]
+    if bias is not None:
+        check_floating(bias=bias)
+        check_shape("bias", bias, (columns,), f"the columns of the product of a and b {b.shape}")
+        check_same_dtype("bias", bias, "a", a)
+    _check_option("activation", activation, None, "gelu")
+    _check_option("precision", precision, None, "tf32")
+    dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"out_dtype is {dtype}; it must be a floating dtype")
+    options = (
+        ("transpose_a", transpose_a),
+        ("transpose_b", transpose_b),
+        ("activation", activation),
+        ("out_dtype", dtype.name),
+        ("precision", precision),
+    )
+    flat = a if transpose_a else a.reshape(math.prod(rows), depth)
+    out: Any = _matmul(flat, b, bias, options, resolve(backend))
+    return out.reshape(*rows, columns)
 
 
 def linear(
@@ -67,8 +155,7 @@ def linear(
     if x.ndim == 0:
         raise ValueError("x has shape (); it must have a last axis to multiply along")
     _check_layer("weight", weight, "bias", bias, x)
-    if activation not in (None, "gelu"):
-        raise ValueError(f"activation is {activation!r}; it must be None or 'gelu'")
+    _check_option("activation", activation, None, "gelu")
     return _linear(x, weight, bias, activation, resolve(backend))
 
 
@@ -118,8 +205,7 @@ def mlp(
     _check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
     _check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
-    if activation != "gelu":
-        raise ValueError(f"activation is {activation!r}; it must be 'gelu'")
+    _check_option("activation", activation, "gelu")
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, resolve(backend))
 
 
@@ -182,6 +268,30 @@ def _check_layer(weight_name, weight, bias_name, bias, x, x_name="x") -> None:
         columns = f"the columns of {weight_name} {weight.shape}"
         check_shape(bias_name, bias, weight.shape[1:], columns)
         check_same_dtype(bias_name, bias, "x", x)
+
+
+def _check_option(name: str, value: object, *known: object) -> None:
+    if value not in known:
+        wanted = " or ".join(map(repr, known))
+        raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _matmul(a, b, bias, options, backend):
+    return _matmul_forward(a, b, bias, options, backend)[0]
+
+
+def _matmul_forward(a, b, bias, options, backend):
+    outputs = dispatch(MATMUL, "forward", backend, a, b, bias, **dict(options))
+    out, h = checkpoint_name(outputs, "matmul")
+    return out, (a, b, bias, h)
+
+
+def _matmul_backward(options, backend, residuals, dout):
+    return dispatch(MATMUL, "backward", backend, *residuals, dout, **dict(options))
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -34,6 +34,44 @@ def _case(
     )
 
 
+def _matmul(
+    name: str,
+    *shape: int,
+    out: int,
+    bias: bool = False,
+    large: bool = False,
+    timed_only: bool = False,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    **options: str,
+) -> Case:
+    """A product of ``shape`` and ``(shape[-1], out)``, of which either may be stored turned."""
+    rows, depth = math.prod(shape[:-1]), shape[-1]
+    std = max(depth, 1) ** -0.5
+    inputs = {
+        "a": Normal(shape[::-1] if transpose_a else shape),
+        "b": Normal((out, depth) if transpose_b else (depth, out), std=std),
+    }
+    if bias:
+        inputs["bias"] = Normal((out,))
+    turns = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    static = {name: True for name, turned in turns.items() if turned} | options
+    a, b, y = rows * depth, depth * out, rows * out
+    # Backward: a, b, dout (and h) in, da and db out.
+    return Case(
+        "matmul",
+        name,
+        inputs,
+        static,
+        forward_elements=a + b + y * (2 if "activation" in options else 1),
+        backward_elements=2 * (a + b) + y * (2 if "activation" in options else 1),
+        forward_flops=2 * rows * depth * out,
+        backward_flops=4 * rows * depth * out,
+        large=large,
+        timed_only=timed_only,
+    )
+
+
 def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: bool = False) -> Case:
     rows, width = math.prod(shape[:-1]), shape[-1]
     out = width if out is None else out
@@ -87,6 +125,25 @@ CASES = (
     _case("one_column", 6, 9, out=1),
     _case("inner_one", 6, 1, out=9),
     _case("no_rows", 0, 16, out=8, activation="gelu"),
+    _matmul("square_4096", 4096, 4096, out=4096, large=True),
+    # Timed only: a float32 sum of so many products (of the gradient of b the rows) is one chain of
+    # additions, whose rounding errors may be beyond the floor.
+    _matmul("square_8192", 8192, 8192, out=8192, large=True, timed_only=True),
+    _matmul("gpt2_124m_up", 32768, 768, out=3072, large=True, timed_only=True),
+    _matmul("small_tile", 64, 64, out=128),
+    _matmul("odd", 37, 19, out=23),
+    _matmul("odd_turned_a", 37, 19, out=23, transpose_a=True),
+    _matmul("odd_turned_b", 37, 19, out=23, transpose_b=True, bias=True, activation="gelu"),
+    _matmul("turned", 136, 72, out=40, transpose_a=True, transpose_b=True, bias=True),
+    _matmul("aligned_gelu", 2, 65, 136, out=200, activation="gelu"),
+    _matmul("even", 130, 34, out=50, bias=True),
+    _matmul("wide_result", 24, 40, out=16, bias=True, activation="gelu", out_dtype="float32"),
+    _matmul("one_row", 33, out=17),
+    _matmul("one_column", 6, 9, out=1, transpose_b=True),
+    _matmul("inner_one", 6, 1, out=9),
+    _matmul("inner_zero", 6, 0, out=9, bias=True),
+    _matmul("no_rows", 0, 16, out=8, bias=True, activation="gelu"),
+    _matmul("no_columns", 5, 16, out=0),
     _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
     _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
     _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),

@@ -1,4 +1,4 @@
-"""``linear`` and ``mlp`` with CUDA kernels, and ``matvec``'s FFI call.
+"""``linear`` and ``mlp`` with CUDA kernels, and the FFI calls of ``matmul`` and ``matvec``.
 
 The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
 GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
@@ -93,6 +93,60 @@ def _matmul_gelu_slope(dout, weight, h, bias):
     partial = jax.ShapeDtypeStruct((row_tiles, h.shape[-1]), jnp.float32)
     results = (dh, dbias, partial)
     return tuple(ffi.call("matmul_gelu_slope", results, dout, weight, h, bias)[:2])
+
+
+def matmul_unsupported(a, b, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"a has dtype {a.dtype}; the kernels take float32, bfloat16, float16"
+    if max(*a.shape, *b.shape) >= _MAX_SIZE:
+        return f"a {a.shape} or b {b.shape} has a size of 2^31 or more"
+    return None
+
+
+def matmul_slower(*_, **__) -> str:
+    """Why ``auto`` leaves calls to XLA."""
+    return "XLA's own product, by cuBLAS, takes the fastest of many kernels for each shape"
+
+
+def matmul_forward(a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision):
+    """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
+    turns = (transpose_a, transpose_b)
+    return _matmul(a, b, *turns, bias, activation, out_dtype=out_dtype, precision=precision)
+
+
+def matmul_backward(
+    a, b, bias, h, dout, *, transpose_a, transpose_b, activation, out_dtype, precision
+):
+    """Returns ``(da, db, dbias)``."""
+    del activation, out_dtype
+
+    def multiply(*factors):
+        return _matmul(*factors, out_dtype=a.dtype, precision=precision)[0]
+
+    turns = (transpose_a, transpose_b)
+    return products.matmul_backward(activations, multiply, a, b, bias, h, dout, turns)
+
+
+def _matmul(a, b, transpose_a, transpose_b, bias=None, activation=None, *, out_dtype, precision):
+    out_dtype = jnp.dtype(out_dtype or a.dtype)
+    shape = (a.shape[1 if transpose_a else 0], b.shape[0 if transpose_b else 1])
+    # The kernels write the dtype of the factors or float32.
+    written = a.dtype if out_dtype == a.dtype else jnp.float32
+    out = jax.ShapeDtypeStruct(shape, written)
+    h = out if activation else jax.ShapeDtypeStruct((0,), written)
+    out, h = ffi.call(
+        "matmul",
+        (out, h),
+        a,
+        b,
+        jnp.zeros((0,), a.dtype) if bias is None else bias,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        gelu=activation == "gelu",
+        tf32=precision == "tf32",
+    )
+    return out.astype(out_dtype), h.astype(out_dtype) if activation else None
 
 
 def matvec_unsupported(w, x) -> str | None:

@@ -1,4 +1,4 @@
-"""``linear`` and ``mlp`` with the Pallas activation kernels, products by XLA; and ``matvec``."""
+"""``linear`` and ``mlp`` with Pallas activations, products by XLA; ``matmul`` and ``matvec``."""
 
 from __future__ import annotations
 
@@ -42,6 +42,134 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, in
 def mlp_backward(*arrays, activation, interpret=False):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     return products.mlp_backward(activations, arrays, activation, interpret=interpret)
+
+
+_MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
+
+
+def matmul_unsupported(a, b, *_, transpose_a=False, transpose_b=False, **__) -> str | None:
+    """Why the kernel cannot serve a call, in either direction; None if it can."""
+    if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"a has dtype {a.dtype}; the kernel takes float32, bfloat16, float16"
+    size = max(a.size, b.size, a.shape[1 if transpose_a else 0] * b.shape[0 if transpose_b else 1])
+    if size > _MAX_SIZE:
+        return f"an array has {size} elements; the kernel takes at most {_MAX_SIZE}"
+    return None
+
+
+def matmul_slower(*_, **__) -> str:
+    """Why ``auto`` leaves calls to XLA."""
+    return "XLA's own product, by cuBLAS, takes the fastest of many kernels for each shape"
+
+
+def matmul_forward(
+    a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision, interpret=False
+):
+    """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
+    options = {"out_dtype": out_dtype, "precision": precision, "interpret": interpret}
+    return _matmul(a, b, transpose_a, transpose_b, bias, activation, **options)
+
+
+def matmul_backward(
+    a,
+    b,
+    bias,
+    h,
+    dout,
+    *,
+    transpose_a,
+    transpose_b,
+    activation,
+    out_dtype,
+    precision,
+    interpret=False,
+):
+    """Returns ``(da, db, dbias)``."""
+    del activation, out_dtype
+    options = {"out_dtype": a.dtype, "precision": precision, "interpret": interpret}
+
+    def multiply(*factors):
+        return _matmul(*factors, **options)[0]
+
+    turns = (transpose_a, transpose_b)
+    arrays = (a, b, bias, h, dout)
+    return products.matmul_backward(activations, multiply, *arrays, turns, interpret=interpret)
+
+
+def _matmul(
+    a, b, transpose_a, transpose_b, bias=None, activation=None, *, out_dtype, precision, interpret
+):
+    out_dtype = jnp.dtype(out_dtype or a.dtype)
+    turns = (transpose_a, transpose_b)
+    (M, K), N = a.shape[:: -1 if transpose_a else 1], b.shape[0 if transpose_b else 1]
+    result = jax.ShapeDtypeStruct((M, N), out_dtype)
+    if M * N == 0:
+        empty = jnp.zeros((M, N), out_dtype)
+        return empty, empty if activation else None
+    if K == 0:  # a grid needs arrays with elements
+        a = jnp.zeros((1, M) if transpose_a else (M, 1), a.dtype)
+        b = jnp.zeros((N, 1) if transpose_b else (1, N), b.dtype)
+        K = 1
+    # In float32 a tile of half the sides is what fits the registers.
+    limits = (64, 64, 32) if a.dtype == jnp.float32 else (128, 128, 64)
+    tile = tuple(
+        min(limit, pl.next_power_of_2(max(size, 16)))
+        for limit, size in zip(limits, (M, N, K), strict=True)
+    )
+    kernel = functools.partial(
+        _matmul_kernel,
+        shape=(M, N, K),
+        tile=tile,
+        turns=turns,
+        with_bias=bias is not None,
+        activation=activation,
+        # Of float32 factors the default is TF32.
+        precision=lax.Precision.HIGHEST if precision is None and a.dtype == jnp.float32 else None,
+    )
+    outputs = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(M, tile[0]), pl.cdiv(N, tile[1])),
+        out_shape=[result] * (2 if activation else 1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=3),
+        interpret=interpret,
+    )(a, b, *([] if bias is None else [bias]))
+    return outputs[0], outputs[1] if activation else None
+
+
+def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, turns, with_bias, activation, precision):
+    starts = (pl.program_id(0) * tile[0], pl.program_id(1) * tile[1])
+    spans = [pl.ds(start, size) for start, size in zip(starts, tile[:2], strict=True)]
+    row_inside, column_inside = (
+        start + jnp.arange(size, dtype=jnp.int32) < limit
+        for start, size, limit in zip(starts, tile[:2], shape[:2], strict=True)
+    )
+
+    def load(ref, span, inside, step, turned):
+        """A tile of the side's span and a step of the depth, as it is stored."""
+        depth = pl.ds(step * tile[2], tile[2])
+        known = step * tile[2] + jnp.arange(tile[2], dtype=jnp.int32) < shape[2]
+        if turned:
+            return plgpu.load(ref.at[depth, span], mask=known[:, None] & inside[None, :], other=0)
+        return plgpu.load(ref.at[span, depth], mask=inside[:, None] & known[None, :], other=0)
+
+    def visit(step, sums):
+        a = load(a_ref, spans[0], row_inside, step, turns[0])
+        b = load(b_ref, spans[1], column_inside, step, not turns[1])
+        product = plgpu.dot(a, b, trans_a=turns[0], trans_b=turns[1], precision=precision)
+        return _add_product(sums, product, a.dtype)
+
+    zeros = jnp.zeros(tile[:2], jnp.float32)
+    total, _ = lax.fori_loop(0, pl.cdiv(shape[2], tile[2]), visit, (zeros, zeros))
+    mask = row_inside[:, None] & column_inside[None, :]
+    out_ref, *h_ref = refs[1:] if with_bias else refs
+    if activation:
+        plgpu.store(h_ref[0].at[*spans], total.astype(out_ref.dtype), mask=mask)
+    if with_bias:
+        bias = plgpu.load(refs[0].at[spans[1]], mask=column_inside, other=0)
+        total += bias.astype(jnp.float32)[None, :]
+    if activation:
+        total = activations.gelu(total)
+    plgpu.store(out_ref.at[*spans], total.astype(out_ref.dtype), mask=mask)
 
 
 _ROWS = 16  # of x, as Triton's products ask

@@ -17,10 +17,16 @@ makes ``out`` of it.
 Products are written in the dtype of their factors: a GEMM accumulates in float32 whatever it
 writes, and a float32 result would cost a pass over memory to round it. What XLA multiplies float32
 factors with is JAX's ``jax_default_matmul_precision``.
+
+``matmul`` is one such layer whose product is the backend's own, of factors as they are or turned.
+With ``A`` and ``B`` for the factors after they have been turned, :math:`dA = dh\, B^T` and
+:math:`dB = A^T dh` are two more products of the kind, and the gradient of a factor that is stored
+turned is the transpose of that: the factors of its product change places.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,3 +77,24 @@ def mlp_backward(kernels: Any, arrays, activation, **options):
     x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout = arrays
     dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)
+
+
+def matmul_backward(kernels: Any, multiply: Callable, a, b, bias, h, dout, turns, **options):
+    """Returns ``(da, db, dbias)``.
+
+    ``multiply(a, b, transpose_a, transpose_b)`` is the backend's product; ``turns`` says whether
+    ``a`` and whether ``b`` is stored turned. There is an activation where there is an ``h``.
+    """
+    dbias = None
+    if bias is None:
+        dh = dout if h is None else kernels.gelu_backward(h, dout, **options)
+    elif h is None:
+        dh, dbias = dout, kernels.bias_add_backward(dout, **options).astype(bias.dtype)
+    else:
+        dh, dbias = kernels.bias_gelu_backward(h, bias.astype(h.dtype), dout, **options)
+        dbias = dbias.astype(bias.dtype)
+    dh = dh.astype(a.dtype)
+    turn_a, turn_b = turns
+    da = multiply(b, dh, turn_b, True) if turn_a else multiply(dh, b, False, not turn_b)
+    db = multiply(dh, a, True, turn_a) if turn_b else multiply(a, dh, not turn_a, False)
+    return da, db, dbias

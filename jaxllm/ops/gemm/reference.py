@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.gemm import products
@@ -38,6 +41,42 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 def mlp_backward(*arrays, activation):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     return products.mlp_backward(activations, arrays, activation)
+
+
+def matmul(a, b, bias=None, **options):
+    """The definition of ``matmul``, for JAX to differentiate."""
+    return matmul_forward(a, b, bias, **options)[0]
+
+
+def matmul_forward(a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision):
+    """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
+    out_dtype = jnp.dtype(out_dtype or a.dtype)
+    h = _multiply(a, b, transpose_a, transpose_b, precision=precision, out_dtype=out_dtype)
+    offset = None if bias is None else bias.astype(out_dtype)
+    if activation is None:
+        return (h if offset is None else h + offset), None
+    if offset is None:
+        return activations.gelu_forward(h), h
+    return activations.bias_gelu_forward(h, offset), h
+
+
+def matmul_backward(
+    a, b, bias, h, dout, *, transpose_a, transpose_b, activation, out_dtype, precision
+):
+    """Returns ``(da, db, dbias)``."""
+    del activation, out_dtype
+    multiply = functools.partial(_multiply, precision=precision, out_dtype=a.dtype)
+    turns = (transpose_a, transpose_b)
+    return products.matmul_backward(activations, multiply, a, b, bias, h, dout, turns)
+
+
+def _multiply(a, b, transpose_a, transpose_b, *, precision, out_dtype):
+    # On a GPU the default is TF32.
+    chosen = lax.Precision.DEFAULT if precision == "tf32" else lax.Precision.HIGHEST
+    axes = ((0 if transpose_a else a.ndim - 1,), (1 if transpose_b else 0,))
+    wide = jnp.promote_types(out_dtype, a.dtype)
+    out = lax.dot_general(a, b, (axes, ((), ())), chosen, preferred_element_type=wide)
+    return out.astype(out_dtype)
 
 
 def matvec(w, x):

@@ -1,0 +1,12 @@
+// Matrix products in true float32, on the CUDA cores.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gemm/matmul_call.h"
+
+namespace jaxllm {
+
+cudaError_t matmul_float32(cudaStream_t stream, const MatmulCall<float>& call);
+
+}  // namespace jaxllm
