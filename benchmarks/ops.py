@@ -121,7 +121,7 @@ def op_call(case: Case, backend: str) -> Callable[..., Any]:
 
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
     """The jitted op, as a training step calls it; what is replaced in place is donated."""
-    if case.saves_more:
+    if case.saves_more and backend != "xla":
         return jax.jit(functools.partial(_forward_and_saved, _vjp(case, backend)))
     names = list(case.inputs)
     donated = tuple(names.index(name) for name in case.in_place)

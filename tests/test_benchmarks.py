@@ -114,17 +114,16 @@ def test_inputs_rotate_through_more_than_the_cache():
 # Ours
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize(
     ("op", "outputs", "statistics"), [("rms_norm", 1, 1), ("add_layer_norm", 2, 2)]
 )
-def test_the_timed_forward_keeps_what_a_backward_needs_and_copies_nothing(
-    op, outputs, statistics, backend
-):
+def test_the_timed_forward_keeps_what_a_backward_needs_and_copies_nothing(op, outputs, statistics):
     case = small_case(op)
     inputs = make_inputs(case, "float32")
-    shapes = [x.shape for x in jax.tree.leaves(ops.forward_call(case, backend)(*inputs))]
+    shapes = [x.shape for x in jax.tree.leaves(ops.forward_call(case, "pallas")(*inputs))]
     assert shapes == outputs * [inputs[0].shape] + statistics * [inputs[0].shape[:-1]]
+    # XLA fuses more without the statistics, and is timed as it is fastest.
+    assert len(jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))) == outputs
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])

@@ -17,8 +17,8 @@ inline constexpr int kMostThreads = 512;
 // A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
 // enough for a row, a block is one warp: the next row begins as soon as one is finished.
 //
-// Where a row has several warps, it pays to read the weights before the sums, so that the row need
-// not wait for them, or else, where the registers do not suffice for that, to stream.
+// Where a row has several warps, it pays either to read the weights before the sums, so that the
+// row need not wait for them, or to stream: the rows then leave the caches to the statistics.
 enum class Access { kPlain, kWeightsFirst, kStreaming };
 
 template <class TeamType, int kPackCount, int kBlocks, Access kAccess = Access::kPlain>
@@ -45,17 +45,21 @@ bool choose_forward(int64_t packs, Launch launch) {
       return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 1, 6, Access::kWeightsFirst>{},
                     block_threads(packs, 1));
     }
+    if (kSums == 2 && packs <= kThreads) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 4, Access::kWeightsFirst>{},
+                    block_threads(packs, 2));
+    }
+    if (packs <= kThreads) {
+      return launch(ForwardStrategy<BlockPerRow<kThreads>, 1, 3, Access::kStreaming>{},
+                    block_threads(packs, 1));
+    }
   } else {
     if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
     if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
-    if (kSums == 2 && packs <= kThreads) {
+    if (packs <= kThreads) {
       return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6, Access::kStreaming>{},
                     block_threads(packs, 2));
     }
-  }
-  if (packs <= kThreads) {
-    return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 4, Access::kWeightsFirst>{},
-                  block_threads(packs, 2));
   }
   if (packs <= 2 * kThreads) {
     return launch(ForwardStrategy<BlockPerRow<kThreads>, 2, 2, Access::kStreaming>{},
