@@ -114,36 +114,39 @@ def quantized_matvec(q, scales, x, *, interpret=False):
 
 
 def _by_group(kernel, groups, *arrays, out_shape, interpret):
-    """Calls a kernel with tiles of whole groups."""
+    """Calls a kernel with tiles of whole groups, of ``arrays`` and of what it returns."""
     count, width = groups.shape
     tile = min(max(1, _TILE // pl.next_power_of_2(width)), pl.next_power_of_2(count))
+    specs = {
+        1: pl.BlockSpec((tile,), lambda i: (i,)),
+        2: pl.BlockSpec((tile, pl.next_power_of_2(width)), lambda i: (i, 0)),
+    }
     return pl.pallas_call(
-        functools.partial(
-            kernel, count=count, width=width, shape=(tile, pl.next_power_of_2(width))
-        ),
+        functools.partial(kernel, count=count, width=width),
         grid=(math.ceil(count / tile),),
+        in_specs=[specs[array.ndim] for array in (groups, *arrays)],
+        out_specs=[specs[len(out.shape)] for out in out_shape],
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
     )(groups, *arrays)
 
 
-def _tile(count, width, shape):
-    """The place of a program's tile, and the masks of its groups and of its elements."""
-    start = pl.program_id(0) * shape[0]
-    groups = start + jnp.arange(shape[0], dtype=jnp.int32) < count
-    columns = jnp.arange(shape[1], dtype=jnp.int32) < width
-    return pl.ds(start, shape[0]), groups, groups[:, None] & columns[None, :]
+def _masks(count, width, block):
+    """Which groups, and which elements, of a program's tile are in the array."""
+    start = pl.program_id(0) * block[0]
+    groups = start + jnp.arange(block[0], dtype=jnp.int32) < count
+    columns = jnp.arange(block[1], dtype=jnp.int32) < width
+    return groups, groups[:, None] & columns[None, :]
 
 
-def _quantize_kernel(w_ref, q_ref, scales_ref, *, count, width, shape):
-    rows, groups, mask = _tile(count, width, shape)
-    at = (rows, pl.ds(0, shape[1]))
-    w = plgpu.load(w_ref.at[at], mask=mask, other=0).astype(jnp.float32)
+def _quantize_kernel(w_ref, q_ref, scales_ref, *, count, width):
+    groups, mask = _masks(count, width, w_ref.shape)
+    w = plgpu.load(w_ref, mask=mask, other=0).astype(jnp.float32)
     scales = jnp.max(jnp.abs(w), axis=1) / 127
     q = _round(w / jnp.where(scales == 0, 1, scales)[:, None])
-    plgpu.store(q_ref.at[at], q.astype(jnp.int8), mask=mask)
-    plgpu.store(scales_ref.at[rows], scales, mask=groups)
+    plgpu.store(q_ref, q.astype(jnp.int8), mask=mask)
+    plgpu.store(scales_ref, scales, mask=groups)
 
 
 def _round(x):
@@ -154,12 +157,11 @@ def _round(x):
     return below + jnp.where((rest > 0.5) | ((rest == 0.5) & (odd != 0)), 1.0, 0.0)
 
 
-def _dequantize_kernel(q_ref, scales_ref, w_ref, *, count, width, shape):
-    rows, groups, mask = _tile(count, width, shape)
-    at = (rows, pl.ds(0, shape[1]))
-    q = plgpu.load(q_ref.at[at], mask=mask, other=0).astype(jnp.float32)
-    scales = plgpu.load(scales_ref.at[rows], mask=groups, other=0)
-    plgpu.store(w_ref.at[at], q * scales[:, None], mask=mask)
+def _dequantize_kernel(q_ref, scales_ref, w_ref, *, count, width):
+    groups, mask = _masks(count, width, w_ref.shape)
+    q = plgpu.load(q_ref, mask=mask, other=0).astype(jnp.float32)
+    scales = plgpu.load(scales_ref, mask=groups, other=0)
+    plgpu.store(w_ref, q * scales[:, None], mask=mask)
 
 
 def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, block):
