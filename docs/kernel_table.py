@@ -2,11 +2,12 @@
 
 ``python docs/kernel_table.py`` after an op has been added. Files are found by following the code:
 from an op's ``Op`` object to its modules, from their FFI targets to the handlers, from these to the
-launchers that they call, and so to the kernels.
+launchers that they call, and so to the kernels. What was measured here is read from the results.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
 import importlib
 import re
@@ -22,6 +23,7 @@ from jaxllm.testing import Case
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "kernel_table.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 
 # What the projects that the ops descend from name or show, and the ops that do it here.
 SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -74,6 +76,22 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "quantization by groups": ("quantize", "dequantize"),
         "matmul_kernel_cu_fp32int8": ("quantized_matvec", "quantized_matmul"),
     },
+}
+
+
+# What the sources say of their kernels' speed, and on which card.
+FIGURES = {
+    "rmsnorm forward and backward": (
+        "8192 x 768 float32 on an L4: 0.238 ms, 211 GB/s or 0.70 of the card's 300; backward "
+        "0.396 ms, 127 GB/s or 0.42"
+    ),
+    "swiglu forward and backward": "6.29 M bfloat16 on an L4: 0.171 ms; backward 0.290 ms",
+    "precompute_freqs_cis": "1024 x 32 on an L4: 0.0098 ms",
+    "apply_rope_forward, apply_rope_backward": "memory throughput 0.887",
+    "repeat_interleave forward and backward": "width 768, 2 key heads on an L4: 0.320 ms",
+    "sgemm_naive, sgemm_block_tile_k_tile_vec4, sgemm double-buffered, hgemm": (
+        "hgemm, 16384^3 on an L20: 116.3 TFLOP/s, cuBLAS 114.7"
+    ),
 }
 
 
@@ -207,11 +225,42 @@ def module_link(module: Any) -> str:
 
 def rows_of_sources() -> Iterator[str]:
     """The first table: the sources' kernels and our ops."""
-    yield "| source | its kernels | op |"
-    yield "|---|---|---|"
+    yield "| source | its kernels | op | its figures | measured here |"
+    yield "|---|---|---|---|---|"
     for source, kernels in SOURCES.items():
         for names, ops in kernels.items():
-            yield f"| {source} | {names} | {', '.join(f'`{op}`' for op in ops)} |"
+            cells = (names, ", ".join(f"`{op}`" for op in ops), FIGURES.get(names, ""))
+            here = "; ".join(filter(None, map(measured, ops)))
+            yield f"| {source} | {' | '.join(cells)} | {here} |"
+
+
+def measured(name: str) -> str:
+    """The CUDA kernels' rows in the results of an op's first case that has some."""
+    with RESULTS.open() as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["op"], row["implementation"]) == (name, "cuda") and row["median_us"]
+        ]
+    for case in cases_of(name):
+        found = [
+            row
+            for direction in ("forward", "backward", "gradient")
+            for row in rows
+            if (row["case"], row["direction"]) == (case.name, direction)
+        ]
+        if found:
+            speeds = (f"{row['direction']} {speed(case, row)}" for row in found)
+            return f"`{name}` {found[0]['shape']} {found[0]['dtype']}: {', '.join(speeds)}"
+    return ""
+
+
+def speed(case: Case, row: dict[str, str]) -> str:
+    """The rate of a row: of operations where they count, else the share of the copy's speed."""
+    flops = getattr(case, f"{row['direction']}_flops")
+    if flops:
+        return f"{flops / float(row['median_us']) / 1e6:.0f} TFLOP/s"
+    return f"{float(row['share_of_copy']):.2f}"
 
 
 def rows_of_ops() -> Iterator[str]:
@@ -248,7 +297,10 @@ def table() -> str:
         "",
         "Written by `python docs/kernel_table.py`; change that, not this page.",
         "",
-        "The ops descend from kernels that these projects show or name:",
+        "The ops descend from kernels that these projects show or name. Their figures are what the",
+        "projects say of speed, where they do. Measured here is what the CUDA kernels' rows in",
+        "[h200.csv](../benchmarks/results/h200.csv) have, on an H200: shares of a copy's speed, or",
+        "operations a second.",
         "",
         *rows_of_sources(),
         "",
