@@ -1,4 +1,4 @@
-// What the launchers of the Hopper kernels share.
+// What the launchers of attention's Hopper kernels share.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 #include "attention/band.cuh"
 #include "attention/flash_attention_hopper.h"
-#include "common/launch.h"
+#include "common/hopper_launch.h"
 #include "common/tensor_map.h"
 
 namespace jaxllm {
@@ -56,28 +56,6 @@ cudaError_t map_keys(const HopperAttention& a, HeadRows<T> tokens, int rows, CUt
 template <typename T>
 bool is_aligned(HeadRows<T> tokens) {
   return reinterpret_cast<std::uintptr_t>(tokens.data) % 16 == 0 && tokens.row_stride % 8 == 0;
-}
-
-// Whether this GPU runs the kernel.
-inline cudaError_t find_hopper_kernel(const void* kernel, int* device) {
-  int major = 0;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device));
-  if (major != 9) return cudaErrorNotSupported;
-  // Built for sm_90 or less the kernel has an empty body, which needs next to no registers.
-  cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  return attributes.numRegs < 64 ? cudaErrorNotSupported : cudaSuccess;
-}
-
-// And lets it have its shared memory; it has one block a multiprocessor at a time.
-inline cudaError_t prepare_hopper_kernel(const void* kernel, int bytes, int* multiprocessors) {
-  int device = 0;
-  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  return cudaDeviceGetAttribute(multiprocessors, cudaDevAttrMultiProcessorCount, device);
 }
 
 }  // namespace jaxllm

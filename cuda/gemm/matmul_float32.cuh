@@ -15,6 +15,7 @@
 #include "activation/functions.cuh"
 #include "common/launch.h"
 #include "common/mma.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace jaxllm {
 namespace {
@@ -152,21 +153,16 @@ struct Float32Fragments {
   }
 };
 
-// The first row and column of a block's tile. A group of row tiles at a time, so that what the
-// blocks at work read lies in the L2 cache.
+// The first row and column of a block's tile.
 struct Float32Origin {
   int64_t row, column;
 };
 
 template <class Tile>
 __device__ __forceinline__ Float32Origin tile_origin(const Float32Matmul& call) {
-  const int column_tiles = gridDim.x / call.row_tiles;
-  const int first_of_group =
-      blockIdx.x / (call.row_tiles_at_a_time * column_tiles) * call.row_tiles_at_a_time;
-  const int in_group = min(call.row_tiles_at_a_time, call.row_tiles - first_of_group);
-  const int rest = blockIdx.x - first_of_group * column_tiles;
-  return {int64_t{first_of_group + rest % in_group} * Tile::kRows,
-          int64_t{rest / in_group} * Tile::kColumns};
+  const TilePlace place =
+      place_tile(blockIdx.x, call.row_tiles, gridDim.x / call.row_tiles, call.row_tiles_at_a_time);
+  return {int64_t{place.row} * Tile::kRows, int64_t{place.column} * Tile::kColumns};
 }
 
 __device__ __forceinline__ void store_quad(float* target, const float (&values)[4], int64_t left,

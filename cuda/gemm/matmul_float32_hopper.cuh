@@ -8,9 +8,10 @@
 #pragma once
 
 #include "common/hopper.cuh"
-#include "common/tensor_map.h"
+#include "common/hopper_launch.h"
 #include "gemm/hopper_matrix.cuh"
 #include "gemm/matmul_float32.cuh"
+#include "gemm/matrix_map.h"
 
 namespace jaxllm {
 namespace {
@@ -160,47 +161,28 @@ __global__ void __launch_bounds__(Float32HopperTile::kThreads, 1)
 #endif
 }
 
-// Encodes boxes of an operand: `size` of its side by the tile's depth. Beyond it there are zeros.
+// Encodes boxes of an operand: `size` of its side by the tile's depth.
 inline cudaError_t encode_float32_map(const Float32Operand& operand, bool turned, int size,
                                       CUtensorMap* map) {
-  const int64_t columns = turned ? operand.size : operand.depth;
-  const int64_t rows = turned ? operand.depth : operand.size;
-  constexpr int64_t kMax = int64_t{1} << 31;
-  if (reinterpret_cast<std::uintptr_t>(operand.data) % 16 != 0 || columns % 4 != 0 ||
-      columns == 0 || rows == 0 || columns >= kMax || rows >= kMax) {
-    return cudaErrorNotSupported;
-  }
-  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-  JAXLLM_RETURN_IF_ERROR(find_tensor_map_encoder(&encode));
   constexpr int kDepth = Float32HopperTile::kDepth;
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)};
-  const cuuint64_t strides[1] = {cuuint64_t(columns) * 4};
-  const cuuint32_t box[2] = {cuuint32_t(turned ? size : kDepth),
-                             cuuint32_t(turned ? kDepth : size)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(operand.data), sizes,
-             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             turned ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  if (turned) {
+    return encode_matrix_map({operand.data, operand.depth, operand.size, 4}, kType, kDepth, map,
+                             size, CU_TENSOR_MAP_SWIZZLE_NONE);
+  }
+  return encode_matrix_map({operand.data, operand.size, operand.depth, 4}, kType, size, map,
+                           kDepth);
 }
 
-// b has the depth across its rows. Returns cudaErrorNotSupported where the GPU is older than
-// Hopper, or the copy engine cannot address a factor.
+// b has the depth across its rows. Returns cudaErrorNotSupported where the GPU is no Hopper, or the
+// copy engine cannot address a factor.
 template <bool kTurnA>
 cudaError_t launch_matmul_float32_hopper(cudaStream_t stream, Float32Matmul call) {
   using Tile = Float32HopperTile;
   const auto kernel = matmul_float32_hopper_kernel<kTurnA>;
   constexpr int kBytes = sizeof(Float32HopperShared);
-  int device = 0, major = 0;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  if (major < 9) return cudaErrorNotSupported;
-  // Built for an older GPU the kernel has an empty body, which needs next to no registers.
-  cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  if (attributes.numRegs < 64) return cudaErrorNotSupported;
+  int device = 0;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(reinterpret_cast<const void*>(kernel), &device));
   CUtensorMap a_map, b_map;
   JAXLLM_RETURN_IF_ERROR(encode_float32_map(call.a, kTurnA, Tile::kRows, &a_map));
   JAXLLM_RETURN_IF_ERROR(encode_float32_map(call.b, true, Tile::kColumns, &b_map));

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_tiles.cuh"
 #include "gemm/matrix_map.h"
@@ -210,18 +211,9 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
   static_assert(kBytes <= 232448);
   constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  int device = 0, major = 0, multiprocessors = 0;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  if (major != 9) return cudaErrorNotSupported;
-  // Built for sm_90 or less the kernel has an empty body, which needs next to no registers.
-  cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  if (attributes.numRegs < 64) return cudaErrorNotSupported;
+  int multiprocessors = 0;
   JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
 
   const int64_t rows = call.rows, columns = call.columns, depth = call.depth;
   CUtensorMap a_map, b_map, out_map, h_map;

@@ -14,6 +14,7 @@
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/vector.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace jaxllm {
 namespace {
@@ -211,14 +212,10 @@ __global__ void __launch_bounds__(MmaTile<T>::kThreads, 2)
   constexpr int kSliceA = Tile::template kSlice<kTurnA>,
                 kStage = kSliceA + Tile::template kSlice<kTurnB>;
 
-  // A group of row tiles at a time, so that what the blocks at work read lies in the L2 cache.
-  const int column_tiles = gridDim.x / call.row_tiles;
-  const int first_of_group =
-      blockIdx.x / (call.row_tiles_at_a_time * column_tiles) * call.row_tiles_at_a_time;
-  const int in_group = min(call.row_tiles_at_a_time, call.row_tiles - first_of_group);
-  const int rest = blockIdx.x - first_of_group * column_tiles;
-  const int64_t tile_row = int64_t{first_of_group + rest % in_group} * Tile::kSide;
-  const int64_t tile_column = int64_t{rest / in_group} * Tile::kSide;
+  const TilePlace place =
+      place_tile(blockIdx.x, call.row_tiles, gridDim.x / call.row_tiles, call.row_tiles_at_a_time);
+  const int64_t tile_row = int64_t{place.row} * Tile::kSide;
+  const int64_t tile_column = int64_t{place.column} * Tile::kSide;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_row = warp % 2 * Tile::kWarpRows, warp_column = warp / 2 * Tile::kWarpColumns;

@@ -4,6 +4,7 @@
 
 #include "common/hopper.cuh"
 #include "gemm/hopper_matrix.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace jaxllm {
 namespace {
@@ -63,8 +64,7 @@ struct MatmulArguments {
   float* wide_out;
 };
 
-// The first row and column of a block's tile, by the number of its cluster's. A group of row tiles
-// at a time, so that what the blocks at work read lies in the L2 cache.
+// The first row and column of a block's tile, by the number of its cluster's.
 struct TileOrigin {
   int row, column;
 };
@@ -72,14 +72,11 @@ struct TileOrigin {
 template <class Shape, typename T>
 __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& arguments, int tile,
                                                   int rank) {
-  const int column_tiles = arguments.tiles / arguments.row_tiles;
-  const int first_row_tile =
-      tile / (arguments.row_tiles_at_a_time * column_tiles) * arguments.row_tiles_at_a_time;
-  const int row_tiles = min(arguments.row_tiles_at_a_time, arguments.row_tiles - first_row_tile);
-  const int rest = tile - first_row_tile * column_tiles;
-  const int row_tile = first_row_tile + rest % row_tiles, column_tile = rest / row_tiles;
-  return {(row_tile * Shape::kClusterRows + rank % Shape::kClusterRows) * Shape::kRows,
-          (column_tile * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
+  const TilePlace place =
+      place_tile(tile, arguments.row_tiles, arguments.tiles / arguments.row_tiles,
+                 arguments.row_tiles_at_a_time);
+  return {(place.row * Shape::kClusterRows + rank % Shape::kClusterRows) * Shape::kRows,
+          (place.column * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
 }
 
 // Copies one operand's slice of a stage: `kExtent` rows of the result for a, or columns for b, by
