@@ -14,13 +14,13 @@ namespace jaxllm {
 // The threads of the largest block.
 inline constexpr int kMostThreads = 512;
 
-// A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
-// enough for a row, a block is one warp: the next row begins as soon as one is finished.
-//
-// Where a row has several warps, it pays either to read the weights before the sums, so that the
-// row need not wait for them, or to stream: the rows then leave the caches to the statistics.
+// How a forward kernel that has several warps for a row reads. It may ask for the weights before the
+// sums, so that the row need not wait for them, where the registers suffice; or stream, which says
+// of the rows that nobody else wants them. Which is faster was measured with the statistics written.
 enum class Access { kPlain, kWeightsFirst, kStreaming };
 
+// A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
+// enough for a row, a block is one warp: the next row begins as soon as one is finished.
 template <class TeamType, int kPackCount, int kBlocks, Access kAccess = Access::kPlain>
 struct ForwardStrategy {
   using Team = TeamType;
