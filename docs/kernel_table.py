@@ -234,21 +234,19 @@ def rows_of_sources() -> Iterator[str]:
             yield f"| {source} | {' | '.join(cells)} | {here} |"
 
 
-def measured(name: str) -> str:
-    """The CUDA kernels' rows in the results of an op's first case that has some."""
+@functools.cache
+def results() -> dict[tuple[str, str, str], dict[str, str]]:
+    """The CUDA kernels' rows that have a time, by op, case and direction."""
     with RESULTS.open() as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if (row["op"], row["implementation"]) == (name, "cuda") and row["median_us"]
-        ]
+        rows = [row for row in csv.DictReader(file) if row["implementation"] == "cuda"]
+    return {(row["op"], row["case"], row["direction"]): row for row in rows if row["median_us"]}
+
+
+def measured(name: str) -> str:
+    """The rows of an op's first case that has some."""
     for case in cases_of(name):
-        found = [
-            row
-            for direction in ("forward", "backward", "gradient")
-            for row in rows
-            if (row["case"], row["direction"]) == (case.name, direction)
-        ]
+        keys = [(name, case.name, way) for way in ("forward", "backward", "gradient")]
+        found = [results()[key] for key in keys if key in results()]
         if found:
             speeds = (f"{row['direction']} {speed(case, row)}" for row in found)
             return f"`{name}` {found[0]['shape']} {found[0]['dtype']}: {', '.join(speeds)}"
