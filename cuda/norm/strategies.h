@@ -14,9 +14,10 @@ namespace jaxllm {
 // The threads of the largest block.
 inline constexpr int kMostThreads = 512;
 
-// How a forward kernel that has several warps for a row reads. It may ask for the weights before the
-// sums, so that the row need not wait for them, where the registers suffice; or stream, which says
-// of the rows that nobody else wants them. Which is faster was measured with the statistics written.
+// How a forward kernel that has several warps for a row reads. It may ask for the weights before
+// the sums, so that the row need not wait for them, where the registers suffice; or stream, which
+// says of the rows that nobody else wants them. Which is faster was measured with the statistics
+// written.
 enum class Access { kPlain, kWeightsFirst, kStreaming };
 
 // A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
