@@ -174,7 +174,7 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
             assert 0 < float(row["p20_us"]) <= float(row["median_us"]) <= float(row["p80_us"])
             assert row["timer"] == "wall"
     assert all(row["median_us"] for row in rows if row["implementation"] in ("xla", "pallas"))
-    assert "rms_norm gpt2_row 2x3x768 bfloat16 backward" in capsys.readouterr().out
+    assert "rms_norm gpt2_row 3x3x768 bfloat16 backward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
