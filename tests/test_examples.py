@@ -210,9 +210,8 @@ def test_pretrain_takes_all_of_it(capsys):
     assert (config.vocab_size, config.max_seq_len) == (257, 32)
     assert "HellaSwag" in capsys.readouterr().out
     # What was left is where another run begins.
-    records = smoke(
-        "--init-from", out / "model.bin", "--data", "shards", "--out", "again", "--steps", 1
-    )
+    model = ("--init-from", out / "model.bin", "--dtype", "float32")
+    records = smoke(*model, "--data", "shards", "--out", "again", "--steps", 1)
     again = read_log(Path("again/log.jsonl"))[0]["loss"]
     batch = data.batch(data.open_dataset("shards/train.bin"), 4, 32, seed=0, step=0)
     wanted = gpt2.loss(params, jnp.asarray(batch[0]), jnp.asarray(batch[1]), config)
@@ -329,7 +328,7 @@ def test_generate_continues_with_the_model_that_was_trained_last(script, out, op
 
 
 def test_evaluate_measures_the_model_that_was_trained_last(capsys):
-    pretrain_gpt2.main(["--smoke", "--batch-size", "4"])
+    pretrain_gpt2.main(["--smoke", "--batch-size", "4", "--dtype", "float32"])
     capsys.readouterr()
     shards = ["--data", "runs/gpt2_tiny/data", "--dtype", "float32"]
     losses = evaluate.main([*shards, "--seq-len", "32", "--batch-size", "4", "--batches", "8"])

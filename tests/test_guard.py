@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,4 +193,9 @@ def test_a_guard_changes_nothing_where_nothing_is_wrong(optimizer):
         for batch in data:
             state, metrics = step(state, *batch)
         states.append((state.params, metrics["loss"], metrics["grad_norm"]))
-    jax.tree.map(np.testing.assert_array_equal, *states)
+    # On a GPU, XLA fuses a step with a guard in its own way, and rounds in other places.
+    exact = jax.default_backend() == "cpu"
+    assert_close = functools.partial(
+        np.testing.assert_allclose, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-7
+    )
+    jax.tree.map(assert_close, *states)

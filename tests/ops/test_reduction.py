@@ -75,12 +75,16 @@ def test_the_pallas_histogram_says_how_many_bins_it_takes():
 @pytest.mark.xdist_group("large 0")
 def test_more_elements_than_an_int_counts():
     size = 2**31 + 1000
-    x = jnp.full(size, 0.5, jnp.bfloat16).at[size - 1].set(3)
+
+    def runs(dtype, *lengths):  # an index beyond an int32 would be an int64
+        return jnp.concatenate([jnp.full(length, value, dtype) for value, length in lengths])
+
+    x = runs(jnp.bfloat16, (0.5, size - 1), (3, 1))
     assert ops.reduce_max(x, backend="cuda") == 3
     assert ops.reduce_sum(x, backend="cuda") == pytest.approx(size / 2, rel=1e-6)
     assert ops.dot(x, x, backend="cuda") == pytest.approx(size / 4, rel=1e-6)
     del x
-    numbers = jnp.full(size, 7, jnp.int32).at[: 2**30].set(300).at[size - 1].set(2)
+    numbers = runs(jnp.int32, (300, 2**30), (7, size - 2**30 - 1), (2, 1))
     counts = ops.histogram(numbers, bins=400, backend="cuda")
     expected = np.zeros(400, np.int64)
     expected[[2, 7, 300]] = 1, size - 2**30 - 1, 2**30
