@@ -216,9 +216,16 @@ def time_gradient(
 
 
 def time_ours(
-    case: Case, backend: str, dtype: str, direction: str, *, timer: str, smoke: bool
+    case: Case,
+    backend: str,
+    dtype: str,
+    direction: str,
+    *,
+    timer: str,
+    smoke: bool,
+    most_sets: int = timing.MAX_SETS,
 ) -> timing.Timing:
-    """The device time of one of our backends on one case.
+    """The device time of one of our backends on one case, over at most so many sets of inputs.
 
     Raises:
         Exception: Whatever keeps the backend from serving the call; the caller reports it.
@@ -242,14 +249,18 @@ def time_ours(
 
     first = make_set(0)
     count, note = timing.number_of_sets(sum(leaf.nbytes for leaf in jax.tree.leaves(first)))
-    sets = [first] + [make_set(seed) for seed in range(1, 2 if smoke else count)]
+    count = min(count, 2 if smoke else most_sets)
+    sets = [first] + [make_set(seed) for seed in range(1, count)]
     repetitions = 3 if smoke else 30
     result = timing.time_jax(fn, sets, repetitions=repetitions, timer=timer, renew=renew)
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 
 
 def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
-    """Times every backend that was asked for; what fails gives its reason."""
+    """Times every backend that was asked for; what fails gives its reason.
+
+    Ctrl-C ends the timing and keeps what there is.
+    """
     results: Results = {}
     for case in cases:
         for direction in directions_of(case, options):
@@ -263,7 +274,11 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
                         direction,
                         timer=options.timer,
                         smoke=options.smoke,
+                        most_sets=options.sets,
                     )
+                except KeyboardInterrupt:
+                    print("interrupted: what is timed is kept", file=sys.stderr)
+                    return results
                 except Exception as error:  # a missing kernel is a row, not the end of the run
                     results[key] = peers.reason(error)
                 _report(key, results[key])
@@ -417,6 +432,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_selection_arguments(parser)
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--no-peers", action="store_true", help="time our backends alone")
+    parser.add_argument(
+        "--sets",
+        type=int,
+        default=timing.MAX_SETS,
+        help="at most so many sets of inputs, for calls that take long; default: %(default)s",
+    )
     parser.add_argument(
         "--peer-timeout", type=float, default=400, help="seconds for all peers together"
     )

@@ -32,6 +32,7 @@ MAX_SETS = 64
 
 _WARM_UP_SECONDS = 0.1  # an idle GPU takes some milliseconds to raise its clocks
 _WALL_SECONDS = 0.02  # one repetition of the wall timer
+_WALL_TOTAL_SECONDS = 10  # all of them, where three are not longer
 
 
 class NoKernelsError(RuntimeError):
@@ -338,7 +339,9 @@ def _wall(run: Callable[[int], None], calls_per_run: int, repetitions: int) -> T
     """Host time of a call, where ``run(n)`` makes ``n * calls_per_run`` calls and blocks once."""
     start = time.perf_counter()
     run(1)
-    count = max(1, math.ceil(_WALL_SECONDS / (time.perf_counter() - start)))
+    seconds = time.perf_counter() - start
+    count = max(1, math.ceil(_WALL_SECONDS / seconds))
+    repetitions = min(repetitions, max(3, math.ceil(_WALL_TOTAL_SECONDS / (count * seconds))))
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
