@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/column_sum.cuh"
+#include "norm/forward_rows.cuh"
 #include "norm/rms_norm.h"
 #include "norm/rows.cuh"
 #include "norm/strategies.h"
@@ -15,24 +16,26 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
                             float* rstd, int64_t rows, int width) {
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
   constexpr bool kStreams = Strategy::kStreams;
+  constexpr bool kWeightsFirst = Strategy::template kWeightsFirst<T, W>;
   typename Strategy::Team team;
-  const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
+  const int64_t first_row = int64_t{blockIdx.x} * team.kRowsPerBlock;  // of the group
   // Lanes beyond the last row only meet in the sum.
-  const bool is_row = team.kRowsPerBlock == 1 || row_in_group < rows;
-  const int64_t row = blockIdx.y * rows + row_in_group;
+  const bool is_row = team.kRowsPerBlock == 1 || first_row + team.row() < rows;
+  const int64_t row = blockIdx.y * rows + first_row + team.row();
+  ForwardRows<Strategy::kBulk, kAdd, T> memory(
+      team, x, residual, h, out, blockIdx.y * rows + first_row, rows - first_row, width);
   scale += int64_t{blockIdx.y} * width;
   const float per_column = __fdividef(1.0f, width);
 
+  Pack<W, kVector> scales[kPacks] = {};
+  if constexpr (kWeightsFirst) load_weights<kExact>(team, scales, scale, width);
+  memory.wait();
   Pack<T> packs[kPacks] = {};
-  load_row<kExact, kStreams>(team, packs, x + row * width, width, is_row);
+  load_row<kExact, kStreams>(team, packs, memory.x, width, is_row);
   if constexpr (kAdd) {
     const W* const no_bias = nullptr;
-    add_and_store<kExact, kStreams>(team, packs, residual + row * width, no_bias, h + row * width,
-                                    width, is_row);
+    add_and_store<kExact, kStreams>(team, packs, memory.residual, no_bias, memory.h, width, is_row);
   }
-
-  Pack<W, kVector> scales[kPacks] = {};
-  if constexpr (Strategy::kWeightsFirst) load_weights<kExact>(team, scales, scale, width);
 
   float values[kPacks][kVector];
   float squares[1] = {0.0f};
@@ -55,13 +58,14 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   for (int p = 0; p < kPacks; ++p) {
     const int column = pack_column<T>(team, p);
     if (!kExact && column >= width) continue;
-    if constexpr (!Strategy::kWeightsFirst) scales[p] = load_cached<kVector>(scale + column);
+    if constexpr (!kWeightsFirst) scales[p] = load_cached<kVector>(scale + column);
 
     float result[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) result[i] = values[p][i] * row_rstd * scales[p][i];
-    store_pack<kStreams>(Pack<T>::of(result), out + row * width + column);
+    store_pack<kStreams>(Pack<T>::of(result), memory.out + column);
   }
+  memory.finish();
 }
 
 // Rows of any width and alignment: a block a row, one element at a time, read from memory (the
@@ -239,8 +243,10 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
         const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
         const auto kernel = exact ? rms_norm_forward_kernel<S, true, kAdd, T, W>
                                   : rms_norm_forward_kernel<S, false, kAdd, T, W>;
-        kernel<<<grid, threads, 0, stream>>>(x, residual, scale, eps, out, h, rstd, rows,
-                                             static_cast<int>(width));
+        const int64_t bytes =
+            ForwardRows<S::kBulk, kAdd, T>::shared_bytes(S::Team::kRowsPerBlock, width);
+        kernel<<<grid, threads, bytes, stream>>>(x, residual, scale, eps, out, h, rstd, rows,
+                                                 static_cast<int>(width));
         return true;
       });
   if (!served) {

@@ -14,21 +14,25 @@ namespace jaxllm {
 // The threads of the largest block.
 inline constexpr int kMostThreads = 512;
 
-// How a forward kernel that has several warps for a row reads. It may ask for the weights before
-// the sums, so that the row need not wait for them, where the registers suffice; or stream, which
-// says of the rows that nobody else wants them. Which is faster was measured with the statistics
-// written.
-enum class Access { kPlain, kWeightsFirst, kStreaming };
+// How a forward kernel reads. It may ask for the weights before the sums, so that the row need not
+// wait for them, where the registers suffice; or stream, which says of the rows that nobody else
+// wants them; or leave the rows to the copy engine, with the weights first (see forward_rows.cuh).
+// Which is faster was measured with the statistics written.
+enum class Access { kPlain, kWeightsFirst, kStreaming, kBulk };
 
 // A forward kernel holds whole rows in registers and has a team for each row. Where a warp is
-// enough for a row, a block is one warp: the next row begins as soon as one is finished.
+// enough for a row, a block is one warp, or two: the next row begins as soon as one is finished.
 template <class TeamType, int kPackCount, int kBlocks, Access kAccess = Access::kPlain>
 struct ForwardStrategy {
   using Team = TeamType;
   static constexpr int kPacks = kPackCount;
   static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
   static constexpr bool kStreams = kAccess == Access::kStreaming;
-  static constexpr bool kWeightsFirst = kAccess == Access::kWeightsFirst;
+  static constexpr bool kBulk = kAccess == Access::kBulk;
+  // Registers that hold a row of T have no room for weights of more bytes.
+  template <typename T, typename W>
+  static constexpr bool kWeightsFirst =
+      kAccess == Access::kWeightsFirst || (kBulk && sizeof(W) <= sizeof(T));
 
   static int threads_per_row(int block_threads) { return block_threads / Team::kRowsPerBlock; }
 };
@@ -47,16 +51,18 @@ bool choose_forward(int64_t packs, Launch launch) {
                     block_threads(packs, 1));
     }
     if (kSums == 2 && packs <= kThreads) {
-      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 4, Access::kWeightsFirst>{},
+      return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 4, Access::kBulk>{},
                     block_threads(packs, 2));
     }
     if (packs <= kThreads) {
-      return launch(ForwardStrategy<BlockPerRow<kThreads>, 1, 3, Access::kStreaming>{},
+      return launch(ForwardStrategy<BlockPerRow<kThreads>, 1, 3, Access::kBulk>{},
                     block_threads(packs, 1));
     }
   } else {
     if (packs <= 64) return launch(ForwardStrategy<LanesPerRow<32, 32>, 2, 24>{}, 32);
-    if (packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
+    if (packs <= 96) {
+      return launch(ForwardStrategy<LanesPerRow<32, 64>, 3, 16, Access::kBulk>{}, 64);
+    }
     if (packs <= kThreads) {
       return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 2, 6, Access::kStreaming>{},
                     block_threads(packs, 2));
