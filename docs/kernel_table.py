@@ -44,6 +44,8 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "global_norm_squared": ("global_norm",),
     },
     "llama3.cuda": {
+        "encoder_forward_kernel": ("embed",),
+        "matmul_forward_kernel": ("matmul",),
         "rmsnorm forward and backward": ("rms_norm", "add_rms_norm"),
         "swiglu forward and backward": ("swiglu", "swiglu_packed"),
         "precompute_freqs_cis": ("rope_table",),
@@ -86,6 +88,8 @@ FIGURES = {
         "0.396 ms, 127 GB/s or 0.42"
     ),
     "swiglu forward and backward": "6.29 M bfloat16 on an L4: 0.171 ms; backward 0.290 ms",
+    "encoder_forward_kernel": "memory throughput 0.908",
+    "matmul_forward_kernel": "compute throughput 0.623",
     "precompute_freqs_cis": "1024 x 32 on an L4: 0.0098 ms",
     "apply_rope_forward, apply_rope_backward": "memory throughput 0.887",
     "repeat_interleave forward and backward": "width 768, 2 key heads on an L4: 0.320 ms",
@@ -235,36 +239,46 @@ def rows_of_sources() -> Iterator[str]:
 
 
 @functools.cache
-def results() -> dict[tuple[str, str, str], dict[str, str]]:
-    """The CUDA kernels' rows that have a time, by op, case and direction."""
+def results() -> list[dict[str, str]]:
+    """The rows that have a time."""
     with RESULTS.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["implementation"] == "cuda"]
-    return {(row["op"], row["case"], row["direction"]): row for row in rows if row["median_us"]}
+        return [row for row in csv.DictReader(file) if row["median_us"]]
 
 
 def measured(name: str) -> str:
-    """The rows of an op's first case that has some."""
+    """The CUDA kernels' rows of an op's first case that has some, in each dtype."""
+    found = [row for row in results() if (row["op"], row["implementation"]) == (name, "cuda")]
     for case in cases_of(name):
-        keys = [(name, case.name, way) for way in ("forward", "backward", "gradient")]
-        found = [results()[key] for key in keys if key in results()]
-        if found:
-            speeds = (f"{row['direction']} {speed(case, row)}" for row in found)
-            return f"`{name}` {found[0]['shape']} {found[0]['dtype']}: {', '.join(speeds)}"
+        rows = [row for row in found if row["case"] == case.name]
+        shapes: dict[str, list[str]] = {}
+        for way in ("forward", "backward", "gradient"):
+            for row in rows:
+                if row["direction"] == way:
+                    speeds = shapes.setdefault(f"{row['shape']} {row['dtype']}", [])
+                    speeds.append(f"{way} {speed(case, row)}")
+        if shapes:
+            texts = (f"{shape}: {', '.join(speeds)}" for shape, speeds in shapes.items())
+            return f"`{name}` {', '.join(texts)}"
     return ""
 
 
 def speed(case: Case, row: dict[str, str]) -> str:
-    """The rate of a row: of operations where they count, else the share of the copy's speed."""
-    flops = getattr(case, f"{row['direction']}_flops")
-    if flops:
-        return f"{flops / float(row['median_us']) / 1e6:.0f} TFLOP/s"
-    return f"{float(row['share_of_copy']):.2f}"
+    """How fast a row is: by its operations or its bytes, whichever is nearer to the card's limit.
+
+    What is far from both is a time.
+    """
+    microseconds = float(row["median_us"])
+    rate = getattr(case, f"{row['direction']}_flops") / microseconds / 1e6
+    of_products, of_copy = rate / float(row["matmul_tflop_per_s"]), float(row["share_of_copy"])
+    if max(of_products, of_copy) < 0.01:
+        return f"{microseconds:.0f} us"
+    return f"{rate:.0f} TFLOP/s" if of_products > of_copy else f"{of_copy:.2f}"
 
 
 def rows_of_ops() -> Iterator[str]:
     """The second table: our ops and their files."""
-    yield "| op | definition | Pallas | CUDA: handlers | kernels | cases, and timed ones |"
-    yield "|---|---|---|---|---|---|"
+    yield "| op | definition | Pallas | CUDA: handlers | kernels | cases | large | measured |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, op in op_objects().items():
         files = [kernel_files(handlers()[target]) for target in targets_of(op)]
         entries = unique(file[0] for file in files)
@@ -272,8 +286,14 @@ def rows_of_ops() -> Iterator[str]:
         cells = [module_link(op.reference), module_link(op.pallas)]
         cells += [" ".join(map(link, paths)) or "none" for paths in (entries, kernels)]
         cases = cases_of(name)
-        cells.append(f"{len(cases)}, {sum(case.large for case in cases)}")
+        counts = (len(cases), sum(case.large for case in cases), rows_of(name))
+        cells += map(str, counts)
         yield f"| `{name}` | {' | '.join(cells)} |"
+
+
+def rows_of(name: str) -> int:
+    """How many measurements there are of an op."""
+    return sum(row["op"] == name for row in results())
 
 
 def cases_of(name: str) -> list[Case]:
@@ -298,13 +318,16 @@ def table() -> str:
         "The ops descend from kernels that these projects show or name. Their figures are what the",
         "projects say of speed, where they do. Measured here is what the CUDA kernels' rows in",
         "[h200.csv](../benchmarks/results/h200.csv) have, on an H200: shares of a copy's speed, or",
-        "operations a second.",
+        "operations a second where these are nearer to the card's limit.",
         "",
         *rows_of_sources(),
         "",
         "And these are the files of every op. A handler checks buffers and launches; the kernels",
         "know nothing of XLA ([the way of a call](call.md)). The contract tests run each case on",
-        "every backend; the large ones need a GPU, and the benchmarks time them.",
+        "every backend; the large ones need a GPU, and the benchmarks time them. The last column",
+        "counts the measurements: a backend or a peer on a case in one direction each.",
+        "`flash_attention_float8` has no cases but tests of its own, and no Pallas form: it is for",
+        "inference on Hopper, and its fallback is the definition.",
         "",
         *rows_of_ops(),
     ]

@@ -35,6 +35,15 @@ def test_the_table_of_kernels_has_files_for_every_op():
             assert len(kernel_table.kernel_files(kernel_table.handlers()[target])) > 1, target
 
 
+def test_every_op_has_cases_on_three_backends_and_measurements():
+    ops = kernel_table.op_objects()
+    del ops["flash_attention_float8"]  # the page says why
+    for name, op in ops.items():
+        assert op.cuda and op.pallas and op.reference, name
+        assert kernel_table.cases_of(name), name
+        assert kernel_table.rows_of(name), name
+
+
 def test_the_sources_kernels_have_ops():
     named = {
         op for kernels in kernel_table.SOURCES.values() for ops in kernels.values() for op in ops
