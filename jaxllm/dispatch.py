@@ -4,8 +4,7 @@ An op's implementations are plain functions named ``<op>_forward`` and ``<op>_ba
 ``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
 them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
 returns None; the first of ``arrays`` is the op's main input in either direction. Likewise
-``<op>_slower`` says why ``auto`` leaves a call that it could serve to XLA, or to what JAX itself
-ships for it.
+``<op>_slower`` says why ``auto`` leaves a call that it could serve to the backends after it.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
 
 
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
-    """Why to leave a call to XLA, or to what JAX ships for a GPU, where that can serve it."""
+    """Why to leave a call to those after it: to what JAX ships for a GPU, where there is some."""
     check = getattr(_module(op, name), f"{op.name}_slower", None)
     if check is None or (op.xla and _unsupported(op, stem, "xla-gpu", arrays, static)):
         return None
