@@ -14,10 +14,7 @@ namespace {
 
 constexpr int kHeads = 8;    // query heads that a warp serves with one read of their keys
 constexpr int kTokens = 16;  // of the cache, at a time
-#ifndef DECODE_WARPS
-#define DECODE_WARPS 8
-#endif
-constexpr int kWarps = DECODE_WARPS;
+constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxCluster = 16;
 constexpr float kLog2e = 1.44269504f;
@@ -470,10 +467,6 @@ cudaError_t launch(cudaStream_t stream, Kernel kernel, const Arguments<T, C>& ar
 
 }  // namespace
 
-#ifndef DECODE_MAX_CLUSTER
-#define DECODE_MAX_CLUSTER 16
-#endif
-
 template <typename T, typename C>
 cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C* k, const C* v,
                                        const float* k_scales, const float* v_scales,
@@ -485,7 +478,7 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
   JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   int cluster = 1;
-  while (major >= 9 && cluster < DECODE_MAX_CLUSTER && splits % (2 * cluster) == 0) cluster *= 2;
+  while (major >= 9 && cluster < kMaxCluster && splits % (2 * cluster) == 0) cluster *= 2;
 
   Arguments<T, C> arguments = {};
   arguments.q = q, arguments.k = k, arguments.v = v;

@@ -13,9 +13,7 @@ cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
                                         const float* sin, const int32_t* lengths, T* k_cache,
                                         T* v_cache, float eps, T* out, BlockWorkspace<T> workspace,
                                         BlockSizes s) {
-#ifndef BLOCK_OVERLAP
-#define BLOCK_OVERLAP true
-#endif
+  constexpr bool kOverlap = true;  // with the kernel before
   const int64_t attended_width = s.heads * s.head_width;
   const auto product = [&](const T* x, BlockMatrix<W> matrix, const T* norm, int64_t width) {
     return MatvecArguments<T, W>{x,   matrix.data, matrix.scales, norm,
@@ -26,19 +24,19 @@ cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
                                             s.heads, s.kv_heads, s.length, s.head_width}));
   DecodeSizes sizes = {s.batch, s.heads, s.kv_heads, s.length, s.head_width};
   sizes.added = 1;
-  sizes.overlap = BLOCK_OVERLAP;
+  sizes.overlap = kOverlap;
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_width));
   JAXLLM_RETURN_IF_ERROR(
       (CachedAttention<T, T>::run(stream, workspace.q, k_cache, v_cache, nullptr, nullptr, lengths,
                                   scale, workspace.attended, workspace.partial, sizes, s.splits)));
-  JAXLLM_RETURN_IF_ERROR(
-      matvec(stream, product(workspace.attended, weights.out, nullptr, attended_width),
-             StoreProducts<T>{workspace.hidden, residual, s.width}, BLOCK_OVERLAP));
+  JAXLLM_RETURN_IF_ERROR(matvec(stream,
+                                product(workspace.attended, weights.out, nullptr, attended_width),
+                                StoreProducts<T>{workspace.hidden, residual, s.width}, kOverlap));
   JAXLLM_RETURN_IF_ERROR(matvec(stream,
                                 product(workspace.hidden, weights.gate_up, weights.norm2, s.width),
-                                StoreSwiglu<T>{workspace.activated, s.mlp_width}, BLOCK_OVERLAP));
+                                StoreSwiglu<T>{workspace.activated, s.mlp_width}, kOverlap));
   return matvec(stream, product(workspace.activated, weights.down, nullptr, s.mlp_width),
-                StoreProducts<T>{out, workspace.hidden, s.width}, BLOCK_OVERLAP);
+                StoreProducts<T>{out, workspace.hidden, s.width}, kOverlap);
 }
 
 template struct TransformerBlock<float, float>;
