@@ -279,7 +279,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     model = _model(options)
     trainer = (_torch_trainer if in_torch else _jax_trainer)(options, model)
     # The library's step takes its backend from what surrounds it; plain JAX has none.
-    with jaxllm.use_backend(options.backend):
+    with jaxllm.use_backend(options.backend[0]):
         start = time.perf_counter()
         trainer.run(1)
         print(f"first step: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
@@ -319,14 +319,15 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 # All of them
 
 
-def run_worker(implementation: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_worker(implementation: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs one implementation in its process; its report, or one with the reason for none."""
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
-    for name in ("model", "preset", "batch_size", "seq_len", "steps", "backend", "dtype"):
+    command += ["--backend", backend]
+    for name in ("model", "preset", "batch_size", "seq_len", "steps", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--data", str(options.data.resolve())] if options.data else []
     command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
-    print(f"{implementation} ...", file=sys.stderr, flush=True)
+    print(f"{implementation}, {backend} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile("w+") as stderr:
         try:
             done = subprocess.run(
@@ -364,7 +365,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["plain", "jaxllm"]
     )
-    parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="auto")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        choices=("auto", "cuda", "pallas", "xla"),
+        default=["auto"],
+        help="jaxllm's, one after another; default: auto",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="holds train_*.bin; random tokens by default"
@@ -400,17 +407,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.model != "gpt2" and "torch_compile" in options.implementation:
         parser.error(f"--implementation torch_compile has no {options.model}")
     rows = []
-    for implementation in options.implementation:
-        report = run_worker(implementation, options)
+    jobs = [
+        (implementation, backend)
+        for implementation in options.implementation
+        for backend in (options.backend if implementation == "jaxllm" else ["auto"])
+    ]
+    for implementation, backend in jobs:
+        report = run_worker(implementation, backend, options)
         if report["profile"]:
-            print(f"\n{implementation}: {report['profile']}\n", flush=True)
+            print(f"\n{implementation}, {backend}: {report['profile']}\n", flush=True)
         rows.append(
             {
                 "model": "smoke" if options.smoke else f"{options.model}_{options.preset}",
                 "batch_size": options.batch_size,
                 "seq_len": options.seq_len,
                 "implementation": implementation,
-                "backend": options.backend if implementation == "jaxllm" else "",
+                "backend": backend if implementation == "jaxllm" else "",
                 "dtype": options.dtype,
                 "steps": options.steps,
             }
@@ -419,7 +431,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A row of a failure has the provenance of the others.
     origin = next(({k: row[k] for k in PROVENANCE} for row in rows if "gpu" in row), {})
     rows = [origin | row for row in rows]
-    columns = ("implementation", "step_ms", "tokens_per_s", "mfu", "peak_gib", "loss", "note")
+    columns = ("implementation", "backend", "step_ms", "tokens_per_s", "mfu", "peak_gib", "loss")
+    columns += ("note",)
     model, batch = rows[0]["model"], f"{options.batch_size} x {options.seq_len}"
     print(f"\n{model}, {batch} tokens a step, {options.dtype}, on {origin.get('gpu', 'unknown')}")
     print(format_table(columns, [[row.get(column, "-") for column in columns] for row in rows]))

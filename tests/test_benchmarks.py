@@ -351,6 +351,16 @@ def test_train_smoke_run_has_a_row(tmp_path):
     assert float(row["loss"]) == pytest.approx(5.5, abs=0.3)
 
 
+def test_each_backend_has_a_row_of_ours(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    report = {"row": dict.fromkeys(train.PROVENANCE, "-"), "profile": ""}
+    monkeypatch.setattr(train, "run_worker", lambda *_: report)
+    command = ["--implementation", "plain", "jaxllm", "--backend", "cuda", "xla"]
+    assert train.main([*command, "--csv", str(path)]) == 0
+    ran = [(row["implementation"], row["backend"]) for row in read_csv(path)]
+    assert ran == [("plain", ""), ("jaxllm", "cuda"), ("jaxllm", "xla")]
+
+
 def test_a_failed_worker_is_a_row_with_the_reason(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     monkeypatch.setenv("JAX_PLATFORMS", "nothing")
