@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "common/hopper.cuh"
@@ -23,6 +22,8 @@ inline constexpr bool kHasCopyEngine = false;
 // where none is added.
 template <bool kBulk, bool kAdd, typename T>
 class ForwardRows {
+  static constexpr bool kUsesEngine = kBulk && kHasCopyEngine;
+
  public:
   // The dynamic shared memory of a block of so many rows.
   static constexpr int64_t shared_bytes(int64_t rows, int64_t width) {
@@ -30,54 +31,56 @@ class ForwardRows {
   }
 
   // The block's rows begin at `first_row` of the arrays; beyond `rows` of them there are no more.
-  // With kBulk all of the block calls this.
+  // `residual` and `h` are of no account without kAdd. With kBulk all of the block calls this.
   template <class Team>
   __device__ __forceinline__ ForwardRows(const Team& team, const T* x, const T* residual, T* h,
                                          T* out, int64_t first_row, int64_t rows, int width) {
     const int64_t offset = first_row * width;
-    all_h_ = h + offset, all_out_ = out + offset;
-    if constexpr (kBulk && kHasCopyEngine) {
+    x += offset, out += offset;
+    if constexpr (kAdd) residual += offset, h += offset;
+    if constexpr (kUsesEngine) {
       // At an address that is no multiple of 128 the engine is a tenth slower.
       extern __shared__ __align__(128) int4 tile[];
       constexpr int kRows = Team::kRowsPerBlock;
-      in_h_ = reinterpret_cast<T*>(tile);
-      in_out_ = kAdd ? in_h_ + kRows * width : in_h_;
+      target_h_ = h, target_out_ = out;
+      tile_h_ = reinterpret_cast<T*>(tile);
+      tile_out_ = kAdd ? tile_h_ + kRows * width : tile_h_;
       bytes_ = static_cast<uint32_t>(min(rows, int64_t{kRows})) * width * sizeof(T);
       if (threadIdx.x == 0) {
         arrived().init(1);
         hopper::fence_barrier_init();
         arrived().arrive_and_expect(kAdd ? 2 * bytes_ : bytes_);
-        hopper::load_bytes(in_h_, x + offset, bytes_, arrived());
-        if constexpr (kAdd) hopper::load_bytes(in_out_, residual + offset, bytes_, arrived());
+        hopper::load_bytes(tile_h_, x, bytes_, arrived());
+        if constexpr (kAdd) hopper::load_bytes(tile_out_, residual, bytes_, arrived());
       }
       __syncthreads();  // nobody waits at a barrier that is not there yet
-      this->x = this->h = in_h_ + team.row() * width;
-      this->residual = this->out = in_out_ + team.row() * width;
-    } else {
-      const int64_t of_team = offset + int64_t{team.row()} * width;
-      this->x = x + of_team, this->residual = residual + of_team;
-      this->h = h + of_team, this->out = out + of_team;
+      x = tile_h_, out = tile_out_;
+      if constexpr (kAdd) residual = tile_out_, h = tile_h_;
     }
+    const int64_t of_team = int64_t{team.row()} * width;
+    this->x = x + of_team, this->out = out + of_team;
+    if constexpr (kAdd) this->residual = residual + of_team, this->h = h + of_team;
   }
 
   // Waits until the row can be read.
   __device__ __forceinline__ void wait() {
-    if constexpr (kBulk && kHasCopyEngine) arrived().wait(0);
+    if constexpr (kUsesEngine) arrived().wait(0);
   }
 
   // Sends the results on their way. Teams that have no row may have returned.
   __device__ __forceinline__ void finish() {
-    if constexpr (kBulk && kHasCopyEngine) {
+    if constexpr (kUsesEngine) {
       hopper::fence_async_proxy();
       __syncthreads();
       if (threadIdx.x != 0) return;
-      hopper::store_bytes(all_out_, in_out_, bytes_);
-      if constexpr (kAdd) hopper::store_bytes(all_h_, in_h_, bytes_);
+      hopper::store_bytes(target_out_, tile_out_, bytes_);
+      if constexpr (kAdd) hopper::store_bytes(target_h_, tile_h_, bytes_);
       hopper::commit_stores();
       hopper::wait_until_stores_have_read();  // with the block its shared memory ends
     }
   }
 
+  // The team's row.
   const T *x, *residual;
   T *h, *out;
 
@@ -87,8 +90,8 @@ class ForwardRows {
     return barrier;
   }
 
-  T *in_h_, *in_out_;  // all of the block's, in shared memory
-  T *all_h_, *all_out_;
+  // All of the block's rows, in shared memory and in the arrays.
+  T *tile_h_, *tile_out_, *target_h_, *target_out_;
   uint32_t bytes_;
 };
 
