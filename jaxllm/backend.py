@@ -6,7 +6,7 @@ A request is one of four names:
 * ``"pallas"``: the Pallas-Triton kernel on a GPU, the Pallas interpreter elsewhere.
 * ``"xla"``: the ``jax.numpy`` definition, anywhere.
 * ``"auto"``: on a GPU the first of the op's preference that supports the call, and is not known to
-  be slower than XLA or what JAX ships for it; elsewhere ``xla``.
+  be slower than one after it, or than what JAX ships for it; elsewhere ``xla``.
 
 The innermost request wins: an op's ``backend=`` argument, then :func:`use_backend`, then the
 environment variable ``JAXLLM_BACKEND`` (read once, at import), then ``"auto"``.

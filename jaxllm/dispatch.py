@@ -125,7 +125,10 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
 
 
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
-    """Why to leave a call to those after it: to what JAX ships for a GPU, where there is some."""
+    """Why to leave a call to the implementations after this one.
+
+    Where JAX ships one of its own for a GPU, that is the one meant, and it must serve the call.
+    """
     check = getattr(_module(op, name), f"{op.name}_slower", None)
     if check is None or (op.xla and _unsupported(op, stem, "xla-gpu", arrays, static)):
         return None

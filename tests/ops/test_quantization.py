@@ -98,6 +98,14 @@ def test_a_product_of_many_rows_is_xla_s_of_dequantized_weights():
     assert "dot_general" in program
 
 
+def test_auto_leaves_the_passes_over_a_matrix_to_pallas():
+    w = jnp.ones((8, 128))
+    q, scales = ops.quantize(w)
+    for call, array in ((lambda w: ops.quantize(w), w), (lambda q: ops.dequantize(q, scales), q)):
+        program = testing.lower_for_cuda(call, array)
+        assert "triton" in program and "@jaxllm_" not in program
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_large_product_of_outliers_and_of_what_is_not_finite(rows):
