@@ -320,14 +320,17 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_worker(implementation: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs one implementation in its process; its report, or one with the reason for none."""
+    """Runs one implementation in its process; its report, or one with the reason for none.
+
+    The others than jaxllm have no backends, and "" for one.
+    """
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
-    command += ["--backend", backend]
+    command += ["--backend", backend] if backend else []
     for name in ("model", "preset", "batch_size", "seq_len", "steps", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--data", str(options.data.resolve())] if options.data else []
     command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
-    print(f"{implementation}, {backend} ...", file=sys.stderr, flush=True)
+    print(f"{implementation} {backend} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile("w+") as stderr:
         try:
             done = subprocess.run(
@@ -410,19 +413,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [
         (implementation, backend)
         for implementation in options.implementation
-        for backend in (options.backend if implementation == "jaxllm" else ["auto"])
+        for backend in (options.backend if implementation == "jaxllm" else [""])
     ]
     for implementation, backend in jobs:
         report = run_worker(implementation, backend, options)
         if report["profile"]:
-            print(f"\n{implementation}, {backend}: {report['profile']}\n", flush=True)
+            print(f"\n{implementation} {backend}: {report['profile']}\n", flush=True)
         rows.append(
             {
                 "model": "smoke" if options.smoke else f"{options.model}_{options.preset}",
                 "batch_size": options.batch_size,
                 "seq_len": options.seq_len,
                 "implementation": implementation,
-                "backend": backend if implementation == "jaxllm" else "",
+                "backend": backend,
                 "dtype": options.dtype,
                 "steps": options.steps,
             }
