@@ -338,6 +338,32 @@ def test_ops_without_a_gpu_points_to_smoke(capsys):
     assert "--smoke" in capsys.readouterr().err
 
 
+def test_an_interruption_keeps_what_is_timed(monkeypatch):
+    def time_ours(case, backend, *_, **__):
+        if backend == "pallas":
+            raise KeyboardInterrupt
+        return timing.Timing((1.0,), "wall")
+
+    monkeypatch.setattr(ops, "time_ours", time_ours)
+    case = importlib.import_module("jaxllm.ops.norm.cases").CASES[0]
+    options = argparse.Namespace(
+        backend=["cuda", "pallas", "xla"],
+        direction=["forward"],
+        dtype="float32",
+        no_peers=True,
+        sets=2,
+        smoke=True,
+        timer="wall",
+    )
+    assert [key[3] for key in ops.run_ours([case], options)] == ["cuda"]
+
+
+def test_a_long_call_is_timed_a_few_times(monkeypatch):
+    clock = iter(range(0, 10**6, 20))  # twenty seconds from one look to the next
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    assert len(timing._wall(lambda count: None, 1, 30).times_us) == 3
+
+
 # Train
 
 
