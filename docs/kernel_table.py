@@ -318,7 +318,7 @@ def table() -> str:
         "The ops descend from kernels that these projects show or name. Their figures are what the",
         "projects say of speed, where they do. Measured here is what the CUDA kernels' rows in",
         "[h200.csv](../benchmarks/results/h200.csv) have, on an H200: shares of a copy's speed, or",
-        "operations a second where these are nearer to the card's limit.",
+        "operations a second where these are nearer to the card's limit; far from both, a time.",
         "",
         *rows_of_sources(),
         "",
