@@ -12,14 +12,17 @@ namespace {
 // The most blocks along the y and the z axis of a grid; kernels loop where there is more to do.
 constexpr int64_t kMaxBlocks = 65535;
 
-// A block writes one slab of columns of one position's rows in kSequences sequences. A thread has a
-// unit of each: it loads them all before it waits, and the position's unit once for them. Slabs
-// come one after the other (z is the slowest axis of a grid): the part of the token table that is
-// in use then fits the L2 cache, and a row that several tokens read comes from memory once.
+// The threads of one threadIdx.y write one slab of columns of one position's rows in kSequences
+// sequences. A thread has a unit of each: it loads them all before it waits, and the position's
+// unit once for them. Slabs come one after the other (z is the slowest axis of a grid): the part of
+// the token table that is in use then fits the L2 cache, and a row that several tokens read comes
+// from memory once.
 template <int kSequences, int kVector, typename T>
 __global__ void embed_forward_kernel(const int32_t* tokens, const T* token_table,
                                      const T* position_table, T* out, EmbedShape shape) {
-  const int64_t width = shape.width, position = blockIdx.x, last_token = shape.vocabulary - 1;
+  const int64_t width = shape.width, last_token = shape.vocabulary - 1;
+  const int64_t position = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (position >= shape.length) return;
   const int64_t column = (int64_t{blockIdx.z} * blockDim.x + threadIdx.x) * kVector;
   const int64_t tiles = (shape.sequences + kSequences - 1) / kSequences;
   for (int64_t tile = blockIdx.y; tile < shape.groups * tiles; tile += gridDim.y) {
@@ -237,7 +240,7 @@ template <typename T>
 cudaError_t Embed<T>::forward(cudaStream_t stream, const int32_t* tokens, const T* token_table,
                               const T* position_table, T* out, const EmbedShape& shape) {
   if (shape.groups * shape.tokens() * shape.width == 0) return cudaSuccess;
-  constexpr int kSequences = 8;
+  constexpr int kSequences = 4;
   EmbedShape view = shape;
   if (shape.positions == 0) {
     position_table = nullptr;
@@ -250,17 +253,19 @@ cudaError_t Embed<T>::forward(cudaStream_t stream, const int32_t* tokens, const 
       [&](auto vector) {
         constexpr int kVector = decltype(vector)::value;
         const int64_t units = divide_up(shape.width, kVector * 32) * 32;
-        const auto launch = [&](auto kernel, int64_t sequences, int64_t threads) {
+        const auto launch = [&](auto kernel, int64_t sequences, dim3 block) {
           const int64_t tiles = view.groups * divide_up(view.sequences, sequences);
-          const dim3 grid(view.length, std::min(tiles, kMaxBlocks), divide_up(units, threads));
-          kernel<<<grid, threads, 0, stream>>>(tokens, token_table, position_table, out, view);
+          const dim3 grid(divide_up(view.length, block.y), std::min(tiles, kMaxBlocks),
+                          divide_up(units, block.x));
+          kernel<<<grid, block, 0, stream>>>(tokens, token_table, position_table, out, view);
           return cudaGetLastError();
         };
-        // A warp with eight rows; of few sequences, a block with one.
+        // Two warps with four rows each; of few sequences, a block with one.
         if (view.sequences < kSequences) {
-          return launch(embed_forward_kernel<1, kVector, T>, 1, std::min<int64_t>(units, 256));
+          const dim3 block(std::min<int64_t>(units, 256));
+          return launch(embed_forward_kernel<1, kVector, T>, 1, block);
         }
-        return launch(embed_forward_kernel<kSequences, kVector, T>, kSequences, 32);
+        return launch(embed_forward_kernel<kSequences, kVector, T>, kSequences, dim3(32, 2));
       },
       token_table, position_table, out);
 }
