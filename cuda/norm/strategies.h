@@ -44,6 +44,7 @@ bool choose_forward(int64_t packs, Launch launch) {
   if (packs <= 16) return launch(ForwardStrategy<LanesPerRow<16, 32>, 1, 24>{}, 32);
   if (packs <= 32) return launch(ForwardStrategy<LanesPerRow<32, 32>, 1, 24>{}, 32);
   if constexpr (kAdd) {
+    if (packs > 64 && packs <= 96) return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
     if (packs <= kThreads / 2) {
       return launch(ForwardStrategy<BlockPerRow<kThreads / 2>, 1, 6, Access::kWeightsFirst>{},
                     block_threads(packs, 1));
@@ -64,6 +65,12 @@ bool choose_forward(int64_t packs, Launch launch) {
         return launch(ForwardStrategy<LanesPerRow<32, 64>, 3, 16, Access::kBulk>{}, 64);
       } else {
         return launch(ForwardStrategy<LanesPerRow<32, 32>, 3, 24>{}, 32);
+      }
+    }
+    if constexpr (kSums == 1) {
+      if (packs > kThreads / 2 && packs <= kThreads) {
+        return launch(ForwardStrategy<BlockPerRow<kThreads / 4>, 4, 6, Access::kBulk>{},
+                      block_threads(packs, 4));
       }
     }
     if (packs <= kThreads) {
