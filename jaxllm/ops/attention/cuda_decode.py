@@ -11,9 +11,11 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 256
 _MAX_BATCH = 65535
 _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
-# Blocks that keep the largest GPUs busy, and the tokens that are worth a block.
-_BLOCKS = 128
-_TOKENS_PER_BLOCK = 256
+# Blocks that keep the largest GPUs busy. The parts that a cluster of blocks has are put together in
+# its shared memory; more take a second kernel, which does not pay where there are half as many.
+_BLOCKS, _ENOUGH_BLOCKS = 128, 64
+_CLUSTER = 8
+_TOKENS_PER_BLOCK = 256  # that are worth a block
 _MAX_SPLITS = 64
 
 
@@ -52,8 +54,8 @@ def count_splits(batch: int, heads: int, kv_heads: int, length: int) -> int:
     """Into how many parts a cache is cut, a power of two: enough for all of the GPU to read."""
     blocks = batch * kv_heads * -(-(heads // kv_heads) // _HEADS_PER_BLOCK)
     splits = 1
-    while (
-        splits < _MAX_SPLITS and splits * blocks < _BLOCKS and splits * _TOKENS_PER_BLOCK < length
-    ):
+    while splits < _MAX_SPLITS and splits * _TOKENS_PER_BLOCK < length:
+        if splits * blocks >= (_ENOUGH_BLOCKS if splits == _CLUSTER else _BLOCKS):
+            break
         splits *= 2
     return splits

@@ -1,0 +1,94 @@
+// How a warp brings keys or values of a cache to shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/mma.cuh"
+
+namespace jaxllm {
+
+// The rows of a step of a warp, each the bytes of a key or a value: 4 KiB of either are on their
+// way, but no more rows than are worth a step of a short cache.
+__host__ __device__ constexpr int step_rows(int row_bytes) {
+  return row_bytes >= 128 ? 4096 / row_bytes : 32;
+}
+
+// A warp's step: keys, values, and where they are int8 the scales of either.
+template <typename C>
+__host__ __device__ constexpr size_t step_bytes(int width) {
+  const size_t row_bytes = width * sizeof(C) + (sizeof(C) == 1 ? sizeof(float) : 0);
+  return 2 * step_rows(width * sizeof(C)) * row_bytes;
+}
+
+// The keys of a step, or the values, of one head: rows of 16-byte chunks, kTokens rows for each of
+// kProducts products. The lanes copy whole rows, as memory likes it, and read chunks of
+// many rows at a time. So in row r chunk c lies at c ^ turn(r): then those lie in different banks.
+template <typename C, int kWidth>
+class CacheStep {
+ public:
+  static constexpr int kRowBytes = kWidth * sizeof(C);
+  static constexpr int kRows = step_rows(kRowBytes);
+  static constexpr int kBytes = kRows * kRowBytes;
+  static constexpr int kTokens = 16;
+  static constexpr int kProducts = kRows / kTokens;
+
+  // `cache` and `scales` are those of all sequences, of which one begins at row `first_row`, and
+  // `heads` rows lead from a token to the next. They are brought to `target` and `scale_target`.
+  __device__ __forceinline__ CacheStep(const C* cache, const float* scales, int64_t first_row,
+                                       int heads, char* target, float* scale_target)
+      : cache_(reinterpret_cast<const char*>(cache) + first_row * kRowBytes + my_chunk() * 16),
+        scales_(scales + first_row),
+        heads_(heads),
+        target_(target),
+        scale_target_(scale_target) {}
+
+  // Where the bytes of a row from `byte` on lie; they do not go beyond their chunk.
+  __device__ __forceinline__ static int offset(int row, int byte) {
+    return row * kRowBytes + (byte / 16 ^ turn(row)) * 16 + byte % 16;
+  }
+
+  // Starts to copy: the products' tokens begin at `first`, `first + apart`, ...; past `last` stands
+  // the last one again, or nothing where a product has none.
+  __device__ __forceinline__ void fetch(int first, int apart, int last) const {
+    constexpr int kRowsPerCopy = 32 / kRowChunks;
+    const int mine = offset(my_row(), my_chunk() * 16);
+#pragma unroll
+    for (int i = 0; i < kRows; i += kRowsPerCopy) {
+      const int start = first + i / kTokens * apart;
+      if (i >= kTokens && start > last) break;
+      const auto token = static_cast<uint32_t>(min(start + i % kTokens + my_row(), last));
+      // offset(i + my_row(), ...): rows i and my_row() have no bit in common.
+      copy_16_async(target_ + i * kRowBytes + (mine ^ turn(i) * 16),
+                    cache_ + uint64_t{token} * (heads_ * kRowBytes));
+    }
+    if constexpr (sizeof(C) == 1) {
+#pragma unroll
+      for (int i = 0; i < kRows; i += 32) {
+        const int row = i + threadIdx.x % 32;
+        const int token = first + row / kTokens * apart + row % kTokens;
+        copy_4_async(scale_target_ + row, scales_ + int64_t{min(token, last)} * heads_);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRowChunks = kRowBytes / 16;
+
+  // A lane's chunk of the rows that it copies, and which of the rows that are copied at once.
+  __device__ __forceinline__ static int my_chunk() { return threadIdx.x % kRowChunks; }
+  __device__ __forceinline__ static int my_row() { return threadIdx.x % 32 / kRowChunks; }
+
+  __device__ __forceinline__ static int turn(int row) {
+    return kRowChunks >= 8 ? row / 2 % 4 * 2 ^ row % 2 * 4 : row / 2 % 4;
+  }
+
+  const char* cache_;
+  const float* scales_;
+  uint32_t heads_;
+  char* target_;
+  float* scale_target_;
+};
+
+}  // namespace jaxllm
