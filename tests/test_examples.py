@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
@@ -135,7 +134,7 @@ def press_ctrl_c(monkeypatch, at_steps):
 
     def make_batch(dataset, options, step):
         if step in at_steps:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return plain(dataset, options, step)
 
     monkeypatch.setattr(pretraining, "make_batch", make_batch)
@@ -159,8 +158,9 @@ def test_ctrl_c_finishes_in_order(monkeypatch, capsys):
 
 def test_second_ctrl_c_quits(monkeypatch):
     def press_twice(*_):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        # Not os.kill, which may pick another thread: two signals that Python sees late are one.
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise AssertionError("still here")
 
     monkeypatch.setattr(pretraining, "validate", press_twice)
