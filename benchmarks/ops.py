@@ -256,32 +256,39 @@ def time_ours(
     return dataclasses.replace(result, note="; ".join(filter(None, (result.note, note))))
 
 
+def our_calls(cases: Sequence[Case], options: argparse.Namespace) -> list[tuple[Case, Key]]:
+    """What there is to time of ours."""
+    return [
+        (case, (case.op, case.name, direction, backend))
+        for case in cases
+        for direction in directions_of(case, options)
+        for backend in implementations(case, options)
+    ]
+
+
 def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
     """Times every backend that was asked for; what fails gives its reason.
 
     Ctrl-C ends the timing and keeps what there is.
     """
     results: Results = {}
-    for case in cases:
-        for direction in directions_of(case, options):
-            for backend in implementations(case, options):
-                key = (case.op, case.name, direction, backend)
-                try:
-                    results[key] = time_ours(
-                        case,
-                        backend,
-                        options.dtype,
-                        direction,
-                        timer=options.timer,
-                        smoke=options.smoke,
-                        most_sets=options.sets,
-                    )
-                except KeyboardInterrupt:
-                    print("interrupted: what is timed is kept", file=sys.stderr)
-                    return results
-                except Exception as error:  # a missing kernel is a row, not the end of the run
-                    results[key] = peers.reason(error)
-                _report(key, results[key])
+    for case, key in our_calls(cases, options):
+        try:
+            results[key] = time_ours(
+                case,
+                key[3],
+                options.dtype,
+                key[2],
+                timer=options.timer,
+                smoke=options.smoke,
+                most_sets=options.sets,
+            )
+        except KeyboardInterrupt:
+            print("interrupted: what is timed is kept", file=sys.stderr)
+            return results
+        except Exception as error:  # a missing kernel is a row, not the end of the run
+            results[key] = peers.reason(error)
+        _report(key, results[key])
     return results
 
 
@@ -289,6 +296,18 @@ def _report(key: Key, result: timing.Timing | str) -> None:
     """Tells a number as soon as it is there: a crash of a later kernel does not lose it."""
     text = result if isinstance(result, str) else f"{result.percentile(50):.2f} us {result.timer}"
     print(f"{' '.join(key)}: {text}", file=sys.stderr, flush=True)
+
+
+def pool(results: Results, more: Results) -> Results:
+    """The results of all rounds as one; a reason for a failure stands for all of them."""
+    pooled = results | more
+    for key, first in results.items():
+        then = more.get(key, first)
+        if isinstance(first, str) or then is first:
+            pooled[key] = first
+        elif not isinstance(then, str):
+            pooled[key] = dataclasses.replace(then, times_us=first.times_us + then.times_us)
+    return pooled
 
 
 # Peers
@@ -439,6 +458,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="at most so many sets of inputs, for calls that take long; default: %(default)s",
     )
     parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="so often, peers and ours in turns; percentiles are of all; default: %(default)s",
+    )
+    parser.add_argument(
         "--peer-timeout", type=float, default=400, help="seconds for all peers together"
     )
     parser.add_argument(
@@ -452,16 +477,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU here; --smoke runs everything on tiny shapes")
     options.timer = options.timer or ("wall" if options.smoke else "trace")
 
-    # The peers first: our process has nothing on the GPU while they run.
-    limits, peer_results = (None, {}) if options.no_peers else run_peers(cases, options)
-    measured = [limits] if limits else []
-    try:
-        measured.append(timing.jax_limits(options.timer, options.smoke))
-    except Exception as error:
-        if not measured:
-            raise
-        print(f"JAX measures no limits: {peers.reason(error)}", file=sys.stderr)
-    results = run_ours(cases, options) | peer_results
+    measured: list[timing.Limits] = []
+    results: Results = {}
+    for turn in range(options.rounds):
+        # The peers first: our process has nothing on the GPU while they run for the first time.
+        limits, peer_results = (None, {}) if options.no_peers else run_peers(cases, options)
+        measured += [limits] if limits else []
+        if turn == 0:
+            try:
+                measured.append(timing.jax_limits(options.timer, options.smoke))
+            except Exception as error:
+                if not measured:
+                    raise
+                print(f"JAX measures no limits: {peers.reason(error)}", file=sys.stderr)
+        ours = run_ours(cases, options)
+        results = pool(results, ours | peer_results)
+        if len(ours) < len(our_calls(cases, options)):
+            break  # interrupted
     for found in measured:
         print(
             f"{found.source}: copy {found.copy_gb_per_s:.1f} GB/s,"

@@ -358,6 +358,34 @@ def test_an_interruption_keeps_what_is_timed(monkeypatch):
     assert [key[3] for key in ops.run_ours([case], options)] == ["cuda"]
 
 
+def test_rounds_are_pooled_until_one_is_interrupted(monkeypatch, tmp_path):
+    times = iter((4.0, 1.0, 3.0, 2.0))  # of cuda and xla, twice; the third round is interrupted
+
+    def time_ours(case, backend, *_, **__):
+        try:
+            return timing.Timing((next(times),), "wall")
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(ops, "time_ours", time_ours)
+    command = ["norm", "--smoke", "--no-peers", "--op", "rms_norm", "--case", "gpt2_row"]
+    command += ["--direction", "forward", "--backend", "cuda", "xla", "--rounds", "9"]
+    assert ops.main([*command, "--csv", str(tmp_path / "rows.csv")]) == 0
+    with (tmp_path / "rows.csv").open() as file:
+        medians = {row["implementation"]: row["median_us"] for row in csv.DictReader(file)}
+    assert medians == {"cuda": "3.50", "xla": "1.50"}
+
+
+def test_a_failure_in_a_round_stands_for_all():
+    key = ("rms_norm", "gpt2_row", "forward", "cuda")
+    once: ops.Results = {key: timing.Timing((1.0,), "wall")}
+    twice: ops.Results = {key: timing.Timing((2.0,), "wall")}
+    assert ops.pool({}, once) == once
+    assert ops.pool(once, twice) == {key: timing.Timing((1.0, 2.0), "wall")}
+    failed: ops.Results = {key: "no kernel"}
+    assert ops.pool(once, failed) == ops.pool(failed, once) == failed
+
+
 def test_a_long_call_is_timed_a_few_times(monkeypatch):
     clock = iter(range(0, 10**6, 20))  # twenty seconds from one look to the next
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
