@@ -128,6 +128,14 @@ def test_pretrain_runs_as_a_script_from_anywhere(script, out):
     assert all(preset in run.stdout for preset in script.FAMILY.presets)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Lets Ctrl-C interrupt, which a process that was started in the background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press_ctrl_c(monkeypatch, at_steps):
     """Sends this process a SIGINT while each of the steps is run."""
     plain = pretraining.make_batch
@@ -156,7 +164,7 @@ def test_ctrl_c_finishes_in_order(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_second_ctrl_c_quits(monkeypatch):
+def test_second_ctrl_c_quits(monkeypatch, ctrl_c):
     def press_twice(*_):
         # Not os.kill, which may pick another thread: two signals that Python sees late are one.
         signal.raise_signal(signal.SIGINT)
