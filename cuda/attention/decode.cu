@@ -14,9 +14,8 @@
 namespace jaxllm {
 namespace {
 
-// Half of the multiprocessors read one sequence as fast as all of them would, with kMostWarps warps
-// each, and a cluster then has all blocks of a head. Many sequences have two smaller blocks on
-// each.
+// Half of the multiprocessors read a long sequence as fast as all of them would, with a block of
+// kMostWarps each, and a cluster then has all blocks of a head. Other blocks have fewer warps.
 constexpr int kFewerWarps = 8;
 constexpr int64_t kLongPart = 1024;  // tokens of a block
 
@@ -284,9 +283,9 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
 #pragma unroll
       for (int i = 0; i < kPerLane / 2; i += 2) {
         const int column = (p * 8 + r) * kPerLane + 2 * i;
-        const float *first = sums[p][i] + h, *second = sums[p][i + 1] + h;
-        packs[pack_of_sums(head, column)] = {first[0] * weight, first[2] * weight,
-                                             second[0] * weight, second[2] * weight};
+        const float *low = sums[p][i] + h, *high = sums[p][i + 1] + h;  // two columns of either
+        packs[pack_of_sums(head, column)] = {low[0] * weight, low[2] * weight, high[0] * weight,
+                                             high[2] * weight};
       }
     }
   }

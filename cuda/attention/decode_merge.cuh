@@ -15,10 +15,10 @@
 
 namespace jaxllm {
 
-constexpr int kHeads = 8;  // query heads that a warp serves with one read of their keys
-constexpr int kMostWarps = 16;
+inline constexpr int kHeads = 8;  // query heads that a warp serves with one read of their keys
+inline constexpr int kMostWarps = 16;
 // A cluster of 16 is larger than some of the GPU's groups of multiprocessors: the last would wait.
-constexpr int kMaxCluster = 8;
+inline constexpr int kMaxCluster = 8;
 
 // Neighbouring floats that are moved at once.
 template <int kCount>

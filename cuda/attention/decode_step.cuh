@@ -23,8 +23,8 @@ __host__ __device__ constexpr size_t step_bytes(int width) {
 }
 
 // The keys of a step, or the values, of one head: rows of 16-byte chunks, kTokens rows for each of
-// kProducts products. The lanes copy whole rows, as memory likes it, and read chunks of
-// many rows at a time. So in row r chunk c lies at c ^ turn(r): then those lie in different banks.
+// kProducts products. The lanes copy whole rows, as memory likes it, and read chunks of many rows
+// at a time. So in row r chunk c lies at c ^ turn(r): then those lie in different banks.
 template <typename C, int kWidth>
 class CacheStep {
  public:
@@ -59,7 +59,7 @@ class CacheStep {
       const int start = first + i / kTokens * apart;
       if (i >= kTokens && start > last) break;
       const auto token = static_cast<uint32_t>(min(start + i % kTokens + my_row(), last));
-      // offset(i + my_row(), ...): rows i and my_row() have no bit in common.
+      // offset(i + my_row(), ...), since rows i and my_row() have no bit in common.
       copy_16_async(target_ + i * kRowBytes + (mine ^ turn(i) * 16),
                     cache_ + uint64_t{token} * (heads_ * kRowBytes));
     }

@@ -37,7 +37,7 @@ struct ForwardStrategy {
 
 // Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or false
 // where the rows are too wide. kSums is the number of sums over a row that wait for each other.
-// With kAdd a kernel reads and writes twice as much, and narrow rows have a pack for each thread.
+// With kAdd a kernel reads and writes twice as much.
 template <int kSums, bool kAdd, class Launch>
 bool choose_forward(int64_t packs, Launch launch) {
   constexpr int kThreads = kMostThreads;
