@@ -300,13 +300,13 @@ def _report(key: Key, result: timing.Timing | str) -> None:
 
 def pool(results: Results, more: Results) -> Results:
     """The results of all rounds as one; a reason for a failure stands for all of them."""
-    pooled = results | more
+    pooled = dict(more)
     for key, first in results.items():
-        then = more.get(key, first)
-        if isinstance(first, str) or then is first:
-            pooled[key] = first
-        elif not isinstance(then, str):
+        then = more.get(key)
+        if isinstance(first, timing.Timing) and isinstance(then, timing.Timing):
             pooled[key] = dataclasses.replace(then, times_us=first.times_us + then.times_us)
+        elif isinstance(first, str) or then is None:
+            pooled[key] = first
     return pooled
 
 
