@@ -11,10 +11,10 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 256
 _MAX_BATCH = 65535
 _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
-# Blocks that keep the largest GPUs busy. The parts that a cluster of blocks has are put together in
-# its shared memory; more take a second kernel, which does not pay where there are half as many.
+# Blocks that keep the largest GPUs busy. A cluster of blocks puts its parts together in its shared
+# memory; more parts take a second kernel, which does not pay where half of the blocks are there.
 _BLOCKS, _ENOUGH_BLOCKS = 128, 64
-_CLUSTER = 8
+_CLUSTER = 8  # kMaxCluster of cuda/attention/decode_merge.cuh
 _TOKENS_PER_BLOCK = 256  # that are worth a block
 _MAX_SPLITS = 64
 
