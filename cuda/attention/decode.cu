@@ -277,15 +277,16 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
     const float weight = weight_in_block<kWarps>(shared, head, warp);
     if (r == 0) shared.total[head][warp] = total[h] * weight;
     if (head >= place.heads) continue;
-    auto* const packs = reinterpret_cast<Floats<4>*>(of_warp + head * kWidth);
+    float* const of_head = of_warp + head * kWidth;
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
       for (int i = 0; i < kPerLane / 2; i += 2) {
         const int column = (p * 8 + r) * kPerLane + 2 * i;
         const float *low = sums[p][i] + h, *high = sums[p][i + 1] + h;  // two columns of either
-        packs[pack_of_sums(head, column)] = {low[0] * weight, low[2] * weight, high[0] * weight,
-                                             high[2] * weight};
+        store(of_head + 4 * pack_of_sums(head, column),
+              Pack<float>::of(
+                  {low[0] * weight, low[2] * weight, high[0] * weight, high[2] * weight}));
       }
     }
   }

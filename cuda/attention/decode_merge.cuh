@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/fast_math.cuh"
+#include "common/unit.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm {
@@ -19,12 +20,6 @@ inline constexpr int kHeads = 8;  // query heads that a warp serves with one rea
 inline constexpr int kMostWarps = 16;
 // A cluster of 16 is larger than some of the GPU's groups of multiprocessors: the last would wait.
 inline constexpr int kMaxCluster = 8;
-
-// Neighbouring floats that are moved at once.
-template <int kCount>
-struct alignas(sizeof(float) * kCount) Floats {
-  float values[kCount];
-};
 
 // A number of each of kCount parts; rows of so many bytes that lie side by side in different banks.
 template <int kCount>
@@ -39,9 +34,9 @@ struct alignas(16) PartsRow {
   __device__ __forceinline__ void read(float (&found)[kFound]) const {
 #pragma unroll
     for (int i = 0; i < kFound; i += 4) {
-      const auto four = *reinterpret_cast<const Floats<4>*>(values + i);
+      const Pack<float> four = load<4>(values + i);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) found[i + j] = four.values[j];
+      for (int j = 0; j < 4; ++j) found[i + j] = four[j];
     }
   }
 };
@@ -155,17 +150,17 @@ __device__ void merge_parts(MergeMemory& shared, const char* of_warps, size_t wa
   for (int i = thread * kPack; i < heads * width; i += kThreads * kPack) {
     const int head = i / width, column = i % width, to = divided_by_share(column);
     const int place = kWidth ? head * width + pack_of_sums(head, column) * 4 : i;
-    Floats<kPack> sum = {};
+    float sum[kPack] = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const auto* sums = reinterpret_cast<const float*>(of_warps + w * warp_bytes);
-      const auto of_warp = *reinterpret_cast<const Floats<kPack>*>(sums + place);
+      const auto of_warp = *reinterpret_cast<const Unit<float, kPack>*>(sums + place);
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) sum.values[j] += of_warp.values[j];
+      for (int j = 0; j < kPack; ++j) sum[j] += of_warp[j];
     }
     float* received = cluster.memory_of(shared, to)->received;
     received += (rank * kHeads + head) * share + column - to * share;
-    *reinterpret_cast<Floats<kPack>*>(received) = sum;
+    *reinterpret_cast<Unit<float, kPack>*>(received) = Unit<float, kPack>::of(sum);
   }
   cluster.arrive();
   cluster.wait();
