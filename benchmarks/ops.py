@@ -273,12 +273,13 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
     """
     results: Results = {}
     for case, key in our_calls(cases, options):
+        *_, direction, backend = key
         try:
             results[key] = time_ours(
                 case,
-                key[3],
+                backend,
                 options.dtype,
-                key[2],
+                direction,
                 timer=options.timer,
                 smoke=options.smoke,
                 most_sets=options.sets,
@@ -475,6 +476,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu" and not options.smoke:
         parser.error("there is no GPU here; --smoke runs everything on tiny shapes")
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; it must be at least 1")
     options.timer = options.timer or ("wall" if options.smoke else "trace")
 
     measured: list[timing.Limits] = []

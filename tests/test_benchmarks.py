@@ -376,6 +376,12 @@ def test_rounds_are_pooled_until_one_is_interrupted(monkeypatch, tmp_path):
     assert medians == {"cuda": "3.50", "xla": "1.50"}
 
 
+def test_no_rounds_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        ops.main(["norm", "--smoke", "--rounds", "0"])
+    assert "--rounds is 0; it must be at least 1" in capsys.readouterr().err
+
+
 def test_a_failure_in_a_round_stands_for_all():
     key = ("rms_norm", "gpt2_row", "forward", "cuda")
     once: ops.Results = {key: timing.Timing((1.0,), "wall")}
