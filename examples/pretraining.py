@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None, family: Family, description: str | None) ->
     except jaxllm.BackendError as error:
         raise SystemExit(f"\n{error}") from error
     curve = options.out / "loss.png"
-    runlog.draw_losses(curve, records, f"{family.name} {options.preset}")
+    runlog.draw_losses(curve, {"": records}, f"{family.name} {options.preset}")
     if not records:
         return
     last = records[-1]

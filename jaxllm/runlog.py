@@ -9,14 +9,18 @@ A record is a dict with the ``step``, counted from 1, and finite numbers by name
     ``s:8 tel:3.3000`` of the validation loss, ``s:8 eval:0.2950`` of HellaSwag;
 ``tensorboard/``
     the same numbers for TensorBoard.
+
+``python -m jaxllm.runlog`` draws the losses of several runs, and tells how far they are apart.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +85,13 @@ def llmc_lines(record: Record) -> list[str]:
     return lines
 
 
-def draw_losses(path: str | Path, records: list[dict[str, Any]], title: str) -> None:
-    """Draws the training loss over the steps, and the validation loss where there is one.
+def draw_losses(path: str | Path, runs: Mapping[str, Sequence[Record]], title: str) -> None:
+    """Draws the training losses over the steps, and the validation losses where there are any.
+
+    Args:
+        path: The image to write.
+        runs: The records of each run by its name, which may be empty where there is only one.
+        title: Stands above.
 
     Raises:
         ImportError: The package ``matplotlib`` is not installed.
@@ -94,14 +103,26 @@ def draw_losses(path: str | Path, records: list[dict[str, Any]], title: str) -> 
             'drawing needs the package matplotlib: pip install "jaxllm[train]"'
         ) from error
     axes = (figure := Figure(figsize=(8, 5))).subplots()
-    for name, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
-        points = [(r["step"], r[name]) for r in records if name in r]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, lw=1, ms=4, label=label)
+    # Curves that lie on one another show where the upper one is dashed.
+    for (run, records), line in zip(runs.items(), itertools.cycle(("-", "--", ":")), strict=False):
+        for name, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
+            points = [(r["step"], r[name]) for r in records if name in r]
+            if points:
+                label = f"{run} {label}".strip()
+                axes.plot(*zip(*points, strict=True), marker + line, lw=1, ms=4, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def smoothed(records: Sequence[Record], keep: float) -> dict[int, float]:
+    """The training losses by step, averaged with those before, each ``keep`` times the next."""
+    total, weight, means = 0.0, 0.0, {}
+    for record in records:
+        total, weight = keep * total + record["loss"], keep * weight + 1
+        means[record["step"]] = total / weight
+    return means
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -140,3 +161,63 @@ def _events(folder: Path, after: int) -> Iterator[Callable[[str, float, int], No
         yield writer.add_scalar
     finally:
         writer.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line of ``python -m jaxllm.runlog``; a mistake exits with status 2.
+
+    Args:
+        argv: The arguments; None for the process's own.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxllm.runlog",
+        description="Draw the losses of runs, and tell how far they are apart.",
+    )
+    parser.add_argument("image", metavar="IMAGE", type=Path, help="the PNG to write")
+    parser.add_argument(
+        "logs", metavar="NAME=LOG", nargs="+", help="a log.jsonl, and what to call its run"
+    )
+    parser.add_argument("--steps", type=int, help="how many of each run's first (default: all)")
+    parser.add_argument("--title", default="", help="stands above (default: nothing)")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.9,
+        help="in the smoothed loss, what a step counts beside the next (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    if not 0 <= options.keep < 1:
+        parser.error(f"--keep is {options.keep}; it must be at least 0 and less than 1")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps is {options.steps}; it must be at least 1")
+    runs = {}
+    for log in options.logs:
+        name, equals, path = log.partition("=")
+        if not (name and equals):
+            parser.error(f"{log} is no NAME=LOG")
+        if name in runs:
+            parser.error(f"two runs are called {name}")
+        try:
+            records = [record for record in read_log(path) if "loss" in record]
+        except OSError as error:
+            parser.error(str(error))
+        if not records:
+            parser.error(f"{path} has no losses")
+        runs[name] = records[: options.steps]
+    curves = {name: smoothed(records, options.keep) for name, records in runs.items()}
+    (first, expected), *others = curves.items()
+    lines = []
+    for name, found in others:
+        distances = [abs(found[step] - expected[step]) for step in found.keys() & expected.keys()]
+        if not distances:
+            parser.error(f"{name} and {first} have no step in common")
+        lines.append(
+            f"{name} and {first}: the smoothed losses of {len(distances)} steps differ by at most "
+            f"{max(distances):.4f}\n"
+        )
+    draw_losses(options.image, runs, options.title)
+    print(end="".join(lines))
+
+
+if __name__ == "__main__":
+    main()

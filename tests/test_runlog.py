@@ -1,5 +1,6 @@
 import sys
 
+import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing import event_accumulator
 
@@ -73,16 +74,76 @@ def test_tensorboard_may_be_missing_or_unwanted(tmp_path, monkeypatch):
     assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
 
 
-def test_the_curve_shows_validation_points(tmp_path, monkeypatch):
-    drawn = []
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were saved."""
+    figures = []
     plain = Figure.savefig
     monkeypatch.setattr(
         Figure,
         "savefig",
-        lambda figure, *args, **kw: drawn.append(figure) or plain(figure, *args, **kw),
+        lambda figure, *args, **kw: figures.append(figure) or plain(figure, *args, **kw),
     )
-    runlog.draw_losses(tmp_path / "loss.png", RECORDS, "a title")
+    return figures
+
+
+def curves(figure):
+    (axes,) = figure.axes
+    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+
+
+def test_the_curve_shows_validation_points(tmp_path, drawn):
+    runlog.draw_losses(tmp_path / "loss.png", {"": RECORDS}, "a title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = drawn[0].axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines == {"training": [[1, 11.0], [2, 10.5], [10, 9.0]], "validation": [[2, 10.25]]}
+    assert curves(drawn[0]) == {
+        "training": [[1, 11.0], [2, 10.5], [10, 9.0]],
+        "validation": [[2, 10.25]],
+    }
+
+
+def test_losses_are_smoothed_from_the_first_on():
+    records = [{"step": 3, "loss": 4.0}, {"step": 4, "loss": 1.0}, {"step": 7, "loss": 1.0}]
+    assert runlog.smoothed(records, 0.5) == pytest.approx({3: 4.0, 4: 2.0, 7: 10 / 7})
+    assert runlog.smoothed(records[:2], 0.0) == {3: 4.0, 4: 1.0}
+
+
+def test_runs_are_drawn_together_and_compared_by_step(tmp_path, drawn, capsys):
+    logs = {}
+    for name, losses in {"one": [4.0, 3.0, 9.0], "two": [4.5, 3.0, 2.0]}.items():
+        write(tmp_path / name, [{**RECORDS[0], "step": i, "loss": x} for i, x in enumerate(losses)])
+        logs[name] = tmp_path / name / "log.jsonl"
+    image = tmp_path / "both.png"
+    runs = [f"{name}={path}" for name, path in logs.items()]
+    runlog.main([str(image), *runs, "--steps", "2", "--keep", "0.5", "--title", "both"])
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert curves(drawn[0]) == {
+        "one training": [[0, 4.0], [1, 3.0]],
+        "two training": [[0, 4.5], [1, 3.0]],
+    }
+    assert drawn[0].axes[0].get_title() == "both"
+    printed = capsys.readouterr().out
+    assert printed == "two and one: the smoothed losses of 2 steps differ by at most 0.5000\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["log.jsonl"], "log.jsonl is no NAME=LOG"),
+        (["one=nowhere.jsonl"], "nowhere.jsonl"),
+        (["one=empty.jsonl"], "empty.jsonl has no losses"),
+        (["one=1.jsonl", "two=2.jsonl"], "two and one have no step in common"),
+        (["one=1.jsonl", "one=2.jsonl"], "two runs are called one"),
+        (["one=1.jsonl", "--keep", "1"], "--keep is 1.0"),
+        (["one=1.jsonl", "--steps", "0"], "--steps is 0"),
+    ],
+)
+def test_comparing_refuses(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    for step in (1, 2):
+        (tmp_path / f"{step}.jsonl").write_text(f'{{"step": {step}, "loss": 2.0}}\n')
+    with pytest.raises(SystemExit) as error:
+        runlog.main(["image.png", *arguments])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "image.png").exists()
