@@ -51,6 +51,8 @@ PROMPT = "def "
 def train(options: argparse.Namespace) -> list[dict]:
     """Runs the training loop and saves the model; returns what is in its log."""
     model, config = options.family.model, options.model_config
+    if jax.default_backend() == "gpu":
+        training.keep_compiled(options.out.parent / "compiled")
     tokens_per_step = options.accumulate * options.batch_size * options.seq_len
     print(
         f"{options.family.name} {options.preset}: {model.num_params(config):,} parameters on "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,26 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     copy: Params | None = None
     guard: Guard | None = None
+
+
+def keep_compiled(folder: str | Path) -> None:
+    """Keeps compiled programs in a folder, where later processes find them.
+
+    XLA chooses among kernels for a GPU by timing them, and two compilations of one program may then
+    add in two orders. With this a run that is repeated or resumed on a machine has the programs of
+    the first, and does not wait for their compilation.
+
+    Nothing changes where JAX has such a folder already, as by ``JAX_COMPILATION_CACHE_DIR``.
+
+    Args:
+        folder: Created when a program is compiled. Programs of other versions of JAX, of other
+            devices or under other flags do no harm in it. One that was half written, as by a
+            process that was killed or still writes, costs a warning and a compilation.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
+        # JAX would keep only what takes a second to compile.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def default_compute_dtype() -> str:

@@ -1,6 +1,7 @@
 """Options, and what every test runs under."""
 
 import os
+import tempfile
 
 # Several test processes share a GPU: none keeps memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -16,6 +17,11 @@ import jax
 import pytest
 
 import jaxllm.ffi
+from jaxllm import training
+
+# Many programs are compiled by several tests: those that need one later find it here. Each process
+# has a folder of its own: JAX writes to it without a lock, and another could read half a file.
+COMPILED = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
 
 
 def pytest_addoption(parser):
@@ -35,9 +41,15 @@ def has_gpu() -> bool:
 def pytest_configure(config):
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
+    if jax.default_backend() == "cpu":  # on a GPU nobody has seen yet that all tests stand it
+        training.keep_compiled(COMPILED.name)
     if config.getoption("--require-gpu") and not has_gpu():
         reason = jaxllm.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
+
+
+def pytest_unconfigure(config):
+    COMPILED.cleanup()
 
 
 def pytest_collection_modifyitems(config, items):

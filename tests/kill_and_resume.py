@@ -19,11 +19,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import orbax.checkpoint  # noqa: F401  so that no child has to
 import pretrain_gpt2
 
-from jaxllm import runlog
+from jaxllm import runlog, training
 
 STEPS = 80
 CHECKPOINTS = ["--checkpoint-every", "2", "--keep", "2", "--keep-every", "20", "--resume"]
@@ -70,8 +69,7 @@ def losses(folder: Path, name: str) -> dict[int, float]:
 
 def main(folder: Path, kills: int) -> None:
     """Prints what the module's docstring says."""
-    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    training.keep_compiled(folder / "cache")
     warnings.filterwarnings("ignore", message=r"os\.fork\(\)")
     finish(folder, "whole")
     checkpoints = folder / "broken" / "checkpoints"

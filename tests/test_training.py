@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm import data, optim, training
 from jaxllm.models import gpt2
@@ -327,3 +328,43 @@ def test_mean_loss_refuses(wrong, message):
 def test_the_rate_of_a_matrix_product_is_measured():
     small, large = (training.measured_matmul_flops("float32", size=n, repeats=3) for n in (8, 256))
     assert 0 < small < large < 1e15
+
+
+@pytest.fixture
+def no_compilation_cache():
+    """JAX without a folder for compiled programs; as it was, afterwards."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_compiled_programs_are_found_again(tmp_path):
+    events = []
+
+    def note(event, **_):
+        events.append(event)
+
+    x = jnp.arange(5.0)
+    training.keep_compiled(tmp_path / "compiled")
+    jax.monitoring.register_event_listener(note)
+    try:
+        for found in (False, True):
+            # A new function each time, so that JAX does not know it from before.
+            assert jax.jit(lambda x: 3 * x + 1)(x).tolist() == [1, 4, 7, 10, 13]
+            assert ("/jax/compilation_cache/cache_hits" in events) == found
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+    assert any((tmp_path / "compiled").iterdir())
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_a_folder_that_jax_has_for_compiled_programs_stays(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    training.keep_compiled(tmp_path / "other")
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
