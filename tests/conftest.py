@@ -6,6 +6,8 @@ import tempfile
 # Several test processes share a GPU: none keeps memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+# A folder of compiled programs that other processes write to is none for tests: see below.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # The tests compile far more than they compute, and on a GPU would try several kernels each time.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
@@ -18,10 +20,6 @@ import pytest
 
 import jaxllm.ffi
 from jaxllm import training
-
-# Many programs are compiled by several tests: those that need one later find it here. Each process
-# has a folder of its own: JAX writes to it without a lock, and another could read half a file.
-COMPILED = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
 
 
 def pytest_addoption(parser):
@@ -42,14 +40,14 @@ def pytest_configure(config):
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     if jax.default_backend() == "cpu":  # on a GPU nobody has seen yet that all tests stand it
-        training.keep_compiled(COMPILED.name)
+        # Many programs are compiled by several tests: those that need one later find it here. Each
+        # process has its folder: JAX writes without a lock, and another could read half a file.
+        compiled = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
+        config.add_cleanup(compiled.cleanup)
+        training.keep_compiled(compiled.name)
     if config.getoption("--require-gpu") and not has_gpu():
         reason = jaxllm.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
-
-
-def pytest_unconfigure(config):
-    COMPILED.cleanup()
 
 
 def pytest_collection_modifyitems(config, items):
