@@ -76,8 +76,9 @@ def keep_compiled(folder: str | Path) -> None:
 
     Args:
         folder: Created when a program is compiled. Programs of other versions of JAX, of other
-            devices or under other flags do no harm in it. One that was half written, as by a
-            process that was killed or still writes, costs a warning and a compilation.
+            devices or under other flags do no harm in it. A program of which a killed process wrote
+            half costs every later process a warning and a compilation, until the folder is removed;
+            one that another process is just writing, a single time.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
