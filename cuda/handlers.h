@@ -50,7 +50,7 @@
   HANDLER(global_norm, GlobalNorm)                                              \
   HANDLER(matmul, Matmul)                                                       \
   HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
-  HANDLER(matmul_gelu_slope, MatmulGeluSlope)                                   \
+  HANDLER(matmul_scale, MatmulScale)                                            \
   HANDLER(embed_forward, EmbedForward)                                          \
   HANDLER(embed_backward, EmbedBackward)                                        \
   HANDLER(reduce_sum_forward, ReduceSumForward)                                 \

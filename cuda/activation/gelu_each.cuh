@@ -67,20 +67,22 @@ __device__ __forceinline__ void gelu_each(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) x[i] *= values[i];
 }
 
-// Replaces each x by the slope of GELU there, for a product that will be rounded to T.
+// Replaces each x by gelu(x), and puts the slope of GELU there into `slopes`; both will be rounded
+// to T.
 template <typename T, int kCount>
-__device__ __forceinline__ void gelu_slope_each(float (&x)[kCount]) {
-  float values[kCount], outer[kCount];
+__device__ __forceinline__ void gelu_and_slope_each(float (&x)[kCount], float (&slopes)[kCount]) {
+  float outer[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    values[i] = fminf(x[i] * x[i], kGeluMaxSquare);
-    outer[i] = kGeluLinear + 3.0f * kGeluCubic * values[i];
+    slopes[i] = fminf(x[i] * x[i], kGeluMaxSquare);
+    outer[i] = kGeluLinear + 3.0f * kGeluCubic * slopes[i];
   }
-  gelu_logistic_each<T>(x, values);
+  gelu_logistic_each<T>(x, slopes);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const float s = values[i];
-    x[i] = s + x[i] * (s - s * s) * outer[i];
+    const float s = slopes[i];
+    x[i] *= s;
+    slopes[i] = s + (x[i] - x[i] * s) * outer[i];
   }
 }
 

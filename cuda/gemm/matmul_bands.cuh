@@ -1,13 +1,13 @@
 // Hopper's matrix products: what becomes of a finished tile.
 //
 // Each warp works by itself on its rows, a band after the other: it leaves the rounded result in a
-// slot of shared memory, and one lane has the copy engine store it. Where the slope of an
-// activation is asked for, the same slots bring in the bands of the array it is taken of, three
-// bands ahead.
+// slot of shared memory, and one lane has the copy engine store it. Where the product is multiplied
+// by an array, the same slots bring in the bands of that, three bands ahead.
 //
 // All this must take no longer than the product of the other multiplier's tile. It is a matter of
 // latency, with four warps at work on it: hence the batches of numbers that go through the
-// activation together.
+// activation together, and an activation's slope that is computed beside it in the forward pass,
+// where the work is little, and kept in the place of what it is the slope of.
 #pragma once
 
 #include "activation/gelu_each.cuh"
@@ -55,7 +55,7 @@ struct BandWarp {
   MatmulShared<T, Shape>& shared;
   const MatmulArguments<T>& arguments;
   const CUtensorMap& out_map;
-  const CUtensorMap& h_map;
+  const CUtensorMap& saved_map;
   int multiplier, warp, lane;
   uint32_t biases[Shape::kSlabs] = {};  // of the tile: of a slab's 64, two in each lane
   int bands_done = 0;
@@ -87,16 +87,17 @@ struct BandWarp {
     return origin.row + band % Shape::kBlocksOf64 * 64 + warp * kBandRows;
   }
 
-  // The lane's elements of a band lie in pairs: in the eight columns from 8 j on two, of row
-  // lane / 4, and two of the row 8 below (`half`).
-  __device__ __forceinline__ uint32_t* pair(T* band, int j, int half) const {
-    const uint32_t row = lane / 4;
-    const uint32_t offset = (row + 8 * half) * kSlabRowBytes + (j ^ row) * 16 + lane % 4 * 4;
-    return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(band) + offset);
+  // The row of a band's matrices that the lane names, those of columns 0 to 15: rows 0 to 7 of the
+  // first eight columns, rows 8 to 15 of them, and both of the next eight. For columns 8 j to
+  // 8 j + 15, j even, the address ^ 16 j.
+  __device__ __forceinline__ uint32_t matrix_row(const T* band) const {
+    const uint32_t row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
+    return shared_address(band) + (row + 8 * half) * kSlabRowBytes + (odd ^ row) * 16;
   }
 };
 
-// The pairs of a band that go through the activation together: those of two j.
+// So many times eight columns of a band go through the activation together: of each, the lane has
+// two pairs of neighbours, in row lane / 4 and in the row 8 below (`half`).
 constexpr int kBatch = 2;
 constexpr int kBatchElements = 4 * kBatch;
 
@@ -118,13 +119,15 @@ __device__ __forceinline__ void finish_bias(
     if (warp.lane == 0) wait_until_older_stores_have_read<kSlots - 1>();
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 bias = warp.bias(slab, j);
+    for (int first = 0; first < 8; first += kBatch) {
+      uint32_t words[2 * kBatch];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = sum_index(slab, j, half);
-        *warp.pair(out, j, half) = pack<T>(sums[block][at] + bias.x, sums[block][at + 1] + bias.y);
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
+        const float2 bias = warp.bias(slab, j);
+        words[i] = pack<T>(sums[block][at] + bias.x, sums[block][at + 1] + bias.y);
       }
+      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }
     fence_async_proxy();
     __syncwarp();
@@ -161,54 +164,63 @@ __device__ __forceinline__ void finish_wide(
   }
 }
 
-// Stores h = p and out = gelu(p + bias), where `sums` has the product p.
-template <class Shape, typename T>
-__device__ __forceinline__ void finish_bias_gelu(
+// Stores out = gelu(p + bias), where `sums` has the product p, and in `saved` the slope of GELU
+// there or, without kSlope, p itself.
+template <bool kSlope, class Shape, typename T>
+__device__ __forceinline__ void finish_gelu(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin) {
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    T* const h = warp.slot(band % 2 * 2);
+    T* const saved = warp.slot(band % 2 * 2);
     T* const out = warp.slot(band % 2 * 2 + 1);
     // All but the stores of the band before have left their slots.
     if (warp.lane == 0) wait_until_older_stores_have_read<1>();
     __syncwarp();
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
-      float x[kBatchElements];
+      float x[kBatchElements], slopes[kBatchElements];
+      uint32_t words[2 * kBatch];
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
-        const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
+        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
         const float2 bias = warp.bias(slab, j);
-        *warp.pair(h, j, half) = pack<T>(sums[block][at], sums[block][at + 1]);
+        words[i] = kSlope ? 0 : pack<T>(sums[block][at], sums[block][at + 1]);
         x[2 * i] = sums[block][at] + bias.x;
         x[2 * i + 1] = sums[block][at + 1] + bias.y;
       }
-      gelu_each<T>(x);
+      if constexpr (kSlope) {
+        gelu_and_slope_each<T>(x, slopes);
 #pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) {
-        *warp.pair(out, first + i / 2, i % 2) = pack<T>(x[2 * i], x[2 * i + 1]);
+        for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(slopes[2 * i], slopes[2 * i + 1]);
+      } else {
+        gelu_each<T>(x);
       }
+      store_matrices(warp.matrix_row(saved) ^ 16 * first, words);
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }
     fence_async_proxy();
     __syncwarp();
     if (warp.lane == 0) {
-      store_matrix_box(warp.h_map, h, warp.column(origin, band), warp.row(origin, band));
-      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
+      const int column = warp.column(origin, band), row = warp.row(origin, band);
+      store_matrix_box(warp.saved_map, saved, column, row);
+      store_matrix_box(warp.out_map, out, column, row);
       commit_stores();
     }
   }
 }
 
-// One lane's task: has a band of h copied into a slot.
+// One lane's task: has a band of what was saved copied into a slot.
 template <class Shape, typename T>
 __device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
                                            const TileOrigin& origin, int band) {
   Barrier& saved = warp.shared.saved[warp.multiplier][warp.warp][slot];
   saved.arrive_and_expect(kBandSize * sizeof(T));
-  load_matrix_box(warp.slot(slot), warp.h_map, warp.column(origin, band), warp.row(origin, band),
-                  saved);
+  load_matrix_box(warp.slot(slot), warp.saved_map, warp.column(origin, band),
+                  warp.row(origin, band), saved);
 }
 
 constexpr int kBandsAhead = kSlots - 1;
@@ -246,46 +258,39 @@ __device__ __forceinline__ void write_column_sums(BandWarp<Shape, T>& warp, cons
   named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
 }
 
-// Puts p gelu'(h + bias) in the place of a band of h, kBatch of its eight times eight columns at a
-// time, and adds the sums of the thread's columns to `column_sums`, or begins these.
-template <int kBatch, class Shape, typename T>
-__device__ __forceinline__ void multiply_by_slopes(const BandWarp<Shape, T>& warp, T* band,
-                                                   const float (&sums)[Shape::kColumns / 2],
-                                                   int slab, bool begins,
-                                                   float (&column_sums)[16]) {
-  constexpr int kPairs = 2 * kBatch;
-  uint32_t words[kPairs];
+// Multiplies a band of what was saved by the product, in its place, and adds the sums of the
+// thread's columns to `column_sums`, or begins these.
+template <class Shape, typename T>
+__device__ __forceinline__ void scale_band(const BandWarp<Shape, T>& warp, const T* band,
+                                           const float (&sums)[Shape::kColumns / 2], int slab,
+                                           bool begins, float (&column_sums)[16]) {
+  const uint32_t row = warp.matrix_row(band);
+  uint32_t words[4], next[4];
+  load_matrices(next, row);
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) words[i] = *warp.pair(band, i / 2, i % 2);
+  for (int first = 0; first < 8; first += 2) {
 #pragma unroll
-  for (int first = 0; first < 8; first += kBatch) {
-    float x[2 * kPairs];
+    for (int i = 0; i < 4; ++i) words[i] = next[i];
+    // Ahead of the stores, which the compiler must take for stores to the same place.
+    if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 h = unpack(words[i], T{}), bias = warp.bias(slab, first + i / 2);
-      x[2 * i] = h.x + bias.x;
-      x[2 * i + 1] = h.y + bias.y;
-      // Ahead of the stores, which the compiler must take for stores to the same place.
-      const int next_j = first + kBatch + i / 2;
-      if (next_j < 8) words[i] = *warp.pair(band, next_j, i % 2);
-    }
-    gelu_slope_each<T>(x);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < 4; ++i) {
       const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
-      const float2 dh = {sums[at] * x[2 * i], sums[at + 1] * x[2 * i + 1]};
-      *warp.pair(band, j, half) = pack<T>(dh.x, dh.y);
+      const float2 factor = unpack(words[i], T{});
+      const float2 scaled = {sums[at] * factor.x, sums[at + 1] * factor.y};
+      words[i] = pack<T>(scaled.x, scaled.y);
       const bool is_first = begins && half == 0;
-      column_sums[2 * j] = is_first ? dh.x : column_sums[2 * j] + dh.x;
-      column_sums[2 * j + 1] = is_first ? dh.y : column_sums[2 * j + 1] + dh.y;
+      column_sums[2 * j] = is_first ? scaled.x : column_sums[2 * j] + scaled.x;
+      column_sums[2 * j + 1] = is_first ? scaled.y : column_sums[2 * j + 1] + scaled.y;
     }
+    store_matrices(row ^ 16 * first, words);
   }
 }
 
-// Stores out = p gelu'(h + bias) and partial sums of its columns, where `sums` has the product p.
-// Sees to it that the bands of h of the warp's `next` tile come in too.
+// Stores out = p saved and partial sums of its columns, where `sums` has the product p. Sees to it
+// that the bands that were saved of the warp's `next` tile come in too.
 template <class Shape, typename T>
-__device__ __forceinline__ void finish_gelu_slope(
+__device__ __forceinline__ void finish_scaled(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin, const TileOrigin& next, bool has_next) {
   float column_sums[16];
@@ -295,12 +300,7 @@ __device__ __forceinline__ void finish_gelu_slope(
     const int position = warp.bands_done + band, slot = position % kSlots;
     T* const out = warp.slot(slot);
     warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
-    // Few registers are free until the first band is done.
-    if (band == 0) {
-      multiply_by_slopes<1>(warp, out, sums[block], slab, block == 0, column_sums);
-    } else {
-      multiply_by_slopes<kBatch>(warp, out, sums[block], slab, block == 0, column_sums);
-    }
+    scale_band(warp, out, sums[block], slab, block == 0, column_sums);
     fence_async_proxy();
     __syncwarp();
     if (warp.lane == 0) {

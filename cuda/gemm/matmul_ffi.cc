@@ -58,8 +58,9 @@ ffi::Error for_each_call(const Buffer& x, int64_t calls, Launch launch) {
   }
 }
 
+// What is saved for the backward is GELU's slope, or what GELU is applied to less the bias.
 ffi::Error MatmulBiasGeluImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias, Result out,
-                              Result h) {
+                              Result saved, bool slope) {
   const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, bias, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
@@ -68,26 +69,26 @@ ffi::Error MatmulBiasGeluImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
         using T = typename decltype(type)::type;
         return MatmulHopper<T>::bias_gelu(
             stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(bias) + i * columns, data<T>(h) + i * rows * columns,
+            data<T>(bias) + i * columns, slope, data<T>(saved) + i * rows * columns,
             data<T>(out) + i * rows * columns, rows, width, columns);
       });
 }
 
-ffi::Error MatmulGeluSlopeImpl(cudaStream_t stream, Buffer dout, Buffer weight, Buffer h,
-                               Buffer bias, Result dh, Result dbias, Result partial) {
-  const ffi::ErrorOr<Sizes> sizes = sizes_of(dout, weight, bias, h);
+ffi::Error MatmulScaleImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer factors, Result out,
+                           Result sums, Result partial) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, *sums, factors);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
   const int64_t of_partial =
       calls == 0 ? 0 : static_cast<int64_t>(partial->element_count()) / calls;
   return for_each_call(
-      dout, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+      x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
         using T = typename decltype(type)::type;
-        return MatmulHopper<T>::gelu_slope(
-            stream, data<T>(dout) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(h) + i * rows * columns, data<T>(bias) + i * columns,
-            data<T>(dh) + i * rows * columns, data<T>(dbias) + i * columns,
-            data<float>(partial) + i * of_partial, rows, width, columns);
+        return MatmulHopper<T>::scale(
+            stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
+            data<T>(factors) + i * rows * columns, data<T>(out) + i * rows * columns,
+            data<T>(sums) + i * columns, data<float>(partial) + i * of_partial, rows, width,
+            columns);
       });
 }
 
@@ -160,21 +161,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Matmul, MatmulImpl,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulBiasGelu, MatmulBiasGeluImpl,
                               stream_binding()
-                                  .Arg<Buffer>()   // x
-                                  .Arg<Buffer>()   // weight
-                                  .Arg<Buffer>()   // bias
-                                  .Ret<Buffer>()   // out
-                                  .Ret<Buffer>(),  // h
+                                  .Arg<Buffer>()  // x
+                                  .Arg<Buffer>()  // weight
+                                  .Arg<Buffer>()  // bias
+                                  .Ret<Buffer>()  // out
+                                  .Ret<Buffer>()  // saved
+                                  .Attr<bool>("slope"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulGeluSlope, MatmulGeluSlopeImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulScale, MatmulScaleImpl,
                               stream_binding()
-                                  .Arg<Buffer>()   // dout
+                                  .Arg<Buffer>()   // x
                                   .Arg<Buffer>()   // weight
-                                  .Arg<Buffer>()   // h
-                                  .Arg<Buffer>()   // bias
-                                  .Ret<Buffer>()   // dh
-                                  .Ret<Buffer>()   // dbias
+                                  .Arg<Buffer>()   // factors
+                                  .Ret<Buffer>()   // out
+                                  .Ret<Buffer>()   // sums
                                   .Ret<Buffer>(),  // partial
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -7,7 +7,7 @@ namespace {
 
 // The widest tiles whose accumulators leave registers to work with: the wider, the less copying.
 using GeluTile = TileShape<192, 4, 1, 2>;
-using SlopeTile = TileShape<192, 4, 1, 2>;
+using ScaleTile = TileShape<192, 4, 1, 2>;
 // For any product; and for those that so wide tiles would leave multiprocessors idle with.
 using PlainTile = TileShape<192, 4, 2, 1>;
 using NarrowTile = TileShape<128, 5, 2, 1>;
@@ -22,7 +22,7 @@ cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
     matmul.wide_out = static_cast<float*>(call.out);
   } else {
     matmul.out = static_cast<T*>(call.out);
-    matmul.h = static_cast<const T*>(call.h);
+    matmul.saved = static_cast<const T*>(call.h);
   }
   const auto launch = [&](auto turn_a, auto turn_b) {
     return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul, kPlainRowTilesAtATime);
@@ -54,7 +54,7 @@ cudaError_t MatmulHopper<T>::product(cudaStream_t stream, const MatmulCall<T>& c
     if (call.gelu || !is_aligned(call.out, 8)) return cudaErrorNotSupported;
     return launch_product<NarrowTile, Epilogue::kWide>(stream, call);
   }
-  if (call.gelu) return launch_product<PlainTile, Epilogue::kBiasGelu>(stream, call);
+  if (call.gelu) return launch_product<PlainTile, Epilogue::kGelu>(stream, call);
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
   // A narrow tile takes a few hundredths longer than its share of a wide one.
@@ -66,25 +66,27 @@ cudaError_t MatmulHopper<T>::product(cudaStream_t stream, const MatmulCall<T>& c
 
 template <typename T>
 cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T* weight,
-                                       const T* bias, T* h, T* out, int64_t rows, int64_t width,
-                                       int64_t columns) {
+                                       const T* bias, bool slope, T* saved, T* out, int64_t rows,
+                                       int64_t width, int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  const HopperMatmul<T> call{rows, columns, width, x, weight, out, h, bias, nullptr};
-  return launch_matmul<GeluTile, Epilogue::kBiasGelu, false, true>(stream, call, kRowTilesAtATime);
+  const HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, bias, nullptr};
+  const auto launch = slope ? launch_matmul<GeluTile, Epilogue::kGeluSlope, false, true, T>
+                            : launch_matmul<GeluTile, Epilogue::kGelu, false, true, T>;
+  return launch(stream, call, kRowTilesAtATime);
 }
 
 template <typename T>
-cudaError_t MatmulHopper<T>::gelu_slope(cudaStream_t stream, const T* dout, const T* weight,
-                                        const T* h, const T* bias, T* dh, T* dbias, float* partial,
-                                        int64_t rows, int64_t width, int64_t columns) {
+cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* weight,
+                                   const T* factors, T* out, T* sums, float* partial, int64_t rows,
+                                   int64_t width, int64_t columns) {
   if (columns == 0) return cudaSuccess;
   if (rows > 0) {
-    const HopperMatmul<T> call{rows, columns, width, dout, weight, dh, h, bias, partial};
-    JAXLLM_RETURN_IF_ERROR((launch_matmul<SlopeTile, Epilogue::kGeluSlope, false, false>(
-        stream, call, kRowTilesAtATime)));
+    const HopperMatmul<T> call{rows, columns, width, x, weight, out, factors, nullptr, partial};
+    JAXLLM_RETURN_IF_ERROR(
+        (launch_matmul<ScaleTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
   }
-  const int64_t row_tiles = divide_up(rows, SlopeTile::kRows);
-  return column_sum(stream, partial, {dbias}, 1, row_tiles, row_tiles, columns);
+  const int64_t row_tiles = divide_up(rows, ScaleTile::kRows);
+  return column_sum(stream, partial, {sums}, 1, row_tiles, row_tiles, columns);
 }
 
 template struct MatmulHopper<__nv_bfloat16>;

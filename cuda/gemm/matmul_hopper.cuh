@@ -28,19 +28,20 @@ namespace {
 enum class Epilogue {
   kBias,       // out = p + bias
   kWide,       // the same in float32
-  kBiasGelu,   // h = p, out = gelu(p + bias)
-  kGeluSlope,  // out = p gelu'(h + bias), and partial sums of its columns
+  kGelu,       // out = gelu(p + bias), saved = p
+  kGeluSlope,  // out = gelu(p + bias), saved = gelu'(p + bias)
+  kScale,      // out = p saved, and partial sums of its columns
 };
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
-// depth), out and h of (rows, columns), bias of (columns).
+// depth), out and saved of (rows, columns), bias of (columns).
 template <typename T>
 struct HopperMatmul {
   int64_t rows, columns, depth;
   const T* a;
   const T* b;
   T* out;
-  const T* h;
+  const T* saved;
   const T* bias;  // null for none
   float* partial;
   float* wide_out = nullptr;  // in the place of out
@@ -49,12 +50,14 @@ struct HopperMatmul {
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
                                                const MatmulArguments<T>& arguments,
-                                               const CUtensorMap& out_map, const CUtensorMap& h_map,
-                                               int rank, int multiplier) {
+                                               const CUtensorMap& out_map,
+                                               const CUtensorMap& saved_map, int rank,
+                                               int multiplier) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int clusters = gridDim.x / Shape::kCluster;
-  BandWarp<Shape, T> warp{
-      shared, arguments, out_map, h_map, multiplier, __shfl_sync(0xffffffff, thread / 32, 0), lane};
+  BandWarp<Shape, T> warp{shared,    arguments,  out_map,
+                          saved_map, multiplier, __shfl_sync(0xffffffff, thread / 32, 0),
+                          lane};
   RingPosition<Shape::kStages> ring;
   const auto skip_tile = [&] {
     const int position = ring.stage + arguments.steps;
@@ -78,7 +81,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     tile += clusters;
     skip_tile();
   }
-  if (kEpilogue == Epilogue::kGeluSlope && tile < arguments.tiles) {
+  if (kEpilogue == Epilogue::kScale && tile < arguments.tiles) {
     load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
   }
   while (tile < arguments.tiles) {
@@ -137,10 +140,10 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_bias(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kWide) {
       finish_wide(warp, sums, origin);
-    } else if constexpr (kEpilogue == Epilogue::kBiasGelu) {
-      finish_bias_gelu(warp, sums, origin);
+    } else if constexpr (kEpilogue == Epilogue::kScale) {
+      finish_scaled(warp, sums, origin, next, tile < arguments.tiles);
     } else {
-      finish_gelu_slope(warp, sums, origin, next, tile < arguments.tiles);
+      finish_gelu<kEpilogue == Epilogue::kGeluSlope>(warp, sums, origin);
     }
   }
   if (lane == 0) wait_for_stores();
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     matmul_hopper_kernel(const __grid_constant__ CUtensorMap a_map,
                          const __grid_constant__ CUtensorMap b_map,
                          const __grid_constant__ CUtensorMap out_map,
-                         const __grid_constant__ CUtensorMap h_map,
+                         const __grid_constant__ CUtensorMap saved_map,
                          const __grid_constant__ MatmulArguments<T> arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     prefetch_tensor_map(a_map);
     prefetch_tensor_map(b_map);
     prefetch_tensor_map(out_map);
-    prefetch_tensor_map(h_map);
+    prefetch_tensor_map(saved_map);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       shared.full[stage].init(1);
       shared.empty[stage].init(Shape::kReaders);
@@ -191,7 +194,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     __syncwarp();
   } else {
     take_registers<Shape::kMultiplierRegisters>();
-    multiply_tiles<Shape, kEpilogue, kTurnA, kTurnB>(shared, arguments, out_map, h_map, rank,
+    multiply_tiles<Shape, kEpilogue, kTurnA, kTurnB>(shared, arguments, out_map, saved_map, rank,
                                                      warp / 4 - 1);
   }
   // Nobody leaves while another block of the cluster may still write to its shared memory.
@@ -216,7 +219,7 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
       prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
 
   const int64_t rows = call.rows, columns = call.columns, depth = call.depth;
-  CUtensorMap a_map, b_map, out_map, h_map;
+  CUtensorMap a_map, b_map, out_map, saved_map;
   const Matrix a = kTurnA ? Matrix{call.a, depth, rows} : Matrix{call.a, rows, depth};
   const Matrix b = kTurnB ? Matrix{call.b, depth, columns} : Matrix{call.b, columns, depth};
   JAXLLM_RETURN_IF_ERROR(
@@ -224,13 +227,14 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
   JAXLLM_RETURN_IF_ERROR(
       encode_matrix_map(b, kType, (kTurnB ? 64 : Shape::kColumns) / Shape::kClusterRows, &b_map));
   // What an epilogue has no use for: any map does.
-  out_map = h_map = a_map;
+  out_map = saved_map = a_map;
   if (kEpilogue != Epilogue::kWide) {
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
   }
-  if (kEpilogue == Epilogue::kBiasGelu || kEpilogue == Epilogue::kGeluSlope) {
-    JAXLLM_RETURN_IF_ERROR(encode_matrix_map({call.h, rows, columns}, kType, kBandRows, &h_map));
+  if (kEpilogue != Epilogue::kBias && kEpilogue != Epilogue::kWide) {
+    JAXLLM_RETURN_IF_ERROR(
+        encode_matrix_map({call.saved, rows, columns}, kType, kBandRows, &saved_map));
   }
 
   const int64_t row_tiles = divide_up(rows, Shape::kRows * Shape::kClusterRows);
@@ -262,7 +266,7 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     if (clusters == 0) return cudaErrorNotSupported;
   }
   config.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Shape::kCluster;
-  return cudaLaunchKernelEx(&config, kernel, a_map, b_map, out_map, h_map, arguments);
+  return cudaLaunchKernelEx(&config, kernel, a_map, b_map, out_map, saved_map, arguments);
 }
 
 }  // namespace

@@ -18,16 +18,18 @@ struct MatmulHopper {
   // stored.
   static cudaError_t product(cudaStream_t stream, const MatmulCall<T>& call);
 
-  // h = x weight, out = gelu(h + bias): x (rows, width), weight (width, columns).
+  // out = gelu(h + bias) with h = x weight: x (rows, width), weight (width, columns). `saved`
+  // becomes gelu'(h + bias) with `slope`, else h.
   static cudaError_t bias_gelu(cudaStream_t stream, const T* x, const T* weight, const T* bias,
-                               T* h, T* out, int64_t rows, int64_t width, int64_t columns);
+                               bool slope, T* saved, T* out, int64_t rows, int64_t width,
+                               int64_t columns);
 
-  // dh = (dout weight^T) gelu'(h + bias), dbias = the sum over rows of dh, before it is rounded:
-  // dout (rows, width), weight (columns, width), h (rows, columns). `partial` is a workspace of a
-  // row of `columns` floats for every 128 rows.
-  static cudaError_t gelu_slope(cudaStream_t stream, const T* dout, const T* weight, const T* h,
-                                const T* bias, T* dh, T* dbias, float* partial, int64_t rows,
-                                int64_t width, int64_t columns);
+  // out = (x weight^T) factors, elementwise, and sums = the sums over rows of out before it is
+  // rounded: x (rows, width), weight (columns, width), factors (rows, columns). `partial` is a
+  // workspace of a row of `columns` floats for every 128 rows.
+  static cudaError_t scale(cudaStream_t stream, const T* x, const T* weight, const T* factors,
+                           T* out, T* sums, float* partial, int64_t rows, int64_t width,
+                           int64_t columns);
 };
 
 }  // namespace jaxllm

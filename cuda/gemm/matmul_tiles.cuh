@@ -49,7 +49,7 @@ struct MatmulShared {
   T slots[Shape::kMultipliers][4][kSlots][kBandSize];
   float sums[Shape::kMultipliers][4][kSlabWidth];  // of columns, by warp
   Barrier full[Shape::kStages], empty[Shape::kStages];
-  Barrier saved[Shape::kMultipliers][4][kSlots];  // a band of h has arrived
+  Barrier saved[Shape::kMultipliers][4][kSlots];  // a band has arrived
   Barrier turn[Shape::kMultipliers];              // to multiply
 };
 

@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import ffi
 from jaxllm.ops import gelu, linear, matmul, mlp
-from jaxllm.ops.gemm import cuda
+from jaxllm.ops.gemm import cuda, reference
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
 
 
@@ -198,7 +198,7 @@ def mlp_program(dtype, sizes):
 def test_a_large_mlp_for_hopper_fuses_gelu_with_its_products(on_hopper):
     program = mlp_program("bfloat16", LARGE)
     found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
-    assert found == ["bias_add_backward", "matmul_bias_gelu", "matmul_gelu_slope"]
+    assert found == ["bias_add_backward", "matmul_bias_gelu", "matmul_scale"]
     assert len(re.findall("dot_general", program)) == 4
 
 
@@ -224,13 +224,26 @@ def test_other_mlps_have_kernels_after_the_products(on_hopper, dtype, changed, w
 @pytest.mark.parametrize(
     ("changed", "kernels"),
     [
-        ({"width": 60}, ["bias_add_backward", "bias_gelu_forward", "matmul_gelu_slope"]),
-        ({"out": 60}, ["bias_add_backward", "bias_gelu_backward", "matmul_bias_gelu"]),
+        ({"width": 60}, ["bias_gelu_backward", "bias_gelu_forward"]),
+        ({"out": 60}, ["bias_gelu_backward", "matmul_bias_gelu"]),
     ],
 )
-def test_each_product_of_an_mlp_is_fused_by_its_own_widths(on_hopper, changed, kernels):
+def test_an_mlp_keeps_the_slope_where_both_products_are_fused(on_hopper, changed, kernels):
     program = mlp_program("bfloat16", LARGE | changed)
-    assert sorted(set(re.findall(r"@jaxllm_(\w+)", program))) == kernels
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["bias_add_backward", *kernels]
+
+
+def test_a_backward_takes_the_slope_in_the_place_of_h():
+    arrays = mlp_arrays()
+    out, h, slope, hidden = reference.mlp_forward(*arrays, activation="gelu")
+    assert slope is None
+    slope = jax.grad(lambda x: gelu(x).sum())(h + arrays[2])
+    by_h, by_slope = (
+        reference.mlp_backward(*arrays, *kept, hidden, jnp.cos(out), activation="gelu")
+        for kept in ((h, None), (None, slope))
+    )
+    assert_close(by_slope, by_h, "float32")
 
 
 def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):
@@ -272,12 +285,26 @@ def test_the_fused_products_have_the_limits_of_gelu(dtype, huge):
     above = np.arange(columns) % 3 > 0
     bias = jnp.where(above, huge, -huge).astype(dtype)
     out, h = cuda._matmul_bias_gelu(x, weight, bias)
-    dh, dbias = cuda._matmul_gelu_slope(x, weight.T, h, bias)
+    again, slope = cuda._matmul_bias_gelu(x, weight, bias, slope=True)
     np.testing.assert_array_equal(h.astype("float32"), np.ones((rows, columns)))
     limits = np.where(above, (h + bias).astype("float32"), 0)
     np.testing.assert_array_equal(out.astype("float32"), limits)
-    np.testing.assert_array_equal(dh.astype("float32"), np.broadcast_to(above, (rows, columns)))
-    np.testing.assert_array_equal(dbias.astype("float32"), rows * above)
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(slope.astype("float32"), np.broadcast_to(above, (rows, columns)))
+
+
+@pytest.mark.gpu
+def test_a_scaled_product_has_the_sums_of_its_columns():
+    if ffi.no_hopper_reason():
+        return  # nothing to test on this GPU
+    x, weight, factors = (
+        jax.random.normal(jax.random.key(i), shape, "bfloat16")
+        for i, shape in enumerate([(130, 64), (264, 64), (130, 264)])
+    )
+    out, sums = cuda._matmul_scale(x, weight, factors)
+    wide = [a.astype("float32") for a in (x, weight, factors)]
+    expected = jnp.dot(wide[0], wide[1].T, precision="highest") * wide[2]
+    assert_close((out, sums), (expected, expected.sum(0)), "bfloat16")
 
 
 @pytest.mark.gpu

@@ -177,7 +177,8 @@ def mlp(
     As ``linear(linear(x, up_weight, up_bias, activation="gelu"), down_weight, down_bias)``, whose
     backends it has; but as one op it can apply the activation's slope, and add up the gradient of
     ``up_bias``, in the kernel of the product before, as it does under ``"cuda"`` for large products
-    in 16 bits on a Hopper GPU. The backward pass keeps :math:`x W_{up}` and the activations.
+    in 16 bits on a Hopper GPU. The backward pass keeps :math:`x W_{up}`, or there the activation's
+    slope, and the activations.
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
@@ -321,8 +322,8 @@ def _mlp_forward(x, up_weight, up_bias, down_weight, down_bias, activation, back
     arrays = (x, up_weight, up_bias, down_weight, down_bias)
     outputs = dispatch(MLP, "forward", backend, *arrays, activation=activation)
     # The same name as linear's: a policy that keeps products keeps these.
-    out, h, hidden = checkpoint_name(outputs, "linear")
-    return out, (*arrays, h, hidden)
+    out, *kept = checkpoint_name(outputs, "linear")
+    return out, (*arrays, *kept)
 
 
 def _mlp_backward(activation, backend, residuals, dout):

@@ -3,8 +3,10 @@
 The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
 GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
 one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
-direction. In bfloat16 these two take the hardware's tanh: GELU's factor of x is right to 2^-12,
-which is less than the rounding after it where that factor is above 1/8 (x above about -1.1).
+direction. The first computes the slope too, beside GELU, with which it has most of its operations
+in common, and keeps it for the second to multiply by. In bfloat16 GELU is made with the hardware's
+tanh: its factor of x is right to 2^-12, which is less than the rounding after it where that factor
+is above 1/8 (x above about -1.1).
 """
 
 from __future__ import annotations
@@ -40,17 +42,27 @@ def linear_backward(x, weight, bias, h, dout, *, activation):
 
 
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
-    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
-    hidden, h = linear_forward(x, up_weight, up_bias, activation=activation)
-    return products.forward(activations, hidden, down_weight, down_bias, None)[0], h, hidden
+    """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
+    dout = jax.ShapeDtypeStruct((*x.shape[:-1], down_weight.shape[1]), x.dtype)
+    columns = up_weight.shape[1]
+    if fused_unsupported(x, columns) or fused_unsupported(dout, columns):
+        hidden, h = linear_forward(x, up_weight, up_bias, activation=activation)
+        slope = None
+    else:
+        hidden, slope = _matmul_bias_gelu(x, up_weight, up_bias, slope=True)
+        h = None
+    out, _ = products.forward(activations, hidden, down_weight, down_bias, None)
+    return out, h, slope, hidden
 
 
-def mlp_backward(x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout, *, activation):
+def mlp_backward(
+    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout, *, activation
+):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    arrays = (x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout)
-    if fused_unsupported(dout, h.shape[-1]):
+    if slope is None:
+        arrays = (x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout)
         return products.mlp_backward(activations, arrays, activation)
-    dh, dup_bias = _matmul_gelu_slope(dout, down_weight, h, up_bias)
+    dh, dup_bias = _matmul_scale(dout, down_weight, slope)
     return (
         products.input_gradient(dh, up_weight),
         products.weight_gradient(x, dh),
@@ -79,20 +91,22 @@ def fused_unsupported(x, columns: int) -> str | None:
     return ffi.no_hopper_reason()
 
 
-def _matmul_bias_gelu(x, weight, bias):
-    """Returns ``(gelu(x @ weight + bias), x @ weight)``."""
-    h = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-    return tuple(ffi.call("matmul_bias_gelu", (h, h), x, weight, bias))
+def _matmul_bias_gelu(x, weight, bias, *, slope=False):
+    """Returns ``gelu(x @ weight + bias)`` and GELU's slope there, or else ``x @ weight``."""
+    out = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
+    return tuple(ffi.call("matmul_bias_gelu", (out, out), x, weight, bias, slope=slope))
 
 
-def _matmul_gelu_slope(dout, weight, h, bias):
-    """Returns ``dh = (dout @ weight.T) * gelu'(h + bias)`` and its sum over rows."""
-    dh = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    dbias = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
-    row_tiles = -(-math.prod(h.shape[:-1]) // _TILE[0])
-    partial = jax.ShapeDtypeStruct((row_tiles, h.shape[-1]), jnp.float32)
-    results = (dh, dbias, partial)
-    return tuple(ffi.call("matmul_gelu_slope", results, dout, weight, h, bias)[:2])
+def _matmul_scale(x, weight, factors):
+    """Returns ``(x @ weight.T) * factors`` and its sum over rows."""
+    columns = factors.shape[-1]
+    row_tiles = -(-math.prod(factors.shape[:-1]) // _TILE[0])
+    results = (
+        jax.ShapeDtypeStruct(factors.shape, factors.dtype),
+        jax.ShapeDtypeStruct((columns,), factors.dtype),
+        jax.ShapeDtypeStruct((row_tiles, columns), jnp.float32),
+    )
+    return tuple(ffi.call("matmul_scale", results, x, weight, factors)[:2])
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:

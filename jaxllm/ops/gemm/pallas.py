@@ -34,7 +34,7 @@ def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
 
 
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, interpret=False):
-    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
     arrays = (x, up_weight, up_bias, down_weight, down_bias)
     return products.mlp_forward(activations, *arrays, activation, interpret=interpret)
 

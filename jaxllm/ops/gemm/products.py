@@ -67,15 +67,22 @@ def weight_gradient(x, dout):
 
 
 def mlp_forward(kernels: Any, x, up_weight, up_bias, down_weight, down_bias, activation, **options):
-    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    """Returns ``(out, h, slope, hidden)``: ``h`` before bias and activation, ``hidden`` after them.
+
+    A backend may keep the activation's ``slope`` in the place of ``h``: one of them is None.
+    """
     hidden, h = forward(kernels, x, up_weight, up_bias, activation, **options)
-    return forward(kernels, hidden, down_weight, down_bias, None, **options)[0], h, hidden
+    out, _ = forward(kernels, hidden, down_weight, down_bias, None, **options)
+    return out, h, None, hidden
 
 
 def mlp_backward(kernels: Any, arrays, activation, **options):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    x, up_weight, up_bias, down_weight, down_bias, h, hidden, dout = arrays
+    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout = arrays
     dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
+    if slope is not None:
+        # What is behind the activation is a layer without one.
+        h, activation, dhidden = None, None, dhidden * slope
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)
 
 

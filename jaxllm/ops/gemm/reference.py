@@ -33,7 +33,7 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 
 
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
-    """Returns ``(out, h, hidden)``: ``h`` before bias and activation, ``hidden`` after them."""
+    """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
     arrays = (x, up_weight, up_bias, down_weight, down_bias)
     return products.mlp_forward(activations, *arrays, activation)
 
