@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/reduce_max.cuh"
@@ -8,10 +9,78 @@
 namespace jaxllm {
 namespace {
 
-constexpr int kWarps = 8;
 constexpr int64_t kMaxBlocks = 1 << 20;
 
-// A warp a group.
+// As many neighbours as make a pack, in int8.
+template <typename T>
+using Bytes = std::conditional_t<kPackSize<T> == 4, uint32_t, uint2>;
+
+// Ties go to even.
+__device__ __forceinline__ int8_t quotient(float w, float divisor) {
+  return static_cast<int8_t>(fminf(fmaxf(rintf(__fdiv_rn(w, divisor)), -127.0f), 127.0f));
+}
+
+// Added to a number, it leaves the nearest integer in the lowest bits, and ties go to even.
+constexpr float kRounder = 0x1.8p23f;
+
+// The quotients of a pack. Products with the reciprocal are near enough to round to the same
+// integer, unless they lie beside a tie; or the reciprocal, or a number, is not finite.
+template <typename T>
+__device__ __forceinline__ Bytes<T> quotients(const Pack<T>& pack, float divisor) {
+  constexpr int kSize = kPackSize<T>;
+  const float reciprocal = __frcp_rn(divisor);
+  uint32_t numbers[kSize];
+  bool sure = true;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float x = pack[i] * reciprocal, rounded = x + kRounder;
+    sure = sure && fabsf(x - (rounded - kRounder)) < 0.4999f;
+    numbers[i] = __float_as_uint(rounded);
+  }
+  if (!sure) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) numbers[i] = quotient(pack[i], divisor);
+  }
+  uint32_t words[kSize / 4];
+#pragma unroll
+  for (int i = 0; i < kSize; i += 4) {
+    const uint32_t low = __byte_perm(numbers[i], numbers[i + 1], 0x0040);
+    const uint32_t high = __byte_perm(numbers[i + 2], numbers[i + 3], 0x0040);
+    words[i / 4] = __byte_perm(low, high, 0x5410);
+  }
+  return reinterpret_cast<const Bytes<T>&>(words);
+}
+
+constexpr int kThreads = 128;
+constexpr int kPacks = 2;  // of a thread
+
+// A pack a lane: kLanes of them have a group.
+template <int kLanes, typename T>
+__global__ void __launch_bounds__(kThreads)
+    quantize_packs_kernel(const T* w, int8_t* q, float* scales, int64_t count) {
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x;
+  Pack<T> packs[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t i = first + p * kThreads;
+    packs[p] = i < count ? load_cached<kPackSize<T>>(w + i * kPackSize<T>) : Pack<T>{};
+  }
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t i = first + p * kThreads;
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPackSize<T>; ++j) largest = fmaxf(largest, fabsf(packs[p][j]));
+    const float scale = __fdiv_rn(max_over_lanes<kLanes>(largest), 127.0f);
+    if (i >= count) continue;
+    __stcs(reinterpret_cast<Bytes<T>*>(q) + i, quotients(packs[p], scale == 0.0f ? 1.0f : scale));
+    if (i % kLanes == 0) scales[i / kLanes] = scale;
+  }
+}
+
+constexpr int kWarps = 8;
+
+// A warp a group, of any width.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps)
     quantize_kernel(const T* w, int8_t* q, float* scales, int64_t groups, int64_t width) {
@@ -25,41 +94,79 @@ __global__ void __launch_bounds__(32 * kWarps)
     const float scale = __fdiv_rn(max_over_lanes<32>(largest), 127.0f);
     const float divisor = scale == 0.0f ? 1.0f : scale;
     for (int64_t i = lane; i < width; i += 32) {
-      // Ties go to even.
-      const float rounded = rintf(__fdiv_rn(to_float(from[i]), divisor));
-      q[group * width + i] = static_cast<int8_t>(fminf(fmaxf(rounded, -127.0f), 127.0f));
+      q[group * width + i] = quotient(to_float(from[i]), divisor);
     }
     if (lane == 0) scales[group] = scale;
   }
 }
 
+// Which group an element or a pack is of: there are `width` to a group.
+struct GroupOf {
+  int64_t width;
+  int shift;  // where the width is a power of two, its logarithm, and else -1
+
+  explicit GroupOf(int64_t width_) : width(width_), shift(-1) {
+    if ((width & (width - 1)) == 0) {
+      for (shift = 0; int64_t{1} << shift < width; ++shift) {
+      }
+    }
+  }
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
+    return shift < 0 ? i / width : i >> shift;
+  }
+};
+
 // A thread an element.
 template <typename T>
 __global__ void dequantize_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
-                                  int64_t width) {
+                                  GroupOf group_of) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    w[i] = from_float<T>(q[i] * scales[i / width]);
+    w[i] = from_float<T>(q[i] * scales[group_of(i)]);
   }
 }
 
-// The same for as many neighbours of a group as make a pack; `count` and `width` are of packs.
+// The same for packs, of which there are `count`.
 template <typename T>
-__global__ void dequantize_packs_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
-                                        int64_t width) {
+__global__ void __launch_bounds__(kThreads)
+    dequantize_packs_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
+                            GroupOf group_of) {
   constexpr int kSize = kPackSize<T>;
-  using Words = std::conditional_t<kSize == 4, int, int2>;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    const Words words = reinterpret_cast<const Words*>(q)[i];
-    const float scale = __ldg(scales + i / width);
+  const int64_t first = int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x;
+  Bytes<T> bytes[kPacks];
+  float scale[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t i = first + p * kThreads;
+    if (i >= count) continue;
+    bytes[p] = __ldg(reinterpret_cast<const Bytes<T>*>(q) + i);
+    scale[p] = __ldg(scales + group_of(i));
+  }
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    const int64_t i = first + p * kThreads;
+    if (i >= count) continue;
     float values[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      const int word = reinterpret_cast<const int (&)[kSize / 4]>(words)[j / 4];
-      values[j] = static_cast<int8_t>(word >> j % 4 * 8) * scale;
+      const uint32_t word = reinterpret_cast<const uint32_t (&)[kSize / 4]>(bytes[p])[j / 4];
+      values[j] = static_cast<int8_t>(word >> j % 4 * 8) * scale[p];
     }
-    store(w + kSize * i, Pack<T>::of(values));
+    store_streaming(w + kSize * i, Pack<T>::of(values));
+  }
+}
+
+// Calls launch(std::integral_constant<int, lanes>) if so many lanes can have a group: 1, 2, ... 32.
+template <int kLanes = 1, class Launch>
+bool launch_with_lanes(int64_t lanes, Launch launch) {
+  if (lanes == kLanes) {
+    launch(std::integral_constant<int, kLanes>{});
+    return true;
+  }
+  if constexpr (kLanes < 32) {
+    return launch_with_lanes<2 * kLanes>(lanes, launch);
+  } else {
+    return false;
   }
 }
 
@@ -69,8 +176,17 @@ template <typename T>
 cudaError_t GroupQuantization<T>::quantize(cudaStream_t stream, const T* w, int8_t* q,
                                            float* scales, int64_t groups, int64_t width) {
   if (groups == 0) return cudaSuccess;
-  const int64_t blocks = std::min(divide_up(groups, kWarps), kMaxBlocks);
-  quantize_kernel<<<blocks, 32 * kWarps, 0, stream>>>(w, q, scales, groups, width);
+  constexpr int kSize = kPackSize<T>;
+  const int64_t count = groups * width / kSize;  // of packs
+  const auto launch = [&](auto lanes) {
+    quantize_packs_kernel<lanes>
+        <<<static_cast<unsigned>(divide_up(count, kThreads * kPacks)), kThreads, 0, stream>>>(
+            w, q, scales, count);
+  };
+  if (width % kSize != 0 || !aligned_16(w, q) || !launch_with_lanes(width / kSize, launch)) {
+    const int64_t blocks = std::min(divide_up(groups, kWarps), kMaxBlocks);
+    quantize_kernel<<<blocks, 32 * kWarps, 0, stream>>>(w, q, scales, groups, width);
+  }
   return cudaGetLastError();
 }
 
@@ -80,15 +196,15 @@ cudaError_t GroupQuantization<T>::dequantize(cudaStream_t stream, const int8_t* 
                                              int64_t width) {
   const int64_t count = groups * width;
   if (count == 0) return cudaSuccess;
-  const auto blocks = [](int64_t threads) {
-    return static_cast<unsigned>(std::min(divide_up(threads, 256), kMaxBlocks));
-  };
   constexpr int kSize = kPackSize<T>;
   if (width % kSize == 0 && aligned_16(q, w)) {
-    dequantize_packs_kernel<<<blocks(count / kSize), 256, 0, stream>>>(q, scales, w, count / kSize,
-                                                                       width / kSize);
+    const int64_t blocks = divide_up(count / kSize, kThreads * kPacks);
+    dequantize_packs_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+        q, scales, w, count / kSize, GroupOf(width / kSize));
   } else {
-    dequantize_kernel<<<blocks(count), 256, 0, stream>>>(q, scales, w, count, width);
+    const int64_t blocks = std::min(divide_up(count, 256), kMaxBlocks);
+    dequantize_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(q, scales, w, count,
+                                                                         GroupOf(width));
   }
   return cudaGetLastError();
 }
