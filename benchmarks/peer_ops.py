@@ -30,6 +30,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "matmul": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
     "mlp": ("torch.compile", "torch eager"),
+    "linear_add_layer_norm": ("torch.compile", "torch eager"),
+    "mlp_add_layer_norm": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
@@ -168,6 +170,15 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def mlp(x, up_weight, up_bias, down_weight, down_bias):
         return linear(linear(x, up_weight, up_bias, "gelu"), down_weight, down_bias)
 
+    def linear_add_layer_norm(x, weight, residual, scale, bias, x_bias=None):
+        return add_layer_norm(linear(x, weight, x_bias), residual, scale, bias)
+
+    def mlp_add_layer_norm(
+        x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias=None
+    ):
+        y = mlp(x, up_weight, up_bias, down_weight, down_bias)
+        return add_layer_norm(y, residual, scale, bias)
+
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
         return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
@@ -209,10 +220,13 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
-    others = (global_norm, softmax, repeat_kv, matmul, linear, mlp, embed, rope)
+    others = (global_norm, softmax, repeat_kv, embed, rope)
+    products = (matmul, linear, mlp, linear_add_layer_norm, mlp_add_layer_norm)
     losses = (cross_entropy, linear_cross_entropy)
     reductions = (reduce_sum, reduce_max, dot, histogram)
-    return {fn.__name__: fn for fn in (*norms, *activations, *others, *losses, *reductions)}
+    return {
+        fn.__name__: fn for fn in (*norms, *activations, *others, *products, *losses, *reductions)
+    }
 
 
 def _labels(labels: Any, logits: Any) -> Any:

@@ -51,6 +51,7 @@
   HANDLER(matmul, Matmul)                                                       \
   HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
   HANDLER(matmul_scale, MatmulScale)                                            \
+  HANDLER(matmul_residual, MatmulResidual)                                      \
   HANDLER(embed_forward, EmbedForward)                                          \
   HANDLER(embed_backward, EmbedBackward)                                        \
   HANDLER(reduce_sum_forward, ReduceSumForward)                                 \

@@ -37,7 +37,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "flash_attention_packed",
         ),
         "softmax_forward_kernel5, softmax_autoregressive_backward_kernel": ("softmax",),
-        "residual_forward_kernel": ("add", "add_layer_norm"),
+        "residual_forward_kernel": ("add", "add_layer_norm", "linear_add_layer_norm"),
         "gelu_forward_kernel, gelu_backward_kernel": ("gelu", "bias_gelu"),
         "fused_classifier_kernel3": ("cross_entropy", "linear_cross_entropy"),
         "adamw_kernel2": ("adamw_update",),

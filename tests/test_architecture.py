@@ -44,8 +44,9 @@ def allowed(module):
     if module == "jaxllm.testing" or module == "jaxllm.ops.checks":
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
-        # What follows a product is an activation of the same backend.
-        return (f"jaxllm.ops.activation.{family[2]}", "jaxllm.ops.gemm.products", "jaxllm.ffi")
+        # What follows a product is an activation or a norm of the same backend.
+        after = [f"jaxllm.ops.{part}.{family[2]}" for part in ("activation", "norm")]
+        return (*after, "jaxllm.ops.gemm.products", "jaxllm.ffi")
     if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
         # A block is made of products and attention of the same backend.
         parts = ("attention", "gemm", "quantization")

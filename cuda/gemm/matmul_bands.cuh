@@ -2,7 +2,7 @@
 //
 // Each warp works by itself on its rows, a band after the other: it leaves the rounded result in a
 // slot of shared memory, and one lane has the copy engine store it. Where the product is multiplied
-// by an array, the same slots bring in the bands of that, three bands ahead.
+// by an array, or added to one, the same slots bring in the bands of that, three bands ahead.
 //
 // All this must take no longer than the product of the other multiplier's tile. It is a matter of
 // latency, with four warps at work on it: hence the batches of numbers that go through the
@@ -213,7 +213,7 @@ __device__ __forceinline__ void finish_gelu(
   }
 }
 
-// One lane's task: has a band of what was saved copied into a slot.
+// One lane's task: has a band of the other array copied into a slot.
 template <class Shape, typename T>
 __device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
                                            const TileOrigin& origin, int band) {
@@ -287,6 +287,31 @@ __device__ __forceinline__ void scale_band(const BandWarp<Shape, T>& warp, const
   }
 }
 
+// Stores a band that has been finished in the slot that it came in, and has the band that is
+// kBandsAhead of it, of this tile or of the warp's next, copied into the slot before, which comes
+// free.
+template <class Shape, typename T>
+__device__ __forceinline__ void store_and_load_ahead(BandWarp<Shape, T>& warp, int slot, int band,
+                                                     const TileOrigin& origin,
+                                                     const TileOrigin& next, bool has_next) {
+  fence_async_proxy();
+  __syncwarp();
+  if (warp.lane == 0) {
+    store_matrix_box(warp.out_map, warp.slot(slot), warp.column(origin, band),
+                     warp.row(origin, band));
+    commit_stores();
+    // The band before this one has left its slot.
+    wait_until_older_stores_have_read<1>();
+    const int free_slot = (slot + kBandsAhead) % kSlots, later = band + kBandsAhead;
+    if (later < Shape::kBands) {
+      load_saved(warp, free_slot, origin, later);
+    } else if (has_next) {
+      load_saved(warp, free_slot, next, later - Shape::kBands);
+    }
+  }
+  __syncwarp();
+}
+
 // Stores out = p saved and partial sums of its columns, where `sums` has the product p. Sees to it
 // that the bands that were saved of the warp's `next` tile come in too.
 template <class Shape, typename T>
@@ -301,24 +326,51 @@ __device__ __forceinline__ void finish_scaled(
     T* const out = warp.slot(slot);
     warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
     scale_band(warp, out, sums[block], slab, block == 0, column_sums);
-    fence_async_proxy();
-    __syncwarp();
-    if (warp.lane == 0) {
-      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
-      commit_stores();
-      // The band before this one has left its slot.
-      wait_until_older_stores_have_read<1>();
-      const int free_slot = (slot + kBandsAhead) % kSlots, later = band + kBandsAhead;
-      if (later < Shape::kBands) {
-        load_saved(warp, free_slot, origin, later);
-      } else if (has_next) {
-        load_saved(warp, free_slot, next, later - Shape::kBands);
-      }
-    }
-    __syncwarp();
+    store_and_load_ahead(warp, slot, band, origin, next, has_next);
     if (block == Shape::kBlocksOf64 - 1) {
       write_column_sums(warp, column_sums, origin, warp.column(origin, band));
     }
+  }
+  warp.bands_done += Shape::kBands;
+}
+
+// Puts p + bias + residual in the place of a band of the residual.
+template <class Shape, typename T>
+__device__ __forceinline__ void add_to_residual(const BandWarp<Shape, T>& warp, const T* band,
+                                                const float (&sums)[Shape::kColumns / 2],
+                                                int slab) {
+  const uint32_t row = warp.matrix_row(band);
+  uint32_t words[4], next[4];
+  load_matrices(next, row);
+#pragma unroll
+  for (int first = 0; first < 8; first += 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = next[i];
+    // Ahead of the stores, which the compiler must take for stores to the same place.
+    if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = first + i / 2, at = sum_index(slab, j, i % 2);
+      const float2 residual = unpack(words[i], T{}), bias = warp.bias(slab, j);
+      words[i] = pack<T>(sums[at] + bias.x + residual.x, sums[at + 1] + bias.y + residual.y);
+    }
+    store_matrices(row ^ 16 * first, words);
+  }
+}
+
+// Stores out = p + bias + residual, where `sums` has the product p. Sees to it that the bands of
+// the residual of the warp's `next` tile come in too.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_residual(
+    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin, const TileOrigin& next, bool has_next) {
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    const int position = warp.bands_done + band, slot = position % kSlots;
+    warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
+    add_to_residual(warp, warp.slot(slot), sums[block], slab);
+    store_and_load_ahead(warp, slot, band, origin, next, has_next);
   }
   warp.bands_done += Shape::kBands;
 }

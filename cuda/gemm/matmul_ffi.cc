@@ -92,6 +92,24 @@ ffi::Error MatmulScaleImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer 
       });
 }
 
+ffi::Error MatmulResidualImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias,
+                              Buffer residual, Result out) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, bias, *out);
+  if (sizes.has_error()) return sizes.error();
+  if (residual.element_count() != out->element_count()) {
+    return ffi::Error::InvalidArgument("residual has not the shape of out");
+  }
+  const auto [calls, rows, width, columns] = *sizes;
+  return for_each_call(
+      x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+        using T = typename decltype(type)::type;
+        return MatmulHopper<T>::residual(
+            stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
+            data<T>(bias) + i * columns, data<T>(residual) + i * rows * columns,
+            data<T>(out) + i * rows * columns, rows, width, columns);
+      });
+}
+
 // jax.vmap gives every buffer the same new leading axes. No bias, and no h, have no elements.
 ffi::Error MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer bias, Result out, Result h,
                       bool transpose_a, bool transpose_b, bool gelu, bool tf32) {
@@ -177,6 +195,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulScale, MatmulScaleImpl,
                                   .Ret<Buffer>()   // out
                                   .Ret<Buffer>()   // sums
                                   .Ret<Buffer>(),  // partial
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulResidual, MatmulResidualImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()   // x
+                                  .Arg<Buffer>()   // weight
+                                  .Arg<Buffer>()   // bias
+                                  .Arg<Buffer>()   // residual
+                                  .Ret<Buffer>(),  // out
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxllm

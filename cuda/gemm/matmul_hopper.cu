@@ -11,6 +11,7 @@ using ScaleTile = TileShape<192, 4, 1, 2>;
 // For any product; and for those that so wide tiles would leave multiprocessors idle with.
 using PlainTile = TileShape<192, 4, 2, 1>;
 using NarrowTile = TileShape<128, 5, 2, 1>;
+using ResidualTile = PlainTile;
 constexpr int kRowTilesAtATime = 16;  // of clusters
 constexpr int kPlainRowTilesAtATime = 8;
 
@@ -87,6 +88,16 @@ cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* wei
   }
   const int64_t row_tiles = divide_up(rows, ScaleTile::kRows);
   return column_sum(stream, partial, {sums}, 1, row_tiles, row_tiles, columns);
+}
+
+template <typename T>
+cudaError_t MatmulHopper<T>::residual(cudaStream_t stream, const T* x, const T* weight,
+                                      const T* bias, const T* residual, T* out, int64_t rows,
+                                      int64_t width, int64_t columns) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  const HopperMatmul<T> call{rows, columns, width, x, weight, out, residual, bias, nullptr};
+  return launch_matmul<ResidualTile, Epilogue::kResidual, false, true>(stream, call,
+                                                                       kPlainRowTilesAtATime);
 }
 
 template struct MatmulHopper<__nv_bfloat16>;

@@ -31,7 +31,12 @@ enum class Epilogue {
   kGelu,       // out = gelu(p + bias), saved = p
   kGeluSlope,  // out = gelu(p + bias), saved = gelu'(p + bias)
   kScale,      // out = p saved, and partial sums of its columns
+  kResidual,   // out = p + bias + saved
 };
+
+// Whether the end of a tile reads what was saved: the residual stream, or a slope.
+template <Epilogue kEpilogue>
+constexpr bool kReadsSaved = kEpilogue == Epilogue::kScale || kEpilogue == Epilogue::kResidual;
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
 // depth), out and saved of (rows, columns), bias of (columns).
@@ -81,7 +86,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     tile += clusters;
     skip_tile();
   }
-  if (kEpilogue == Epilogue::kScale && tile < arguments.tiles) {
+  if (kReadsSaved<kEpilogue> && tile < arguments.tiles) {
     load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
   }
   while (tile < arguments.tiles) {
@@ -142,6 +147,8 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_wide(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kScale) {
       finish_scaled(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kResidual) {
+      finish_residual(warp, sums, origin, next, tile < arguments.tiles);
     } else {
       finish_gelu<kEpilogue == Epilogue::kGeluSlope>(warp, sums, origin);
     }

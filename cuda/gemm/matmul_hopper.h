@@ -30,6 +30,12 @@ struct MatmulHopper {
   static cudaError_t scale(cudaStream_t stream, const T* x, const T* weight, const T* factors,
                            T* out, T* sums, float* partial, int64_t rows, int64_t width,
                            int64_t columns);
+
+  // out = x weight + bias + residual, rounded once: x (rows, width), weight (width, columns),
+  // residual (rows, columns).
+  static cudaError_t residual(cudaStream_t stream, const T* x, const T* weight, const T* bias,
+                              const T* residual, T* out, int64_t rows, int64_t width,
+                              int64_t columns);
 };
 
 }  // namespace jaxllm

@@ -20,7 +20,14 @@ from jaxllm.ops.attention.api import (
 )
 from jaxllm.ops.decoding.api import decode_block
 from jaxllm.ops.embedding.api import embed
-from jaxllm.ops.gemm.api import linear, matmul, matvec, mlp
+from jaxllm.ops.gemm.api import (
+    linear,
+    linear_add_layer_norm,
+    matmul,
+    matvec,
+    mlp,
+    mlp_add_layer_norm,
+)
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
@@ -56,10 +63,12 @@ __all__ = [
     "histogram",
     "layer_norm",
     "linear",
+    "linear_add_layer_norm",
     "linear_cross_entropy",
     "matmul",
     "matvec",
     "mlp",
+    "mlp_add_layer_norm",
     "nms",
     "quantize",
     "quantized_matmul",

@@ -271,7 +271,15 @@ KERNEL_CASES = [
     if op_of(case).cuda
     and op_of(case).pallas
     # XLA's products, and kernels that bear other names: see test_gemm.py and test_quantization.py.
-    and case.op not in ("linear", "mlp", "matmul", "quantized_matmul")
+    and case.op
+    not in (
+        "linear",
+        "linear_add_layer_norm",
+        "mlp",
+        "mlp_add_layer_norm",
+        "matmul",
+        "quantized_matmul",
+    )
 ]
 
 

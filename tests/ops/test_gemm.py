@@ -9,7 +9,15 @@ import pytest
 
 import jaxllm
 from jaxllm import ffi
-from jaxllm.ops import gelu, linear, matmul, mlp
+from jaxllm.ops import (
+    add_layer_norm,
+    gelu,
+    linear,
+    linear_add_layer_norm,
+    matmul,
+    mlp,
+    mlp_add_layer_norm,
+)
 from jaxllm.ops.gemm import cuda, reference
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
 
@@ -319,6 +327,240 @@ def test_a_mapped_mlp_launches_a_fused_product_for_each_call(monkeypatch):
     for i, arrays in enumerate((first, second)):
         one = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
         assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), one, "bfloat16")
+
+
+def added_arrays(dtype="float32", rows=3, out=5, **sizes):
+    """Those of ``mlp_add_layer_norm``, the two last ones the biases of the norm and the MLP."""
+    *layers, down_bias = mlp_arrays(dtype, rows=rows, out=out, **sizes)
+    residual, scale, bias = jax.random.normal(jax.random.key(1), (3, rows, out)).astype(dtype)
+    return [*layers, residual, 1 + scale[0], bias[0], down_bias]
+
+
+def last_layer_of(x, up_weight, up_bias, down_weight, residual, *of_norm):
+    """Likewise of ``linear_add_layer_norm``: the last layer's input is taken from its weight."""
+    del x, up_weight, up_bias
+    rows, depth = residual.shape[0], down_weight.shape[0]
+    x = jax.random.normal(jax.random.key(2), (rows, depth)).astype(residual.dtype)
+    return [x, down_weight, residual, *of_norm]
+
+
+def two_ops_of_mlp(*arrays, **options):
+    *layers, residual, scale, bias, down_bias = arrays
+    out = mlp(*layers, **options)
+    return add_layer_norm(out, residual, scale, bias, down_bias, **options)
+
+
+def two_ops_of_linear(x, weight, residual, scale, bias, x_bias, **options):
+    out = linear(x, weight, **options)
+    return add_layer_norm(out, residual, scale, bias, x_bias, **options)
+
+
+def same(*arrays):
+    return list(arrays)
+
+
+ADDED = pytest.mark.parametrize(
+    ("op", "two_ops", "arrays_of"),
+    [
+        (linear_add_layer_norm, two_ops_of_linear, last_layer_of),
+        (mlp_add_layer_norm, two_ops_of_mlp, same),
+    ],
+    ids=["linear", "mlp"],
+)
+
+
+@ADDED
+def test_a_layer_that_is_added_and_normalized_is_two_ops(op, two_ops, arrays_of):
+    arrays = arrays_of(*added_arrays())
+    expected = with_gradients(two_ops, arrays)
+    assert_close(with_gradients(op, arrays), expected, "float32")
+    # Where nobody asks for gradients, the statistics of the rows are not written.
+    assert_close(jax.jit(op)(*arrays), expected[0], "float32")
+
+
+@ADDED
+def test_a_layer_that_is_added_needs_no_bias(op, two_ops, arrays_of):
+    *arrays, bias, layer_bias = arrays_of(*added_arrays())
+    zeros = (jnp.zeros_like(bias), jnp.zeros_like(layer_bias))
+    out, gradients = with_gradients(op, arrays)
+    expected, expected_gradients = with_gradients(two_ops, [*arrays, *zeros])
+    assert_close((out, gradients), (expected, expected_gradients[:-2]), "float32")
+
+
+@ADDED
+def test_a_layer_that_is_added_keeps_what_two_ops_keep(op, two_ops, arrays_of):
+    arrays = arrays_of(*added_arrays(rows=64))
+
+    def kept(fn):
+        leaves = jax.tree.leaves(jax.vjp(fn, *arrays)[1])
+        return sum(leaf.size for leaf in leaves)
+
+    assert kept(op) <= kept(two_ops)
+
+
+@ADDED
+def test_a_policy_that_keeps_products_makes_none_of_them_twice(op, two_ops, arrays_of):
+    arrays = arrays_of(*added_arrays())
+    policy = jax.checkpoint_policies.save_only_these_names("linear")
+
+    def products_of(fn):
+        # The square asks for the normalized rows in the backward pass.
+        saving = jax.checkpoint(lambda *arrays: (fn(*arrays)[0] ** 2).sum(), policy=policy)
+        argnums = tuple(range(len(arrays)))
+        return str(jax.make_jaxpr(jax.grad(saving, argnums))(*arrays)).count("dot_general")
+
+    assert products_of(op) == products_of(two_ops)
+
+
+def test_arguments_that_do_not_fit_a_layer_that_is_added_are_refused():
+    arrays = added_arrays()
+    x, weight, residual, scale, bias, x_bias = last_layer_of(*arrays)
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 6\); it must be \(6, D_out\)"):
+        linear_add_layer_norm(x, weight.T, residual, scale)
+    with pytest.raises(ValueError, match=r"residual has shape \(2, 5\); it must be \(3, 5\)"):
+        linear_add_layer_norm(x, weight, residual[:2], scale)
+    with pytest.raises(TypeError, match="residual has dtype float16; it must have the dtype of x"):
+        linear_add_layer_norm(x, weight, residual.astype(jnp.float16), scale)
+    with pytest.raises(ValueError, match=r"scale has shape \(4,\); it must be \(5,\)"):
+        linear_add_layer_norm(x, weight, residual, scale[:4])
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\); it must be \(5,\)"):
+        linear_add_layer_norm(x, weight, residual, scale, bias[:4])
+    with pytest.raises(TypeError, match="x_bias has dtype float16; it must have the dtype of sca"):
+        linear_add_layer_norm(x, weight, residual, scale, bias, x_bias.astype(jnp.float16))
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        linear_add_layer_norm(jnp.float32(1), weight, residual, scale)
+    x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias = arrays
+    with pytest.raises(ValueError, match=r"up_bias has shape \(5,\); it must be \(6,\)"):
+        mlp_add_layer_norm(x, up_weight, down_bias, down_weight, residual, scale)
+    with pytest.raises(ValueError, match=r"down_bias has shape \(4,\); it must be \(5,\)"):
+        mlp_add_layer_norm(*arrays[:-1], down_bias=down_bias[:4])
+    with pytest.raises(ValueError, match="activation is None; it must be 'gelu'"):
+        mlp_add_layer_norm(*arrays, activation=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        mlp_add_layer_norm(jnp.float32(1), up_weight, up_bias, down_weight, residual, scale)
+
+
+def added_program(op, arrays_of, dtype="bfloat16", norm_dtype=None, sizes=LARGE):
+    def arrays():
+        *some, scale, bias, layer_bias = arrays_of(*added_arrays(dtype, **sizes))
+        return *some, *(x.astype(norm_dtype or dtype) for x in (scale, bias, layer_bias))
+
+    return lower_for_cuda(
+        lambda *a: with_gradients(lambda *b: op(*b, backend="cuda"), a), *jax.eval_shape(arrays)
+    )
+
+
+def test_hopper_adds_a_residual_with_the_product(on_hopper):
+    program = added_program(linear_add_layer_norm, last_layer_of)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["add_layer_norm_backward", "layer_norm_forward", "matmul_residual"]
+    assert len(re.findall("dot_general", program)) == 2
+    program = added_program(mlp_add_layer_norm, same)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == [
+        "add_layer_norm_backward",
+        "layer_norm_forward",
+        "matmul_bias_gelu",
+        "matmul_residual",
+        "matmul_scale",
+    ]
+    assert len(re.findall("dot_general", program)) == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm_dtype", "changed"),
+    [
+        ("float32", None, {}),
+        ("bfloat16", "float32", {}),
+        ("bfloat16", None, {"out": 60}),
+        ("float16", None, {"rows": 131 * 128}),
+    ],
+)
+def test_other_residuals_are_added_by_the_norm(on_hopper, dtype, norm_dtype, changed):
+    sizes = LARGE | changed
+    program = added_program(linear_add_layer_norm, last_layer_of, dtype, norm_dtype, sizes)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["add_layer_norm_backward", "add_layer_norm_forward"]
+    assert len(re.findall("dot_general", program)) == 3
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+@ADDED
+def test_other_backends_add_a_residual_in_their_norm(backend, op, two_ops, arrays_of):
+    del two_ops
+    arrays = jax.eval_shape(lambda: arrays_of(*added_arrays("bfloat16")))
+    program = lower_for_cuda(
+        lambda *a: with_gradients(lambda *b: op(*b, backend=backend), a), *arrays
+    )
+    assert "@jaxllm_" not in program
+    assert ("triton" in program) == (backend == "pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "out"),
+    [
+        (1, 8, 8),
+        (127, 64, 264),
+        (129, 72, 256),
+        (300, 520, 248),
+        (2500, 1032, 1544),
+        # Several tiles to each multiplier of a multiprocessor, one after another.
+        (40000, 72, 200),
+        (17000, 3072, 776),
+    ],
+)
+@ADDED
+def test_a_residual_is_added_to_any_rows_and_widths(
+    monkeypatch, dtype, rows, hidden, out, op, two_ops, arrays_of
+):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    arrays = arrays_of(*added_arrays(dtype, rows=rows, width=64, hidden=hidden, out=out))
+    if reason := cuda.fused_unsupported(arrays[0], 64):
+        assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
+        return
+
+    def run(fn, backend, arrays):
+        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
+
+    fused = run(op, "cuda", arrays)
+    again = run(op, "cuda", arrays)
+    expected = run(two_ops, "xla", [x.astype("float32") for x in arrays])
+    assert_close(fused, expected, dtype, run(two_ops, "xla", arrays))
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_residual_is_added_before_the_one_rounding(with_bias):
+    if ffi.no_hopper_reason():
+        return  # nothing to test on this GPU
+    rows, width, columns = 400, 64, 328
+    x = jnp.ones((rows, width), "bfloat16")
+    weight = jnp.full((width, columns), 1 / width, "bfloat16")
+    # In bfloat16 1 + 256 is 256: of a sum that is rounded twice the 1 is missing.
+    bias = jnp.full(columns, 256, "bfloat16") if with_bias else None
+    place = jnp.arange(rows * columns).reshape(rows, columns) % 251
+    residual = (place - (256 if with_bias else 0)).astype("bfloat16")
+    total = cuda._matmul_residual(x, weight, bias, residual)
+    np.testing.assert_array_equal(total.astype("float32"), 1 + place)
+
+
+@pytest.mark.gpu
+def test_a_mapped_layer_is_added_to_each_residual(monkeypatch):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    first = last_layer_of(*added_arrays("bfloat16", rows=130, width=8, hidden=64, out=264))
+    second = [2 * x for x in first]
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+
+    def run(*arrays):
+        return with_gradients(lambda *a: linear_add_layer_norm(*a, backend="cuda"), arrays)
+
+    mapped = jax.vmap(run)(*stacked)
+    for i, arrays in enumerate((first, second)):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), run(*arrays), "bfloat16")
 
 
 TURNS = [(False, False), (False, True), (True, False), (True, True)]

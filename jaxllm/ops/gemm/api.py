@@ -1,4 +1,4 @@
-"""Matrix products with what belongs to them in a network: bias and activation."""
+"""Matrix products with what belongs to them in a network: bias, activation, residual and norm."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
 MLP = Op("mlp", reference=reference, pallas=pallas, cuda=cuda)
+LINEAR_ADD_LAYER_NORM = Op("linear_add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
+MLP_ADD_LAYER_NORM = Op("mlp_add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
 MATMUL = Op("matmul", reference=reference, pallas=pallas, cuda=cuda)
 MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
 
@@ -210,6 +212,120 @@ def mlp(
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, resolve(backend))
 
 
+def linear_add_layer_norm(
+    x: Float[Array, "*rows D_in"],
+    weight: Float[Array, "D_in D_out"],
+    residual: Float[Array, "*rows D_out"],
+    scale: Float[Array, " D_out"],
+    bias: Float[Array, " D_out"] | None = None,
+    x_bias: Float[Array, " D_out"] | None = None,
+    *,
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*rows D_out"], Float[Array, "*rows D_out"]]:
+    r"""A linear layer whose result is added to the residual stream, and the norm of the sum.
+
+    .. math::
+        h = x W + x\_bias + residual \qquad out = \mathrm{layer\_norm}(h)
+
+    As ``add_layer_norm(linear(x, weight), residual, scale, bias, x_bias)``, whose backends it has.
+    As one op it can add bias and residual in the kernel of the product, before the one rounding, as
+    it does under ``"cuda"`` for a large product in 16 bits on a Hopper GPU; the norm then need not
+    read the residual, nor write the sum. The backward pass keeps what that of the two ops does.
+
+    Args:
+        x: The rows; float32, bfloat16 or float16 for the kernels.
+        weight: The matrix, ``(in, out)``, in the dtype of ``x``.
+        residual: The stream, as wide as ``weight``, in the dtype of ``x``.
+        scale: The norm's factor of each column, in the dtype of ``x`` or float32.
+        bias: The norm's offset of each column, in the dtype of ``scale``; None for no offset.
+        x_bias: The layer's offset of each column, in the dtype of ``scale``; None for no offset.
+        eps: Added to the variance.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``(out, h)`` in the dtype of ``x``: the normalized rows, and the new stream.
+
+    Raises:
+        TypeError: An argument is not floating-point, ``weight`` or ``residual`` differs from ``x``
+            in dtype, or ``bias`` or ``x_bias`` from ``scale``.
+        ValueError: ``weight`` is not a matrix with as many rows as ``x`` has columns, another
+            argument does not fit the product in shape, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward`` and ``fused_residual_forward5``.
+    """
+    check_floating(x=x)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to multiply along")
+    _check_layer("weight", weight, "x_bias", None, x)
+    bias = _check_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
+    arrays = (x, weight, residual, x_bias, scale, bias)
+    return _linear_add_layer_norm(*arrays, eps, resolve(backend))
+
+
+def mlp_add_layer_norm(
+    x: Float[Array, "*rows D"],
+    up_weight: Float[Array, "D F"],
+    up_bias: Float[Array, " F"],
+    down_weight: Float[Array, "F D_out"],
+    residual: Float[Array, "*rows D_out"],
+    scale: Float[Array, " D_out"],
+    bias: Float[Array, " D_out"] | None = None,
+    down_bias: Float[Array, " D_out"] | None = None,
+    *,
+    activation: Literal["gelu"] = "gelu",
+    eps: float = 1e-5,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*rows D_out"], Float[Array, "*rows D_out"]]:
+    r"""A multilayer perceptron whose result is added to the residual stream, and the sum's norm.
+
+    .. math::
+        h = f(x W_{up} + b_{up})\, W_{down} + b_{down} + residual
+        \qquad out = \mathrm{layer\_norm}(h)
+
+    To :func:`mlp` what :func:`linear_add_layer_norm` is to :func:`linear`: as
+    ``add_layer_norm(mlp(x, up_weight, up_bias, down_weight), residual, scale, bias, down_bias)``,
+    with all that ``mlp`` fuses, and bias and residual added in the kernel of the last product.
+
+    Args:
+        x: As in :func:`mlp`.
+        up_weight: As in :func:`mlp`.
+        up_bias: As in :func:`mlp`.
+        down_weight: As in :func:`mlp`.
+        residual: The stream, as wide as ``down_weight``, in the dtype of ``x``.
+        scale: As in :func:`linear_add_layer_norm`.
+        bias: As in :func:`linear_add_layer_norm`.
+        down_bias: One offset a column of the MLP's result, in the dtype of ``scale``; None for no
+            offset.
+        activation: As in :func:`mlp`.
+        eps: Added to the variance.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        ``(out, h)`` in the dtype of ``x``: the normalized rows, and the new stream.
+
+    Raises:
+        TypeError: As in :func:`mlp` and :func:`linear_add_layer_norm`.
+        ValueError: As in :func:`mlp` and :func:`linear_add_layer_norm`.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward_cublaslt`` and ``fused_residual_forward5``.
+    """
+    check_floating(x=x)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to multiply along")
+    _check_layer("up_weight", up_weight, "up_bias", up_bias, x)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
+    _check_layer("down_weight", down_weight, "down_bias", None, hidden, "the hidden layer")
+    bias = _check_norm(
+        "down_weight", down_weight, x, residual, scale, bias=bias, down_bias=down_bias
+    )
+    _check_option("activation", activation, "gelu")
+    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
+    return _mlp_add_layer_norm(*arrays, activation, eps, resolve(backend))
+
+
 def matvec(
     w: Float[Array, "M K"], x: Float[Array, "*R K"], *, backend: Backend | None = None
 ) -> Float[Array, "*R M"]:
@@ -269,6 +385,26 @@ def _check_layer(weight_name, weight, bias_name, bias, x, x_name="x") -> None:
         columns = f"the columns of {weight_name} {weight.shape}"
         check_shape(bias_name, bias, weight.shape[1:], columns)
         check_same_dtype(bias_name, bias, "x", x)
+
+
+def _check_norm(weight_name, weight, x, residual, scale, **biases) -> Array:
+    """Checks what is added to a product with ``weight``, and the weights of the norm after it.
+
+    Returns the norm's bias, zeros where there is none.
+    """
+    columns = f"the columns of {weight_name} {weight.shape}"
+    check_floating(residual=residual, scale=scale)
+    check_shape(
+        "residual", residual, (*x.shape[:-1], weight.shape[1]), f"as x {x.shape} and {columns} say"
+    )
+    check_same_dtype("residual", residual, "x", x)
+    check_shape("scale", scale, weight.shape[1:], columns)
+    for name, bias in biases.items():
+        if bias is not None:
+            check_floating(**{name: bias})
+            check_shape(name, bias, weight.shape[1:], columns)
+            check_same_dtype(name, bias, "scale", scale)
+    return jnp.zeros_like(scale) if biases["bias"] is None else biases["bias"]
 
 
 def _check_option(name: str, value: object, *known: object) -> None:
@@ -331,3 +467,53 @@ def _mlp_backward(activation, backend, residuals, dout):
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _linear_add_layer_norm(x, weight, residual, x_bias, scale, bias, eps, backend):
+    arrays = (x, weight, residual, x_bias, scale, bias)
+    options = {"eps": eps, "statistics": False}
+    return dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, **options)[:2]
+
+
+def _linear_add_layer_norm_forward(x, weight, residual, x_bias, scale, bias, eps, backend):
+    arrays = (x, weight, residual, x_bias, scale, bias)
+    outputs = dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps)
+    # The same name again: a policy that keeps products makes none of it twice.
+    out, total, mean, rstd = checkpoint_name(outputs, "linear")
+    return (out, total), (x, weight, total, x_bias, scale, mean, rstd)
+
+
+def _linear_add_layer_norm_backward(eps, backend, residuals, cotangents):
+    return dispatch(LINEAR_ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
+
+
+_linear_add_layer_norm.defvjp(_linear_add_layer_norm_forward, _linear_add_layer_norm_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+def _mlp_add_layer_norm(
+    x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias, activation, eps, backend
+):
+    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
+    options = {"activation": activation, "eps": eps, "statistics": False}
+    return dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)[:2]
+
+
+def _mlp_add_layer_norm_forward(
+    x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias, activation, eps, backend
+):
+    layers = (x, up_weight, up_bias, down_weight)
+    arrays = (*layers, residual, down_bias, scale, bias)
+    options = {"activation": activation, "eps": eps}
+    outputs = dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)
+    out, total, mean, rstd, *kept = checkpoint_name(outputs, "linear")
+    return (out, total), (*layers, *kept, total, down_bias, scale, mean, rstd)
+
+
+def _mlp_add_layer_norm_backward(activation, eps, backend, residuals, cotangents):
+    arrays = (*residuals, *cotangents)
+    return dispatch(MLP_ADD_LAYER_NORM, "backward", backend, *arrays, activation=activation)
+
+
+_mlp_add_layer_norm.defvjp(_mlp_add_layer_norm_forward, _mlp_add_layer_norm_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from jaxllm.testing import Case, Normal
@@ -97,6 +98,63 @@ def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: boo
     )
 
 
+def _norm(width: int, *, after: str | None, weights: str | None = None) -> dict[str, Normal]:
+    """The inputs that are added to a product, and those of the norm after it."""
+    weight = Normal((width,), mean=1.0, dtype=weights)
+    inputs = {"scale": weight, "bias": weight}
+    return inputs | ({after: weight} if after else {})
+
+
+def _linear_add_layer_norm(
+    name: str,
+    *shape: int,
+    out: int,
+    bias: bool = True,
+    weights: str | None = None,
+    large: bool = False,
+) -> Case:
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    inputs = {
+        "x": Normal(shape),
+        "weight": Normal((width, out), std=max(width, 1) ** -0.5),
+        "residual": Normal((*shape[:-1], out)),
+    }
+    x, weight, y = rows * width, width * out, rows * out
+    # Forward: x, weight and residual in, the sum and its norm out. Backward: x, weight, the sum and
+    # the gradients of both outputs in, those of x, weight and residual out.
+    return Case(
+        "linear_add_layer_norm",
+        name,
+        inputs | _norm(out, after="x_bias" if bias else None, weights=weights),
+        forward_elements=x + weight + 3 * y,
+        backward_elements=2 * (x + weight) + 4 * y,
+        forward_flops=2 * rows * width * out,
+        backward_flops=4 * rows * width * out,
+        saves_more=True,
+        large=large,
+    )
+
+
+def _mlp_add_layer_norm(
+    name: str, *shape: int, hidden: int, bias: bool = True, large: bool = False
+) -> Case:
+    mlp = _mlp(name, *shape, hidden=hidden, large=large)
+    inputs = {name: value for name, value in mlp.inputs.items() if name != "down_bias"}
+    y = math.prod(shape)
+    # Beside what mlp moves: the residual in and the sum out; the sum and its gradient in, that of
+    # the residual out.
+    return dataclasses.replace(
+        mlp,
+        op="mlp_add_layer_norm",
+        inputs=inputs
+        | {"residual": Normal(shape)}
+        | _norm(shape[-1], after="down_bias" if bias else None),
+        forward_elements=mlp.forward_elements + 2 * y,
+        backward_elements=mlp.backward_elements + 3 * y,
+        saves_more=True,
+    )
+
+
 def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
     return Case(
         "matvec",
@@ -152,6 +210,25 @@ CASES = (
     _mlp("one_row", 33, hidden=17),
     _mlp("hidden_one", 6, 9, hidden=1),
     _mlp("no_rows", 0, 16, hidden=8),
+    _linear_add_layer_norm("gpt2_124m_out", 32768, 768, out=768, large=True),
+    _linear_add_layer_norm("gpt2_124m_down", 32768, 3072, out=768, large=True),
+    _linear_add_layer_norm("odd_large", 5003, 1003, out=777, large=True),
+    _linear_add_layer_norm("aligned_large", 5003, 1000, out=1000, large=True),
+    _linear_add_layer_norm("no_bias_large", 5003, 200, out=1000, bias=False, large=True),
+    _linear_add_layer_norm("small_tile", 2, 64, 64, out=128),
+    _linear_add_layer_norm("odd", 3, 5, 37, out=19),
+    _linear_add_layer_norm("no_bias", 7, 24, out=40, bias=False),
+    _linear_add_layer_norm("float32_weights", 7, 24, out=40, weights="float32"),
+    _linear_add_layer_norm("one_row", 33, out=17),
+    _linear_add_layer_norm("no_rows", 0, 16, out=8),
+    _mlp_add_layer_norm("gpt2_124m", 32768, 768, hidden=3072, large=True),
+    _mlp_add_layer_norm("odd_large", 5003, 777, hidden=1003, large=True),
+    _mlp_add_layer_norm("aligned_large", 5003, 1000, hidden=1992, large=True),
+    _mlp_add_layer_norm("small_tile", 2, 64, 64, hidden=128),
+    _mlp_add_layer_norm("odd", 3, 5, 37, hidden=19),
+    _mlp_add_layer_norm("no_bias", 7, 24, hidden=40, bias=False),
+    _mlp_add_layer_norm("one_row", 33, hidden=17),
+    _mlp_add_layer_norm("no_rows", 0, 16, hidden=8),
     _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
     _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
     _matvec("llama3_1b_head", 1, 2048, 128256, large=True),

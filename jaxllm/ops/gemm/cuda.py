@@ -1,12 +1,13 @@
-"""``linear`` and ``mlp`` with CUDA kernels, and the FFI calls of ``matmul`` and ``matvec``.
+"""Layers with CUDA kernels, and the FFI calls of ``matmul`` and ``matvec``.
 
-The products of the first two stay with XLA, but for two of ``mlp`` on a Hopper GPU: the one that
-GELU follows and the one whose result GELU's slope is applied to, with which those then happen in
-one kernel, in ``cuda/gemm``. That saves a pass over an array of the hidden width in either
-direction. The first computes the slope too, beside GELU, with which it has most of its operations
-in common, and keeps it for the second to multiply by. In bfloat16 GELU is made with the hardware's
-tanh: its factor of x is right to 2^-12, which is less than the rounding after it where that factor
-is above 1/8 (x above about -1.1).
+The products of layers stay with XLA, but for three on a Hopper GPU, which do what belongs to them
+in the same kernel, in ``cuda/gemm``. Two are of ``mlp``: the one that GELU follows and the one
+whose result GELU's slope is applied to. That saves a pass over an array of the hidden width in
+either direction. The first computes the slope too, beside GELU, with which it has most of its
+operations in common, and keeps it for the second to multiply by. In bfloat16 GELU is made with the
+hardware's tanh: its factor of x is right to 2^-12, which is less than the rounding after it where
+that factor is above 1/8 (x above about -1.1). The third adds a bias and a residual to the product
+that a norm follows. The norm then reads one array instead of two, and writes one instead of two.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import jax.numpy as jnp
 from jaxllm import ffi
 from jaxllm.ops.activation import cuda as activations
 from jaxllm.ops.gemm import products
+from jaxllm.ops.norm import cuda as norms
 
 linear_unsupported = activations.gelu_unsupported
 mlp_unsupported = activations.gelu_unsupported
+# The norms take what the activations take, and ask more of the weights.
+linear_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
+mlp_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
 
 _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
 # With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
@@ -43,16 +48,19 @@ def linear_backward(x, weight, bias, h, dout, *, activation):
 
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
+    hidden, h, slope = _hidden_layer(x, up_weight, up_bias, down_weight, activation)
+    out, _ = products.forward(activations, hidden, down_weight, down_bias, None)
+    return out, h, slope, hidden
+
+
+def _hidden_layer(x, up_weight, up_bias, down_weight, activation):
+    """Returns ``(hidden, h, slope)``; the slope is there, and h None, where the backward fuses."""
     dout = jax.ShapeDtypeStruct((*x.shape[:-1], down_weight.shape[1]), x.dtype)
     columns = up_weight.shape[1]
     if fused_unsupported(x, columns) or fused_unsupported(dout, columns):
-        hidden, h = linear_forward(x, up_weight, up_bias, activation=activation)
-        slope = None
-    else:
-        hidden, slope = _matmul_bias_gelu(x, up_weight, up_bias, slope=True)
-        h = None
-    out, _ = products.forward(activations, hidden, down_weight, down_bias, None)
-    return out, h, slope, hidden
+        return *linear_forward(x, up_weight, up_bias, activation=activation), None
+    hidden, slope = _matmul_bias_gelu(x, up_weight, up_bias, slope=True)
+    return hidden, None, slope
 
 
 def mlp_backward(
@@ -70,6 +78,40 @@ def mlp_backward(
         products.weight_gradient(hidden, dout),
         None if down_bias is None else activations.bias_add_backward(dout),
     )
+
+
+def linear_add_layer_norm_forward(
+    x, weight, residual, x_bias, scale, bias, *, eps, statistics=True
+):
+    """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
+    options = {"eps": eps, "statistics": statistics}
+    # A bias that is wider than the product is added by the norm's kernel.
+    wider_bias = x_bias is not None and x_bias.dtype != x.dtype
+    if wider_bias or fused_unsupported(x, weight.shape[1]):
+        arrays = (x, weight, residual, x_bias, scale, bias)
+        return products.linear_add_layer_norm_forward(norms, *arrays, **options)
+    total = _matmul_residual(x, weight, x_bias, residual)
+    out, *kept = norms.layer_norm_forward(total, scale, bias, **options)
+    return out, total, *kept
+
+
+def linear_add_layer_norm_backward(*arrays):
+    """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
+    return products.linear_add_layer_norm_backward(norms, arrays)
+
+
+def mlp_add_layer_norm_forward(
+    x, up_weight, up_bias, down_weight, *of_sum, activation, eps, statistics=True
+):
+    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
+    hidden, *kept = _hidden_layer(x, up_weight, up_bias, down_weight, activation)
+    options = {"eps": eps, "statistics": statistics}
+    return *linear_add_layer_norm_forward(hidden, down_weight, *of_sum, **options), *kept, hidden
+
+
+def mlp_add_layer_norm_backward(*arrays, activation):
+    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
+    return products.mlp_add_layer_norm_backward(norms, mlp_backward, arrays, activation)
 
 
 def fused_unsupported(x, columns: int) -> str | None:
@@ -107,6 +149,14 @@ def _matmul_scale(x, weight, factors):
         jax.ShapeDtypeStruct((row_tiles, columns), jnp.float32),
     )
     return tuple(ffi.call("matmul_scale", results, x, weight, factors)[:2])
+
+
+def _matmul_residual(x, weight, bias, residual):
+    """Returns ``x @ weight + bias + residual``, rounded once."""
+    if bias is None:
+        bias = jnp.zeros(weight.shape[1:], x.dtype)
+    total = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    return ffi.call("matmul_residual", [total], x, weight, bias, residual)[0]
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:

@@ -1,4 +1,4 @@
-"""``linear`` and ``mlp`` with Pallas activations, products by XLA; ``matmul`` and ``matvec``."""
+"""Layers with Pallas activations and norms, products by XLA; ``matmul`` and ``matvec``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.ops.activation import pallas as activations
 from jaxllm.ops.gemm import products
+from jaxllm.ops.norm import pallas as norms
 
 
 def linear_unsupported(x, weight, *_, **__) -> str | None:
@@ -42,6 +43,42 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, in
 def mlp_backward(*arrays, activation, interpret=False):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     return products.mlp_backward(activations, arrays, activation, interpret=interpret)
+
+
+def linear_add_layer_norm_unsupported(x, weight, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    y = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
+    return norms.add_layer_norm_unsupported(y)
+
+
+def linear_add_layer_norm_forward(*arrays, eps, statistics=True, interpret=False):
+    """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
+    options = {"eps": eps, "statistics": statistics, "interpret": interpret}
+    return products.linear_add_layer_norm_forward(norms, *arrays, **options)
+
+
+def linear_add_layer_norm_backward(*arrays, interpret=False):
+    """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
+    return products.linear_add_layer_norm_backward(norms, arrays, interpret=interpret)
+
+
+def mlp_add_layer_norm_unsupported(x, up_weight, up_bias, down_weight, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    why = linear_add_layer_norm_unsupported(x, down_weight)
+    return mlp_unsupported(x, up_weight) if why is None else why
+
+
+def mlp_add_layer_norm_forward(*arrays, activation, eps, statistics=True, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
+    options = {"activation": activation, "eps": eps, "statistics": statistics}
+    modules = (activations, norms)
+    return products.mlp_add_layer_norm_forward(*modules, *arrays, **options, interpret=interpret)
+
+
+def mlp_add_layer_norm_backward(*arrays, activation, interpret=False):
+    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
+    arguments = (norms, mlp_backward, arrays, activation)
+    return products.mlp_add_layer_norm_backward(*arguments, interpret=interpret)
 
 
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers

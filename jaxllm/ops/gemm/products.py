@@ -1,4 +1,4 @@
-r"""``linear`` and ``mlp`` around the kernels of one backend: products by XLA, the rest by kernels.
+r"""Layers around the kernels of one backend: products by XLA, the rest by kernels.
 
 With :math:`h = x W`, :math:`out = f(h + b)` and :math:`dh = dout \cdot f'(h + b)` (:math:`f' = 1`
 without an activation)
@@ -8,6 +8,10 @@ without an activation)
 
 The functions take the module that holds a backend's activations, and its options. One kernel gives
 ``dh`` and ``db`` together. ``mlp`` is two such layers, the first with the activation.
+
+Where a residual is added to a layer's product and the sum is normalized, the norm's kernels do all
+but the products: the gradient of the sum is that of the product, of the residual, and, added up
+over rows, of the layer's bias.
 
 Without an activation XLA adds the bias in the GEMM's epilogue, but only a bias that is an array of
 its own: one that is cut out of an array of all layers costs a pass over the output. With an
@@ -84,6 +88,40 @@ def mlp_backward(kernels: Any, arrays, activation, **options):
         # What is behind the activation is a layer without one.
         h, activation, dhidden = None, None, dhidden * slope
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)
+
+
+def linear_add_layer_norm_forward(norms: Any, x, weight, residual, *of_norm, **options):
+    """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
+    return norms.add_layer_norm_forward(jnp.dot(x, weight), residual, *of_norm, **options)
+
+
+def linear_add_layer_norm_backward(norms: Any, arrays, **options):
+    """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
+    x, weight, *of_norm = arrays
+    dtotal, *others = norms.add_layer_norm_backward(*of_norm, **options)
+    return input_gradient(dtotal, weight), weight_gradient(x, dtotal), dtotal, *others
+
+
+def mlp_add_layer_norm_forward(
+    kernels: Any, norms: Any, x, up_weight, up_bias, *of_sum, activation, eps, statistics, **options
+):
+    """Returns ``(out, total, mean, rstd, h, slope, hidden)``, as the two ops it is made of."""
+    hidden, h = forward(kernels, x, up_weight, up_bias, activation, **options)
+    of_norm = {"eps": eps, "statistics": statistics, **options}
+    return *linear_add_layer_norm_forward(norms, hidden, *of_sum, **of_norm), h, None, hidden
+
+
+def mlp_add_layer_norm_backward(norms: Any, mlp_backward: Callable, arrays, activation, **options):
+    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's.
+
+    ``mlp_backward`` is the backend's; ``arrays`` are what it takes, without that bias and the
+    gradient of its output, and what the norm's backward takes.
+    """
+    x, up_weight, up_bias, down_weight, h, slope, hidden, *of_norm = arrays
+    dtotal, *others = norms.add_layer_norm_backward(*of_norm, **options)
+    layers = (x, up_weight, up_bias, down_weight, None, h, slope, hidden, dtotal)
+    *of_layers, _ = mlp_backward(*layers, activation=activation, **options)
+    return *of_layers, dtotal, *others
 
 
 def matmul_slower(*_, **__) -> str:

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.gemm import products
+from jaxllm.ops.norm import reference as norms
 
 
 def linear(x, weight, bias=None, *, activation=None):
@@ -41,6 +42,42 @@ def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
 def mlp_backward(*arrays, activation):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
     return products.mlp_backward(activations, arrays, activation)
+
+
+def linear_add_layer_norm(x, weight, residual, scale, bias, x_bias=None, *, eps):
+    """The definition of ``linear_add_layer_norm``, for JAX to differentiate."""
+    arrays = (x, weight, residual, x_bias, scale, bias)
+    return linear_add_layer_norm_forward(*arrays, eps=eps)[:2]
+
+
+def linear_add_layer_norm_forward(*arrays, eps, statistics=True):
+    """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
+    options = {"eps": eps, "statistics": statistics}
+    return products.linear_add_layer_norm_forward(norms, *arrays, **options)
+
+
+def linear_add_layer_norm_backward(*arrays):
+    """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
+    return products.linear_add_layer_norm_backward(norms, arrays)
+
+
+def mlp_add_layer_norm(
+    x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias=None, *, activation, eps
+):
+    """The definition of ``mlp_add_layer_norm``, for JAX to differentiate."""
+    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
+    return mlp_add_layer_norm_forward(*arrays, activation=activation, eps=eps)[:2]
+
+
+def mlp_add_layer_norm_forward(*arrays, activation, eps, statistics=True):
+    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
+    options = {"activation": activation, "eps": eps, "statistics": statistics}
+    return products.mlp_add_layer_norm_forward(activations, norms, *arrays, **options)
+
+
+def mlp_add_layer_norm_backward(*arrays, activation):
+    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
+    return products.mlp_add_layer_norm_backward(norms, mlp_backward, arrays, activation)
 
 
 def matmul(a, b, bias=None, **options):
