@@ -315,22 +315,27 @@ def _block(
 
     ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
     """
-    # The biases before a residual addition are added with it: their gradients come for nothing.
-    out, out_bias = _without_bias(layer["attention"]["out"])
-    down, down_bias = _without_bias(layer["mlp"]["down"])
     x = attend(project(x, **layer["attention"]["qkv"]))
-    x = project(x, **out)
-    x, residual = ops.add_layer_norm(x, residual, **layer["ln2"], x_bias=out_bias)
-    x = _mlp(x, layer["mlp"]["up"], down)
-    x, residual = ops.add_layer_norm(x, residual, **next_norm, x_bias=down_bias)
+    x, residual = _add_layer(residual, x, layer["attention"]["out"], layer["ln2"])
+    x, residual = _add_mlp(residual, x, **layer["mlp"], norm=next_norm)
     return residual, x
 
 
-def _mlp(x: Array, up: Params, down: Params) -> Array:
+def _add_layer(residual: Array, x: Array, linear: Params, norm: Params) -> tuple[Array, Array]:
+    """Adds a linear layer of ``x`` to the stream; returns the stream's norm, and the stream."""
+    # The bias is added with the residual: the norm's backward pass gives its gradient for nothing.
+    if "weight" in linear:
+        weight, bias = linear["weight"], linear["bias"]
+        return ops.linear_add_layer_norm(x, weight, residual, **norm, x_bias=bias)
+    product = project(x, **{name: array for name, array in linear.items() if name != "bias"})
+    return ops.add_layer_norm(product, residual, **norm, x_bias=linear["bias"])
+
+
+def _add_mlp(
+    residual: Array, x: Array, up: Params, down: Params, norm: Params
+) -> tuple[Array, Array]:
+    """Adds an MLP of ``x`` to the stream, likewise."""
     if "weight" in up:
-        return ops.mlp(x, up["weight"], up["bias"], down["weight"])
-    return project(project(x, **up, activation="gelu"), **down)
-
-
-def _without_bias(linear: Params) -> tuple[Params, Array]:
-    return {name: array for name, array in linear.items() if name != "bias"}, linear["bias"]
+        weights = (up["weight"], up["bias"], down["weight"])
+        return ops.mlp_add_layer_norm(x, *weights, residual, **norm, down_bias=down["bias"])
+    return _add_layer(residual, project(x, **up, activation="gelu"), down, norm)

@@ -8,7 +8,7 @@ import pytest
 import jaxllm
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import stack, unstack
+from jaxllm.models.blocks import for_decoding, stack, unstack
 from jaxllm.testing import error
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
@@ -184,6 +184,34 @@ def test_padding_has_no_influence(params, batch):
     assert float(loud_value) == float(value)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(loud_gradients), strict=True):
         assert error(b, a) <= 1e-6
+
+
+def test_a_step_is_made_of_the_fused_ops(params, batch):
+    """Each residual addition is in the product before it, together with the norm after it."""
+    stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
+    block = ["linear", "flash_attention_packed", "linear_add_layer_norm", "mlp_add_layer_norm"]
+    ops = ["embed", "layer_norm", *block]  # the block is in a scan, and traced once
+    forward = [f"{op}_forward" for op in ops]
+    backward = [f"{op}_backward" for op in reversed(ops)]
+    middle = stems[len(forward) : -len(backward)]
+    assert stems == [*forward, *middle, *backward]
+    assert all("cross_entropy" in stem for stem in middle)
+
+
+def test_weights_for_decoding_have_norms_that_add(params, batch):
+    tokens, _ = batch
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    cache = gpt2.empty_cache(CONFIG, *tokens.shape, jnp.float32)
+
+    def prefill(params):
+        return gpt2.prefill(params, tokens, lengths, CONFIG, cache)[0]
+
+    turned = for_decoding(params)
+    stems = [call.stem for call in jaxllm.explain(prefill, turned).calls]
+    assert stems.count("add_layer_norm_forward") == 2 * CONFIG.layers
+    stems = [call.stem for call in jaxllm.explain(prefill, params).calls]
+    assert stems.count("add_layer_norm_forward") == 0
+    assert error(prefill(turned), prefill(params)) <= 1e-5
 
 
 def test_a_config_that_cannot_be_is_refused():
