@@ -38,6 +38,7 @@
   HANDLER(flash_attention_backward, FlashAttentionBackward)                     \
   HANDLER(flash_attention_packed_forward, FlashAttentionPackedForward)          \
   HANDLER(flash_attention_packed_backward, FlashAttentionPackedBackward)        \
+  HANDLER(self_attention_backward, SelfAttentionBackward)                       \
   HANDLER(flash_attention_float8, FlashAttentionFloat8)                         \
   HANDLER(softmax_forward, SoftmaxForward)                                      \
   HANDLER(softmax_backward, SoftmaxBackward)                                    \

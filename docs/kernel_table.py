@@ -35,6 +35,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
         "attention_forward, attention_backward, permute_kernel, unpermute_kernel": (
             "flash_attention",
             "flash_attention_packed",
+            "self_attention",
         ),
         "softmax_forward_kernel5, softmax_autoregressive_backward_kernel": ("softmax",),
         "residual_forward_kernel": ("add", "add_layer_norm", "linear_add_layer_norm"),

@@ -63,7 +63,9 @@ def allowed(module):
         return ("jaxllm.testing",)
     if family and family[2] == "api":
         shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks")
-        return (*shared, f"jaxllm.ops.{family[1]}")
+        # The projection before attention is XLA's, whatever the backend.
+        others = ("jaxllm.ops.gemm.products",) if family[1] == "attention" else ()
+        return (*shared, *others, f"jaxllm.ops.{family[1]}")
     if is_under(module, "jaxllm.models"):
         return ("jaxllm.ops", "jaxllm.models")
     if is_under(module, "jaxllm.ops"):

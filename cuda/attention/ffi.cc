@@ -272,27 +272,61 @@ ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
   });
 }
 
+ffi::Error launch_packed_backward(cudaStream_t stream, const Buffer& qkv, const Buffer& out,
+                                  const Buffer& lse, const Buffer& dout, const FlashShape& shape,
+                                  const FlashOptions& options, Result& dqkv, Result& delta) {
+  if (out.element_count() != dout.element_count()) {
+    return ffi::Error::InvalidArgument("dout is not like out");
+  }
+  return dispatch_floating(qkv.element_type(), [&](auto type) {
+    using T = typename decltype(type)::type;
+    const PackedRows<const T> rows(data<T>(qkv), shape);
+    const PackedRows<T> gradients(data<T>(dqkv), shape);
+    return to_ffi_error(FlashAttention<T>::backward(
+        stream, rows.q, rows.k, rows.v, rows_of_queries(data<T>(out), shape), data<float>(lse),
+        rows_of_queries(data<T>(dout), shape), shape, options, gradients.q, gradients.k,
+        gradients.v, data<float>(delta)));
+  });
+}
+
 ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
                                             Buffer dout, ffi::RemainingArgs extras,
                                             ffi::Dictionary attributes, Result dqkv, Result delta,
                                             Result segment_ranges, Result turned, Result scratch) {
   const auto shape = packed_shape_of(qkv, attributes);
   if (shape.has_error()) return shape.error();
-  if (out.element_count() != dout.element_count()) {
-    return ffi::Error::InvalidArgument("dout is not like out");
-  }
   const auto options =
       flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
   if (options.has_error()) return options.error();
-  return dispatch_floating(qkv.element_type(), [&](auto type) {
-    using T = typename decltype(type)::type;
-    const PackedRows<const T> rows(data<T>(qkv), *shape);
-    const PackedRows<T> gradients(data<T>(dqkv), *shape);
-    return to_ffi_error(FlashAttention<T>::backward(
-        stream, rows.q, rows.k, rows.v, rows_of_queries(data<T>(out), *shape), data<float>(lse),
-        rows_of_queries(data<T>(dout), *shape), *shape, *options, gradients.q, gradients.k,
-        gradients.v, data<float>(delta)));
-  });
+  return launch_packed_backward(stream, qkv, out, lse, dout, *shape, *options, dqkv, delta);
+}
+
+// Where the gradient of the projection's bias goes. jax.vmap's new leading axis is more groups.
+ffi::ErrorOr<FlashBias> bias_of(const Buffer& qkv, const FlashShape& shape, Result& dbias,
+                                Result& partial) {
+  const int64_t elements = dbias->element_count(), columns = qkv.dimensions().back();
+  const int64_t groups = columns == 0 ? 0 : elements / columns;
+  if (dbias->element_type() != qkv.element_type() || groups * columns != elements ||
+      (groups != 0 && shape.batch % groups != 0)) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("dbias does not fit qkv"));
+  }
+  return FlashBias{dbias->untyped_data(), groups, data<float>(partial),
+                   static_cast<int64_t>(partial->element_count())};
+}
+
+ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
+                                     Buffer dout, ffi::RemainingArgs extras,
+                                     ffi::Dictionary attributes, Result dqkv, Result delta,
+                                     Result segment_ranges, Result turned, Result scratch,
+                                     Result dbias, Result partial) {
+  const auto shape = packed_shape_of(qkv, attributes);
+  if (shape.has_error()) return shape.error();
+  auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
+  if (options.has_error()) return options.error();
+  const auto bias = bias_of(qkv, *shape, dbias, partial);
+  if (bias.has_error()) return bias.error();
+  options->bias = *bias;
+  return launch_packed_backward(stream, qkv, out, lse, dout, *shape, *options, dqkv, delta);
 }
 
 ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
@@ -379,6 +413,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<Buffer>()    // turned
         .Ret<Buffer>(),   // scratch
     {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SelfAttentionBackward, SelfAttentionBackwardImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()    // qkv
+                                  .Arg<Buffer>()    // out
+                                  .Arg<Buffer>()    // lse
+                                  .Arg<Buffer>()    // dout
+                                  .RemainingArgs()  // segments of queries and keys
+                                  .Attrs()          // the options
+                                  .Ret<Buffer>()    // dqkv
+                                  .Ret<Buffer>()    // delta
+                                  .Ret<Buffer>()    // segment_ranges
+                                  .Ret<Buffer>()    // turned
+                                  .Ret<Buffer>()    // scratch
+                                  .Ret<Buffer>()    // dbias
+                                  .Ret<Buffer>(),   // partial
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     FlashAttentionFloat8, FlashAttentionFloat8Impl,

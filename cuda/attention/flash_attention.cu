@@ -1,6 +1,7 @@
 // The launchers: what comes before and after the kernels, and which of them serve a call.
 #include <type_traits>
 
+#include "activation/bias.h"
 #include "attention/flash_attention.h"
 #include "attention/flash_block.cuh"
 #include "attention/flash_kernels.h"
@@ -45,11 +46,25 @@ cudaError_t turn_back(cudaStream_t stream, const FlashShape& shape, const FlashR
                          rope_shape(shape, rope));
 }
 
+// The gradient of a bias of the projection whose rows' gradients begin with those of the queries.
+template <typename T>
+cudaError_t sum_rows(cudaStream_t stream, const FlashShape& shape, const FlashBias& bias,
+                     HeadRows<T> dq) {
+  if (bias.gradient == nullptr || bias.groups == 0) return cudaSuccess;
+  const int64_t rows = shape.batch / bias.groups * shape.queries, width = dq.row_stride;
+  const int64_t partial_rows = bias.partial_size / (bias.groups * width);
+  if (rows > 0 && partial_rows == 0) return cudaErrorInvalidValue;
+  return BiasAdd<T>::backward(stream, dq.data, static_cast<T*>(bias.gradient), bias.partial,
+                              bias.groups, rows, width, partial_rows);
+}
+
 bool is_served(const FlashShape& shape, const FlashOptions& options) {
   return is_supported(shape) &&
          (options.rope.cos == nullptr ||
           (shape.queries == shape.keys && options.rope.tables > 0 &&
-           shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width));
+           shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width)) &&
+         (options.bias.gradient == nullptr ||
+          (shape.queries == shape.keys && options.rope.cos == nullptr));
 }
 
 }  // namespace
@@ -92,7 +107,7 @@ cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q
                                         const FlashOptions& options, HeadRows<T> dq, HeadRows<T> dk,
                                         HeadRows<T> dv, float* delta) {
   using namespace attention;
-  if (shape.batch == 0) return cudaSuccess;
+  if (shape.batch == 0) return sum_rows(stream, shape, options.bias, dq);
   if (!is_served(shape, options)) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(find_segment_ranges(stream, shape, options));
   JAXLLM_RETURN_IF_ERROR(turn(stream, shape, options.rope, /*with_queries=*/true, q, k));
@@ -106,12 +121,14 @@ cudaError_t FlashAttention<T>::backward(cudaStream_t stream, HeadRows<const T> q
   JAXLLM_RETURN_IF_ERROR(find_delta<T>(stream, out, dout, shape, delta));
   if constexpr (std::is_same_v<T, float>) {
     JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, call, shape, options));
-    return turn_back(stream, shape, options.rope, dq, dk);
+    JAXLLM_RETURN_IF_ERROR(turn_back(stream, shape, options.rope, dq, dk));
   } else {
     JAXLLM_RETURN_IF_ERROR(backward_by_mma(stream, call, shape, options));
-    if (shape.width <= kMmaMaxTurningWidth) return cudaSuccess;
-    return turn_back(stream, shape, options.rope, dq, dk);
+    if (shape.width > kMmaMaxTurningWidth) {
+      JAXLLM_RETURN_IF_ERROR(turn_back(stream, shape, options.rope, dq, dk));
+    }
   }
+  return sum_rows(stream, shape, options.bias, dq);
 }
 
 cudaError_t FlashAttentionFloat8::forward(cudaStream_t stream, HeadRows<const __nv_fp8_e4m3> q,

@@ -43,6 +43,20 @@ struct FlashScratch {
   int64_t bytes;
 };
 
+// The gradient of a bias that was added to each row of a projection: the sum of those rows'
+// gradients. Then q, k and v are parts of the rows of one array, with as many keys as queries, and
+// so are their gradients; and no rotary embeddings turn them.
+struct FlashBias {
+  // Null for none; (groups, (heads + 2 kv_heads) * width) elements of q's type. Sequence b belongs
+  // to group b / (batch / groups).
+  void* gradient;
+  int64_t groups;
+  // A workspace with room for a row of the gradient in each group; Hopper's own kernels serve the
+  // call where it has as much as they need.
+  float* partial;
+  int64_t partial_size;
+};
+
 struct FlashOptions {
   float scale;
   // Query t stands at key p = t + keys - queries, and sees the keys s <= p alone where `causal`,
@@ -58,6 +72,7 @@ struct FlashOptions {
   SegmentRange* segment_ranges;
   FlashRope rope;
   FlashScratch scratch;
+  FlashBias bias;  // of the backward
 };
 
 inline constexpr int64_t kFlashMaxWidth = 256;
@@ -83,7 +98,7 @@ struct FlashAttention {
 
   // With p = e^(scores - lse), delta = sum(out * dout) and da = p * (dout v^T - delta), times the
   // derivative of the softcap: dq = scale * da k, dk = scale * da^T q, dv = p^T dout. `delta` is a
-  // workspace like lse. The same inputs give the same bits.
+  // workspace like lse. The same inputs give the same bits. With options.bias also its gradient.
   static cudaError_t backward(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
                               HeadRows<const T> v, HeadRows<const T> out, const float* lse,
                               HeadRows<const T> dout, const FlashShape& shape,

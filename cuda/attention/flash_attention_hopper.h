@@ -44,17 +44,24 @@ struct FlashAttentionHopper {
   // each element of q. A workspace begins at a multiple of 16 bytes.
   static int64_t forward_workspace(const HopperAttention& attention);
   static int64_t backward_workspace(const HopperAttention& attention);
+  // And those of the partial sums of a bias's gradient: for each tile of queries two rows of q or
+  // three.
+  static int64_t bias_partial(const HopperAttention& attention);
 
   // lse is (batch, heads, queries).
   static cudaError_t forward(cudaStream_t stream, const HopperAttention& attention,
                              HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
                              HeadRows<T> out, float* lse, int* workspace);
 
-  // Repeats bit for bit.
+  // Repeats bit for bit. The gradient of a bias, where one is asked for, has zeros for the keys: to
+  // add a vector to all keys of a head adds one number to all scores of a query, and changes no
+  // probability. For the values it has the sums of dout, since the probabilities of a query, which
+  // sees itself at least, add up to one; for the queries the sums of dq, after it has been rounded.
   static cudaError_t backward(cudaStream_t stream, const HopperAttention& attention,
                               HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
                               HeadRows<const T> out, const float* lse, HeadRows<const T> dout,
-                              HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv, float* workspace);
+                              HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv, float* workspace,
+                              const FlashBias& bias);
 };
 
 }  // namespace jaxllm

@@ -37,11 +37,38 @@ BackwardWorkspace workspace_of(const HopperAttention& a) {
   return a.width == 64 ? workspace_of_width<64>(a) : workspace_of_width<128>(a);
 }
 
+// The partial sums of a bias's gradient, in rows of one head.
+template <int kWidth>
+struct BiasPartial {
+  using Shape = BackwardShape<kWidth>;
+  int64_t query_tiles, heads, kv_heads;
+
+  explicit BiasPartial(const HopperAttention& a)
+      : query_tiles(a.batch * divide_up(a.queries, Shape::kQueries)),
+        heads(a.heads),
+        kv_heads(a.kv_heads) {}
+
+  int64_t dq_rows() const { return query_tiles * Shape::kSumsOfDq; }
+  int64_t dout_rows() const { return query_tiles * (heads / kv_heads); }
+  int64_t dq_size() const { return dq_rows() * heads * kWidth; }
+  int64_t size() const { return dq_size() + dout_rows() * kv_heads * kWidth; }
+
+  template <typename T>
+  cudaError_t sum(cudaStream_t stream, const FlashBias& bias) const {
+    const int64_t dq_columns = heads * kWidth, dout_columns = kv_heads * kWidth;
+    const dim3 grid((dq_columns + 2 * dout_columns) / 32, bias.groups);
+    flash_attention_backward_bias_kernel<<<grid, kColumnSumThreads, 0, stream>>>(
+        bias.partial, bias.partial + dq_size(), static_cast<T*>(bias.gradient),
+        dq_rows() / bias.groups, dout_rows() / bias.groups, dq_columns, dout_columns);
+    return cudaGetLastError();
+  }
+};
+
 template <typename T, int kWidth, bool kSegments>
 cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRows<const T> q,
                    HeadRows<const T> k, HeadRows<const T> v, HeadRows<const T> out,
                    const float* lse, HeadRows<const T> dout, HeadRows<T> dq, HeadRows<T> dk,
-                   HeadRows<T> dv, float* workspace) {
+                   HeadRows<T> dv, float* workspace, const FlashBias& bias) {
   using Shape = BackwardShape<kWidth>;
   const auto kernel = flash_attention_backward_hopper_kernel<T, kWidth, kSegments>;
   constexpr int kBytes = sizeof(BackwardShared<T, kWidth>);
@@ -49,7 +76,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   JAXLLM_RETURN_IF_ERROR(
       prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
   constexpr int64_t kMaxGridSide = 65535;
-  if (!is_aligned(out) || !is_aligned(dq) || reinterpret_cast<std::uintptr_t>(workspace) % 16 ||
+  const bool has_bias = bias.gradient != nullptr;
+  if (!is_aligned(out) || !is_aligned(dq) || !aligned_16(workspace, bias.partial) ||
       attention.heads > kMaxGridSide || attention.batch > kMaxGridSide) {
     return cudaErrorNotSupported;
   }
@@ -89,6 +117,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
     JAXLLM_RETURN_IF_ERROR((find_tile_ranges<Shape::kQueries, Shape::kKeys>(
         stream, attention, band, /*of_queries=*/keys_seen, /*of_keys=*/queries_seen)));
   }
+  const BiasPartial<kWidth> partial(attention);
   const BackwardArguments arguments{band,
                                     static_cast<int>(attention.heads),
                                     static_cast<int>(attention.kv_heads),
@@ -101,22 +130,30 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                                     reinterpret_cast<int*>(workspace + parts.ranks_at()),
                                     reinterpret_cast<int*>(workspace + parts.tickets_at()),
                                     {attention.query_segments, attention.key_segments,
-                                     attention.segment_ranges, keys_seen, queries_seen}};
-  constexpr int kRowsPerBlock = kRowThreads / (kWidth / kPackSize<T>);
-  const dim3 row_grid(padded_queries / kRowsPerBlock, attention.heads, attention.batch);
-  flash_attention_backward_rows_kernel<T, kWidth, kSegments>
-      <<<row_grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
+                                     attention.segment_ranges, keys_seen, queries_seen},
+                                    has_bias ? bias.partial : nullptr,
+                                    has_bias ? bias.partial + partial.dq_size() : nullptr};
+  constexpr int kRowsAtOnce = kRowThreads / (kWidth / kPackSize<T>);
+  const dim3 row_grid(padded_queries / (has_bias ? Shape::kQueries : kRowsAtOnce), attention.heads,
+                      attention.batch);
+  const auto row_kernel = has_bias
+                              ? flash_attention_backward_rows_kernel<T, kWidth, kSegments, true>
+                              : flash_attention_backward_rows_kernel<T, kWidth, kSegments, false>;
+  row_kernel<<<row_grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                        dim3(Shape::kThreads), kBytes, /*cluster=*/1,
                                        /*overlap=*/true, q_map, k_map, v_map, dout_map, dk_map,
                                        dv_map, dq_map, arguments));
-  if constexpr (Shape::kRoundsDq) return cudaSuccess;
-
-  const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
-  flash_attention_backward_dq_kernel<T, kWidth, kSegments>
-      <<<dq_grid, kRowThreads, 0, stream>>>(arguments, dq);
-  return cudaGetLastError();
+  if constexpr (!Shape::kRoundsDq) {
+    const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
+    const auto dq_kernel = has_bias
+                               ? flash_attention_backward_dq_kernel<T, kWidth, kSegments, true>
+                               : flash_attention_backward_dq_kernel<T, kWidth, kSegments, false>;
+    dq_kernel<<<dq_grid, kRowThreads, 0, stream>>>(arguments, dq);
+    JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  }
+  return has_bias ? partial.template sum<T>(stream, bias) : cudaSuccess;
 }
 
 // Without queries keys and values have no gradient.
@@ -142,12 +179,18 @@ int64_t FlashAttentionHopper<T>::backward_workspace(const HopperAttention& atten
 }
 
 template <typename T>
+int64_t FlashAttentionHopper<T>::bias_partial(const HopperAttention& attention) {
+  return attention.width == 64 ? BiasPartial<64>(attention).size()
+                               : BiasPartial<128>(attention).size();
+}
+
+template <typename T>
 cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperAttention& attention,
                                               HeadRows<const T> q, HeadRows<const T> k,
                                               HeadRows<const T> v, HeadRows<const T> out,
                                               const float* lse, HeadRows<const T> dout,
                                               HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv,
-                                              float* workspace) {
+                                              float* workspace, const FlashBias& bias) {
   if (!is_served(attention)) return cudaErrorNotSupported;
   if (attention.batch == 0 || attention.heads == 0) return cudaSuccess;
   if (attention.queries == 0) {
@@ -155,15 +198,16 @@ cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperA
     return zero_keys(stream, attention, dv);
   }
   return launcher_of<T>(attention)(stream, attention, q, k, v, out, lse, dout, dq, dk, dv,
-                                   workspace);
+                                   workspace, bias);
 }
 
 #define JAXLLM_INSTANTIATE(T)                                                             \
   template int64_t FlashAttentionHopper<T>::backward_workspace(const HopperAttention&);   \
+  template int64_t FlashAttentionHopper<T>::bias_partial(const HopperAttention&);         \
   template cudaError_t FlashAttentionHopper<T>::backward(                                 \
       cudaStream_t, const HopperAttention&, HeadRows<const T>, HeadRows<const T>,         \
       HeadRows<const T>, HeadRows<const T>, const float*, HeadRows<const T>, HeadRows<T>, \
-      HeadRows<T>, HeadRows<T>, float*)
+      HeadRows<T>, HeadRows<T>, float*, const FlashBias&)
 JAXLLM_INSTANTIATE(__nv_bfloat16);
 JAXLLM_INSTANTIATE(__half);
 #undef JAXLLM_INSTANTIATE

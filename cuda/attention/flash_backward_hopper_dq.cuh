@@ -3,6 +3,8 @@
 #pragma once
 
 #include "attention/flash_backward_hopper_plan.cuh"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
 
 namespace jaxllm::hopper {
 
@@ -98,6 +100,35 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
   });
 }
 
+// Writes the sums of the columns of a tile of dq as it has been rounded. A warp adds 64 rows, four
+// at a time, of which a lane has eight columns. The rows beyond the last query are zeros.
+template <typename T, int kWidth>
+__device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& shared,
+                                               const BackwardArguments& a, const DqStep& step,
+                                               int rounder) {
+  using Shape = BackwardShape<kWidth>;
+  static_assert(Shape::kSlabs == 1 && Shape::kSumsOfDq == Shape::kRounders / 32);
+  constexpr int kColumns = kPackSize<T>, kLanes = kWidth / kColumns;
+  const int warp = rounder / 32, lane = rounder % 32;
+  const int column = lane % kLanes * kColumns;
+  const auto* const tile = reinterpret_cast<const char*>(shared.rounded_dq);
+  float sums[kColumns] = {};
+#pragma unroll 2
+  for (int i = 0; i < 64; i += 32 / kLanes) {
+    const uint32_t offset = slab_offset(warp * 64 + i + lane / kLanes, column);
+    const auto dq = load<kColumns>(reinterpret_cast<const T*>(tile + offset));
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[c] += dq[c];
+  }
+  sum_over_groups<kLanes>(sums);
+  if (lane >= kLanes) return;
+  const int query_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles();
+  const int64_t query_tile = int64_t{step.sequence} * query_tiles + step.query_tile;
+  const int64_t row = query_tile * Shape::kSumsOfDq + warp;
+  store(a.dq_partial + (row * a.heads + step.head) * kWidth + column,
+        Pack<float, kColumns>::of(sums));
+}
+
 // Rounds the tiles of dq to which this block adds last. A tile's parts lie as the multipliers'
 // accumulators did.
 template <bool kSegments, typename T, int kWidth>
@@ -159,6 +190,8 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
       }
       commit_stores();
     }
+    // Nobody waits for it until the block's next step.
+    if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, rounder);
   });
   if (rounder == 0) wait_for_stores();
 }

@@ -45,6 +45,8 @@ struct BackwardShape {
   // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
   static constexpr int kPartOfDq = 64 * 64;
   static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
+  // The gradient of a bias has a partial sum of dq for every 64 queries: so many for a tile.
+  static constexpr int kSumsOfDq = kQueries / 64;
 };
 
 template <typename T, int kWidth>
@@ -84,6 +86,10 @@ struct BackwardArguments {
   int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
   int* tickets;
   Segments segments;
+  // The partial sums of a bias's gradient, or null. Of dq (batch, tiles of queries, kSumsOfDq,
+  // heads, width); of dout, of each tile of queries, (batch, tiles of queries, group, kv_heads,
+  // width), where the heads of a group are those that share keys.
+  float *dq_partial, *dout_partial;
 };
 
 // The tiles of queries that a tile of keys visits, and the other way round.

@@ -1,28 +1,48 @@
 // What comes before and after the main kernel of the gradient: the numbers of each query that it
-// reads, and, where it does not do so itself, the rounding of dq.
+// reads, and, where it does not do so itself, the rounding of dq; and the gradient of a bias.
 #pragma once
 
 #include "attention/flash_backward_hopper.cuh"
+#include "common/column_sum.cuh"
 
 namespace jaxllm::hopper {
 
 constexpr int kRowThreads = 256;
 
+// Writes the sums of columns over rows of which kTeam neighbouring threads hold one, or, in `sums`,
+// their own sums of several.
+template <int kTeam, int kCount>
+__device__ __forceinline__ void write_column_sums(float (&sums)[kCount], float* target) {
+  constexpr int kWarps = kRowThreads / 32, kColumns = kTeam * kCount;
+  __shared__ alignas(16) float of_warps[kWarps][kColumns];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  sum_over_groups<kTeam>(sums);
+  if (lane < kTeam) store(of_warps[warp] + lane * kCount, Pack<float, kCount>::of(sums));
+  __syncthreads();
+  if (threadIdx.x < kColumns) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += of_warps[w][threadIdx.x];
+    target[threadIdx.x] = sum;
+  }
+  __syncthreads();  // before another call writes
+}
+
 // What the main kernel reads beside q and dout, the zeros that its counts start from, and those of
 // dq where no key is seen. A team of threads takes a row, a pack each; a block takes consecutive
-// queries of one head.
-template <typename T, int kWidth, bool kSegments>
+// queries of one head: with a bias a whole tile, of which it adds up dout.
+template <typename T, int kWidth, bool kSegments, bool kBias>
 __global__ void __launch_bounds__(kRowThreads)
     flash_attention_backward_rows_kernel(const __grid_constant__ BackwardArguments a,
                                          HeadRows<const T> out, HeadRows<const T> dout,
                                          const float* lse, HeadRows<T> dq) {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kTeam = kWidth / kPackSize<T>;
+  constexpr int kTeam = kWidth / kPackSize<T>, kRows = kRowThreads / kTeam;
+  constexpr int kPasses = kBias ? Shape::kQueries / kRows : 1;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int queries = band.queries, padded_queries = band.query_tiles() * Shape::kQueries;
   const int64_t rank_count = int64_t{gridDim.z} * gridDim.y * band.query_tiles();
   start_next_kernel();
-  const int query = blockIdx.x * (kRowThreads / kTeam) + threadIdx.x / kTeam;
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
 
@@ -30,32 +50,46 @@ __global__ void __launch_bounds__(kRowThreads)
   if (index < rank_count) a.ranks[index] = 0;
   if (index == 0) *a.tickets = 0;
 
-  float sum = 0.0f;
-  if (query < queries) {
-    const int64_t token = sequence * queries + query;
-    const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
-    const auto outs = load<kPackSize<T>>(out.data + token * out.row_stride + column);
-    const auto douts = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
+  [[maybe_unused]] float dout_sums[kPackSize<T>] = {};
 #pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) sum += outs[i] * douts[i];
-    const int tile = query / Shape::kQueries;
-    if (keys_seen<kSegments>(a, band, static_cast<int>(sequence), tile).size() == 0) {
-      store(dq.data + token * dq.row_stride + column, Pack<T>{});
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int query = (blockIdx.x * kPasses + pass) * kRows + threadIdx.x / kTeam;
+    float sum = 0.0f;
+    if (query < queries) {
+      const int64_t token = sequence * queries + query;
+      const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
+      const auto outs = load<kPackSize<T>>(out.data + token * out.row_stride + column);
+      const auto douts = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
+#pragma unroll
+      for (int i = 0; i < kPackSize<T>; ++i) {
+        sum += outs[i] * douts[i];
+        if constexpr (kBias) dout_sums[i] += douts[i];
+      }
+      const int tile = query / Shape::kQueries;
+      if (keys_seen<kSegments>(a, band, static_cast<int>(sequence), tile).size() == 0) {
+        store(dq.data + token * dq.row_stride + column, Pack<T>{});
+      }
+    }
+#pragma unroll
+    for (int lane = kTeam / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
+    if (threadIdx.x % kTeam == 0 && query < padded_queries) {
+      // Where no key is seen, and beyond the last query, 2^(s - inf) = 0.
+      const float value = query < queries ? lse[row * queries + query] : -INFINITY;
+      a.lse[row * padded_queries + query] = value == -INFINITY ? INFINITY : value * float{M_LOG2E};
+      a.delta[row * padded_queries + query] = sum;
     }
   }
-#pragma unroll
-  for (int lane = kTeam / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
-  if (threadIdx.x % kTeam == 0 && query < padded_queries) {
-    // Where no key is seen, and beyond the last query, 2^(s - inf) = 0.
-    const float value = query < queries ? lse[row * queries + query] : -INFINITY;
-    a.lse[row * padded_queries + query] = value == -INFINITY ? INFINITY : value * float{M_LOG2E};
-    a.delta[row * padded_queries + query] = sum;
+  if constexpr (kBias) {
+    const int64_t group = a.heads / a.kv_heads, tile = sequence * gridDim.x + blockIdx.x;
+    const int64_t partial = (tile * group + head % group) * a.kv_heads + head / group;
+    write_column_sums<kTeam>(dout_sums, a.dout_partial + partial * kWidth);
   }
 }
 
 // Rounds dq. The parts of a tile lie as the multipliers' accumulators did: four threads hold eight
-// columns of two rows, and here one thread reads what those four wrote, 64 bytes.
-template <typename T, int kWidth, bool kSegments>
+// columns of two rows, and here one thread reads what those four wrote, 64 bytes. With a bias a
+// block adds up what it has rounded.
+template <typename T, int kWidth, bool kSegments, bool kBias>
 __global__ void __launch_bounds__(kRowThreads)
     flash_attention_backward_dq_kernel(const __grid_constant__ BackwardArguments a,
                                        HeadRows<T> dq) {
@@ -89,14 +123,51 @@ __global__ void __launch_bounds__(kRowThreads)
     constexpr bool kByColumn = Shape::kSlabs == 2;
     const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : multiplier * 64);
     const int column = chunk * 8 + (kByColumn ? multiplier * kSlabWidth : 0);
+    [[maybe_unused]] float sums[8] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = query_tile * Shape::kQueries + row + 8 * r;
       if (query < band.queries) {
+        const auto rounded = Pack<T>::of(values[r]);
         store(dq.data + (sequence * band.queries + query) * dq.row_stride + head * kWidth + column,
-              Pack<T>::of(values[r]));
+              rounded);
+        if constexpr (kBias) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sums[i] += rounded[i];
+        }
       }
     }
+    if constexpr (kBias) {
+      static_assert(kRowThreads == 256);  // the readers of one multiplier's part
+      const int64_t tile = sequence * gridDim.x + query_tile;
+      const int64_t row_of_sums = tile * Shape::kSumsOfDq + (kByColumn ? 0 : multiplier);
+      float* const target = a.dq_partial + (row_of_sums * gridDim.y + head) * kWidth;
+      write_column_sums<8>(sums, target + (kByColumn ? multiplier * kSlabWidth : 0));
+    }
+  }
+}
+
+// The gradient of a bias of which each group has `dq_rows` and `dout_rows` of partial sums, of so
+// many columns. Block (x, y) adds 32 columns of group y: those of the queries, those of the keys,
+// whose gradient is zero, or those of the values.
+template <typename T>
+__global__ void __launch_bounds__(kColumnSumThreads)
+    flash_attention_backward_bias_kernel(const float* dq_partial, const float* dout_partial,
+                                         T* dbias, int64_t dq_rows, int64_t dout_rows,
+                                         int64_t dq_columns, int64_t dout_columns) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t group = blockIdx.y, column = int64_t{blockIdx.x} * 32;
+  const int64_t first_of_values = dq_columns + dout_columns;
+  float sum = 0.0f;
+  if (column < dq_columns) {
+    sum =
+        sum_column_of_warp(dq_partial + group * dq_rows * dq_columns, dq_rows, dq_columns, column);
+  } else if (column >= first_of_values) {
+    sum = sum_column_of_warp(dout_partial + group * dout_rows * dout_columns, dout_rows,
+                             dout_columns, column - first_of_values);
+  }
+  if (lane == 0) {
+    dbias[group * (first_of_values + dout_columns) + column + warp] = from_float<T>(sum);
   }
 }
 

@@ -47,10 +47,12 @@ bool backward_is_for_hopper(const BackwardCall<T>& call, const FlashShape& shape
                             const FlashOptions& options) {
   using Kernels = FlashAttentionHopper<T>;
   const HopperAttention attention = to_hopper(shape, options);
+  const bool has_bias = options.bias.gradient != nullptr;
   return options.softcap == 0.0f &&
          Kernels::serves(attention, {call.q, call.k, call.v, call.out, call.dout,
                                      read_only(call.dq), read_only(call.dk), read_only(call.dv)}) &&
-         options.scratch.bytes >= int64_t{sizeof(float)} * Kernels::backward_workspace(attention);
+         options.scratch.bytes >= int64_t{sizeof(float)} * Kernels::backward_workspace(attention) &&
+         (!has_bias || options.bias.partial_size >= Kernels::bias_partial(attention));
 }
 
 template <typename T>
@@ -64,9 +66,9 @@ cudaError_t forward_by_hopper(cudaStream_t stream, const ForwardCall<T>& call,
 template <typename T>
 cudaError_t backward_by_hopper(cudaStream_t stream, const BackwardCall<T>& call,
                                const FlashShape& shape, const FlashOptions& options) {
-  return FlashAttentionHopper<T>::backward(stream, to_hopper(shape, options), call.q, call.k,
-                                           call.v, call.out, call.lse, call.dout, call.dq, call.dk,
-                                           call.dv, static_cast<float*>(options.scratch.data));
+  return FlashAttentionHopper<T>::backward(
+      stream, to_hopper(shape, options), call.q, call.k, call.v, call.out, call.lse, call.dout,
+      call.dq, call.dk, call.dv, static_cast<float*>(options.scratch.data), options.bias);
 }
 
 #define JAXLLM_INSTANTIATE(T)                                                                      \

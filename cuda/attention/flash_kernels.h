@@ -31,7 +31,8 @@ cudaError_t backward_by_mma(cudaStream_t stream, const BackwardCall<T>& call,
                             const FlashShape& shape, const FlashOptions& options);
 
 // Tensor cores by wgmma (Hopper): bfloat16 and float16, of the calls that these say. q has turned
-// already in the forward too, gradients do not turn back, and delta is not read.
+// already in the forward too, gradients do not turn back, and delta is not read. The backward sees
+// to the gradient of a bias too, as no other does.
 template <typename T>
 bool forward_is_for_hopper(const ForwardCall<T>& call, const FlashShape& shape,
                            const FlashOptions& options);

@@ -19,16 +19,14 @@ struct ColumnSumOutputs {
   T* arrays[kOutputs];
 };
 
-// Block (x, y) adds 32 columns of matrix y: 32 warps take the rows in turn, then meet in shared
-// memory. The order of the additions depends on the shape alone.
-template <typename T, int kOutputs>
-__global__ void __launch_bounds__(kColumnSumThreads)
-    column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
-                      int64_t row_stride, int64_t width) {
+// The sum of column `first_column + warp` of a (rows, width) matrix, in each lane of the warp: the
+// 32 warps of a block take the rows in turn, a lane a column, then meet in shared memory. The order
+// of the additions depends on the shape alone.
+__device__ __forceinline__ float sum_column_of_warp(const float* partial, int64_t rows,
+                                                    int64_t width, int64_t first_column) {
   __shared__ float sums[32][33];  // 33: a warp that reads a column meets no bank twice
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t column = int64_t{blockIdx.x} * 32 + lane;
-  partial += int64_t{blockIdx.y} * row_stride * width;
+  const int64_t column = first_column + lane;
   float sum = 0.0f;
   if (column < width) {
 #pragma unroll 8  // several loads on their way at once
@@ -36,14 +34,24 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   }
   sums[warp][lane] = sum;
   __syncthreads();
-  // Warp w finishes column w of the 32.
   float total[1] = {sums[lane][warp]};
   sum_over_lanes<32>(total);
-  const int64_t my_column = int64_t{blockIdx.x} * 32 + warp;
+  return total[0];
+}
+
+// Block (x, y) adds 32 columns of matrix y.
+template <typename T, int kOutputs>
+__global__ void __launch_bounds__(kColumnSumThreads)
+    column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
+                      int64_t row_stride, int64_t width) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t first_column = int64_t{blockIdx.x} * 32, my_column = first_column + warp;
+  const float total = sum_column_of_warp(partial + int64_t{blockIdx.y} * row_stride * width, rows,
+                                         width, first_column);
   if (lane == 0 && my_column < width) {
     // The matrices take turns between the outputs.
     T* out = outputs.arrays[blockIdx.y % kOutputs];
-    out[blockIdx.y / kOutputs * width + my_column] = from_float<T>(total[0]);
+    out[blockIdx.y / kOutputs * width + my_column] = from_float<T>(total);
   }
 }
 

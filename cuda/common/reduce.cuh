@@ -18,6 +18,19 @@ __device__ __forceinline__ void sum_over_lanes(float (&values)[kCount]) {
   }
 }
 
+// Adds each of kCount values over the lanes that have one place in groups of kLanes neighbours;
+// every lane gets the sums. All 32 lanes of the warp must call.
+template <int kLanes, int kCount>
+__device__ __forceinline__ void sum_over_groups(float (&values)[kCount]) {
+#pragma unroll
+  for (int offset = kLanes; offset < 32; offset *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] += __shfl_xor_sync(kFullWarp, values[i], offset);
+    }
+  }
+}
+
 // Adds each of kCount values over the block; every thread gets the sums. blockDim.x is a multiple
 // of 32. The caller alternates between two `scratch` arrays of kCount * 32 floats from one call to
 // the next: then one barrier a call is enough, since nobody can write an array again before

@@ -16,6 +16,7 @@ from jaxllm.ops.attention.api import (
     flash_attention_float8,
     flash_attention_packed,
     repeat_kv,
+    self_attention,
     softmax,
 )
 from jaxllm.ops.decoding.api import decode_block
@@ -80,6 +81,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_table",
+    "self_attention",
     "sigmoid",
     "softmax",
     "swiglu",

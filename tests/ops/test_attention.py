@@ -1,6 +1,8 @@
 """What the contract leaves open of attention and its parts: masks, heads, cuDNN, the errors."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,16 @@ from jaxllm.ops import (
     flash_attention,
     flash_attention_float8,
     flash_attention_packed,
+    linear,
     repeat_kv,
     rope,
     rope_table,
+    self_attention,
     softmax,
 )
 from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
 from jaxllm.ops.attention.pallas_flash import Tile, Tiles
-from jaxllm.testing import assert_close, error, lower_for_cuda, tolerance
+from jaxllm.testing import assert_close, cotangents_like, error, lower_for_cuda, tolerance
 
 FLASH_BACKENDS = ["xla", "pallas"]
 
@@ -416,6 +420,112 @@ def test_projections_and_tables_that_do_not_fit_are_refused():
         flash_attention(q[:, 1:], k, v, rope_table=(cos, sin))
 
 
+# Attention with the projection before it.
+
+
+def layer(N, K, H=8, B=2, T=6, D=5, dtype="float32"):
+    """Tokens, and a projection to queries, keys and values."""
+    columns = (N + 2 * K) * H
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((B, T, D), (D, columns), (columns,))
+    x, weight, bias = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True))
+    return [array.astype(dtype) for array in (x, weight / D**0.5, bias)]
+
+
+def two_ops(x, weight, bias, heads, kv_heads, backend=None, **options):
+    qkv = linear(x, weight, bias, backend=backend)
+    return flash_attention_packed(qkv, heads, kv_heads, **options, backend=backend)
+
+
+def with_gradients(fn, arrays):
+    out, pull = jax.vjp(fn, *arrays)
+    return out, pull(cotangents_like(out))
+
+
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize(
+    ("N", "K", "options"),
+    [
+        (3, 3, {"causal": True}),
+        (4, 2, {"window": 2, "scale": 0.7}),
+        (
+            2,
+            1,
+            {"causal": True, "segment_ids": jnp.array([[0, 0, 0, 1, 1, 1], [2, 5, 5, 5, 1, 1]])},
+        ),
+    ],
+)
+def test_self_attention_is_a_projection_and_attention(N, K, options, backend):
+    arrays = layer(N, K)
+    options = {"heads": N, "kv_heads": K, "backend": backend} | options
+    found, expected = (
+        jax.jit(lambda *a, fn=fn: with_gradients(functools.partial(fn, **options), a))(*arrays)
+        for fn in (self_attention, two_ops)
+    )
+    assert_close(found, expected, "float32")
+    # A vector that is added to all keys changes nothing, and to all values itself alone.
+    of_queries, of_keys, of_values = jnp.split(found[1][2], [N * 8, (N + K) * 8])
+    assert abs(of_keys).max() <= tolerance("float32") * abs(of_queries).max()
+    dout = cotangents_like(found[0]).reshape(-1, K, N // K, 8)
+    assert error(of_values.reshape(K, 8), dout.sum(axis=(0, 2))) <= tolerance("float32")
+
+
+@pytest.mark.parametrize("names", [("linear",), ("linear", "flash_attention")])
+def test_self_attention_keeps_what_a_policy_keeps_of_two_ops(names):
+    arrays = layer(4, 2)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def program_of(fn):
+        value = lambda *a: fn(*a, 4, 2, causal=True, backend="xla").sum()  # noqa: E731
+        saving = jax.checkpoint(value, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(saving, argnums=(0, 1, 2)))(*arrays))
+
+    fused, plain = program_of(self_attention), program_of(two_ops)
+    for word in ("dot_general", "exp "):
+        assert fused.count(word) == plain.count(word), word
+
+
+def test_self_attention_keeps_no_more_than_two_ops():
+    def kept(fn):
+        pull = jax.vjp(lambda *a: fn(*a, 4, 2, causal=True), *layer(4, 2))[1]
+        return collections.Counter(leaf.shape for leaf in jax.tree.leaves(pull))
+
+    assert kept(self_attention) <= kept(two_ops)
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+def test_self_attention_runs_where_attention_does(pretend_cudnn, width, monkeypatch):
+    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.ffi.no_hopper_reason", lambda: None)
+    arrays = layer(2, 1, H=width, dtype="bfloat16")
+
+    def choices(fn):
+        fn = functools.partial(fn, heads=2, kv_heads=1, causal=True)
+        gradient = jax.grad(lambda *a: fn(*a).sum())
+        calls = jaxllm.explain(gradient, *arrays).calls
+        return [call.on_gpu for call in calls if not call.stem.startswith("linear")]
+
+    assert choices(self_attention) == choices(two_ops)
+
+
+def test_projections_that_do_not_fit_self_attention_are_refused():
+    x, weight, bias = layer(4, 2)
+    with pytest.raises(ValueError, match=r"x has shape \(6, 5\); it must be \(B, T, D\)"):
+        self_attention(x[0], weight, bias, 4, 2)
+    with pytest.raises(ValueError, match=r"weight has shape \(64, 5\); it must be \(5, P\)"):
+        self_attention(x, weight.T, bias, 4, 2)
+    with pytest.raises(ValueError, match=r"bias has shape \(63,\); it must be \(64,\)"):
+        self_attention(x, weight, bias[1:], 4, 2)
+    with pytest.raises(ValueError, match=r"qkv has shape \(2, 6, 64\); it must be \(B, T, 9\*H\)"):
+        self_attention(x, weight, bias, 3)
+    with pytest.raises(TypeError, match="bias has dtype bfloat16; it must have the dtype of x"):
+        self_attention(x, weight, bias.astype(jnp.bfloat16), 4, 2)
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 5\); it must be \(2, 6\)"):
+        self_attention(x, weight, bias, 4, 2, segment_ids=jnp.zeros((2, 5), jnp.int32))
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+        self_attention(x, weight, bias, 4, 2, window=0)
+
+
 def in_float8(x):
     """The array over a scale for each head, and the scales."""
     scale = jnp.abs(x).max(axis=(0, 1, 3)) / 448
@@ -475,6 +585,40 @@ def test_the_cuda_kernels_read_and_write_the_projection_where_it_stands(turned):
         assert f"rope = {str(turned).lower()}" in call
     for pass_over_memory in ("slice", "concatenate", "transpose", "pad"):
         assert f"stablehlo.{pass_over_memory}" not in program
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_self_attention_asks_its_kernel_for_the_gradient_of_the_bias(segments):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    arrays = layer(4, 2, H=64, dtype="bfloat16")
+    segment_ids = jnp.zeros((2, 6), jnp.int32) if segments else None
+    options = {"causal": True, "segment_ids": segment_ids, "backend": "cuda"}
+    fn = functools.partial(self_attention, heads=4, kv_heads=2, **options)
+    program = lower_for_cuda(lambda *a: with_gradients(fn, a), *arrays)
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == ["flash_attention_packed_forward", "self_attention_backward"]
+    assert len(re.findall("dot_general", program)) == 3
+    for pass_over_memory in ("reduce", "slice", "concatenate", "pad"):
+        assert f"stablehlo.{pass_over_memory}" not in program
+    (call,) = (line for line in program.splitlines() if "@jaxllm_self_attention_backward(" in line)
+    arguments = call[call.index("(") + 1 : call.index(")")]
+    assert len(arguments.split(",")) == 4 + 2 * segments
+    assert "rope = false" in call
+    results = call[call.rindex("->") :]
+    assert "tensor<512xbf16>" in results  # the gradient of the bias
+
+
+@pytest.mark.parametrize(
+    ("H", "T", "floats"), [(64, 200, 2 * 2 * 3 * 4 * 64), (128, 200, 2 * 4 * 2 * 4 * 128)]
+)
+def test_self_attention_has_room_for_partial_sums_of_each_tile(H, T, floats, monkeypatch):
+    q, *_ = arrays(T=T, H=H, dtype="bfloat16")
+    columns = (4 + 2 * 2) * H
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
+    assert cuda._bias_partial(q, columns).size == floats
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: "there is none")
+    assert cuda._bias_partial(q, columns).size == 2 * T * columns
 
 
 def test_float8_goes_to_its_kernel():
@@ -678,6 +822,72 @@ def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatc
         assert error(x, y) < tolerance("bfloat16")
     # Tiles of other sizes round otherwise, so that equal bits would come from the same kernel.
     assert any((x != y).any() for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("T", "options"),
+    [
+        (1, {"causal": True}),
+        (63, {}),
+        (64, {"causal": True}),
+        (65, {"causal": True}),
+        (128, {"window": 5}),
+        (200, {"causal": True, "window": 70}),
+        (301, {"segments": True, "causal": True}),
+        (1100, {"causal": True}),
+        (301, {"scale": -0.1}),  # not for Hopper's own kernels
+    ],
+)
+def test_the_gradient_of_a_bias_comes_with_those_of_attention(dtype, H, N, K, T, options):
+    _, qkv = projection(N, K, H=H, T=T, dtype=dtype)
+    dout = cotangents_like(jax.ShapeDtypeStruct((2, T, N * H), dtype))
+    options = {
+        "causal": False,
+        "scale": H**-0.5,
+        "window": None,
+        "heads": N,
+        "kv_heads": K,
+    } | options
+    ids = (documents(2, T),) * 2 if options.pop("segments", False) else None
+    options |= {"softcap": None, "interleaved": False}
+    out, lse = cuda.flash_attention_packed_forward(qkv, ids, None, **options)
+    arrays = (qkv, out, lse, dout, ids, None)
+    expected = cuda.flash_attention_packed_backward(*arrays, **options)
+    dqkv, dbias = cuda.self_attention_backward(*arrays, **options)
+    assert error(dqkv, expected) == 0
+    assert error(cuda.self_attention_backward(*arrays, **options)[1], dbias) == 0
+
+    exact = np.asarray(dqkv, np.float64).sum(axis=(0, 1))
+    of_queries, of_keys, _ = np.split(exact, [N * H, (N + K) * H])
+    if ffi.no_hopper_reason() is None and options["scale"] > 0:
+        of_values = np.asarray(dout, np.float64).reshape(-1, K, N // K, H).sum(axis=(0, 2))
+        np.testing.assert_array_equal(np.asarray(dbias[N * H : (N + K) * H], np.float64), 0)
+        exact = np.concatenate([of_queries, 0 * of_keys, of_values.ravel()])
+    # Rounded once: half a place in the last of 8 or 11 bits, and the sums in float32 before it.
+    np.testing.assert_allclose(
+        np.asarray(dbias, np.float64),
+        exact,
+        rtol=float(jnp.finfo(dtype).eps),
+        atol=1e-5 * abs(exact).max() + float(jnp.finfo(dtype).smallest_subnormal),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [40, 64, 128])
+def test_a_mapped_self_attention_has_the_gradient_of_each_bias(H):
+    first = layer(4, 2, H=H, T=150, dtype="bfloat16")
+    second = [2 * x for x in first]
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+
+    fn = functools.partial(self_attention, heads=4, kv_heads=2, causal=True, backend="cuda")
+    run = lambda *arrays: with_gradients(fn, arrays)  # noqa: E731
+    mapped = jax.vmap(run)(*stacked)
+    for i, arrays in enumerate((first, second)):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), run(*arrays), "bfloat16")
 
 
 # The Pallas kernels of flash attention, in tiles so small that short sequences have many.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxllm.ops.attention import (
     xla,
 )
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.gemm import products
 
 FLASH_ATTENTION = Op(
     "flash_attention",
@@ -37,6 +39,15 @@ DECODE_ATTENTION = Op(
 )
 FLASH_ATTENTION_PACKED = Op(
     "flash_attention_packed",
+    reference=reference,
+    xla=xla,
+    pallas=pallas_flash,
+    cuda=cuda,
+    preference=FLASH_ATTENTION.preference,
+)
+# Its forward is that of the op above.
+SELF_ATTENTION = Op(
+    "self_attention",
     reference=reference,
     xla=xla,
     pallas=pallas_flash,
@@ -174,6 +185,83 @@ def flash_attention_packed(
     rope_table = _check_rope_table(q, q, rope_table)
     options = (*_options(causal, scale, window, softcap, H, interleaved), int(heads), int(kv_heads))
     return _flash_attention_packed(qkv, segments, rope_table, options, resolve(backend))
+
+
+def self_attention(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D P"],
+    bias: Float[Array, " P"],
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "B T N*H"]:
+    r"""The attention of a sequence to itself: a projection to queries, keys and values, and theirs.
+
+    .. math::
+        out = attention(qkv) \qquad qkv = x W + b
+
+    As ``flash_attention_packed(linear(x, weight, bias), heads, kv_heads, ...)``, whose backends it
+    has, and keeps for the backward pass what those two keep. But as one op it need not read the
+    gradient of ``qkv`` again for that of ``bias``: on a Hopper GPU, in 16 bits and with heads 64 or
+    128 wide, the CUDA kernels of the backward add it up on their way, in a fixed order. There the
+    keys' part of it is zero, as it is but for rounding (a vector added to all keys changes no
+    probability), and the values' part the sum of the gradient that comes in.
+
+    The projection after attention is not part of it; nor are a softcap and rotary embeddings.
+
+    Args:
+        x: The tokens; float32, bfloat16 or float16 for the kernels.
+        weight: The matrix, in the dtype of ``x``; its ``P = (N + 2K) H`` columns are the N queries,
+            then the K keys, then the K values.
+        bias: One offset a column of ``weight``, in the dtype of ``x``.
+        heads: N.
+        kv_heads: K, which divides N; None for N.
+        causal: As in :func:`flash_attention`, as are the arguments that follow.
+        scale: None for ``1/sqrt(H)``.
+        window: How many keys a query sees.
+        segment_ids: A query sees the keys of its own segment alone.
+        backend: As in :func:`flash_attention`; the projection's products are XLA's.
+
+    Returns:
+        What each query read, head after head, in the dtype of ``x``.
+
+    Raises:
+        TypeError: An array is of the wrong kind, or differs from ``x`` in dtype.
+        ValueError: ``x`` is not (B, T, D), ``weight`` does not fit it, ``bias`` is not as wide as
+            ``weight``, or as in :func:`flash_attention_packed`.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward``, ``attention_forward`` and their gradients.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (2, 1024, 768), jnp.bfloat16)
+        >>> weight, bias = jnp.zeros((768, 3 * 768), x.dtype), jnp.zeros(3 * 768, x.dtype)
+        >>> out = jaxllm.ops.self_attention(x, weight, bias, 12, causal=True)
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    check_floating(x=x, weight=weight, bias=bias)
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {x.shape}; it must be (B, T, D)")
+    B, T, D = x.shape
+    if weight.ndim != 2 or weight.shape[0] != D:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be ({D}, P), with as many rows as x has "
+            f"columns {x.shape}"
+        )
+    check_shape("bias", bias, weight.shape[1:], f"the columns of weight {weight.shape}")
+    check_same_dtype("weight", weight, "x", x)
+    check_same_dtype("bias", bias, "x", x)
+    qkv: Any = jax.ShapeDtypeStruct((B, T, weight.shape[1]), x.dtype)
+    _check_projection(qkv, heads, kv_heads)
+    H = weight.shape[1] // (heads + 2 * kv_heads)
+    segments = _check_segment_ids(qkv, qkv, segment_ids)
+    options = (*_options(causal, scale, window, None, H, False), int(heads), int(kv_heads))
+    return _self_attention(x, weight, bias, segments, options, resolve(backend))
 
 
 def flash_attention_float8(
@@ -556,6 +644,31 @@ def _flash_attention_packed_backward(options, backend, residuals, dout):
 
 
 _flash_attention_packed.defvjp(_flash_attention_packed_forward, _flash_attention_packed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _self_attention(x, weight, bias, segment_ids, options, backend):
+    return _self_attention_forward(x, weight, bias, segment_ids, options, backend)[0]
+
+
+def _self_attention_forward(x, weight, bias, segment_ids, options, backend):
+    # Under the names of the two ops, so that a policy keeps of this one what it keeps of those.
+    qkv = checkpoint_name(jnp.dot(x, weight) + bias, "linear")
+    arrays = (qkv, segment_ids, None)
+    outputs = dispatch(FLASH_ATTENTION_PACKED, "forward", backend, *arrays, **_static(options))
+    out, lse = checkpoint_name(outputs, "flash_attention")
+    return out, (x, weight, qkv, out, lse, segment_ids)
+
+
+def _self_attention_backward(options, backend, residuals, dout):
+    x, weight, qkv, out, lse, segment_ids = residuals
+    arrays = (qkv, out, lse, dout, segment_ids, None)
+    dqkv, dbias = dispatch(SELF_ATTENTION, "backward", backend, *arrays, **_static(options))
+    dx, dweight = products.input_gradient(dqkv, weight), products.weight_gradient(x, dqkv)
+    return dx, dweight, dbias, None
+
+
+_self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

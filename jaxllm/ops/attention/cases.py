@@ -74,6 +74,42 @@ def _projection(
     )
 
 
+def _layer(
+    name: str,
+    batch: int,
+    length: int,
+    heads: int,
+    width: int,
+    *,
+    model_width: int | None = None,
+    kv_heads: int | None = None,
+    large: bool = False,
+    **static: Any,
+) -> Case:
+    kv_heads = kv_heads or heads
+    D, columns = model_width or heads * width, (heads + 2 * kv_heads) * width
+    of_x, of_qkv, of_q = (batch * length * size for size in (D, columns, heads * width))
+    of_weight, product = D * columns, of_x * columns
+    products = 2 * of_q * length // (2 if static.get("causal") else 1)
+    return Case(
+        "self_attention",
+        name,
+        {
+            "x": Normal((batch, length, D)),
+            "weight": Normal((D, columns), std=D**-0.5),
+            "bias": Normal((columns,)),
+        },
+        {"heads": heads, "kv_heads": kv_heads, **static},
+        # Forward: x and weight in, qkv and out out. Backward: those and dout in, dqkv, dx and
+        # dweight out.
+        forward_elements=of_x + of_weight + of_qkv + of_q,
+        backward_elements=2 * (of_x + of_weight + of_qkv + of_q),
+        forward_flops=2 * products + 2 * product,
+        backward_flops=5 * products + 4 * product,
+        large=large,
+    )
+
+
 def _angles(*shape: int) -> tuple[np.ndarray, np.ndarray]:
     """A rotary table of some shape (..., T, R), of cosines and sines."""
     *groups, T, R = shape
@@ -339,6 +375,39 @@ CASES = (
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
     _projection("no_batch", 0, 8, 2, 8, causal=True),
     _projection("no_tokens", 2, 0, 2, 8, causal=True, rope_table=_angles(0, 4)),
+    _layer("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
+    _layer("grouped_128", 4, 1000, 8, 128, kv_heads=2, causal=True, large=True),
+    _layer(
+        "documents",
+        3,
+        777,
+        6,
+        64,
+        kv_heads=2,
+        causal=True,
+        large=True,
+        segment_ids=_packed(3, 100, 300, 77, 250, 50),
+    ),
+    _layer("causal", 2, 7, 3, 8, causal=True),
+    _layer("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
+    _layer("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
+    _layer("wide_heads", 2, 70, 2, 128, model_width=40, kv_heads=1, causal=True),
+    _layer("window", 1, 300, 1, 64, model_width=16, window=40, scale=0.2),
+    _layer(
+        "segments",
+        2,
+        150,
+        4,
+        64,
+        model_width=32,
+        kv_heads=2,
+        causal=True,
+        segment_ids=_packed(2, 3, 70, 1, 64, 12),
+    ),
+    _layer("negative_scale", 1, 35, 2, 64, model_width=16, causal=True, scale=-0.1),
+    _layer("one_token", 2, 1, 2, 64, model_width=16, causal=True),
+    _layer("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
+    _layer("no_tokens", 2, 0, 2, 64, model_width=16, causal=True),
     _softmax(
         "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
     ),

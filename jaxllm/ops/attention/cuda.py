@@ -17,6 +17,7 @@ _MAX_LENGTH = 2**28
 _SEGMENT_GRANULE = 32  # rows, as in cuda/attention/flash_attention.h
 _HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/flash_attention_hopper.h
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
+_MAX_PARTIAL_ROWS = 640  # of a bias's gradient, as in the family of activations
 
 
 def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
@@ -40,6 +41,7 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
 
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+self_attention_unsupported = flash_attention_packed_unsupported
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
@@ -61,6 +63,7 @@ def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
 
 
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
+self_attention_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -117,18 +120,19 @@ def flash_attention_packed_forward(
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
 
 
-def flash_attention_packed_backward(
-    qkv, out, lse, dout, segment_ids, rope_table,
-    *, heads, kv_heads, causal, scale, window, softcap, interleaved,
-):  # fmt: skip
+def flash_attention_packed_backward(*arrays, **options):
     """Returns ``dqkv``."""
-    q, k = _unpacked(qkv, heads, kv_heads)
-    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
-    arrays = (qkv, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
-    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    return _packed_backward("flash_attention_packed_backward", (), *arrays, **options)[0]
+
+
+def self_attention_backward(qkv, *arrays, heads, kv_heads, **options):
+    """Returns ``(dqkv, dbias)``."""
+    q, _ = _unpacked(qkv, heads, kv_heads)
+    dbias = jax.ShapeDtypeStruct(qkv.shape[-1:], qkv.dtype)
+    more = (dbias, _bias_partial(q, qkv.shape[-1]))
     options |= {"heads": heads, "kv_heads": kv_heads}
-    results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap))
-    return ffi.call("flash_attention_packed_backward", results, *arrays, **options)[0]
+    results = _packed_backward("self_attention_backward", more, qkv, *arrays, **options)
+    return results[0], results[-2]
 
 
 def flash_attention_float8(
@@ -168,6 +172,20 @@ def repeat_kv_backward(dout, *, groups):
     result = jax.ShapeDtypeStruct((*outer, N // groups, H), dout.dtype)
     (dx,) = ffi.call("repeat_kv_backward", [result], dout, groups=groups)
     return dx
+
+
+def _packed_backward(
+    stem, more, qkv, out, lse, dout, segment_ids, rope_table,
+    *, heads, kv_heads, causal, scale, window, softcap, interleaved,
+):  # fmt: skip
+    """Returns ``dqkv``, workspaces, and ``more`` results."""
+    q, k = _unpacked(qkv, heads, kv_heads)
+    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    arrays = (qkv, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
+    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"heads": heads, "kv_heads": kv_heads}
+    results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap), *more)
+    return ffi.call(stem, results, *arrays, **options)
 
 
 def _flash_options(causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
@@ -217,10 +235,27 @@ def _backward_scratch(q, k, softcap) -> jax.ShapeDtypeStruct:
     if not _is_for_hopper(q, softcap):
         return _scratch(q, 0)
     _, T, N, H = q.shape
-    tile = 64 * 128 // H  # queries
+    tile = _backward_tile(H)
     tiles = -(-T // tile)
     ranges = tiles + -(-k.shape[1] // _HOPPER_KEYS)
     return _scratch(q, N * tiles * (tile * (H + 2) + 1) + 2 * ranges + 1)
+
+
+def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
+    """Partial sums of a bias's gradient."""
+    B, T, N, H = q.shape
+    if not _is_for_hopper(q, None):
+        return jax.ShapeDtypeStruct((min(B * T, _MAX_PARTIAL_ROWS) * columns,), jnp.float32)
+    # Of each tile of queries the sums of dq of every 64, and those of dout; but at least a row, for
+    # calls that turn out not to be for Hopper's own kernels.
+    tile = _backward_tile(H)
+    rows = B * -(-T // tile) * (tile // 64 + 1)
+    return jax.ShapeDtypeStruct((max(rows * N * H, columns),), jnp.float32)
+
+
+def _backward_tile(width: int) -> int:
+    """The queries of a tile of Hopper's own kernels."""
+    return 64 * 128 // width
 
 
 def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:

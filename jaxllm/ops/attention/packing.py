@@ -1,12 +1,14 @@
 """Attention of a projection that holds queries, keys and values, by that of separate arrays.
 
 For implementations that cannot read q, k and v out of the rows of one array: they are sliced out of
-it, and their gradients joined. The heads of a row of (N + 2K) H columns stand in this order.
+it, and their gradients joined. The heads of a row of (N + 2K) H columns stand in this order. And
+the gradient of the projection's bias, for those that do not compute it with the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,18 @@ def backward(unpacked: Callable) -> Callable:
         return jnp.concatenate([rows(gradient) for gradient in gradients], axis=-1)
 
     return packed
+
+
+def backward_with_bias(packed: Callable) -> Callable:
+    """``self_attention_backward`` by a ``flash_attention_packed_backward``."""
+
+    def summed(*arrays, **options: Any) -> tuple[Array, Array]:
+        """Returns ``(dqkv, dbias)``."""
+        dqkv = packed(*arrays, **options)
+        wide = jnp.promote_types(dqkv.dtype, jnp.float32)
+        return dqkv, dqkv.sum(axis=(0, 1), dtype=wide).astype(dqkv.dtype)
+
+    return summed
 
 
 def unsupported(unpacked: Callable) -> Callable:

@@ -22,6 +22,17 @@ definition, not the way to compute it. What XLA multiplies float32 factors with 
 
 With rotary embeddings q and k turn first, and dq and dk turn back: see the family ``rotary``.
 
+``self_attention`` takes q, k and v from a projection :math:`x W + b`, so that :math:`db`, the sum
+over all tokens of their gradients, need not be read off these: where each query sees a key, itself
+at least, and neither a softcap nor rotary embeddings are between,
+
+.. math::
+    db_q = \sum_t dq_t \qquad db_k = \sum_s dk_s = 0 \qquad db_v = \sum_s dv_s = \sum_t dout_t
+
+A vector added to all keys of a head adds one number to all scores of a query, which changes no
+:math:`p`; and the :math:`p` of a query add up to one. The definition and most implementations add
+up rows all the same.
+
 ``softmax`` is the middle of that by itself, :math:`out = p` of scores :math:`s = scale \cdot x`, so
 
 .. math::
@@ -160,6 +171,15 @@ def flash_attention_packed(qkv, *, heads, kv_heads=None, **options):
 
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
+
+
+def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
+    """The definition of ``self_attention``, for JAX to differentiate."""
+    qkv = jnp.dot(x, weight) + bias
+    return flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
+
+
+self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
 
 
 def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **options):

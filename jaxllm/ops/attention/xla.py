@@ -89,6 +89,8 @@ def flash_attention_backward(
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
+self_attention_unsupported = flash_attention_packed_unsupported
+self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
 
 
 def _mask_type(causal: bool) -> cudnn.MaskType:
