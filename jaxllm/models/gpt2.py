@@ -271,9 +271,9 @@ def _cached(
     x = ops.layer_norm(residual, **layers[0]["ln1"])
     for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
 
-        def attend_layer(qkv, i=i):
+        def attend_layer(x, qkv, i=i):
             nonlocal cache
-            parts = jnp.split(qkv, 3, axis=-1)
+            parts = jnp.split(project(x, **qkv), 3, axis=-1)
             q, k, v = (x.reshape(*x.shape[:2], config.heads, -1) for x in parts)
             out, cache = attend(cache, i, q, k, v)
             return out.reshape(*out.shape[:2], -1)
@@ -289,8 +289,10 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Pol
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
     first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
-    def attend(qkv):
-        return ops.flash_attention_packed(qkv, config.heads, causal=True)
+    def attend(x, qkv):
+        if "weight" in qkv:
+            return ops.self_attention(x, qkv["weight"], qkv["bias"], config.heads, causal=True)
+        return ops.flash_attention_packed(project(x, **qkv), config.heads, causal=True)
 
     def block(carry, inputs):
         residual, x = carry
@@ -309,13 +311,14 @@ def _block(
     layer: Params,
     next_norm: Params,
     config: GPT2Config,
-    attend: Callable[[Array], Array],
+    attend: Callable[[Array, Params], Array],
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either.
 
-    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
+    ``attend`` makes what the heads read, side by side, of the normalization and the projection to
+    queries, keys and values.
     """
-    x = attend(project(x, **layer["attention"]["qkv"]))
+    x = attend(x, layer["attention"]["qkv"])
     x, residual = _add_layer(residual, x, layer["attention"]["out"], layer["ln2"])
     x, residual = _add_mlp(residual, x, **layer["mlp"], norm=next_norm)
     return residual, x

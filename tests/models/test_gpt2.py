@@ -176,6 +176,18 @@ def test_remat_runs_the_blocks_again(params, batch):
     assert forwards(unstack(params), remat=True) > forwards(unstack(params))
 
 
+def test_attention_adds_up_the_gradient_of_its_projection_s_bias(params, batch):
+    stems = {call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls}
+    assert "self_attention_backward" in stems
+    assert "flash_attention_packed_backward" not in stems
+
+
+def test_weights_as_they_are_decoded_with_give_equal_logits(params, batch):
+    tokens, _ = batch
+    turned = gpt2.forward(for_decoding(params), tokens, CONFIG)
+    assert error(turned, logits_of(params, tokens)) <= 1e-6
+
+
 def test_padding_has_no_influence(params, batch):
     value, gradients = loss_and_gradients(params, *batch)
     assert not gradients["wte"][CONFIG.vocab_size :].any()
