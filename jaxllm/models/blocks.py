@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxllm import ops
 
 Params = dict[str, Any]
 FEW_ROWS = 16  # that a product reads its matrix once for
+_MANY_ROWS = 4096  # that the head takes at once: for fewer the op knows better
 Policy = Callable[..., bool]  # one of jax.checkpoint_policies
 
 # Keeps what matrix products and attention gave, and computes norms, rotations and activations
@@ -107,6 +108,31 @@ def logits(x: Array, head: Array | Params) -> Array:
 def next_logits(x: Array, head: Array | Params) -> Array:
     """:func:`logits` of one place a sequence, (B, D), for decoding: they have no derivative."""
     return project(x, **head) if isinstance(head, dict) else project(x, weight_t=head)
+
+
+def head_loss(
+    params: Params, hidden: Array, labels: Array, vocab_size: int, kept: int = 0
+) -> Float[Array, ""]:
+    """The mean cross entropy of the labels, of what comes out of the last norm.
+
+    Args:
+        params: The model's parameters.
+        hidden: What the head is applied to, (B, T, D).
+        labels: The token that follows each token.
+        vocab_size: Without the padding.
+        kept: Numbers that the blocks keep of each token for the backward pass. The fewer chunks of
+            rows, the faster their products: the logits of one may take a fifth as much.
+    """
+    head = widen(head_of(params), params["wte"].dtype)
+    rows = labels.size * kept // (5 * len(head))
+    return ops.linear_cross_entropy(
+        hidden,
+        head,
+        labels,
+        transpose_weight=True,
+        vocab_size=vocab_size,
+        chunk_rows=rows if rows >= _MANY_ROWS else None,
+    )
 
 
 def widen(table: Array | Params, dtype: Any) -> Array:

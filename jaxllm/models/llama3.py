@@ -40,6 +40,7 @@ from jaxllm.models.blocks import (
     check_sizes,
     check_tokens,
     count,
+    head_loss,
     head_of,
     layers_of,
     logits,
@@ -47,7 +48,6 @@ from jaxllm.models.blocks import (
     pad_vocab,
     project,
     run_blocks,
-    widen,
     with_next_norms,
 )
 from jaxllm.models.cache import (
@@ -254,13 +254,10 @@ def loss(
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
     hidden = _hidden(params, tokens, config, remat)
-    return ops.linear_cross_entropy(
-        hidden,
-        widen(head_of(params), params["wte"].dtype),
-        labels,
-        transpose_weight=True,
-        vocab_size=config.vocab_size,
-    )
+    # The inputs of four products and two norms, queries, keys and values, gate and up.
+    of_block = 5 * config.width + sum(config.qkv_widths) + 3 * config.mlp_width
+    kept = 0 if remat else config.layers * of_block
+    return head_loss(params, hidden, labels, config.vocab_size, kept)
 
 
 def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:

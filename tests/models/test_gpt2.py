@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm import ops
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import for_decoding, stack, unstack
@@ -252,3 +253,23 @@ def test_logits_of_few_tokens_have_a_derivative_under_every_backend(params):
         actual = jax.grad(value)(params)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert error(a, b) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "remat", "rows"), [(32, False, 19210), (4, False, None), (32, True, None)]
+)
+def test_the_head_takes_more_rows_at_once_where_the_blocks_keep_much(
+    monkeypatch, batch_size, remat, rows
+):
+    found = []
+
+    def loss_of(*_, **options):
+        found.append(options)
+        return jnp.float32(0)
+
+    monkeypatch.setattr(ops, "linear_cross_entropy", loss_of)
+    config = gpt2.PRESETS["d12"]
+    weights = jax.eval_shape(lambda: gpt2.init(jax.random.key(0), config))
+    tokens = jax.ShapeDtypeStruct((batch_size, 1024), jnp.int32)
+    jax.eval_shape(lambda *arrays: gpt2.loss(*arrays, config, remat=remat), weights, tokens, tokens)
+    assert [options["chunk_rows"] for options in found] == [rows]
