@@ -214,7 +214,7 @@ def test_a_step_is_made_of_the_fused_ops(params, batch):
 def test_weights_for_decoding_have_norms_that_add(params, batch):
     tokens, _ = batch
     lengths = jnp.full(len(tokens), tokens.shape[1])
-    cache = gpt2.empty_cache(CONFIG, *tokens.shape, jnp.float32)
+    cache = gpt2.empty_cache(CONFIG, len(tokens), tokens.shape[1], jnp.float32)
 
     def prefill(params):
         return gpt2.prefill(params, tokens, lengths, CONFIG, cache)[0]
@@ -271,5 +271,5 @@ def test_the_head_takes_more_rows_at_once_where_the_blocks_keep_much(
     config = gpt2.PRESETS["d12"]
     weights = jax.eval_shape(lambda: gpt2.init(jax.random.key(0), config))
     tokens = jax.ShapeDtypeStruct((batch_size, 1024), jnp.int32)
-    jax.eval_shape(lambda *arrays: gpt2.loss(*arrays, config, remat=remat), weights, tokens, tokens)
+    jax.eval_shape(lambda p, t: gpt2.loss(p, t, t, config, remat=remat), weights, tokens)
     assert [options["chunk_rows"] for options in found] == [rows]
