@@ -50,33 +50,44 @@ __global__ void __launch_bounds__(kRowThreads)
   if (index < rank_count) a.ranks[index] = 0;
   if (index == 0) *a.tickets = 0;
 
+  // All loads before the first store, which the compiler must take for one to the same place.
+  const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
+  const int first_query = blockIdx.x * kPasses * kRows + threadIdx.x / kTeam;
+  Pack<T> outs[kPasses] = {}, douts[kPasses] = {};
+  float lses[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int query = first_query + pass * kRows;
+    lses[pass] = -INFINITY;
+    if (query < queries) {
+      const int64_t token = sequence * queries + query;
+      outs[pass] = load<kPackSize<T>>(out.data + token * out.row_stride + column);
+      douts[pass] = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
+      lses[pass] = lse[row * queries + query];
+    }
+  }
+
   [[maybe_unused]] float dout_sums[kPackSize<T>] = {};
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int query = (blockIdx.x * kPasses + pass) * kRows + threadIdx.x / kTeam;
+    const int query = first_query + pass * kRows, tile = query / Shape::kQueries;
     float sum = 0.0f;
-    if (query < queries) {
-      const int64_t token = sequence * queries + query;
-      const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
-      const auto outs = load<kPackSize<T>>(out.data + token * out.row_stride + column);
-      const auto douts = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
 #pragma unroll
-      for (int i = 0; i < kPackSize<T>; ++i) {
-        sum += outs[i] * douts[i];
-        if constexpr (kBias) dout_sums[i] += douts[i];
-      }
-      const int tile = query / Shape::kQueries;
-      if (keys_seen<kSegments>(a, band, static_cast<int>(sequence), tile).size() == 0) {
-        store(dq.data + token * dq.row_stride + column, Pack<T>{});
-      }
+    for (int i = 0; i < kPackSize<T>; ++i) {
+      sum += outs[pass][i] * douts[pass][i];
+      if constexpr (kBias) dout_sums[i] += douts[pass][i];
     }
 #pragma unroll
     for (int lane = kTeam / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
     if (threadIdx.x % kTeam == 0 && query < padded_queries) {
       // Where no key is seen, and beyond the last query, 2^(s - inf) = 0.
-      const float value = query < queries ? lse[row * queries + query] : -INFINITY;
-      a.lse[row * padded_queries + query] = value == -INFINITY ? INFINITY : value * float{M_LOG2E};
+      a.lse[row * padded_queries + query] =
+          lses[pass] == -INFINITY ? INFINITY : lses[pass] * float{M_LOG2E};
       a.delta[row * padded_queries + query] = sum;
+    }
+    if (query < queries &&
+        keys_seen<kSegments>(a, band, static_cast<int>(sequence), tile).size() == 0) {
+      store(dq.data + (sequence * queries + query) * dq.row_stride + column, Pack<T>{});
     }
   }
   if constexpr (kBias) {
