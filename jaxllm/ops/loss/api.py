@@ -271,6 +271,8 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 _TILE_ROWS = 128
+# Unrolled: without the copies of a loop, and the first gradient of the weight is added to nothing.
+_FEW_CHUNKS = 4
 
 
 class _Chunked(NamedTuple):
@@ -321,7 +323,7 @@ def _over_chunks(
     size = min(rows, how.chunk_rows, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
     shared = chunks * size - rows
 
-    def visit(i: Array, carry: Any) -> Any:
+    def visit(i: Array | int, carry: Any) -> Any:
         first_row = jnp.maximum(i * size - shared, 0)
         x, y = (lax.dynamic_slice_in_dim(array, first_row, size) for array in (hidden, labels))
         if shared:
@@ -329,7 +331,14 @@ def _over_chunks(
             y = jnp.where(is_shared, how.options[0], y)
         return step(x, y, first_row, carry)
 
-    return lax.fori_loop(0, chunks, visit, carry)
+    if chunks > _FEW_CHUNKS:
+        return lax.fori_loop(0, chunks, visit, carry)
+    carry = visit(0, carry)
+    for i in range(1, chunks):
+        # One chunk's logits at a time.
+        hidden, labels, carry = lax.optimization_barrier((hidden, labels, carry))
+        carry = visit(i, carry)
+    return carry
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
