@@ -103,6 +103,8 @@ class Case:
         saves_more: Whether the forward writes more where a backward follows. It is timed so.
         in_place: The inputs that the first outputs replace; they are donated where it is timed.
         refused_by: The backends with a kernel for the op that does not take this call.
+        inexact_under: The backends, each with a dtype, that leave the call to a library whose error
+            is beyond what the tests allow. They are timed, and not compared with the definition.
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the definition, whose float32
             intermediates would not fit beside those of other test processes.
@@ -124,6 +126,7 @@ class Case:
     saves_more: bool = False
     in_place: tuple[str, ...] = ()
     refused_by: tuple[str, ...] = ()
+    inexact_under: tuple[tuple[str, str], ...] = ()
     large: bool = False
     timed_only: bool = False
 

@@ -149,6 +149,7 @@ def defaults(case):
         for case in CASES
         for dtype in testing.DTYPES
         for backend in implementations(case)
+        if (backend, dtype) not in case.inexact_under
     ],
 )
 def test_matches_the_definition(case, dtype, backend):

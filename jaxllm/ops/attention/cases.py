@@ -83,6 +83,7 @@ def _layer(
     *,
     model_width: int | None = None,
     kv_heads: int | None = None,
+    inexact_under: tuple[tuple[str, str], ...] = (),
     large: bool = False,
     **static: Any,
 ) -> Case:
@@ -106,6 +107,7 @@ def _layer(
         backward_elements=2 * (of_x + of_weight + of_qkv + of_q),
         forward_flops=2 * products + 2 * product,
         backward_flops=5 * products + 4 * product,
+        inexact_under=inexact_under,
         large=large,
     )
 
@@ -375,7 +377,17 @@ CASES = (
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
     _projection("no_batch", 0, 8, 2, 8, causal=True),
     _projection("no_tokens", 2, 0, 2, 8, causal=True, rope_table=_angles(0, 4)),
-    _layer("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
+    _layer(
+        "gpt2_124m",
+        32,
+        1024,
+        12,
+        64,
+        causal=True,
+        large=True,
+        # cuDNN: the error of dweight is 0.0150 on an H200, and twice the definition's own 0.0137.
+        inexact_under=(("xla", "bfloat16"),),
+    ),
     _layer("grouped_128", 4, 1000, 8, 128, kv_heads=2, causal=True, large=True),
     _layer(
         "documents",

@@ -38,6 +38,8 @@ def flash_attention_unsupported(
         return "q or k has no elements"
     if S == 1:
         return "cuDNN's attention needs two keys or more"
+    if not scale > 0:
+        return f"scale is {scale}; cuDNN's attention scales its mask's infinities too"
     if softcap is not None:
         return "cuDNN's attention has no softcap here"
     if rest[-2] is not None:

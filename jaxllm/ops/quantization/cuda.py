@@ -26,14 +26,6 @@ def dequantize_unsupported(q, scales) -> str | None:
     return None
 
 
-def quantize_slower(*_, **__) -> str:
-    """Why ``auto`` leaves a call to the kernels after this one."""
-    return "Pallas and XLA are faster at the sizes in benchmarks/results/h200.csv"
-
-
-dequantize_slower = quantize_slower
-
-
 def quantized_matvec_unsupported(q, scales, x) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     if x.dtype not in _DTYPES:
