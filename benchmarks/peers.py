@@ -142,9 +142,16 @@ def _peak_note(call: Callable[[], Any]) -> str:
 
 
 def time_peer(
-    peer: str, case: Case, dtype: str, direction: str, *, timer: str, smoke: bool
+    peer: str,
+    case: Case,
+    dtype: str,
+    direction: str,
+    *,
+    timer: str,
+    smoke: bool,
+    least_sets: int = 2,
 ) -> timing.Timing:
-    """The device time of one peer on one case.
+    """The device time of one peer on one case, over at least so many sets of inputs.
 
     Raises:
         Exception: Whatever keeps the peer from running; the caller reports it.
@@ -155,7 +162,7 @@ def time_peer(
     torch.manual_seed(0)
     first = _make_inputs(case, dtype, device)
     size = sum(x.numel() * x.element_size() for x in jax.tree.leaves(first))
-    count, note = timing.number_of_sets(size)
+    count, note = timing.number_of_sets(size, least_sets)
     sets = [first] + [_make_inputs(case, dtype, device) for _ in range(1, 2 if smoke else count)]
     repetitions = 30 if direction in ("forward", "backward") else 10
     if peer == "torch fused":
@@ -225,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         direction,
                         timer=options.timer,
                         smoke=options.smoke,
+                        least_sets=options.least_sets,
                     )
                 except Exception as error:  # a peer may fail in any way, and the others still run
                     _emit(kind="failure", reason=reason(error), **row)

@@ -66,9 +66,9 @@ class Timing:
         return float(np.percentile(self.times_us, percent))
 
 
-def number_of_sets(bytes_per_set: int) -> tuple[int, str]:
+def number_of_sets(bytes_per_set: int, least: int = 2) -> tuple[int, str]:
     """How many sets of inputs to rotate through, and a note where they do not exceed the L2."""
-    wanted = max(2, math.ceil(ROTATION_BYTES / max(1, bytes_per_set)))
+    wanted = max(least, math.ceil(ROTATION_BYTES / max(1, bytes_per_set)))
     if wanted <= MAX_SETS:
         return wanted, ""
     return MAX_SETS, "inputs fit in L2"

@@ -109,6 +109,7 @@ def test_inputs_rotate_through_more_than_the_cache():
     assert timing.number_of_sets(100 * 10**6) == (3, "")
     assert timing.number_of_sets(10**9) == (2, "")
     assert timing.number_of_sets(1000) == (timing.MAX_SETS, "inputs fit in L2")
+    assert timing.number_of_sets(100 * 10**6, least=11) == (11, "")
 
 
 # Ours
@@ -352,6 +353,7 @@ def test_an_interruption_keeps_what_is_timed(monkeypatch):
         dtype="float32",
         no_peers=True,
         sets=2,
+        least_sets=2,
         smoke=True,
         timer="wall",
     )
