@@ -237,7 +237,7 @@ def test_cudnn_s_results_have_the_shapes_of_the_contract(pretend_cudnn):
         ({"H": 136}, {}, "heads are 136 wide"),
         ({"T": 1}, {}, "needs two keys or more"),
         ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
-        ({}, {"scale": -0.5}, "scale is -0.5; cuDNN's attention scales its mask's infinities"),
+        ({}, {"scale": -0.5}, "scale is -0.5; cuDNN's attention takes scales above zero"),
         ({}, {"window": 3}, "window needs a causal mask"),
         ({}, {"softcap": 3.0}, "no softcap"),
         ({}, {"segment_ids": np.zeros((2, 6), np.int32)}, "no segment ids"),

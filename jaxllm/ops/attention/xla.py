@@ -39,7 +39,8 @@ def flash_attention_unsupported(
     if S == 1:
         return "cuDNN's attention needs two keys or more"
     if not scale > 0:
-        return f"scale is {scale}; cuDNN's attention scales its mask's infinities too"
+        # With -0.1 and a causal mask its output is not finite.
+        return f"scale is {scale}; cuDNN's attention takes scales above zero here"
     if softcap is not None:
         return "cuDNN's attention has no softcap here"
     if rest[-2] is not None:
