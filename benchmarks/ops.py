@@ -233,7 +233,7 @@ def time_ours(
     least_sets: int = 2,
     most_sets: int = timing.MAX_SETS,
 ) -> timing.Timing:
-    """The device time of one of our backends on one case, over so many sets of inputs.
+    """The device time of one of our backends on one case, over at least and at most so many sets.
 
     Raises:
         Exception: Whatever keeps the backend from serving the call; the caller reports it.

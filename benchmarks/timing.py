@@ -68,10 +68,10 @@ class Timing:
 
 def number_of_sets(bytes_per_set: int, least: int = 2) -> tuple[int, str]:
     """How many sets of inputs to rotate through, and a note where they do not exceed the L2."""
-    wanted = max(least, math.ceil(ROTATION_BYTES / max(1, bytes_per_set)))
+    wanted = math.ceil(ROTATION_BYTES / max(1, bytes_per_set))
     if wanted <= MAX_SETS:
-        return wanted, ""
-    return MAX_SETS, "inputs fit in L2"
+        return max(least, wanted), ""
+    return max(least, MAX_SETS), "inputs fit in L2"
 
 
 def busy_ns(events: Sequence[Event]) -> float:

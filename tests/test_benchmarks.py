@@ -110,6 +110,7 @@ def test_inputs_rotate_through_more_than_the_cache():
     assert timing.number_of_sets(10**9) == (2, "")
     assert timing.number_of_sets(1000) == (timing.MAX_SETS, "inputs fit in L2")
     assert timing.number_of_sets(100 * 10**6, least=11) == (11, "")
+    assert timing.number_of_sets(100 * 10**6, least=100) == (100, "")
 
 
 # Ours
