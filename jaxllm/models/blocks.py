@@ -111,7 +111,7 @@ def next_logits(x: Array, head: Array | Params) -> Array:
 
 
 def head_loss(
-    params: Params, hidden: Array, labels: Array, vocab_size: int, kept: int = 0
+    params: Params, hidden: Array, labels: Array, vocab_size: int, kept: int
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, of what comes out of the last norm.
 
