@@ -7,7 +7,7 @@
 // All this must take no longer than the product of the other multiplier's tile. It is a matter of
 // latency, with four warps at work on it: hence the batches of numbers that go through the
 // activation together, and an activation's slope that is computed beside it in the forward pass,
-// where the work is little, and kept in the place of what it is the slope of.
+// with which it has most of its operations in common, and kept for the backward to multiply by.
 #pragma once
 
 #include "activation/gelu_each.cuh"
