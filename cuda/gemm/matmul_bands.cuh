@@ -258,12 +258,11 @@ __device__ __forceinline__ void write_column_sums(BandWarp<Shape, T>& warp, cons
   named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
 }
 
-// Multiplies a band of what was saved by the product, in its place, and adds the sums of the
-// thread's columns to `column_sums`, or begins these.
-template <class Shape, typename T>
-__device__ __forceinline__ void scale_band(const BandWarp<Shape, T>& warp, const T* band,
-                                           const float (&sums)[Shape::kColumns / 2], int slab,
-                                           bool begins, float (&column_sums)[16]) {
+// Puts change(j, half, saved) in the place of each pair of neighbours of a band that was saved: of
+// the lane's two in columns 8 j to 8 j + 7, in row lane / 4 or (`half`) the row 8 below.
+template <class Shape, typename T, class Change>
+__device__ __forceinline__ void change_band(const BandWarp<Shape, T>& warp, const T* band,
+                                            const Change& change) {
   const uint32_t row = warp.matrix_row(band);
   uint32_t words[4], next[4];
   load_matrices(next, row);
@@ -275,13 +274,8 @@ __device__ __forceinline__ void scale_band(const BandWarp<Shape, T>& warp, const
     if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
-      const float2 factor = unpack(words[i], T{});
-      const float2 scaled = {sums[at] * factor.x, sums[at + 1] * factor.y};
-      words[i] = pack<T>(scaled.x, scaled.y);
-      const bool is_first = begins && half == 0;
-      column_sums[2 * j] = is_first ? scaled.x : column_sums[2 * j] + scaled.x;
-      column_sums[2 * j + 1] = is_first ? scaled.y : column_sums[2 * j + 1] + scaled.y;
+      const float2 changed = change(first + i / 2, i % 2, unpack(words[i], T{}));
+      words[i] = pack<T>(changed.x, changed.y);
     }
     store_matrices(row ^ 16 * first, words);
   }
@@ -325,37 +319,20 @@ __device__ __forceinline__ void finish_scaled(
     const int position = warp.bands_done + band, slot = position % kSlots;
     T* const out = warp.slot(slot);
     warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
-    scale_band(warp, out, sums[block], slab, block == 0, column_sums);
+    change_band(warp, out, [&](int j, int half, float2 factor) {
+      const int at = sum_index(slab, j, half);
+      const float2 scaled = {sums[block][at] * factor.x, sums[block][at + 1] * factor.y};
+      const bool begins = block == 0 && half == 0;
+      column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
+      column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
+      return scaled;
+    });
     store_and_load_ahead(warp, slot, band, origin, next, has_next);
     if (block == Shape::kBlocksOf64 - 1) {
       write_column_sums(warp, column_sums, origin, warp.column(origin, band));
     }
   }
   warp.bands_done += Shape::kBands;
-}
-
-// Puts p + bias + residual in the place of a band of the residual.
-template <class Shape, typename T>
-__device__ __forceinline__ void add_to_residual(const BandWarp<Shape, T>& warp, const T* band,
-                                                const float (&sums)[Shape::kColumns / 2],
-                                                int slab) {
-  const uint32_t row = warp.matrix_row(band);
-  uint32_t words[4], next[4];
-  load_matrices(next, row);
-#pragma unroll
-  for (int first = 0; first < 8; first += 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = next[i];
-    // Ahead of the stores, which the compiler must take for stores to the same place.
-    if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = first + i / 2, at = sum_index(slab, j, i % 2);
-      const float2 residual = unpack(words[i], T{}), bias = warp.bias(slab, j);
-      words[i] = pack<T>(sums[at] + bias.x + residual.x, sums[at + 1] + bias.y + residual.y);
-    }
-    store_matrices(row ^ 16 * first, words);
-  }
 }
 
 // Stores out = p + bias + residual, where `sums` has the product p. Sees to it that the bands of
@@ -369,7 +346,12 @@ __device__ __forceinline__ void finish_residual(
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
     const int position = warp.bands_done + band, slot = position % kSlots;
     warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
-    add_to_residual(warp, warp.slot(slot), sums[block], slab);
+    change_band(warp, warp.slot(slot), [&](int j, int half, float2 residual) {
+      const int at = sum_index(slab, j, half);
+      const float2 bias = warp.bias(slab, j);
+      return float2{sums[block][at] + bias.x + residual.x,
+                    sums[block][at + 1] + bias.y + residual.y};
+    });
     store_and_load_ahead(warp, slot, band, origin, next, has_next);
   }
   warp.bands_done += Shape::kBands;
