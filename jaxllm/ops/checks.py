@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -36,3 +38,29 @@ def check_same_dtype(name: str, array: jax.Array, other_name: str, other: jax.Ar
         raise TypeError(
             f"{name} has dtype {array.dtype}; it must have the dtype of {other_name}, {other.dtype}"
         )
+
+
+def check_layer(
+    weight_name: str,
+    weight: jax.Array,
+    bias_name: str,
+    bias: jax.Array | None,
+    x: Any,
+    x_name: str = "x",
+    columns: str = "D_out",
+) -> None:
+    """Checks a linear layer that is applied to ``x``, or to what has its shape and dtype."""
+    check_floating(**{x_name: x, weight_name: weight})
+    if x.ndim == 0:
+        raise ValueError(f"{x_name} has shape (); it must have a last axis to multiply along")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{weight_name} has shape {weight.shape}; it must be ({x.shape[-1]}, {columns}), with "
+            f"as many rows as {x_name} {x.shape} has columns"
+        )
+    check_same_dtype(weight_name, weight, "x", x)
+    if bias is not None:
+        check_floating(**{bias_name: bias})
+        why = f"the columns of {weight_name} {weight.shape}"
+        check_shape(bias_name, bias, weight.shape[1:], why)
+        check_same_dtype(bias_name, bias, "x", x)

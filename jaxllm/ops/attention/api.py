@@ -22,7 +22,13 @@ from jaxllm.ops.attention import (
     reference_decode,
     xla,
 )
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    check_floating,
+    check_integer,
+    check_layer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.gemm import products
 
 FLASH_ATTENTION = Op(
@@ -244,19 +250,11 @@ def self_attention(
         >>> out = jaxllm.ops.self_attention(x, weight, bias, 12, causal=True)
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    check_floating(x=x, weight=weight, bias=bias)
+    check_floating(x=x, bias=bias)
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; it must be (B, T, D)")
-    B, T, D = x.shape
-    if weight.ndim != 2 or weight.shape[0] != D:
-        raise ValueError(
-            f"weight has shape {weight.shape}; it must be ({D}, P), with as many rows as x has "
-            f"columns {x.shape}"
-        )
-    check_shape("bias", bias, weight.shape[1:], f"the columns of weight {weight.shape}")
-    check_same_dtype("weight", weight, "x", x)
-    check_same_dtype("bias", bias, "x", x)
-    qkv: Any = jax.ShapeDtypeStruct((B, T, weight.shape[1]), x.dtype)
+    check_layer("weight", weight, "bias", bias, x, columns="P")
+    qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], weight.shape[1]), x.dtype)
     _check_projection(qkv, heads, kv_heads)
     H = weight.shape[1] // (heads + 2 * kv_heads)
     segments = _check_segment_ids(qkv, qkv, segment_ids)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import check_floating, check_layer, check_same_dtype, check_shape
 from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
@@ -153,10 +153,7 @@ def linear(
         >>> weight, bias = jnp.ones((768, 3072), jnp.bfloat16), jnp.zeros(3072, jnp.bfloat16)
         >>> out = jaxllm.ops.linear(x, weight, bias, activation="gelu")
     """
-    check_floating(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has shape (); it must have a last axis to multiply along")
-    _check_layer("weight", weight, "bias", bias, x)
+    check_layer("weight", weight, "bias", bias, x)
     _check_option("activation", activation, None, "gelu")
     return _linear(x, weight, bias, activation, resolve(backend))
 
@@ -202,12 +199,9 @@ def mlp(
 
     Source: llm.c's ``matmul_forward_cublaslt`` and ``matmul_backward``, with GELU fused.
     """
-    check_floating(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has shape (); it must have a last axis to multiply along")
-    _check_layer("up_weight", up_weight, "up_bias", up_bias, x)
+    check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
-    _check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
+    check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
     _check_option("activation", activation, "gelu")
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, resolve(backend))
 
@@ -255,10 +249,7 @@ def linear_add_layer_norm(
 
     Source: llm.c's ``matmul_forward`` and ``fused_residual_forward5``.
     """
-    check_floating(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has shape (); it must have a last axis to multiply along")
-    _check_layer("weight", weight, "x_bias", None, x)
+    check_layer("weight", weight, "x_bias", None, x)
     bias = _check_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
     arrays = (x, weight, residual, x_bias, scale, bias)
     return _linear_add_layer_norm(*arrays, eps, resolve(backend))
@@ -312,12 +303,9 @@ def mlp_add_layer_norm(
 
     Source: llm.c's ``matmul_forward_cublaslt`` and ``fused_residual_forward5``.
     """
-    check_floating(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has shape (); it must have a last axis to multiply along")
-    _check_layer("up_weight", up_weight, "up_bias", up_bias, x)
+    check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
-    _check_layer("down_weight", down_weight, "down_bias", None, hidden, "the hidden layer")
+    check_layer("down_weight", down_weight, "down_bias", None, hidden, "the hidden layer")
     bias = _check_norm(
         "down_weight", down_weight, x, residual, scale, bias=bias, down_bias=down_bias
     )
@@ -369,22 +357,6 @@ def matvec(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )
     return dispatch(MATVEC, "", resolve(backend), w, x)
-
-
-def _check_layer(weight_name, weight, bias_name, bias, x, x_name="x") -> None:
-    """Checks a layer that is applied to ``x``, or to what has its shape and dtype."""
-    check_floating(**{weight_name: weight})
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"{weight_name} has shape {weight.shape}; it must be ({x.shape[-1]}, D_out), with as "
-            f"many rows as {x_name} {x.shape} has columns"
-        )
-    check_same_dtype(weight_name, weight, "x", x)
-    if bias is not None:
-        check_floating(**{bias_name: bias})
-        columns = f"the columns of {weight_name} {weight.shape}"
-        check_shape(bias_name, bias, weight.shape[1:], columns)
-        check_same_dtype(bias_name, bias, "x", x)
 
 
 def _check_norm(weight_name, weight, x, residual, scale, **biases) -> Array:
