@@ -108,8 +108,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const bool pairs = is_triangle && half <= multiprocessors &&
                      attention.batch * attention.kv_heads * key_tiles < kFewTiles * multiprocessors;
   const int split = pairs ? half : key_tiles;
-  const int64_t blocks = attention.batch * attention.kv_heads * split;
-  if (blocks > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
+  const int64_t items = attention.batch * attention.kv_heads * split;
+  if (items > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
 
   auto* const queries_seen = reinterpret_cast<TileRange*>(workspace + parts.queries_seen_at());
   auto* const keys_seen = reinterpret_cast<TileRange*>(workspace + parts.keys_seen_at());
@@ -129,6 +129,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                                     workspace + parts.dq_sums_at(),
                                     reinterpret_cast<int*>(workspace + parts.ranks_at()),
                                     reinterpret_cast<int*>(workspace + parts.tickets_at()),
+                                    static_cast<int>(items),
                                     {attention.query_segments, attention.key_segments,
                                      attention.segment_ranges, keys_seen, queries_seen},
                                     has_bias ? bias.partial : nullptr,
@@ -141,6 +142,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                               : flash_attention_backward_rows_kernel<T, kWidth, kSegments, false>;
   row_kernel<<<row_grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  const int64_t blocks = pairs ? items : std::min<int64_t>(items, multiprocessors);
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, dim3(static_cast<unsigned>(blocks)),
                                        dim3(Shape::kThreads), kBytes, /*cluster=*/1,
                                        /*overlap=*/true, q_map, k_map, v_map, dout_map, dk_map,

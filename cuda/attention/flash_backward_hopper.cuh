@@ -31,59 +31,95 @@
 
 namespace jaxllm::hopper {
 
+// The copies of one item. A tile's first queries before its keys: there is room for them while the
+// gradients of the tile before are stored.
 template <bool kSegments, typename T, int kWidth>
-__device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
-                                              const BackwardArguments& a, const CUtensorMap& q_map,
-                                              const CUtensorMap& k_map, const CUtensorMap& v_map,
-                                              const CUtensorMap& dout_map) {
+struct BackwardCopier {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kKeyBytes = Shape::kKeys * kWidth * sizeof(T);
-  constexpr int kQueryBytes = Shape::kQueries * (kWidth * sizeof(T) + sizeof(float));
-  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
-  const int padded_queries = band.query_tiles() * Shape::kQueries;
-  const int group = a.heads / a.kv_heads;
-  const BackwardItem item = take_item(a, band.key_tiles(), shared.ticket);
-  RingPosition<1> kv_ring;
-  RingPosition<Shape::kStages> ring;
+  BackwardShared<T, kWidth>& shared;
+  const BackwardArguments& a;
+  const CUtensorMap &q_map, &k_map, &v_map, &dout_map;
+  RingPosition<1> kv_ring = {};
+  RingPosition<Shape::kStages> ring = {};
 
-  for (int i = 0; i < item.count; ++i) {
-    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+  __device__ __forceinline__ void load_keys(const BackwardItem& item, int key_tile) {
+    constexpr int kBytes = Shape::kKeys * kWidth * sizeof(T);
     shared.kv_empty.wait(kv_ring.parity ^ 1);
     kv_ring.advance();
-    shared.kv_full.arrive_and_expect(2 * kKeyBytes);
+    shared.kv_full.arrive_and_expect(2 * kBytes);
 #pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       const Box box{slab * kSlabWidth, item.kv_head, key_tile * Shape::kKeys, item.sequence};
       load_box(shared.k + slab * Shape::kKeys * kSlabWidth, k_map, box, shared.kv_full);
       load_box(shared.v + slab * Shape::kKeys * kSlabWidth, v_map, box, shared.kv_full);
     }
-    for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
-      const int64_t rows = (int64_t{item.sequence} * a.heads + head) * padded_queries;
-      for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
-        const int query = query_tile * Shape::kQueries;
-        const int stage = ring.stage;
-        shared.q_empty[stage].wait(ring.parity ^ 1);
-        shared.q_full[stage].arrive_and_expect(kQueryBytes);
+  }
+
+  // With the two numbers of each, which begin at `row`.
+  __device__ __forceinline__ void load_queries(int sequence, int head, int query, int64_t row) {
+    constexpr int kBytes = Shape::kQueries * (kWidth * sizeof(T) + sizeof(float));
+    const int stage = ring.stage;
+    shared.q_empty[stage].wait(ring.parity ^ 1);
+    shared.q_full[stage].arrive_and_expect(kBytes);
 #pragma unroll 1
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          load_box(shared.q[stage] + slab * Shape::kQueries * kSlabWidth, q_map,
-                   {slab * kSlabWidth, head, query, item.sequence}, shared.q_full[stage]);
-        }
-        load_bytes(shared.lse[stage], a.lse + rows + query, sizeof(shared.lse[stage]),
-                   shared.q_full[stage]);
-        shared.dout_empty[stage].wait(ring.parity ^ 1);
-        shared.dout_full[stage].arrive_and_expect(kQueryBytes);
-#pragma unroll 1
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          load_box(shared.dout[stage] + slab * Shape::kQueries * kSlabWidth, dout_map,
-                   {slab * kSlabWidth, head, query, item.sequence}, shared.dout_full[stage]);
-        }
-        load_bytes(shared.delta[stage], a.delta + rows + query, sizeof(shared.delta[stage]),
-                   shared.dout_full[stage]);
-        ring.advance();
-      }
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      load_box(shared.q[stage] + slab * Shape::kQueries * kSlabWidth, q_map,
+               {slab * kSlabWidth, head, query, sequence}, shared.q_full[stage]);
     }
+    load_bytes(shared.lse[stage], a.lse + row, sizeof(shared.lse[stage]), shared.q_full[stage]);
+    shared.dout_empty[stage].wait(ring.parity ^ 1);
+    shared.dout_full[stage].arrive_and_expect(kBytes);
+#pragma unroll 1
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+      load_box(shared.dout[stage] + slab * Shape::kQueries * kSlabWidth, dout_map,
+               {slab * kSlabWidth, head, query, sequence}, shared.dout_full[stage]);
+    }
+    load_bytes(shared.delta[stage], a.delta + row, sizeof(shared.delta[stage]),
+               shared.dout_full[stage]);
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void copy(const BackwardItem& item) {
+    const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+    const int padded_queries = band.query_tiles() * Shape::kQueries;
+    const int group = a.heads / a.kv_heads;
+    for (int i = 0; i < item.count; ++i) {
+      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+      const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+      bool has_keys = false;
+      for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
+        const int64_t rows = (int64_t{item.sequence} * a.heads + head) * padded_queries;
+        for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
+          const int query = query_tile * Shape::kQueries;
+          load_queries(item.sequence, head, query, rows + query);
+          if (!has_keys) load_keys(item, key_tile);
+          has_keys = true;
+        }
+      }
+      if (!has_keys) load_keys(item, key_tile);
+    }
+  }
+};
+
+// Takes tickets until there are none, passes them on, and copies what their items need.
+template <bool kSegments, typename T, int kWidth>
+__device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
+                                              const BackwardArguments& a, const CUtensorMap& q_map,
+                                              const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                              const CUtensorMap& dout_map) {
+  using Shape = BackwardShape<kWidth>;
+  const int key_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).key_tiles();
+  BackwardCopier<kSegments, T, kWidth> copier{shared, a, q_map, k_map, v_map, dout_map};
+  RingPosition<2> ring;
+  int ticket = atomicAdd(a.tickets, 1);
+  for (;;) {
+    shared.ticket_empty[ring.stage].wait(ring.parity ^ 1);
+    shared.tickets[ring.stage] = ticket;
+    shared.ticket_full[ring.stage].arrive();
+    ring.advance();
+    if (ticket >= a.items) return;
+    copier.copy(take_item(a, key_tiles, ticket));
+    ticket = a.pairs ? a.items : atomicAdd(a.tickets, 1);
   }
 }
 
@@ -98,7 +134,6 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   constexpr int kQuerySlabBytes = kQueries * kSlabRowBytes;
   const TiledBand<kQueries, Shape::kKeys> band(a.band);
   const int group = a.heads / a.kv_heads;
-  const BackwardItem item = take_item(a, band.key_tiles(), shared.ticket);
   const int thread = threadIdx.x % kWarpgroup;
   const bool is_first_lane = thread % 32 == 0;
   const int key_in_tile = multiplier * 64 + accumulator_row(thread);
@@ -159,10 +194,6 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     commit_products();
   };
   SegmentRows query_segments, key_segments;
-  if constexpr (kSegments) {
-    query_segments = queries_of_sequence(a.segments, band, item.sequence);
-    key_segments = keys_of_sequence(a.segments, band, item.sequence);
-  }
   const auto mask = [&](int key_tile, int query_tile) {
     const int first_key = key_tile * Shape::kKeys + multiplier * 64;
     const int first_query = query_tile * kQueries;
@@ -203,7 +234,8 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       }
     }
   };
-  // Writes this multiplier's rows of a gradient over its rows of k or v.
+  // Writes this multiplier's rows of a gradient to a tile as k and v have them: over its rows of k
+  // or v, or of ds.
   const auto store_gradient = [&](const float (&gradient)[kWidth / 2], float factor, T* tile) {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; i += 2) {
@@ -215,139 +247,153 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     }
   };
 
-  for (int i = 0; i < item.count; ++i) {
-    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
-    const int steps = group * range.size();
-#pragma unroll
-    for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
-    pin(dk);
-    pin(dv);
+  T* const dk_tile = Shape::kStoresFromDs ? shared.ds : shared.k;
+  T* const dv_tile = Shape::kStoresFromDs ? shared.ds + Shape::kKeys * kSlabWidth : shared.v;
 
-    shared.kv_full.wait(kv_ring.parity);
-    kv_ring.advance();
-    const auto walk = [&](int query_tile, bool has_next) {
-      if constexpr (!Shape::kEarlyScores) {
-        shared.q_full[q_ring.stage].wait(q_ring.parity);
-        start_scores(s, k_operand, shared.q[q_ring.stage]);
-      }
-      const int q_stage = q_ring.stage, dout_stage = dout_ring.stage;
-      shared.dout_full[dout_stage].wait(dout_ring.parity);
-      start_scores(dp, v_operand, shared.dout[dout_stage]);
-      if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
-      mask(key_tile, query_tile);
-#pragma unroll
-      for (int j = 0; j < kQueries / 2; j += 4) {
-        const float2 lse = *reinterpret_cast<const float2*>(shared.lse[q_stage] + 2 * j + column);
-#pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          s[j + r] = exp2_fast(fmaf(s[j + r], scale_log2, -lse.x));
-          s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
-        }
-      }
-      if constexpr (Shape::kEarlyDv) {
-        pack<T>(s, p_operand);
-        start_gradient(dv, p_operand, shared.dout[dout_stage]);
-        wait_for_products<1>(dp);
-        shared.ds_empty.wait(ds_ring.parity ^ 1);
-      } else {
-        // A wait that branches, between the exponentials and the wait for the product beside them:
-        // within one basic block the assembler would put the latter first.
-        pin(s);
-        shared.ds_empty.wait(ds_ring.parity ^ 1);
-        wait_for_products<0>(dp);
-      }
-#pragma unroll
-      for (int j = 0; j < kQueries / 2; j += 4) {
-        const float2 delta =
-            *reinterpret_cast<const float2*>(shared.delta[dout_stage] + 2 * j + column);
-#pragma unroll
-        for (int r = 0; r < 4; r += 2) {
-          dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
-          dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
-        }
-      }
-      if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
-      pack<T>(dp, ds_left_operand);
-      if constexpr (!Shape::kEarlyDv) start_gradient(dv, p_operand, shared.dout[dout_stage]);
-      // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
-#pragma unroll
-      for (int j = 0; j < kQueries / 4; ++j) {
-        const int first_query = j / 2 * 8;
-        char* const slab =
-            reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
-        *reinterpret_cast<uint32_t*>(
-            slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
-            ds_left_operand[j];
-      }
-      fence_async_proxy();
-      arrive(shared.ds_full);
-      start_gradient(dk, ds_left_operand, shared.q[q_stage]);
-      shared.ds_full.wait(ds_ring.parity);
-      ds_ring.advance();
-      wait_for_products<1>();  // of dv
-      start_dq();
-      q_ring.advance();
-      dout_ring.advance();
-      if constexpr (Shape::kEarlyScores) {
-        // After the last step nobody reads them: they cost less than a branch around a product.
-        if (has_next) shared.q_full[q_ring.stage].wait(q_ring.parity);
-        start_scores(s, k_operand, shared.q[q_ring.stage]);
-        wait_for_products<1>(dq);
-      } else {
-        wait_for_products<0>(dq);
-      }
-      arrive(shared.ds_empty);
-      shared.q_empty[q_stage].arrive();
-      shared.dout_empty[dout_stage].arrive();
-      shared.dq_empty.wait(dq_ring.parity ^ 1);
-      dq_ring.advance();
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
-            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-      }
-      fence_async_proxy();
-      if constexpr (Shape::kRoundsDq) {
-        shared.dq_full.arrive();
-      } else {
-        arrive(shared.dq_full);
-      }
-      if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
-    };
-    if (steps > 0) {
-      if constexpr (Shape::kEarlyScores) {
-        shared.q_full[q_ring.stage].wait(q_ring.parity);
-        start_scores(s, k_operand, shared.q[q_ring.stage]);
-        wait_for_products<0>(s);
-      }
-      int query_tile = range.begin, remaining = steps;
-      do {
-        walk(query_tile, remaining > 1);
-        if (++query_tile == range.end) query_tile = range.begin;
-      } while (--remaining > 0);
+  RingPosition<2> tickets;
+  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
+    const BackwardItem item = take_item(a, band.key_tiles(), ticket);
+    if constexpr (kSegments) {
+      query_segments = queries_of_sequence(a.segments, band, item.sequence);
+      key_segments = keys_of_sequence(a.segments, band, item.sequence);
     }
+    for (int i = 0; i < item.count; ++i) {
+      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+      const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+      const int steps = group * range.size();
+#pragma unroll
+      for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
+      pin(dk);
+      pin(dv);
 
-    wait_for_products<0>(dk, dv);
-    // Both have read k; a row of v has one reader only.
-    named_barrier_sync(kAllBarrier, Shape::kMultipliers * kWarpgroup);
-    store_gradient(dk, a.scale, shared.k);
-    store_gradient(dv, 1.0f, shared.v);
-    fence_async_proxy();
-    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
-    if (thread == 0) {
-      const int first_key = key_tile * Shape::kKeys + multiplier * 64;
-      if (first_key < band.keys) {
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-          const Box box{slab * kSlabWidth, item.kv_head, first_key, item.sequence};
-          const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
-          store_box(dk_map, shared.k + offset, box);
-          store_box(dv_map, shared.v + offset, box);
+      shared.kv_full.wait(kv_ring.parity);
+      kv_ring.advance();
+      const auto walk = [&](int query_tile, bool has_next) {
+        if constexpr (!Shape::kEarlyScores) {
+          shared.q_full[q_ring.stage].wait(q_ring.parity);
+          start_scores(s, k_operand, shared.q[q_ring.stage]);
         }
-        commit_stores();
-        wait_until_stores_have_read();
+        const int q_stage = q_ring.stage, dout_stage = dout_ring.stage;
+        shared.dout_full[dout_stage].wait(dout_ring.parity);
+        start_scores(dp, v_operand, shared.dout[dout_stage]);
+        if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
+        mask(key_tile, query_tile);
+#pragma unroll
+        for (int j = 0; j < kQueries / 2; j += 4) {
+          const float2 lse = *reinterpret_cast<const float2*>(shared.lse[q_stage] + 2 * j + column);
+#pragma unroll
+          for (int r = 0; r < 4; r += 2) {
+            s[j + r] = exp2_fast(fmaf(s[j + r], scale_log2, -lse.x));
+            s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
+          }
+        }
+        if constexpr (Shape::kEarlyDv) {
+          pack<T>(s, p_operand);
+          start_gradient(dv, p_operand, shared.dout[dout_stage]);
+          wait_for_products<1>(dp);
+          shared.ds_empty.wait(ds_ring.parity ^ 1);
+        } else {
+          // A wait that branches, between the exponentials and the wait for the product beside
+          // them: within one basic block the assembler would put the latter first.
+          pin(s);
+          shared.ds_empty.wait(ds_ring.parity ^ 1);
+          wait_for_products<0>(dp);
+        }
+#pragma unroll
+        for (int j = 0; j < kQueries / 2; j += 4) {
+          const float2 delta =
+              *reinterpret_cast<const float2*>(shared.delta[dout_stage] + 2 * j + column);
+#pragma unroll
+          for (int r = 0; r < 4; r += 2) {
+            dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
+            dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
+          }
+        }
+        if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
+        pack<T>(dp, ds_left_operand);
+        if constexpr (!Shape::kEarlyDv) start_gradient(dv, p_operand, shared.dout[dout_stage]);
+        // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
+#pragma unroll
+        for (int j = 0; j < kQueries / 4; ++j) {
+          const int first_query = j / 2 * 8;
+          char* const slab =
+              reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
+          *reinterpret_cast<uint32_t*>(
+              slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
+              ds_left_operand[j];
+        }
+        fence_async_proxy();
+        arrive(shared.ds_full);
+        start_gradient(dk, ds_left_operand, shared.q[q_stage]);
+        shared.ds_full.wait(ds_ring.parity);
+        ds_ring.advance();
+        wait_for_products<1>();  // of dv
+        start_dq();
+        q_ring.advance();
+        dout_ring.advance();
+        if constexpr (Shape::kEarlyScores) {
+          // After the last step nobody reads them: they cost less than a branch around a product.
+          if (has_next) shared.q_full[q_ring.stage].wait(q_ring.parity);
+          start_scores(s, k_operand, shared.q[q_ring.stage]);
+          wait_for_products<1>(dq);
+        } else {
+          wait_for_products<0>(dq);
+        }
+        arrive(shared.ds_empty);
+        shared.q_empty[q_stage].arrive();
+        shared.dout_empty[dout_stage].arrive();
+        shared.dq_empty.wait(dq_ring.parity ^ 1);
+        dq_ring.advance();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
+              make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        }
+        fence_async_proxy();
+        if constexpr (Shape::kRoundsDq) {
+          shared.dq_full.arrive();
+        } else {
+          arrive(shared.dq_full);
+        }
+        if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
+      };
+      if (steps > 0) {
+        if constexpr (Shape::kEarlyScores) {
+          shared.q_full[q_ring.stage].wait(q_ring.parity);
+          start_scores(s, k_operand, shared.q[q_ring.stage]);
+          wait_for_products<0>(s);
+        }
+        int query_tile = range.begin, remaining = steps;
+        do {
+          walk(query_tile, remaining > 1);
+          if (++query_tile == range.end) query_tile = range.begin;
+        } while (--remaining > 0);
       }
-      shared.kv_empty.arrive();
+
+      wait_for_products<0>(dk, dv);
+      // Both have read k, v and ds.
+      named_barrier_sync(kAllBarrier, Shape::kMultipliers * kWarpgroup);
+      if (Shape::kStoresFromDs && thread == 0) shared.kv_empty.arrive();
+      store_gradient(dk, a.scale, dk_tile);
+      store_gradient(dv, 1.0f, dv_tile);
+      fence_async_proxy();
+      named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+      if (thread == 0) {
+        const int first_key = key_tile * Shape::kKeys + multiplier * 64;
+        if (first_key < band.keys) {
+          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+            const Box box{slab * kSlabWidth, item.kv_head, first_key, item.sequence};
+            const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
+            store_box(dk_map, dk_tile + offset, box);
+            store_box(dv_map, dv_tile + offset, box);
+          }
+          commit_stores();
+          wait_until_stores_have_read();
+        }
+        if (!Shape::kStoresFromDs) shared.kv_empty.arrive();
+      }
+      // Its rows of ds are its own.
+      if (Shape::kStoresFromDs) named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
     }
   }
   if (thread == 0) wait_for_stores();
@@ -380,10 +426,13 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     shared.dq_empty.init(Shape::kRoundsDq ? 1 + Shape::kRounders : 1);
     shared.before_full.init(1);
     shared.before_empty.init(Shape::kRounders);
+    for (int stage = 0; stage < 2; ++stage) {
+      shared.ticket_full[stage].init(1);
+      shared.ticket_empty[stage].init(Shape::kTicketReaders);
+    }
     fence_barrier_init();
   }
   wait_for_last_kernel();
-  if (threadIdx.x == 0) shared.ticket = atomicAdd(a.tickets, 1);
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);

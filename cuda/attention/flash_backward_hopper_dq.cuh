@@ -24,7 +24,7 @@ struct DqStep {
   int rank, last_rank;  // of the block's addition, and of the last
 };
 
-// Calls visit(step) for each of a block's, in the order in which the multipliers take them.
+// Calls visit(step) for each of an item's, in the order in which the multipliers take them.
 template <bool kSegments, int kWidth, typename Visit>
 __device__ __forceinline__ void for_each_dq_step(const BackwardArguments& a, int ticket,
                                                  const Visit& visit) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
   using Shape = BackwardShape<kWidth>;
   const int query_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles();
   RingPosition<1> ring, before_ring;
-  for_each_dq_step<kSegments, kWidth>(a, shared.ticket, [&](const DqStep& step) {
+  const auto add = [&](const DqStep& step) {
     const int64_t tile =
         (int64_t{step.sequence} * a.heads + step.head) * query_tiles + step.query_tile;
     float* const sum = a.dq_sums + tile * (Shape::kQueries * kWidth);
@@ -97,7 +97,11 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
     wait_for_stores();
     fence_async_proxy_global();
     store_release(a.ranks + tile, step.rank + 1);
-  });
+  };
+  RingPosition<2> tickets;
+  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
+    for_each_dq_step<kSegments, kWidth>(a, ticket, add);
+  }
 }
 
 // Writes the sums of the columns of a tile of dq as it has been rounded. A warp adds 64 rows, four
@@ -138,7 +142,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
   using Shape = BackwardShape<kWidth>;
   constexpr int kAtOnce = 2;  // of the chunks of eight columns
   RingPosition<1> ring, before_ring;
-  for_each_dq_step<kSegments, kWidth>(a, shared.ticket, [&](const DqStep& step) {
+  const auto round_if_last = [&](const DqStep& step) {
     shared.dq_full.wait(ring.parity);
     ring.advance();
     if (step.rank != step.last_rank) {
@@ -192,7 +196,11 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
     }
     // Nobody waits for it until the block's next step.
     if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, rounder);
-  });
+  };
+  RingPosition<2> tickets;
+  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
+    for_each_dq_step<kSegments, kWidth>(a, ticket, round_if_last);
+  }
   if (rounder == 0) wait_for_stores();
 }
 

@@ -45,6 +45,11 @@ struct BackwardShape {
   // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
   static constexpr int kPartOfDq = 64 * 64;
   static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
+  // dk and dv leave through the shared memory of ds, if that has room for them, and that of k and v
+  // is free for the next tile's while they do.
+  static constexpr bool kStoresFromDs = kQueries == 2 * kWidth;
+  // Who reads tickets: the multipliers, the thread that adds dq, and those that round it.
+  static constexpr int kTicketReaders = kReaders + 1 + (kRoundsDq ? kRounders : 0);
   // The gradient of a bias has a partial sum of dq for every 64 queries: so many for a tile.
   static constexpr int kSumsOfDq = kQueries / 64;
 };
@@ -69,7 +74,9 @@ struct BackwardShared {
   Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
   Barrier ds_full, ds_empty, dq_full, dq_empty;
   Barrier before_full, before_empty;
-  int ticket;
+  // The block's items, one ahead of those who are at work on the one before.
+  Barrier ticket_full[2], ticket_empty[2];
+  int tickets[2];
 };
 
 struct BackwardArguments {
@@ -84,7 +91,8 @@ struct BackwardArguments {
   float* delta;    // the same shape
   float* dq_sums;  // (batch, heads, tiles of queries) of tiles in the order of accumulators
   int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
-  int* tickets;
+  int* tickets;    // the next ticket
+  int items;       // as many tickets
   Segments segments;
   // The partial sums of a bias's gradient, or null. Of dq (batch, tiles of queries, kSumsOfDq,
   // heads, width); of dout, of each tile of queries, (batch, tiles of queries, group, kv_heads,
@@ -112,7 +120,9 @@ struct BackwardItem {
 };
 
 // Tiles are handed out by ticket, so that a tile waits for sums of those with earlier tickets only,
-// which are running or done, and nothing can wait for ever.
+// which are running or done, and nothing can wait for ever: of the tickets that are not done, a
+// block works on its least. A block takes the next ticket when it has loaded all of a tile, so that
+// its first loads are there when the gradients of the tile before are stored.
 //
 // One tile a ticket: the last of a head first. Under a causal mask they start at their own
 // diagonal, the last with the fewest queries before it, so that a tile never catches up with one
@@ -121,7 +131,7 @@ struct BackwardItem {
 // Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
 // share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
 // length whatever n is. Its second tile waits for first tiles of later tickets too: the launcher
-// makes sure that all pairs of a head run at once.
+// makes sure that all pairs of a head run at once, and a block takes one pair alone.
 __host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
                                                            int key_tiles, int ticket) {
   const int per_head = a.pairs ? a.split : key_tiles;
@@ -130,6 +140,17 @@ __host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArgumen
   const int partner = key_tiles - 1 - tile;
   return {
       head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
+}
+
+// The block's next ticket, for one of kTicketReaders; from a.items on there is no item left.
+template <typename T, int kWidth>
+__device__ __forceinline__ int read_ticket(BackwardShared<T, kWidth>& shared,
+                                           RingPosition<2>& ring) {
+  shared.ticket_full[ring.stage].wait(ring.parity);
+  const int ticket = shared.tickets[ring.stage];
+  shared.ticket_empty[ring.stage].arrive();
+  ring.advance();
+  return ticket;
 }
 
 // How many additions to a tile of dq come before that of `key_tile`; `seen` is all that add to it.
