@@ -266,6 +266,17 @@ def test_gradients_repeat_bit_for_bit(case, backend):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_auto_makes_one_program_for_a_gpu_and_for_other_devices(case, monkeypatch):
+    # A Hopper GPU's kernels and the definition must give back alike, what is kept included.
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
+    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "bfloat16"))
+    program = functools.partial(value_and_gradients, op_under(case, "auto"))
+    expected = functools.partial(value_and_gradients, op_under(case, "xla"))
+    found, wanted = (jax.eval_shape(lambda *a, f=f: f(a), *inputs) for f in (program, expected))
+    assert found == wanted
+
+
 KERNEL_CASES = [
     case
     for case in FIRST_CASES

@@ -18,7 +18,7 @@ from jaxllm.ops import (
     mlp,
     mlp_add_layer_norm,
 )
-from jaxllm.ops.gemm import cuda, reference
+from jaxllm.ops.gemm import cuda, pallas, reference
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
 
 
@@ -198,9 +198,13 @@ def on_hopper(monkeypatch):
 LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
 
 
-def mlp_program(dtype, sizes):
+def mlp_under(backend, arrays):
+    return with_gradients(lambda *a: mlp(*a, backend=backend), arrays)
+
+
+def mlp_program(dtype, sizes, backend="cuda"):
     arrays = jax.eval_shape(lambda: mlp_arrays(dtype, **sizes))
-    return lower_for_cuda(lambda *a: with_gradients(lambda *b: mlp(*b, backend="cuda"), a), *arrays)
+    return lower_for_cuda(lambda *a: mlp_under(backend, a), *arrays)
 
 
 def test_a_large_mlp_for_hopper_fuses_gelu_with_its_products(on_hopper):
@@ -242,16 +246,32 @@ def test_an_mlp_keeps_the_slope_where_both_products_are_fused(on_hopper, changed
     assert found == ["bias_add_backward", *kernels]
 
 
-def test_a_backward_takes_the_slope_in_the_place_of_h():
+@pytest.mark.parametrize("module", [reference, pallas])
+def test_every_backend_may_keep_the_slope_in_the_place_of_h(module):
     arrays = mlp_arrays()
-    out, h, slope, hidden = reference.mlp_forward(*arrays, activation="gelu")
-    assert slope is None
-    slope = jax.grad(lambda x: gelu(x).sum())(h + arrays[2])
-    by_h, by_slope = (
-        reference.mlp_backward(*arrays, *kept, hidden, jnp.cos(out), activation="gelu")
-        for kept in ((h, None), (None, slope))
-    )
-    assert_close(by_slope, by_h, "float32")
+    options = {} if module is reference else {"interpret": True}
+
+    def run(keeps_slope):
+        kept = module.mlp_forward(*arrays, activation="gelu", keeps_slope=keeps_slope, **options)
+        gradients = reference.mlp_backward(*arrays, *kept[1:], jnp.cos(kept[0]), activation="gelu")
+        return kept, gradients
+
+    (out, h, nothing, hidden), expected = run(keeps_slope=False)
+    assert nothing is None
+    (again, nothing, slope, same_hidden), gradients = run(keeps_slope=True)
+    assert nothing is None
+    assert_close((again, same_hidden), (out, hidden), "float32")
+    assert_close(slope, jax.grad(lambda x: gelu(x).sum())(h + arrays[2]), "float32")
+    assert_close(gradients, expected, "float32")
+
+
+def test_auto_keeps_the_slope_where_a_gpu_would_and_gives_the_same_elsewhere(on_hopper):
+    program = mlp_program("bfloat16", LARGE, "auto")
+    assert {"matmul_bias_gelu", "matmul_scale"} < set(re.findall(r"@jaxllm_(\w+)", program))
+    arrays = mlp_arrays("bfloat16", **LARGE)
+    assert cuda.keeps_slope(arrays[0], arrays[1], arrays[3])
+    expected = mlp_under("xla", [x.astype("float32") for x in arrays])
+    assert_close(mlp_under("auto", arrays), expected, "bfloat16", mlp_under("xla", arrays))
 
 
 def test_a_machine_without_hopper_leaves_the_products_to_xla(monkeypatch):

@@ -46,20 +46,25 @@ def linear_backward(x, weight, bias, h, dout, *, activation):
     return products.backward(activations, x, weight, bias, h, dout, activation)
 
 
-def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
+def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, keeps_slope=False):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    hidden, h, slope = _hidden_layer(x, up_weight, up_bias, down_weight, activation)
+    hidden, *kept = _hidden_layer(x, up_weight, up_bias, activation, keeps_slope)
     out, _ = products.forward(activations, hidden, down_weight, down_bias, None)
-    return out, h, slope, hidden
+    return out, *kept, hidden
 
 
-def _hidden_layer(x, up_weight, up_bias, down_weight, activation):
-    """Returns ``(hidden, h, slope)``; the slope is there, and h None, where the backward fuses."""
+def keeps_slope(x, up_weight, down_weight) -> bool:
+    """Whether an MLP keeps GELU's slope for its backward: where both fused products serve it."""
     dout = jax.ShapeDtypeStruct((*x.shape[:-1], down_weight.shape[1]), x.dtype)
     columns = up_weight.shape[1]
-    if fused_unsupported(x, columns) or fused_unsupported(dout, columns):
-        return *linear_forward(x, up_weight, up_bias, activation=activation), None
-    hidden, slope = _matmul_bias_gelu(x, up_weight, up_bias, slope=True)
+    return fused_unsupported(x, columns) is None and fused_unsupported(dout, columns) is None
+
+
+def _hidden_layer(x, weight, bias, activation, keeps_slope):
+    """As :func:`jaxllm.ops.gemm.products.hidden_layer`."""
+    if not keeps_slope:
+        return *linear_forward(x, weight, bias, activation=activation), None
+    hidden, slope = _matmul_bias_gelu(x, weight, bias, slope=True)
     return hidden, None, slope
 
 
@@ -101,12 +106,12 @@ def linear_add_layer_norm_backward(*arrays):
 
 
 def mlp_add_layer_norm_forward(
-    x, up_weight, up_bias, down_weight, *of_sum, activation, eps, statistics=True
+    x, up_weight, up_bias, *of_sum, activation, eps, keeps_slope=False, statistics=True
 ):
     """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
-    hidden, *kept = _hidden_layer(x, up_weight, up_bias, down_weight, activation)
+    hidden, *kept = _hidden_layer(x, up_weight, up_bias, activation, keeps_slope)
     options = {"eps": eps, "statistics": statistics}
-    return *linear_add_layer_norm_forward(hidden, down_weight, *of_sum, **options), *kept, hidden
+    return *linear_add_layer_norm_forward(hidden, *of_sum, **options), *kept, hidden
 
 
 def mlp_add_layer_norm_backward(*arrays, activation):

@@ -34,10 +34,10 @@ def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
     return products.backward(activations, x, weight, bias, h, dout, activation, interpret=interpret)
 
 
-def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, interpret=False):
+def mlp_forward(*arrays, activation, keeps_slope=False, interpret=False):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    arrays = (x, up_weight, up_bias, down_weight, down_bias)
-    return products.mlp_forward(activations, *arrays, activation, interpret=interpret)
+    options = {"keeps_slope": keeps_slope, "interpret": interpret}
+    return products.mlp_forward(activations, *arrays, activation, **options)
 
 
 def mlp_backward(*arrays, activation, interpret=False):
@@ -68,9 +68,8 @@ def mlp_add_layer_norm_unsupported(x, up_weight, up_bias, down_weight, *_, **__)
     return mlp_unsupported(x, up_weight) if why is None else why
 
 
-def mlp_add_layer_norm_forward(*arrays, activation, eps, statistics=True, interpret=False):
+def mlp_add_layer_norm_forward(*arrays, interpret=False, **options):
     """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
-    options = {"activation": activation, "eps": eps, "statistics": statistics}
     modules = (activations, norms)
     return products.mlp_add_layer_norm_forward(*modules, *arrays, **options, interpret=interpret)
 

@@ -70,14 +70,35 @@ def weight_gradient(x, dout):
     return lax.dot_general(x, dout, ((rows, rows), ((), ())))
 
 
-def mlp_forward(kernels: Any, x, up_weight, up_bias, down_weight, down_bias, activation, **options):
+def mlp_forward(
+    kernels: Any,
+    x,
+    up_weight,
+    up_bias,
+    down_weight,
+    down_bias,
+    activation,
+    *,
+    keeps_slope=False,
+    **options,
+):
     """Returns ``(out, h, slope, hidden)``: ``h`` before bias and activation, ``hidden`` after them.
 
-    A backend may keep the activation's ``slope`` in the place of ``h``: one of them is None.
+    What is kept is ``h`` or, with ``keeps_slope``, the activation's slope; the other is None.
     """
-    hidden, h = forward(kernels, x, up_weight, up_bias, activation, **options)
+    layer = (x, up_weight, up_bias, activation, keeps_slope)
+    hidden, *kept = hidden_layer(kernels, *layer, **options)
     out, _ = forward(kernels, hidden, down_weight, down_bias, None, **options)
-    return out, h, None, hidden
+    return out, *kept, hidden
+
+
+def hidden_layer(kernels: Any, x, weight, bias, activation, keeps_slope, **options):
+    """Returns ``(hidden, h, slope)``, one of the latter None."""
+    hidden, h = forward(kernels, x, weight, bias, activation, **options)
+    if not keeps_slope:
+        return hidden, h, None
+    slope, _ = kernels.bias_gelu_backward(h, bias, jnp.ones_like(h), **options)
+    return hidden, None, slope
 
 
 def mlp_backward(kernels: Any, arrays, activation, **options):
@@ -103,12 +124,23 @@ def linear_add_layer_norm_backward(norms: Any, arrays, **options):
 
 
 def mlp_add_layer_norm_forward(
-    kernels: Any, norms: Any, x, up_weight, up_bias, *of_sum, activation, eps, statistics, **options
+    kernels: Any,
+    norms: Any,
+    x,
+    up_weight,
+    up_bias,
+    *of_sum,
+    activation,
+    eps,
+    keeps_slope=False,
+    statistics=True,
+    **options,
 ):
     """Returns ``(out, total, mean, rstd, h, slope, hidden)``, as the two ops it is made of."""
-    hidden, h = forward(kernels, x, up_weight, up_bias, activation, **options)
+    layer = (x, up_weight, up_bias, activation, keeps_slope)
+    hidden, *kept = hidden_layer(kernels, *layer, **options)
     of_norm = {"eps": eps, "statistics": statistics, **options}
-    return *linear_add_layer_norm_forward(norms, hidden, *of_sum, **of_norm), h, None, hidden
+    return *linear_add_layer_norm_forward(norms, hidden, *of_sum, **of_norm), *kept, hidden
 
 
 def mlp_add_layer_norm_backward(norms: Any, mlp_backward: Callable, arrays, activation, **options):

@@ -33,10 +33,9 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias, *, activation):
     return mlp_forward(*arrays, activation=activation)[0]
 
 
-def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation):
+def mlp_forward(*arrays, activation, keeps_slope=False):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    arrays = (x, up_weight, up_bias, down_weight, down_bias)
-    return products.mlp_forward(activations, *arrays, activation)
+    return products.mlp_forward(activations, *arrays, activation, keeps_slope=keeps_slope)
 
 
 def mlp_backward(*arrays, activation):
@@ -69,9 +68,8 @@ def mlp_add_layer_norm(
     return mlp_add_layer_norm_forward(*arrays, activation=activation, eps=eps)[:2]
 
 
-def mlp_add_layer_norm_forward(*arrays, activation, eps, statistics=True):
+def mlp_add_layer_norm_forward(*arrays, **options):
     """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
-    options = {"activation": activation, "eps": eps, "statistics": statistics}
     return products.mlp_add_layer_norm_forward(activations, norms, *arrays, **options)
 
 
