@@ -34,10 +34,9 @@ def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
     return products.backward(activations, x, weight, bias, h, dout, activation, interpret=interpret)
 
 
-def mlp_forward(*arrays, activation, keeps_slope=False, interpret=False):
+def mlp_forward(*arrays, interpret=False, **options):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    options = {"keeps_slope": keeps_slope, "interpret": interpret}
-    return products.mlp_forward(activations, *arrays, activation, **options)
+    return products.mlp_forward(activations, *arrays, **options, interpret=interpret)
 
 
 def mlp_backward(*arrays, activation, interpret=False):

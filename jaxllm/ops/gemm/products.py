@@ -77,8 +77,8 @@ def mlp_forward(
     up_bias,
     down_weight,
     down_bias,
-    activation,
     *,
+    activation,
     keeps_slope=False,
     **options,
 ):
@@ -97,7 +97,7 @@ def hidden_layer(kernels: Any, x, weight, bias, activation, keeps_slope, **optio
     hidden, h = forward(kernels, x, weight, bias, activation, **options)
     if not keeps_slope:
         return hidden, h, None
-    slope, _ = kernels.bias_gelu_backward(h, bias, jnp.ones_like(h), **options)
+    slope, _ = kernels.bias_gelu_backward(h, bias, jnp.ones_like(hidden), **options)
     return hidden, None, slope
 
 

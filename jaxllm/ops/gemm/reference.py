@@ -33,9 +33,9 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias, *, activation):
     return mlp_forward(*arrays, activation=activation)[0]
 
 
-def mlp_forward(*arrays, activation, keeps_slope=False):
+def mlp_forward(*arrays, **options):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    return products.mlp_forward(activations, *arrays, activation, keeps_slope=keeps_slope)
+    return products.mlp_forward(activations, *arrays, **options)
 
 
 def mlp_backward(*arrays, activation):
