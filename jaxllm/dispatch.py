@@ -4,7 +4,9 @@ An op's implementations are plain functions named ``<op>_forward`` and ``<op>_ba
 ``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
 them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
 returns None; the first of ``arrays`` is the op's main input in either direction. Likewise
-``<op>_slower`` says why ``auto`` leaves a call that it could serve to the backends after it.
+``<op>_slower`` says why ``auto`` leaves a call that it could serve to the backends after it. And
+``<op>_forward_options``, of the implementation that a GPU will run, returns options that it wants,
+such as what to keep for the backward pass: those for other devices get the same.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
     """
     stem = f"{op.name}_{direction}" if direction else op.name
     on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
+    if options := getattr(_module(op, on_gpu), f"{stem}_options", None):
+        static |= options(*arrays, **static)
     elsewhere = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
 
     def call() -> Call:

@@ -269,7 +269,7 @@ def test_auto_keeps_the_slope_where_a_gpu_would_and_gives_the_same_elsewhere(on_
     program = mlp_program("bfloat16", LARGE, "auto")
     assert {"matmul_bias_gelu", "matmul_scale"} < set(re.findall(r"@jaxllm_(\w+)", program))
     arrays = mlp_arrays("bfloat16", **LARGE)
-    assert cuda.keeps_slope(arrays[0], arrays[1], arrays[3])
+    assert cuda.mlp_forward_options(*arrays) == {"keeps_slope": True}
     expected = mlp_under("xla", [x.astype("float32") for x in arrays])
     assert_close(mlp_under("auto", arrays), expected, "bfloat16", mlp_under("xla", arrays))
 

@@ -428,23 +428,10 @@ def _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, backend):
 
 def _mlp_forward(x, up_weight, up_bias, down_weight, down_bias, activation, backend):
     arrays = (x, up_weight, up_bias, down_weight, down_bias)
-    options = {
-        "activation": activation,
-        "keeps_slope": _keeps_slope(backend, x, up_weight, down_weight),
-    }
-    outputs = dispatch(MLP, "forward", backend, *arrays, **options)
+    outputs = dispatch(MLP, "forward", backend, *arrays, activation=activation)
     # The same name as linear's: a policy that keeps products keeps these.
     out, *kept = checkpoint_name(outputs, "linear")
     return out, (*arrays, *kept)
-
-
-def _keeps_slope(backend, x, up_weight, down_weight) -> bool:
-    """Whether an MLP keeps GELU's slope for its backward, as the CUDA kernels want it.
-
-    All implementations of a call keep the same: under ``"auto"`` the program is made for a GPU and
-    for other devices.
-    """
-    return backend in ("auto", "cuda") and cuda.keeps_slope(x, up_weight, down_weight)
 
 
 def _mlp_backward(activation, backend, residuals, dout):
@@ -481,13 +468,7 @@ def _mlp_add_layer_norm(
     x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias, activation, eps, backend
 ):
     arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
-    keeps_slope = _keeps_slope(backend, x, up_weight, down_weight)
-    options = {
-        "activation": activation,
-        "eps": eps,
-        "keeps_slope": keeps_slope,
-        "statistics": False,
-    }
+    options = {"activation": activation, "eps": eps, "statistics": False}
     return dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)[:2]
 
 
@@ -496,8 +477,7 @@ def _mlp_add_layer_norm_forward(
 ):
     layers = (x, up_weight, up_bias, down_weight)
     arrays = (*layers, residual, down_bias, scale, bias)
-    keeps_slope = _keeps_slope(backend, x, up_weight, down_weight)
-    options = {"activation": activation, "eps": eps, "keeps_slope": keeps_slope}
+    options = {"activation": activation, "eps": eps}
     outputs = dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)
     out, total, mean, rstd, *kept = checkpoint_name(outputs, "linear")
     return (out, total), (*layers, *kept, total, down_bias, scale, mean, rstd)

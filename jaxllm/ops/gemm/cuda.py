@@ -46,18 +46,23 @@ def linear_backward(x, weight, bias, h, dout, *, activation):
     return products.backward(activations, x, weight, bias, h, dout, activation)
 
 
+def mlp_forward_options(x, up_weight, up_bias, down_weight, *_, **__) -> dict[str, bool]:
+    """GELU's slope is kept for the backward where both fused products serve the call."""
+    del up_bias
+    dout = jax.ShapeDtypeStruct((*x.shape[:-1], down_weight.shape[1]), x.dtype)
+    columns = up_weight.shape[1]
+    reason = fused_unsupported(x, columns) or fused_unsupported(dout, columns)
+    return {"keeps_slope": reason is None}
+
+
+mlp_add_layer_norm_forward_options = mlp_forward_options
+
+
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, keeps_slope=False):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
     hidden, *kept = _hidden_layer(x, up_weight, up_bias, activation, keeps_slope)
     out, _ = products.forward(activations, hidden, down_weight, down_bias, None)
     return out, *kept, hidden
-
-
-def keeps_slope(x, up_weight, down_weight) -> bool:
-    """Whether an MLP keeps GELU's slope for its backward: where both fused products serve it."""
-    dout = jax.ShapeDtypeStruct((*x.shape[:-1], down_weight.shape[1]), x.dtype)
-    columns = up_weight.shape[1]
-    return fused_unsupported(x, columns) is None and fused_unsupported(dout, columns) is None
 
 
 def _hidden_layer(x, weight, bias, activation, keeps_slope):
