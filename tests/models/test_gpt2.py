@@ -1,16 +1,19 @@
 """GPT-2: against Hugging Face's, and what holds of it without another to compare with."""
 
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import ops
+from jaxllm import ffi, ops, training
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import for_decoding, stack, unstack
-from jaxllm.testing import error
+from jaxllm.testing import error, lower_for_cuda
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
 
@@ -209,6 +212,30 @@ def test_a_step_is_made_of_the_fused_ops(params, batch):
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)
+
+
+def test_auto_makes_the_kernels_of_cuda_on_hopper(monkeypatch):
+    # Of a size at which products are fused, and so keep what only they know how to use.
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
+    config = gpt2.PRESETS["d6"]
+    params = jax.eval_shape(
+        lambda: training.cast(gpt2.init(jax.random.key(0), config), jnp.bfloat16)
+    )
+    tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
+
+    def kernels(backend):
+        def gradients(*arrays):
+            with jaxllm.use_backend(backend):
+                return jax.grad(gpt2.loss)(*arrays, config)
+
+        program = lower_for_cuda(gradients, params, tokens, tokens)
+        return Counter(re.findall(r"@jaxllm_(\w+)", program))
+
+    found = kernels("auto")
+    assert {"matmul_bias_gelu", "matmul_scale", "matmul_residual"} < set(found)
+    assert found == kernels("cuda")
 
 
 def test_weights_for_decoding_have_norms_that_add(params, batch):
