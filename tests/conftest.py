@@ -78,6 +78,14 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture
+def on_hopper(monkeypatch):
+    """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
+    if not jaxllm.ffi.is_available():
+        pytest.skip(str(jaxllm.ffi.unavailable_reason()))
+    monkeypatch.setattr(jaxllm.ffi, "no_hopper_reason", lambda: None)
+
+
+@pytest.fixture
 def huggingface(request):
     """The modules torch and transformers, for comparing models with Hugging Face's."""
     if request.config.getoption("--require-crosscheck"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import ffi, ops, training
+from jaxllm import ops, training
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import for_decoding, stack, unstack
@@ -214,11 +214,8 @@ def test_a_step_is_made_of_the_fused_ops(params, batch):
     assert all("cross_entropy" in stem for stem in middle)
 
 
-def test_auto_makes_the_kernels_of_cuda_on_hopper(monkeypatch):
-    # Of a size at which products are fused, and so keep what only they know how to use.
-    if not ffi.is_available():
-        pytest.skip(str(ffi.unavailable_reason()))
-    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
+def test_auto_makes_the_kernels_of_cuda_on_hopper(on_hopper):
+    # Of a size at which products are fused, and keep what those without do not.
     config = gpt2.PRESETS["d6"]
     params = jax.eval_shape(
         lambda: training.cast(gpt2.init(jax.random.key(0), config), jnp.bfloat16)

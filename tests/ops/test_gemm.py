@@ -187,14 +187,6 @@ def test_shapes_and_dtypes_that_do_not_fit_an_mlp_are_refused():
         mlp(x, up_weight, up_bias, down_weight, down_bias, activation=None)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
-    if not ffi.is_available():
-        pytest.skip(str(ffi.unavailable_reason()))
-    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
-
-
 LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
 
 
@@ -292,11 +284,11 @@ def test_the_fused_products_take_any_rows_and_widths(monkeypatch, dtype, rows, w
     if reason := cuda.fused_unsupported(arrays[0], hidden):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
-    fused = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
-    again = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
+    fused = mlp_under("cuda", arrays)
+    again = mlp_under("cuda", arrays)
     wide = [x.astype("float32") for x in arrays]
-    expected = with_gradients(lambda *a: mlp(*a, backend="xla"), wide)
-    reference = with_gradients(lambda *a: mlp(*a, backend="xla"), arrays)
+    expected = mlp_under("xla", wide)
+    reference = mlp_under("xla", arrays)
     assert_close(fused, expected, dtype, reference)
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
         assert error(a, b) == 0
@@ -343,9 +335,9 @@ def test_a_mapped_mlp_launches_a_fused_product_for_each_call(monkeypatch):
     )
     second = [2 * x for x in second]
     stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
-    mapped = jax.vmap(lambda *a: with_gradients(lambda *b: mlp(*b, backend="cuda"), a))(*stacked)
+    mapped = jax.vmap(lambda *a: mlp_under("cuda", a))(*stacked)
     for i, arrays in enumerate((first, second)):
-        one = with_gradients(lambda *a: mlp(*a, backend="cuda"), arrays)
+        one = mlp_under("cuda", arrays)
         assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), one, "bfloat16")
 
 
