@@ -86,8 +86,7 @@ def mlp_forward(
 
     What is kept is ``h`` or, with ``keeps_slope``, the activation's slope; the other is None.
     """
-    layer = (x, up_weight, up_bias, activation, keeps_slope)
-    hidden, *kept = hidden_layer(kernels, *layer, **options)
+    hidden, *kept = hidden_layer(kernels, x, up_weight, up_bias, activation, keeps_slope, **options)
     out, _ = forward(kernels, hidden, down_weight, down_bias, None, **options)
     return out, *kept, hidden
 
@@ -137,8 +136,7 @@ def mlp_add_layer_norm_forward(
     **options,
 ):
     """Returns ``(out, total, mean, rstd, h, slope, hidden)``, as the two ops it is made of."""
-    layer = (x, up_weight, up_bias, activation, keeps_slope)
-    hidden, *kept = hidden_layer(kernels, *layer, **options)
+    hidden, *kept = hidden_layer(kernels, x, up_weight, up_bias, activation, keeps_slope, **options)
     of_norm = {"eps": eps, "statistics": statistics, **options}
     return *linear_add_layer_norm_forward(norms, hidden, *of_sum, **of_norm), *kept, hidden
 
