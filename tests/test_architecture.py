@@ -46,7 +46,8 @@ def allowed(module):
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation or a norm of the same backend.
         after = [f"jaxllm.ops.{part}.{family[2]}" for part in ("activation", "norm")]
-        return (*after, "jaxllm.ops.gemm.products", "jaxllm.ffi")
+        shared = ("jaxllm.ops.gemm.products", "jaxllm.ops.gemm.slopes")
+        return (*after, *shared, "jaxllm.ffi")
     if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
         # A block is made of products and attention of the same backend.
         parts = ("attention", "gemm", "quantization")

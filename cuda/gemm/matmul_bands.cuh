@@ -1,8 +1,11 @@
 // Hopper's matrix products: what becomes of a finished tile.
 //
 // Each warp works by itself on its rows, a band after the other: it leaves the rounded result in a
-// slot of shared memory, and one lane has the copy engine store it. Where the product is multiplied
-// by an array, or added to one, the same slots bring in the bands of that, three bands ahead.
+// slot of shared memory, and one lane has the copy engine store it. Where the product is added to
+// an array the same slots bring in the bands of that, three bands ahead. The slopes that one
+// product keeps for another take no way through shared memory, of whose bandwidth the operands
+// leave little: the lanes store them as they have them, in an order of their own
+// (gemm/matmul_hopper.h).
 //
 // All this must take no longer than the product of the other multiplier's tile. It is a matter of
 // latency, with four warps at work on it: hence the batches of numbers that go through the
@@ -80,6 +83,11 @@ struct BandWarp {
   __device__ __forceinline__ T* slot(int index) const {
     return shared.slots[multiplier][warp][index];
   }
+  // The lane's first pack of a band of slopes; its others lie 32 packs apart.
+  __device__ __forceinline__ uint4* slopes(const TileOrigin& origin, int band) const {
+    T* const tile = tile_of_slopes<Shape>(arguments, origin);
+    return reinterpret_cast<uint4*>(tile + (warp * Shape::kBands + band) * kBandSize) + lane;
+  }
   __device__ __forceinline__ int column(const TileOrigin& origin, int band) const {
     return origin.column + band / Shape::kBlocksOf64 * kSlabWidth;
   }
@@ -106,6 +114,28 @@ __device__ __forceinline__ constexpr int sum_index(int slab, int j, int half) {
   return 4 * (8 * slab + j) + 2 * half;
 }
 
+// A slot for a band, once the copy engine has read what it had. So many slots take turns as divide
+// the bands of a tile: the turns go on from tile to tile.
+template <class Shape, typename T>
+__device__ __forceinline__ T* free_slot(const BandWarp<Shape, T>& warp, int band) {
+  constexpr int kTurns = Shape::kBands % kSlots == 0 ? kSlots : kSlots - 1;
+  static_assert(Shape::kBands % kTurns == 0);
+  if (warp.lane == 0) wait_until_older_stores_have_read<kTurns - 1>();
+  __syncwarp();
+  return warp.slot(band % kTurns);
+}
+
+template <class Shape, typename T>
+__device__ __forceinline__ void store_band(const BandWarp<Shape, T>& warp, const T* slot,
+                                           const TileOrigin& origin, int band) {
+  fence_async_proxy();
+  __syncwarp();
+  if (warp.lane == 0) {
+    store_matrix_box(warp.out_map, slot, warp.column(origin, band), warp.row(origin, band));
+    commit_stores();
+  }
+}
+
 // Stores out = p + bias, where `sums` has the product p.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_bias(
@@ -114,10 +144,7 @@ __device__ __forceinline__ void finish_bias(
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    T* const out = warp.slot(band % kSlots);
-    // What this slot had has left it.
-    if (warp.lane == 0) wait_until_older_stores_have_read<kSlots - 1>();
-    __syncwarp();
+    T* const out = free_slot(warp, band);
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
       uint32_t words[2 * kBatch];
@@ -129,12 +156,7 @@ __device__ __forceinline__ void finish_bias(
       }
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }
-    fence_async_proxy();
-    __syncwarp();
-    if (warp.lane == 0) {
-      store_matrix_box(warp.out_map, out, warp.column(origin, band), warp.row(origin, band));
-      commit_stores();
-    }
+    store_band(warp, out, origin, band);
   }
 }
 
@@ -164,12 +186,12 @@ __device__ __forceinline__ void finish_wide(
   }
 }
 
-// Stores out = gelu(p + bias), where `sums` has the product p, and in `saved` the slope of GELU
-// there or, without kSlope, p itself.
-template <bool kSlope, class Shape, typename T>
+// Stores out = gelu(p + bias), where `sums` has the product p, and p itself in `saved`.
+template <class Shape, typename T>
 __device__ __forceinline__ void finish_gelu(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin) {
+  static_assert(Shape::kBands % 2 == 0);
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
@@ -180,23 +202,17 @@ __device__ __forceinline__ void finish_gelu(
     __syncwarp();
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
-      float x[kBatchElements], slopes[kBatchElements];
+      float x[kBatchElements];
       uint32_t words[2 * kBatch];
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
         const int j = first + i / 2, at = sum_index(slab, j, i % 2);
         const float2 bias = warp.bias(slab, j);
-        words[i] = kSlope ? 0 : pack<T>(sums[block][at], sums[block][at + 1]);
+        words[i] = pack<T>(sums[block][at], sums[block][at + 1]);
         x[2 * i] = sums[block][at] + bias.x;
         x[2 * i + 1] = sums[block][at + 1] + bias.y;
       }
-      if constexpr (kSlope) {
-        gelu_and_slope_each<T>(x, slopes);
-#pragma unroll
-        for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(slopes[2 * i], slopes[2 * i + 1]);
-      } else {
-        gelu_each<T>(x);
-      }
+      gelu_each<T>(x);
       store_matrices(warp.matrix_row(saved) ^ 16 * first, words);
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
@@ -210,6 +226,40 @@ __device__ __forceinline__ void finish_gelu(
       store_matrix_box(warp.out_map, out, column, row);
       commit_stores();
     }
+  }
+}
+
+// The same, but keeps the slope of GELU at p + bias.
+template <class Shape, typename T>
+__device__ __forceinline__ void finish_gelu_and_slope(
+    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
+    const TileOrigin& origin) {
+#pragma unroll
+  for (int band = 0; band < Shape::kBands; ++band) {
+    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    uint4* const kept = warp.slopes(origin, band);
+    T* const out = free_slot(warp, band);
+#pragma unroll
+    for (int first = 0; first < 8; first += kBatch) {
+      float x[kBatchElements], slopes[kBatchElements];
+      uint32_t words[2 * kBatch];
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
+        const float2 bias = warp.bias(slab, j);
+        x[2 * i] = sums[block][at] + bias.x;
+        x[2 * i + 1] = sums[block][at + 1] + bias.y;
+      }
+      gelu_and_slope_each<T>(x, slopes);
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(slopes[2 * i], slopes[2 * i + 1]);
+      // Nobody reads them before the backward pass.
+      __stcs(kept + first / kBatch * 32, make_uint4(words[0], words[1], words[2], words[3]));
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+    }
+    store_band(warp, out, origin, band);
   }
 }
 
@@ -233,6 +283,8 @@ __device__ __forceinline__ void load_first_saved(BandWarp<Shape, T>& warp,
   if (warp.lane > 0) return;
   for (int band = 0; band < kBandsAhead; ++band) load_saved(warp, band, origin, band);
 }
+
+constexpr int kPacksAhead = 4;  // of slopes: so many loads of a lane are under way
 
 constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
 
@@ -306,33 +358,50 @@ __device__ __forceinline__ void store_and_load_ahead(BandWarp<Shape, T>& warp, i
   __syncwarp();
 }
 
-// Stores out = p saved and partial sums of its columns, where `sums` has the product p. Sees to it
-// that the bands that were saved of the warp's `next` tile come in too.
+// Stores out = p slope and partial sums of its columns, where `sums` has the product p.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_scaled(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
-    const TileOrigin& origin, const TileOrigin& next, bool has_next) {
+    const TileOrigin& origin) {
+  static_assert(kBatch == 2);
+  constexpr int kPacks = 8 / kBatch;            // of a band, for a lane
+  constexpr int kAll = Shape::kBands * kPacks;  // of a tile
+  const auto load = [&](int i) {
+    return __ldcs(warp.slopes(origin, i / kPacks) + i % kPacks * 32);
+  };
+  uint4 ahead[kPacksAhead];
+#pragma unroll
+  for (int i = 0; i < kPacksAhead; ++i) ahead[i] = load(i);
   float column_sums[16];
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    const int position = warp.bands_done + band, slot = position % kSlots;
-    T* const out = warp.slot(slot);
-    warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
-    change_band(warp, out, [&](int j, int half, float2 factor) {
-      const int at = sum_index(slab, j, half);
-      const float2 scaled = {sums[block][at] * factor.x, sums[block][at + 1] * factor.y};
-      const bool begins = block == 0 && half == 0;
-      column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
-      column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
-      return scaled;
-    });
-    store_and_load_ahead(warp, slot, band, origin, next, has_next);
+    T* const out = free_slot(warp, band);
+#pragma unroll
+    for (int first = 0; first < 8; first += kBatch) {
+      const int pack_index = band * kPacks + first / kBatch;
+      const uint4 slopes = ahead[pack_index % kPacksAhead];
+      uint32_t words[4] = {slopes.x, slopes.y, slopes.z, slopes.w};
+      if (pack_index + kPacksAhead < kAll) {
+        ahead[pack_index % kPacksAhead] = load(pack_index + kPacksAhead);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
+        const float2 slope = unpack(words[i], T{});
+        const float2 scaled = {sums[block][at] * slope.x, sums[block][at + 1] * slope.y};
+        const bool begins = block == 0 && i % 2 == 0;
+        column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
+        column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
+        words[i] = pack<T>(scaled.x, scaled.y);
+      }
+      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+    }
+    store_band(warp, out, origin, band);
     if (block == Shape::kBlocksOf64 - 1) {
       write_column_sums(warp, column_sums, origin, warp.column(origin, band));
     }
   }
-  warp.bands_done += Shape::kBands;
 }
 
 // Stores out = p + bias + residual, where `sums` has the product p. Sees to it that the bands of

@@ -58,38 +58,56 @@ ffi::Error for_each_call(const Buffer& x, int64_t calls, Launch launch) {
   }
 }
 
+// Whether a buffer has so many elements, for each of `calls`.
+bool has_size(const Buffer& buffer, int64_t calls, int64_t elements) {
+  return static_cast<int64_t>(buffer.element_count()) == calls * elements;
+}
+
+// The elements of an array of slopes, whose order is the kernels' own.
+int64_t slopes_of(int64_t rows, int64_t columns) {
+  return MatmulHopper<__nv_bfloat16>::slopes(rows, columns);  // and of float16
+}
+
 // What is saved for the backward is GELU's slope, or what GELU is applied to less the bias.
 ffi::Error MatmulBiasGeluImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias, Result out,
                               Result saved, bool slope) {
   const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, bias, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
+  const int64_t of_saved = slope ? slopes_of(rows, columns) : rows * columns;
+  if (!has_size(*saved, calls, of_saved)) {
+    return ffi::Error::InvalidArgument("saved has not the size for x, weight and slope");
+  }
   return for_each_call(
       x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
         using T = typename decltype(type)::type;
         return MatmulHopper<T>::bias_gelu(
             stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(bias) + i * columns, slope, data<T>(saved) + i * rows * columns,
+            data<T>(bias) + i * columns, slope, data<T>(saved) + i * of_saved,
             data<T>(out) + i * rows * columns, rows, width, columns);
       });
 }
 
-ffi::Error MatmulScaleImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer factors, Result out,
+ffi::Error MatmulScaleImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer slopes, Result out,
                            Result sums, Result partial) {
-  const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, *sums, factors);
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, *sums, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
+  const int64_t of_slopes = slopes_of(rows, columns);
+  if (!has_size(slopes, calls, of_slopes)) {
+    return ffi::Error::InvalidArgument("slopes has not the size for x and weight");
+  }
   const int64_t of_partial =
       calls == 0 ? 0 : static_cast<int64_t>(partial->element_count()) / calls;
-  return for_each_call(
-      x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
-        using T = typename decltype(type)::type;
-        return MatmulHopper<T>::scale(
-            stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(factors) + i * rows * columns, data<T>(out) + i * rows * columns,
-            data<T>(sums) + i * columns, data<float>(partial) + i * of_partial, rows, width,
-            columns);
-      });
+  return for_each_call(x, calls,
+                       [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+                         using T = typename decltype(type)::type;
+                         return MatmulHopper<T>::scale(
+                             stream, data<T>(x) + i * rows * width,
+                             data<T>(weight) + i * width * columns, data<T>(slopes) + i * of_slopes,
+                             data<T>(out) + i * rows * columns, data<T>(sums) + i * columns,
+                             data<float>(partial) + i * of_partial, rows, width, columns);
+                       });
 }
 
 ffi::Error MatmulResidualImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias,
@@ -191,7 +209,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulScale, MatmulScaleImpl,
                               stream_binding()
                                   .Arg<Buffer>()   // x
                                   .Arg<Buffer>()   // weight
-                                  .Arg<Buffer>()   // factors
+                                  .Arg<Buffer>()   // slopes
                                   .Ret<Buffer>()   // out
                                   .Ret<Buffer>()   // sums
                                   .Ret<Buffer>(),  // partial

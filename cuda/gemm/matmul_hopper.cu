@@ -6,8 +6,7 @@ namespace jaxllm {
 namespace {
 
 // The widest tiles whose accumulators leave registers to work with: the wider, the less copying.
-using GeluTile = TileShape<192, 4, 1, 2>;
-using ScaleTile = TileShape<192, 4, 1, 2>;
+using MlpTile = TileShape<192, 4, 1, 2>;
 // For any product; and for those that so wide tiles would leave multiprocessors idle with.
 using PlainTile = TileShape<192, 4, 2, 1>;
 using NarrowTile = TileShape<128, 5, 2, 1>;
@@ -70,23 +69,34 @@ cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T*
                                        const T* bias, bool slope, T* saved, T* out, int64_t rows,
                                        int64_t width, int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  const HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, bias, nullptr};
-  const auto launch = slope ? launch_matmul<GeluTile, Epilogue::kGeluSlope, false, true, T>
-                            : launch_matmul<GeluTile, Epilogue::kGelu, false, true, T>;
+  HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, bias, nullptr};
+  call.slopes = saved;
+  const auto launch = slope ? launch_matmul<MlpTile, Epilogue::kGeluSlope, false, true, T>
+                            : launch_matmul<MlpTile, Epilogue::kGelu, false, true, T>;
   return launch(stream, call, kRowTilesAtATime);
 }
 
 template <typename T>
+int64_t MatmulHopper<T>::slopes(int64_t rows, int64_t columns) {
+  using Tile = MlpTile;
+  constexpr int kClusterColumns = Tile::kColumns * Tile::kClusterColumns;
+  static_assert(Tile::kClusterRows == 1);
+  return divide_up(rows, Tile::kRows) * Tile::kRows * divide_up(columns, kClusterColumns) *
+         kClusterColumns;
+}
+
+template <typename T>
 cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* weight,
-                                   const T* factors, T* out, T* sums, float* partial, int64_t rows,
+                                   const T* slopes, T* out, T* sums, float* partial, int64_t rows,
                                    int64_t width, int64_t columns) {
   if (columns == 0) return cudaSuccess;
   if (rows > 0) {
-    const HopperMatmul<T> call{rows, columns, width, x, weight, out, factors, nullptr, partial};
+    HopperMatmul<T> call{rows, columns, width, x, weight, out, nullptr, nullptr, partial};
+    call.slopes = const_cast<T*>(slopes);
     JAXLLM_RETURN_IF_ERROR(
-        (launch_matmul<ScaleTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
+        (launch_matmul<MlpTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
   }
-  const int64_t row_tiles = divide_up(rows, ScaleTile::kRows);
+  const int64_t row_tiles = divide_up(rows, MlpTile::kRows);
   return column_sum(stream, partial, {sums}, 1, row_tiles, row_tiles, columns);
 }
 

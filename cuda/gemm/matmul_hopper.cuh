@@ -29,14 +29,10 @@ enum class Epilogue {
   kBias,       // out = p + bias
   kWide,       // the same in float32
   kGelu,       // out = gelu(p + bias), saved = p
-  kGeluSlope,  // out = gelu(p + bias), saved = gelu'(p + bias)
-  kScale,      // out = p saved, and partial sums of its columns
+  kGeluSlope,  // out = gelu(p + bias), slopes = gelu'(p + bias)
+  kScale,      // out = p slopes, and partial sums of its columns
   kResidual,   // out = p + bias + saved
 };
-
-// Whether the end of a tile reads what was saved: the residual stream, or a slope.
-template <Epilogue kEpilogue>
-constexpr bool kReadsSaved = kEpilogue == Epilogue::kScale || kEpilogue == Epilogue::kResidual;
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
 // depth), out and saved of (rows, columns), bias of (columns).
@@ -50,6 +46,7 @@ struct HopperMatmul {
   const T* bias;  // null for none
   float* partial;
   float* wide_out = nullptr;  // in the place of out
+  T* slopes = nullptr;        // in the place of saved
 };
 
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
@@ -86,7 +83,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     tile += clusters;
     skip_tile();
   }
-  if (kReadsSaved<kEpilogue> && tile < arguments.tiles) {
+  if (kEpilogue == Epilogue::kResidual && tile < arguments.tiles) {
     load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
   }
   while (tile < arguments.tiles) {
@@ -146,11 +143,13 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     } else if constexpr (kEpilogue == Epilogue::kWide) {
       finish_wide(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kScale) {
-      finish_scaled(warp, sums, origin, next, tile < arguments.tiles);
+      finish_scaled(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kResidual) {
       finish_residual(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kGeluSlope) {
+      finish_gelu_and_slope(warp, sums, origin);
     } else {
-      finish_gelu<kEpilogue == Epilogue::kGeluSlope>(warp, sums, origin);
+      finish_gelu(warp, sums, origin);
     }
   }
   if (lane == 0) wait_for_stores();
@@ -196,7 +195,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (warp < 4) {
     give_registers<Shape::kCopierRegisters>();
     if (threadIdx.x == 0) {
-      copy_operands<Shape, kTurnA, kTurnB>(shared, arguments, a_map, b_map, rank);
+      copy_operands<Shape, kTurnA, kTurnB, kEpilogue == Epilogue::kScale>(shared, arguments, a_map,
+                                                                          b_map, rank);
     }
     __syncwarp();
   } else {
@@ -239,13 +239,14 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
   }
-  if (kEpilogue != Epilogue::kBias && kEpilogue != Epilogue::kWide) {
+  if (kEpilogue == Epilogue::kGelu || kEpilogue == Epilogue::kResidual) {
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.saved, rows, columns}, kType, kBandRows, &saved_map));
   }
 
   const int64_t row_tiles = divide_up(rows, Shape::kRows * Shape::kClusterRows);
-  const int64_t tiles = row_tiles * divide_up(columns, Shape::kColumns * Shape::kClusterColumns);
+  const int64_t column_tiles = divide_up(columns, Shape::kColumns * Shape::kClusterColumns);
+  const int64_t tiles = row_tiles * column_tiles;
   if (tiles >= int64_t{1} << 30) return cudaErrorNotSupported;
   const MatmulArguments<T> arguments{static_cast<int>(rows),
                                      static_cast<int>(columns),
@@ -255,7 +256,9 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      row_tiles_at_a_time,
                                      call.bias,
                                      call.partial,
-                                     call.wide_out};
+                                     call.wide_out,
+                                     call.slopes,
+                                     static_cast<int>(column_tiles) * Shape::kClusterColumns};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {Shape::kCluster, 1, 1};

@@ -62,6 +62,8 @@ struct MatmulArguments {
   const T* bias;  // null for none
   float* partial;
   float* wide_out;
+  T* slopes;          // see gemm/matmul_hopper.h; null for none
+  int slope_columns;  // of tiles
 };
 
 // The first row and column of a block's tile, by the number of its cluster's.
@@ -77,6 +79,15 @@ __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& argu
                  arguments.row_tiles_at_a_time);
   return {(place.row * Shape::kClusterRows + rank % Shape::kClusterRows) * Shape::kRows,
           (place.column * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
+}
+
+// A block's tile of the slopes: as many numbers as the tile has, in the order of its accumulators.
+template <class Shape, typename T>
+__device__ __forceinline__ T* tile_of_slopes(const MatmulArguments<T>& arguments,
+                                             const TileOrigin& origin) {
+  const int64_t row = origin.row / Shape::kRows, column = origin.column / Shape::kColumns;
+  return arguments.slopes +
+         (row * arguments.slope_columns + column) * (Shape::kRows * Shape::kColumns);
 }
 
 // Copies one operand's slice of a stage: `kExtent` rows of the result for a, or columns for b, by
@@ -100,7 +111,8 @@ __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, in
   }
 }
 
-template <class Shape, bool kTurnA, bool kTurnB, typename T>
+// kSlopes: also has the slopes that the end of a tile reads brought into the L2 cache.
+template <class Shape, bool kTurnA, bool kTurnB, bool kSlopes, typename T>
 __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
                                               const MatmulArguments<T>& arguments,
                                               const CUtensorMap& a_map, const CUtensorMap& b_map,
@@ -117,6 +129,10 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   const int clusters = gridDim.x / Shape::kCluster;
   for (int tile = blockIdx.x / Shape::kCluster; tile < arguments.tiles; tile += clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
+    if constexpr (kSlopes) {
+      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin),
+                     Shape::kRows * Shape::kColumns * sizeof(T));
+    }
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {
       const int depth = step * Shape::kDepth;

@@ -18,7 +18,7 @@ from jaxllm.ops import (
     mlp,
     mlp_add_layer_norm,
 )
-from jaxllm.ops.gemm import cuda, pallas, reference
+from jaxllm.ops.gemm import cuda, pallas, reference, slopes
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
 
 
@@ -253,8 +253,26 @@ def test_every_backend_may_keep_the_slope_in_the_place_of_h(module):
     (again, nothing, slope, same_hidden), gradients = run(keeps_slope=True)
     assert nothing is None
     assert_close((again, same_hidden), (out, hidden), "float32")
-    assert_close(slope, jax.grad(lambda x: gelu(x).sum())(h + arrays[2]), "float32")
+    exact = jax.grad(lambda x: gelu(x).sum())(h + arrays[2])
+    assert_close(slopes.unpack(slope, like=h), exact, "float32")
     assert_close(gradients, expected, "float32")
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (127, 264), (2, 3, 130, 400), (256, 384)])
+def test_slopes_are_kept_tile_by_tile(shape):
+    slope = jnp.arange(float(np.prod(shape))).reshape(shape)
+    kept = slopes.pack(slope)
+    rows, columns = np.prod(shape[:-1]), shape[-1]
+    assert kept.shape == slopes.shape(rows, columns)
+    assert kept.shape[1] % 2 == 0
+    np.testing.assert_array_equal(slopes.unpack(kept, like=slope), slope)
+    # The last number, by hand: where its lane has it, in its warp's band of the tile.
+    row, column = (rows - 1) % 128, (columns - 1) % 192
+    band = row // 16 % 4 * 6 + column // 64 * 2 + row // 64
+    lane = row % 8 * 4 + column % 8 // 2
+    at = band * 1024 + column % 64 // 16 * 256 + lane * 8
+    at += column % 16 // 8 * 4 + row % 16 // 8 * 2 + column % 2
+    assert kept[(rows - 1) // 128, (columns - 1) // 192, at] == slope.ravel()[-1]
 
 
 def test_auto_keeps_the_slope_where_a_gpu_would_and_gives_the_same_elsewhere(on_hopper):
@@ -310,7 +328,21 @@ def test_the_fused_products_have_the_limits_of_gelu(dtype, huge):
     limits = np.where(above, (h + bias).astype("float32"), 0)
     np.testing.assert_array_equal(out.astype("float32"), limits)
     np.testing.assert_array_equal(again, out)
-    np.testing.assert_array_equal(slope.astype("float32"), np.broadcast_to(above, (rows, columns)))
+    slope = slopes.unpack(slope, like=out).astype("float32")
+    np.testing.assert_array_equal(slope, np.broadcast_to(above, (rows, columns)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (130, 264), (500, 1160)])
+def test_the_slope_is_kept_in_the_order_that_all_backends_know(dtype, rows, columns):
+    if ffi.no_hopper_reason():
+        return  # nothing to test on this GPU
+    x, weight, bias, *_ = mlp_arrays(dtype, rows=rows, width=64, hidden=columns)
+    out, slope = cuda._matmul_bias_gelu(x, weight, bias, slope=True)
+    h = jnp.dot(*(a.astype("float32") for a in (x, weight)), precision="highest") + bias
+    exact = jax.grad(lambda x: gelu(x).sum())(h)
+    assert_close(slopes.unpack(slope, like=out), exact, dtype, exact.astype(dtype))
 
 
 @pytest.mark.gpu
@@ -321,7 +353,7 @@ def test_a_scaled_product_has_the_sums_of_its_columns():
         jax.random.normal(jax.random.key(i), shape, "bfloat16")
         for i, shape in enumerate([(130, 64), (264, 64), (130, 264)])
     )
-    out, sums = cuda._matmul_scale(x, weight, factors)
+    out, sums = cuda._matmul_scale(x, weight, slopes.pack(factors))
     wide = [a.astype("float32") for a in (x, weight, factors)]
     expected = jnp.dot(wide[0], wide[1].T, precision="highest") * wide[2]
     assert_close((out, sums), (expected, expected.sum(0)), "bfloat16")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxllm import ffi
 from jaxllm.ops.activation import cuda as activations
-from jaxllm.ops.gemm import products
+from jaxllm.ops.gemm import products, slopes
 from jaxllm.ops.norm import cuda as norms
 
 linear_unsupported = activations.gelu_unsupported
@@ -144,21 +144,27 @@ def fused_unsupported(x, columns: int) -> str | None:
 
 
 def _matmul_bias_gelu(x, weight, bias, *, slope=False):
-    """Returns ``gelu(x @ weight + bias)`` and GELU's slope there, or else ``x @ weight``."""
+    """Returns ``gelu(x @ weight + bias)`` and GELU's slope there, or else ``x @ weight``.
+
+    The slope is in the order that slopes.py says.
+    """
     out = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-    return tuple(ffi.call("matmul_bias_gelu", (out, out), x, weight, bias, slope=slope))
+    kept = slopes.shape(math.prod(x.shape[:-1]), weight.shape[1]) if slope else out.shape
+    results = (out, jax.ShapeDtypeStruct(kept, x.dtype))
+    return tuple(ffi.call("matmul_bias_gelu", results, x, weight, bias, slope=slope))
 
 
-def _matmul_scale(x, weight, factors):
-    """Returns ``(x @ weight.T) * factors`` and its sum over rows."""
-    columns = factors.shape[-1]
-    row_tiles = -(-math.prod(factors.shape[:-1]) // _TILE[0])
+def _matmul_scale(x, weight, slope):
+    """Returns ``(x @ weight.T) * slope`` and its sum over rows."""
+    *outer, _ = x.shape
+    columns = weight.shape[0]
+    row_tiles = -(-math.prod(outer) // _TILE[0])
     results = (
-        jax.ShapeDtypeStruct(factors.shape, factors.dtype),
-        jax.ShapeDtypeStruct((columns,), factors.dtype),
+        jax.ShapeDtypeStruct((*outer, columns), x.dtype),
+        jax.ShapeDtypeStruct((columns,), x.dtype),
         jax.ShapeDtypeStruct((row_tiles, columns), jnp.float32),
     )
-    return tuple(ffi.call("matmul_scale", results, x, weight, factors)[:2])
+    return tuple(ffi.call("matmul_scale", results, x, weight, slope)[:2])
 
 
 def _matmul_residual(x, weight, bias, residual):

@@ -36,6 +36,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllm.ops.gemm import slopes
+
 
 def forward(kernels: Any, x, weight, bias, activation, **options):
     """Returns ``(out, h)``; without an activation ``h`` is None."""
@@ -84,7 +86,8 @@ def mlp_forward(
 ):
     """Returns ``(out, h, slope, hidden)``: ``h`` before bias and activation, ``hidden`` after them.
 
-    What is kept is ``h`` or, with ``keeps_slope``, the activation's slope; the other is None.
+    What is kept is ``h`` or, with ``keeps_slope``, the activation's slope, in the order that
+    slopes.py says; the other is None.
     """
     hidden, *kept = hidden_layer(kernels, x, up_weight, up_bias, activation, keeps_slope, **options)
     out, _ = forward(kernels, hidden, down_weight, down_bias, None, **options)
@@ -97,7 +100,7 @@ def hidden_layer(kernels: Any, x, weight, bias, activation, keeps_slope, **optio
     if not keeps_slope:
         return hidden, h, None
     slope, _ = kernels.bias_gelu_backward(h, bias, jnp.ones_like(hidden), **options)
-    return hidden, None, slope
+    return hidden, None, slopes.pack(slope)
 
 
 def mlp_backward(kernels: Any, arrays, activation, **options):
@@ -106,7 +109,7 @@ def mlp_backward(kernels: Any, arrays, activation, **options):
     dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
     if slope is not None:
         # What is behind the activation is a layer without one.
-        h, activation, dhidden = None, None, dhidden * slope
+        h, activation, dhidden = None, None, dhidden * slopes.unpack(slope, like=dhidden)
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)
 
 
