@@ -16,6 +16,7 @@
 #include "activation/gelu_each.cuh"
 #include "common/vector.cuh"
 #include "gemm/matmul_tiles.cuh"
+#include "gemm/slope_codes.cuh"
 
 namespace jaxllm {
 namespace {
@@ -85,8 +86,9 @@ struct BandWarp {
   }
   // The lane's first pack of a band of slopes; its others lie 32 packs apart.
   __device__ __forceinline__ uint4* slopes(const TileOrigin& origin, int band) const {
-    T* const tile = tile_of_slopes<Shape>(arguments, origin);
-    return reinterpret_cast<uint4*>(tile + (warp * Shape::kBands + band) * kBandSize) + lane;
+    unsigned char* const tile = tile_of_slopes<Shape>(arguments, origin);
+    constexpr int kBytes = kBandSize * kSlopeBytes<T>;
+    return reinterpret_cast<uint4*>(tile + (warp * Shape::kBands + band) * kBytes) + lane;
   }
   __device__ __forceinline__ int column(const TileOrigin& origin, int band) const {
     return origin.column + band / Shape::kBlocksOf64 * kSlabWidth;
@@ -239,6 +241,7 @@ __device__ __forceinline__ void finish_gelu_and_slope(
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
     uint4* const kept = warp.slopes(origin, band);
     T* const out = free_slot(warp, band);
+    uint32_t codes[4];  // of a pack
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
       float x[kBatchElements], slopes[kBatchElements];
@@ -252,9 +255,14 @@ __device__ __forceinline__ void finish_gelu_and_slope(
       }
       gelu_and_slope_each<T>(x, slopes);
 #pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(slopes[2 * i], slopes[2 * i + 1]);
+      for (int j = first; j < first + kBatch; ++j) {
+        encode_slopes(slopes + 4 * (j - first), codes + j * kSlopeBytes<T> % 4, T{});
+      }
       // Nobody reads them before the backward pass.
-      __stcs(kept + first / kBatch * 32, make_uint4(words[0], words[1], words[2], words[3]));
+      constexpr int kEights = 4 / kSlopeBytes<T>;  // of columns, to a pack
+      if ((first + kBatch) % kEights == 0) {
+        __stcs(kept + first / kEights * 32, make_uint4(codes[0], codes[1], codes[2], codes[3]));
+      }
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
@@ -283,8 +291,6 @@ __device__ __forceinline__ void load_first_saved(BandWarp<Shape, T>& warp,
   if (warp.lane > 0) return;
   for (int band = 0; band < kBandsAhead; ++band) load_saved(warp, band, origin, band);
 }
-
-constexpr int kPacksAhead = 4;  // of slopes: so many loads of a lane are under way
 
 constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
 
@@ -363,37 +369,42 @@ template <class Shape, typename T>
 __device__ __forceinline__ void finish_scaled(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin) {
-  static_assert(kBatch == 2);
-  constexpr int kPacks = 8 / kBatch;            // of a band, for a lane
-  constexpr int kAll = Shape::kBands * kPacks;  // of a tile
-  const auto load = [&](int i) {
-    return __ldcs(warp.slopes(origin, i / kPacks) + i % kPacks * 32);
-  };
-  uint4 ahead[kPacksAhead];
+  // A lane's packs of a band are loaded a band ahead.
+  constexpr int kPacks = 2 * kSlopeBytes<T>;
+  constexpr int kWords = kSlopeBytes<T>;  // of what a lane has of eight columns
+  uint4 packs[kPacks];
 #pragma unroll
-  for (int i = 0; i < kPacksAhead; ++i) ahead[i] = load(i);
+  for (int i = 0; i < kPacks; ++i) packs[i] = __ldcs(warp.slopes(origin, 0) + i * 32);
   float column_sums[16];
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
+    uint32_t codes[4 * kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const uint32_t of_pack[4] = {packs[i].x, packs[i].y, packs[i].z, packs[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) codes[4 * i + w] = of_pack[w];
+      if (band + 1 < Shape::kBands) packs[i] = __ldcs(warp.slopes(origin, band + 1) + i * 32);
+    }
     T* const out = free_slot(warp, band);
 #pragma unroll
-    for (int first = 0; first < 8; first += kBatch) {
-      const int pack_index = band * kPacks + first / kBatch;
-      const uint4 slopes = ahead[pack_index % kPacksAhead];
-      uint32_t words[4] = {slopes.x, slopes.y, slopes.z, slopes.w};
-      if (pack_index + kPacksAhead < kAll) {
-        ahead[pack_index % kPacksAhead] = load(pack_index + kPacksAhead);
-      }
+    for (int first = 0; first < 8; first += 2) {
+      uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
-        const float2 slope = unpack(words[i], T{});
-        const float2 scaled = {sums[block][at] * slope.x, sums[block][at + 1] * slope.y};
-        const bool begins = block == 0 && i % 2 == 0;
-        column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
-        column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
-        words[i] = pack<T>(scaled.x, scaled.y);
+      for (int j = first; j < first + 2; ++j) {
+        float slopes[4];
+        decode_slopes(codes + j * kWords, slopes, T{});
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = sum_index(slab, j, half);
+          const float2 scaled = {sums[block][at] * slopes[2 * half],
+                                 sums[block][at + 1] * slopes[2 * half + 1]};
+          const bool begins = block == 0 && half == 0;
+          column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
+          column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
+          words[2 * (j - first) + half] = pack<T>(scaled.x, scaled.y);
+        }
       }
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }

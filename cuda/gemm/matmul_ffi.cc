@@ -58,14 +58,10 @@ ffi::Error for_each_call(const Buffer& x, int64_t calls, Launch launch) {
   }
 }
 
-// Whether a buffer has so many elements, for each of `calls`.
-bool has_size(const Buffer& buffer, int64_t calls, int64_t elements) {
-  return static_cast<int64_t>(buffer.element_count()) == calls * elements;
-}
-
-// The elements of an array of slopes, whose order is the kernels' own.
-int64_t slopes_of(int64_t rows, int64_t columns) {
-  return MatmulHopper<__nv_bfloat16>::slopes(rows, columns);  // and of float16
+// The bytes of a call's slopes beside x, or another dtype's, which for_each_call refuses.
+int64_t slope_bytes(const Buffer& x, int64_t rows, int64_t columns) {
+  return x.element_type() == ffi::F16 ? MatmulHopper<__half>::slope_bytes(rows, columns)
+                                      : MatmulHopper<__nv_bfloat16>::slope_bytes(rows, columns);
 }
 
 // What is saved for the backward is GELU's slope, or what GELU is applied to less the bias.
@@ -74,8 +70,9 @@ ffi::Error MatmulBiasGeluImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
   const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, bias, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
-  const int64_t of_saved = slope ? slopes_of(rows, columns) : rows * columns;
-  if (!has_size(*saved, calls, of_saved)) {
+  const int64_t of_saved =
+      slope ? slope_bytes(x, rows, columns) : rows * columns * static_cast<int64_t>(sizeof(__half));
+  if (static_cast<int64_t>(saved->size_bytes()) != calls * of_saved) {
     return ffi::Error::InvalidArgument("saved has not the size for x, weight and slope");
   }
   return for_each_call(
@@ -83,7 +80,7 @@ ffi::Error MatmulBiasGeluImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
         using T = typename decltype(type)::type;
         return MatmulHopper<T>::bias_gelu(
             stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(bias) + i * columns, slope, data<T>(saved) + i * of_saved,
+            data<T>(bias) + i * columns, slope, data<char>(saved) + i * of_saved,
             data<T>(out) + i * rows * columns, rows, width, columns);
       });
 }
@@ -93,21 +90,21 @@ ffi::Error MatmulScaleImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer 
   const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, *sums, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
-  const int64_t of_slopes = slopes_of(rows, columns);
-  if (!has_size(slopes, calls, of_slopes)) {
+  const int64_t of_slopes = slope_bytes(x, rows, columns);
+  if (static_cast<int64_t>(slopes.size_bytes()) != calls * of_slopes) {
     return ffi::Error::InvalidArgument("slopes has not the size for x and weight");
   }
   const int64_t of_partial =
       calls == 0 ? 0 : static_cast<int64_t>(partial->element_count()) / calls;
-  return for_each_call(x, calls,
-                       [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
-                         using T = typename decltype(type)::type;
-                         return MatmulHopper<T>::scale(
-                             stream, data<T>(x) + i * rows * width,
-                             data<T>(weight) + i * width * columns, data<T>(slopes) + i * of_slopes,
-                             data<T>(out) + i * rows * columns, data<T>(sums) + i * columns,
-                             data<float>(partial) + i * of_partial, rows, width, columns);
-                       });
+  return for_each_call(
+      x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+        using T = typename decltype(type)::type;
+        return MatmulHopper<T>::scale(
+            stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
+            data<char>(slopes) + i * of_slopes, data<T>(out) + i * rows * columns,
+            data<T>(sums) + i * columns, data<float>(partial) + i * of_partial, rows, width,
+            columns);
+      });
 }
 
 ffi::Error MatmulResidualImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias,

@@ -66,33 +66,33 @@ cudaError_t MatmulHopper<T>::product(cudaStream_t stream, const MatmulCall<T>& c
 
 template <typename T>
 cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T* weight,
-                                       const T* bias, bool slope, T* saved, T* out, int64_t rows,
+                                       const T* bias, bool slope, void* saved, T* out, int64_t rows,
                                        int64_t width, int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, bias, nullptr};
-  call.slopes = saved;
+  HopperMatmul<T> call{rows, columns, width, x, weight, out, static_cast<T*>(saved), bias, nullptr};
+  call.slopes = static_cast<unsigned char*>(saved);
   const auto launch = slope ? launch_matmul<MlpTile, Epilogue::kGeluSlope, false, true, T>
                             : launch_matmul<MlpTile, Epilogue::kGelu, false, true, T>;
   return launch(stream, call, kRowTilesAtATime);
 }
 
 template <typename T>
-int64_t MatmulHopper<T>::slopes(int64_t rows, int64_t columns) {
+int64_t MatmulHopper<T>::slope_bytes(int64_t rows, int64_t columns) {
   using Tile = MlpTile;
   constexpr int kClusterColumns = Tile::kColumns * Tile::kClusterColumns;
   static_assert(Tile::kClusterRows == 1);
   return divide_up(rows, Tile::kRows) * Tile::kRows * divide_up(columns, kClusterColumns) *
-         kClusterColumns;
+         kClusterColumns * kSlopeBytes<T>;
 }
 
 template <typename T>
 cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* weight,
-                                   const T* slopes, T* out, T* sums, float* partial, int64_t rows,
-                                   int64_t width, int64_t columns) {
+                                   const void* slopes, T* out, T* sums, float* partial,
+                                   int64_t rows, int64_t width, int64_t columns) {
   if (columns == 0) return cudaSuccess;
   if (rows > 0) {
     HopperMatmul<T> call{rows, columns, width, x, weight, out, nullptr, nullptr, partial};
-    call.slopes = const_cast<T*>(slopes);
+    call.slopes = static_cast<unsigned char*>(const_cast<void*>(slopes));
     JAXLLM_RETURN_IF_ERROR(
         (launch_matmul<MlpTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
   }

@@ -45,8 +45,8 @@ struct HopperMatmul {
   const T* saved;
   const T* bias;  // null for none
   float* partial;
-  float* wide_out = nullptr;  // in the place of out
-  T* slopes = nullptr;        // in the place of saved
+  float* wide_out = nullptr;        // in the place of out
+  unsigned char* slopes = nullptr;  // in the place of saved
 };
 
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>

@@ -19,23 +19,23 @@ struct MatmulHopper {
   static cudaError_t product(cudaStream_t stream, const MatmulCall<T>& call);
 
   // out = gelu(h + bias) with h = x weight: x (rows, width), weight (width, columns). `saved`
-  // becomes gelu'(h + bias) with `slope`, in an order of its own, else h.
+  // becomes gelu'(h + bias) with `slope`, in codes and an order of its own, else h.
   static cudaError_t bias_gelu(cudaStream_t stream, const T* x, const T* weight, const T* bias,
-                               bool slope, T* saved, T* out, int64_t rows, int64_t width,
+                               bool slope, void* saved, T* out, int64_t rows, int64_t width,
                                int64_t columns);
 
-  // The elements of `saved` with `slope`: a tile of 128 x 192 after the other, along the rows of
-  // the result first, of an even number of tiles. In a tile, what each of four warps has of the
-  // result, 16 of any 64 rows; of that, three times the columns of 64, and of those the first and
-  // the second 64 rows: a band of 16 x 64. In a band, of every 16 columns what a lane has in a
-  // tensor core's accumulator: in row lane / 4 and the row 8 below, columns 2 (lane % 4) and the
-  // next, and the same 8 columns on.
-  static int64_t slopes(int64_t rows, int64_t columns);
+  // The bytes of `saved` with `slope`. gemm/slope_codes.cuh has the codes. Their order: a tile of
+  // 128 x 192 after the other, along the rows of the result first, of an even number of tiles. In a
+  // tile, what each of four warps has of the result, 16 of any 64 rows; of that, three times the
+  // columns of 64, and of those the first and the second 64 rows: a band of 16 x 64. In a band, of
+  // so many columns as give each lane 16 bytes, what a lane has in a tensor core's accumulator: of
+  // each 8 columns, in row lane / 4 and then in the row 8 below, columns 2 (lane % 4) and the next.
+  static int64_t slope_bytes(int64_t rows, int64_t columns);
 
   // out = (x weight^T) slopes, elementwise, and sums = the sums over rows of out before it is
   // rounded: x (rows, width), weight (columns, width), slopes as bias_gelu has saved them of (rows,
   // columns). `partial` is a workspace of a row of `columns` floats for every 128 rows.
-  static cudaError_t scale(cudaStream_t stream, const T* x, const T* weight, const T* slopes,
+  static cudaError_t scale(cudaStream_t stream, const T* x, const T* weight, const void* slopes,
                            T* out, T* sums, float* partial, int64_t rows, int64_t width,
                            int64_t columns);
 

@@ -4,6 +4,7 @@
 
 #include "common/hopper.cuh"
 #include "gemm/hopper_matrix.cuh"
+#include "gemm/slope_codes.cuh"
 #include "gemm/tile_order.cuh"
 
 namespace jaxllm {
@@ -62,8 +63,8 @@ struct MatmulArguments {
   const T* bias;  // null for none
   float* partial;
   float* wide_out;
-  T* slopes;          // see gemm/matmul_hopper.h; null for none
-  int slope_columns;  // of tiles
+  unsigned char* slopes;  // see gemm/matmul_hopper.h; null for none
+  int slope_columns;      // of tiles
 };
 
 // The first row and column of a block's tile, by the number of its cluster's.
@@ -81,13 +82,15 @@ __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& argu
           (place.column * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
 }
 
+template <class Shape, typename T>
+constexpr uint32_t kSlopeTileBytes = Shape::kRows * Shape::kColumns * kSlopeBytes<T>;
+
 // A block's tile of the slopes: as many numbers as the tile has, in the order of its accumulators.
 template <class Shape, typename T>
-__device__ __forceinline__ T* tile_of_slopes(const MatmulArguments<T>& arguments,
-                                             const TileOrigin& origin) {
+__device__ __forceinline__ unsigned char* tile_of_slopes(const MatmulArguments<T>& arguments,
+                                                         const TileOrigin& origin) {
   const int64_t row = origin.row / Shape::kRows, column = origin.column / Shape::kColumns;
-  return arguments.slopes +
-         (row * arguments.slope_columns + column) * (Shape::kRows * Shape::kColumns);
+  return arguments.slopes + (row * arguments.slope_columns + column) * kSlopeTileBytes<Shape, T>;
 }
 
 // Copies one operand's slice of a stage: `kExtent` rows of the result for a, or columns for b, by
@@ -130,8 +133,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   for (int tile = blockIdx.x / Shape::kCluster; tile < arguments.tiles; tile += clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
     if constexpr (kSlopes) {
-      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin),
-                     Shape::kRows * Shape::kColumns * sizeof(T));
+      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin), kSlopeTileBytes<Shape, T>);
     }
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {

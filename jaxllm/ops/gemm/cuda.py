@@ -146,12 +146,14 @@ def fused_unsupported(x, columns: int) -> str | None:
 def _matmul_bias_gelu(x, weight, bias, *, slope=False):
     """Returns ``gelu(x @ weight + bias)`` and GELU's slope there, or else ``x @ weight``.
 
-    The slope is in the order that slopes.py says.
+    The slope is kept as slopes.py says.
     """
-    out = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-    kept = slopes.shape(math.prod(x.shape[:-1]), weight.shape[1]) if slope else out.shape
-    results = (out, jax.ShapeDtypeStruct(kept, x.dtype))
-    return tuple(ffi.call("matmul_bias_gelu", results, x, weight, bias, slope=slope))
+    *outer, columns = *x.shape[:-1], weight.shape[1]
+    out = kept = jax.ShapeDtypeStruct((*outer, columns), x.dtype)
+    if slope:
+        shape = slopes.shape_of(math.prod(outer), columns)
+        kept = jax.ShapeDtypeStruct(shape, slopes.dtype_of(x.dtype))
+    return tuple(ffi.call("matmul_bias_gelu", (out, kept), x, weight, bias, slope=slope))
 
 
 def _matmul_scale(x, weight, slope):

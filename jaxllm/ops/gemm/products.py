@@ -86,8 +86,8 @@ def mlp_forward(
 ):
     """Returns ``(out, h, slope, hidden)``: ``h`` before bias and activation, ``hidden`` after them.
 
-    What is kept is ``h`` or, with ``keeps_slope``, the activation's slope, in the order that
-    slopes.py says; the other is None.
+    What is kept is ``h`` or, with ``keeps_slope``, the activation's slope, as slopes.py says; the
+    other is None.
     """
     hidden, *kept = hidden_layer(kernels, x, up_weight, up_bias, activation, keeps_slope, **options)
     out, _ = forward(kernels, hidden, down_weight, down_bias, None, **options)
@@ -109,7 +109,8 @@ def mlp_backward(kernels: Any, arrays, activation, **options):
     dhidden, *ddown = backward(kernels, hidden, down_weight, down_bias, None, dout, None, **options)
     if slope is not None:
         # What is behind the activation is a layer without one.
-        h, activation, dhidden = None, None, dhidden * slopes.unpack(slope, like=dhidden)
+        dhidden = (dhidden * slopes.unpack(slope, like=dhidden)).astype(x.dtype)
+        h, activation = None, None
     return (*backward(kernels, x, up_weight, up_bias, h, dhidden, activation, **options), *ddown)
 
 
