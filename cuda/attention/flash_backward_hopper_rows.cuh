@@ -43,7 +43,9 @@ __global__ void __launch_bounds__(kRowThreads)
   const int queries = band.queries, padded_queries = band.query_tiles() * Shape::kQueries;
   const int64_t rank_count = int64_t{gridDim.z} * gridDim.y * band.query_tiles();
   start_next_kernel();
-  const int64_t head = blockIdx.y, sequence = blockIdx.z;
+  // The last sequences first: of those dout may be in the L2 cache still, and in the end it is of
+  // the first, with which the main kernel begins.
+  const int64_t head = blockIdx.y, sequence = gridDim.z - 1 - blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
 
   const int64_t index = (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x;

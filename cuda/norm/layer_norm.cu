@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Strategy::Team::kMaxThreads, Strategy::kMinBlo
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks;
   constexpr bool kStreams = Strategy::kStreams;
   typename Strategy::Team team;
-  const int64_t row_in_group = int64_t{blockIdx.x} * team.kRowsPerBlock + team.row();
+  const int64_t row_in_group = block_from_the_end() * team.kRowsPerBlock + team.row();
   // Lanes beyond the last row only meet in the sums.
   const bool is_row = team.kRowsPerBlock == 1 || row_in_group < rows;
   const int64_t row = blockIdx.y * rows + row_in_group;
@@ -163,25 +163,27 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = tile_row + row_in_tile(r);
+      const bool is_row = row >= 0 && row < rows;
       const int64_t offset = (first_row + row) * width;
       if constexpr (kAdd) {
-        ring.fetch(team, tile, r, {x + offset, dout + offset, dh + offset}, width, row < rows);
+        ring.fetch(team, tile, r, {x + offset, dout + offset, dh + offset}, width, is_row);
       } else {
-        ring.fetch(team, tile, r, {x + offset, dout + offset}, width, row < rows);
+        ring.fetch(team, tile, r, {x + offset, dout + offset}, width, is_row);
       }
-      next_mean[r] = row < rows ? mean[first_row + row] : 0.0f;
-      next_rstd[r] = row < rows ? rstd[first_row + row] : 0.0f;
+      next_mean[r] = is_row ? mean[first_row + row] : 0.0f;
+      next_rstd[r] = is_row ? rstd[first_row + row] : 0.0f;
     }
     ring.commit();
   };
 
-  int64_t tile_row = int64_t{blockIdx.x} * kTileRows;
+  // From the last rows on: see rows.cuh.
+  int64_t tile_row = ((rows - 1) / kTileRows - blockIdx.x) * kTileRows;
   fetch(0, tile_row);
-  for (int tile = 0; tile_row < rows; tile_row += stride, tile ^= 1) {
+  for (int tile = 0; tile_row >= 0; tile_row -= stride, tile ^= 1) {
     float row_mean[kRows], row_rstd[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_mean[r] = next_mean[r], row_rstd[r] = next_rstd[r];
-    fetch(tile ^ 1, tile_row + stride);
+    fetch(tile ^ 1, tile_row - stride);
     ring.wait_for_previous();
 
     // With c = x - mean, so that n = c * rstd: the sums of g and of g * c.
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
 #pragma unroll
           for (int i = 0; i < kVector; ++i) dx_bias[p][i] += result[i];
         }
-        store_streaming(dx + (first_row + row) * width + column, Pack<T>::of(result));
+        store(dx + (first_row + row) * width + column, Pack<T>::of(result));
       }
     }
     forget_unpacked(scales);

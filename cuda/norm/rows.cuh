@@ -12,6 +12,11 @@
 
 namespace jaxllm {
 
+// The number of a block, counted from the last. The kernel before has written the last rows last,
+// as a rule, so that they are in the L2 cache still; and the next begins with the first, which this
+// one writes last.
+__device__ __forceinline__ int64_t block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
+
 // The first column of a thread's pack p.
 template <typename T, class Team>
 __device__ __forceinline__ int pack_column(const Team& team, int p) {
