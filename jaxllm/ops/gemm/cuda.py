@@ -26,12 +26,17 @@ linear_unsupported = activations.gelu_unsupported
 mlp_unsupported = activations.gelu_unsupported
 # The norms take what the activations take, and ask more of the weights.
 linear_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
-mlp_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
 
 _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
 # With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
 _MIN_TILES = 132
 _MAX_SIZE = 2**31  # the copy engine's coordinates
+
+
+def mlp_add_layer_norm_unsupported(x, *arrays, **_) -> str | None:
+    """As the norm says of all arrays but a slope that is kept in bytes."""
+    others = (array for array in arrays if array is None or array.dtype != jnp.uint8)
+    return norms.add_layer_norm_unsupported(x, *others)
 
 
 def linear_forward(x, weight, bias, *, activation):
