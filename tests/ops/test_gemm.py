@@ -17,6 +17,7 @@ from jaxllm.ops import (
     matmul,
     mlp,
     mlp_add_layer_norm,
+    self_attention,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference, slopes
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
@@ -54,6 +55,30 @@ def test_the_bias_gradient_adds_up_in_float32():
     pull = jax.vjp(lambda bias: linear(x, weight, bias), bias)[1]
     # 4096 ones added in bfloat16 stop at 256.
     assert (pull(jnp.ones((rows, 5), jnp.bfloat16))[0] == rows).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (linear, [(64, 192), (192,)]),
+        (mlp, [(64, 192), (192,), (192, 64), (64,)]),
+        (lambda x, *layer: linear_add_layer_norm(x, *layer)[0], [(64, 64), (2, 8, 64), (64,)]),
+        (lambda x, weight, bias: self_attention(x, weight, bias, 2), [(64, 192), (192,)]),
+    ],
+)
+def test_the_gradient_of_an_input_waits_for_that_of_the_weight(op, shapes):
+    # Else XLA may leave the weights for the end, and keep what all layers need for them.
+    arrays = [jnp.ones(shape) for shape in [(2, 8, 64), *shapes]]
+    every = tuple(range(len(arrays)))
+    with jaxllm.use_backend("xla"):
+        program = jax.make_jaxpr(jax.grad(lambda *a: op(*a).sum(), argnums=every))(*arrays)
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    made = {e.outvars[0]: e.outvars[0].aval.shape for e in products}
+    barriers = [e for e in program.eqns if e.primitive.name == "optimization_barrier"]
+    weights = [shape for shape in shapes if len(shape) == 2]
+    assert [made[e.invars[0]] for e in barriers] == weights[::-1]
+    for barrier in barriers:
+        assert any(barrier.outvars[1] in e.invars for e in products)
 
 
 def test_without_an_activation_only_inputs_are_kept():

@@ -662,8 +662,7 @@ def _self_attention_backward(options, backend, residuals, dout):
     x, weight, qkv, out, lse, segment_ids = residuals
     arrays = (qkv, out, lse, dout, segment_ids, None)
     dqkv, dbias = dispatch(SELF_ATTENTION, "backward", backend, *arrays, **_static(options))
-    dx, dweight = products.input_gradient(dqkv, weight), products.weight_gradient(x, dqkv)
-    return dx, dweight, dbias, None
+    return *products.factor_gradients(x, weight, dqkv), dbias, None
 
 
 _self_attention.defvjp(_self_attention_forward, _self_attention_backward)

@@ -85,14 +85,11 @@ def mlp_backward(
     if slope is None:
         arrays = (x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout)
         return products.mlp_backward(activations, arrays, activation)
+    ddown_weight, dout = products.weight_gradient_first(hidden, dout)
     dh, dup_bias = _matmul_scale(dout, down_weight, slope)
-    return (
-        products.input_gradient(dh, up_weight),
-        products.weight_gradient(x, dh),
-        dup_bias,
-        products.weight_gradient(hidden, dout),
-        None if down_bias is None else activations.bias_add_backward(dout),
-    )
+    ddown_bias = None if down_bias is None else activations.bias_add_backward(dout)
+    up = products.factor_gradients(x, up_weight, dh)
+    return *up, dup_bias, ddown_weight, ddown_bias
 
 
 def linear_add_layer_norm_forward(

@@ -58,18 +58,24 @@ def backward(kernels: Any, x, weight, bias, h, dout, activation, **options):
         dh = kernels.gelu_backward(h, dout, **options)
     elif activation is not None:
         dh, dbias = kernels.bias_gelu_backward(h, bias, dout, **options)
-    return input_gradient(dh, weight), weight_gradient(x, dh), dbias
+    return *factor_gradients(x, weight, dh), dbias
 
 
-def input_gradient(dout, weight):
-    """Returns ``dout @ weight.T``."""
-    return lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
+def factor_gradients(x, weight, dout):
+    """Returns ``dx = dout @ weight.T`` and ``dweight = x.T @ dout`` over all rows."""
+    dweight, dout = weight_gradient_first(x, dout)
+    dx = lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
+    return dx, dweight
 
 
-def weight_gradient(x, dout):
-    """Returns ``x.T @ dout`` over all rows."""
+def weight_gradient_first(x, dout):
+    """Returns ``dweight``, and a ``dout`` that is there only after it.
+
+    Nothing in a backward pass waits for the gradient of a weight. XLA would leave it for later, and
+    keep ``x`` and ``dout`` of many layers until then.
+    """
     rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, dout, ((rows, rows), ((), ())))
+    return lax.optimization_barrier((lax.dot_general(x, dout, ((rows, rows), ((), ()))), dout))
 
 
 def mlp_forward(
@@ -123,7 +129,7 @@ def linear_add_layer_norm_backward(norms: Any, arrays, **options):
     """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
     x, weight, *of_norm = arrays
     dtotal, *others = norms.add_layer_norm_backward(*of_norm, **options)
-    return input_gradient(dtotal, weight), weight_gradient(x, dtotal), dtotal, *others
+    return *factor_gradients(x, weight, dtotal), dtotal, *others
 
 
 def mlp_add_layer_norm_forward(
