@@ -278,6 +278,28 @@ def test_a_wide_accumulator_is_had_where_it_is_small_or_needed(shape, dtype, exp
     assert sums(accumulate_dtype="float32") == jnp.float32
 
 
+@pytest.mark.parametrize(
+    ("dtype", "chunk_rows", "expected"),
+    [
+        ("bfloat16", 300, "bfloat16"),
+        ("bfloat16", 299, "float32"),
+        ("float16", 300, "float32"),
+        ("float32", 300, "float32"),
+    ],
+)
+def test_one_chunk_needs_no_wide_accumulator(dtype, chunk_rows, expected):
+    hidden = jax.ShapeDtypeStruct((3, 100, 8), dtype)
+    weight = jax.ShapeDtypeStruct((24, 8), dtype)
+    labels = jnp.zeros((3, 100), jnp.int32)
+
+    def loss(h, w):
+        return linear_cross_entropy(h, w, labels, transpose_weight=True, chunk_rows=chunk_rows)
+
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight)
+    products = [e.outvars[0].aval for e in program.eqns if e.primitive.name == "dot_general"]
+    assert {p.dtype for p in products if p.shape == weight.shape} == {jnp.dtype(expected)}
+
+
 def test_what_does_not_fit_the_head_is_refused():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 24\); it must be \(8, 24\)"):
         linear_cross_entropy(HIDDEN, HEAD[:5], NEXT)

@@ -129,9 +129,10 @@ def linear_cross_entropy(
         chunk_rows: Rows in a chunk, at most. None for as many as make its logits as large as the
             weight, or 320 MiB if that is more.
         accumulate_dtype: What the gradient of the weight is summed in from chunk to chunk; within
-            one it is always float32. None for float32, but for a bfloat16 weight where that would
-            take more than half a GiB: the sum over the few chunks is then bfloat16, as is the
-            gradient that is returned, and needs no memory of its own.
+            one it is always float32. None for float32, but for a bfloat16 weight of whose gradient
+            there is one chunk, or which that would take more than half a GiB for: the sum over the
+            few chunks is then bfloat16, as is the gradient that is returned, and needs no memory of
+            its own.
         backend: As in :func:`cross_entropy`, for the kernels; XLA multiplies the matrices.
 
     Returns:
@@ -171,12 +172,14 @@ def linear_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    chunk_rows = chunk_rows or _chunk_rows(weight, width)
+    is_one_chunk = labels.size <= chunk_rows
     how = _Chunked(
         reduction=reduction,
         options=(ignore_index, label_smoothing, z_loss, vocab_size),
         transpose_weight=transpose_weight,
-        chunk_rows=chunk_rows or _chunk_rows(weight, width),
-        accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight)),
+        chunk_rows=chunk_rows,
+        accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight, is_one_chunk)),
         weight_dtype=weight.dtype,
         backend=resolve(backend),
     )
@@ -190,10 +193,11 @@ def _chunk_rows(weight: Array, width: int) -> int:
     return most // _TILE_ROWS * _TILE_ROWS or most
 
 
-def _accumulate_dtype(weight: Array) -> DTypeLike:
+def _accumulate_dtype(weight: Array, is_one_chunk: bool) -> DTypeLike:
     wide = jnp.promote_types(weight.dtype, jnp.float32)
+    is_large = weight.size * wide.itemsize > 2**29
     # Float16 has not the range for a sum over all rows.
-    is_narrow = weight.dtype == jnp.bfloat16 and weight.size * wide.itemsize > 2**29
+    is_narrow = weight.dtype == jnp.bfloat16 and (is_one_chunk or is_large)
     return weight.dtype if is_narrow else wide
 
 
