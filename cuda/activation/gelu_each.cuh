@@ -12,9 +12,6 @@
 
 namespace jaxllm {
 
-// Beyond it GELU's slope is 0 or 1 to the last digit; a greater square might be infinite.
-inline constexpr float kGeluMaxSquare = 900.0f;
-
 // `volatile` holds the stages in place: the compiler would take one number after the other.
 __device__ __forceinline__ void tanh_in_place(float& x) {
   asm volatile("tanh.approx.f32 %0, %0;" : "+f"(x));
@@ -67,22 +64,24 @@ __device__ __forceinline__ void gelu_each(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) x[i] *= values[i];
 }
 
-// Replaces each x by gelu(x), and puts the slope of GELU there into `slopes`; both will be rounded
-// to T.
+// Replaces each x by gelu(x), which will be rounded to T, and puts scale * slope + offset into
+// `slopes`, with the slope of GELU there. `scale` is at most 0.1: then what is saturated belongs to
+// x whose slope is 0 or 1 to the last digit, and may be infinite before that.
 template <typename T, int kCount>
-__device__ __forceinline__ void gelu_and_slope_each(float (&x)[kCount], float (&slopes)[kCount]) {
+__device__ __forceinline__ void gelu_and_slope_each(float (&x)[kCount], float (&slopes)[kCount],
+                                                    float scale, float offset) {
   float outer[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    slopes[i] = fminf(x[i] * x[i], kGeluMaxSquare);
-    outer[i] = kGeluLinear + 3.0f * kGeluCubic * slopes[i];
+    slopes[i] = x[i] * x[i];
+    outer[i] = __saturatef(kGeluLinear * scale + 3.0f * kGeluCubic * scale * slopes[i]);
   }
   gelu_logistic_each<T>(x, slopes);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float s = slopes[i];
     x[i] *= s;
-    slopes[i] = s + (x[i] - x[i] * s) * outer[i];
+    slopes[i] = (scale * s + offset) + (x[i] - x[i] * s) * outer[i];
   }
 }
 

@@ -231,7 +231,42 @@ __device__ __forceinline__ void finish_gelu(
   }
 }
 
-// The same, but keeps the slope of GELU at p + bias.
+// The sums of a product to which the biases are added first.
+template <class Shape, typename T>
+__device__ __forceinline__ void begin_with_biases(
+    const BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2]) {
+#pragma unroll
+  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 bias = warp.bias(slab, j);
+#pragma unroll
+      for (auto& of_block : sums) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          of_block[sum_index(slab, j, half)] = bias.x;
+          of_block[sum_index(slab, j, half) + 1] = bias.y;
+        }
+      }
+    }
+  }
+}
+
+// A branch that is always taken. Within one basic block the assembler orders as it likes: it would
+// begin with the squares of many batches, for which there are no registers.
+__device__ __forceinline__ void end_basic_block(int at_least_zero) {
+  asm volatile(
+      "{\n"
+      ".reg .pred always;\n"
+      "setp.ge.s32 always, %0, 0;\n"
+      "AGAIN: @always bra NEXT;\n"
+      "nanosleep.u32 1;\n"
+      "bra AGAIN;\n"
+      "NEXT:\n"
+      "}\n" ::"r"(at_least_zero));
+}
+
+// The same, where `sums` has x = p + bias, but keeps the slope of GELU there.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_gelu_and_slope(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
@@ -248,12 +283,11 @@ __device__ __forceinline__ void finish_gelu_and_slope(
       uint32_t words[2 * kBatch];
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
-        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
-        const float2 bias = warp.bias(slab, j);
-        x[2 * i] = sums[block][at] + bias.x;
-        x[2 * i + 1] = sums[block][at + 1] + bias.y;
+        const int at = sum_index(slab, first + i / 2, i % 2);
+        x[2 * i] = sums[block][at];
+        x[2 * i + 1] = sums[block][at + 1];
       }
-      gelu_and_slope_each<T>(x, slopes);
+      gelu_and_slope_each<T>(x, slopes, kSlopeScale<T>, kSlopeOffset<T>);
 #pragma unroll
       for (int j = first; j < first + kBatch; ++j) {
         encode_slopes(slopes + 4 * (j - first), codes + j * kSlopeBytes<T> % 4, T{});
@@ -266,6 +300,7 @@ __device__ __forceinline__ void finish_gelu_and_slope(
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      end_basic_block(warp.arguments.steps);
     }
     store_band(warp, out, origin, band);
   }

@@ -94,12 +94,17 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     // A product that need not add would do without these zeros, but the compiler cannot tell that
     // it does not read them: it would keep all sums of a tile until the next, and have few
     // registers to finish the tile with.
+    if constexpr (kEpilogue == Epilogue::kGeluSlope) {
+      begin_with_biases(warp, sums);
+    } else {
 #pragma unroll
-    for (auto& of_block : sums) {
+      for (auto& of_block : sums) {
 #pragma unroll
-      for (float& sum : of_block) sum = 0.0f;
-      pin(of_block);
+        for (float& sum : of_block) sum = 0.0f;
+      }
     }
+    pin(sums[0]);
+    pin(sums[1]);
     // Also because a barrier tells only the present phase from the one before: who waits at a
     // stage must not be further ahead.
     shared.turn[multiplier].wait(turn_parity);

@@ -24,21 +24,30 @@ inline constexpr int kSlopeBytes<__nv_bfloat16> = 1;
 inline constexpr float kSlopeSteps = 200.0f;  // to 1
 inline constexpr int kSlopeZero = 27;
 
-// Four slopes as the words that hold them.
-__device__ __forceinline__ void encode_slopes(const float* slopes, uint32_t* words, __nv_bfloat16) {
-  // Where the last place of a float is 1, adding rounds, and leaves the code in its last byte.
-  constexpr float kPlaceOfOne = 8388608.0f;
-  uint32_t codes[4];
+// What is encoded is kSlopeScale * slope + kSlopeOffset. For bfloat16 the second byte of it is the
+// code: of a float from 16 to 32 the lowest place of that byte is 1/2048. The half rounds.
+inline constexpr float kSlopeUnit = 1.0f / 2048;
+template <typename T>
+inline constexpr float kSlopeScale = kSlopeSteps * kSlopeUnit;
+template <typename T>
+inline constexpr float kSlopeOffset = 16.0f + (kSlopeZero + 0.5f) * kSlopeUnit;
+template <>
+inline constexpr float kSlopeScale<__half> = 1.0f / 16;
+template <>
+inline constexpr float kSlopeOffset<__half> = 0.0f;
+
+// Four of those as the words that hold them.
+__device__ __forceinline__ void encode_slopes(const float* scaled, uint32_t* words, __nv_bfloat16) {
+  uint32_t bits[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    codes[i] = __float_as_uint(fmaf(slopes[i], kSlopeSteps, kPlaceOfOne + kSlopeZero));
-  }
-  words[0] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040),
-                         __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+  for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(scaled[i]);
+  words[0] = __byte_perm(__byte_perm(bits[0], bits[1], 0x0051),
+                         __byte_perm(bits[2], bits[3], 0x0051), 0x5410);
 }
-__device__ __forceinline__ void encode_slopes(const float* slopes, uint32_t* words, __half) {
-  words[0] = hopper::pack<__half>(slopes[0], slopes[1]);
-  words[1] = hopper::pack<__half>(slopes[2], slopes[3]);
+__device__ __forceinline__ void encode_slopes(const float* scaled, uint32_t* words, __half) {
+  constexpr float kUndo = 1.0f / kSlopeScale<__half>;
+  words[0] = hopper::pack<__half>(scaled[0] * kUndo, scaled[1] * kUndo);
+  words[1] = hopper::pack<__half>(scaled[2] * kUndo, scaled[3] * kUndo);
 }
 
 __device__ __forceinline__ void decode_slopes(const uint32_t* words, float* slopes, __nv_bfloat16) {
