@@ -25,7 +25,8 @@ inline constexpr float kSlopeSteps = 200.0f;  // to 1
 inline constexpr int kSlopeZero = 27;
 
 // What is encoded is kSlopeScale * slope + kSlopeOffset. For bfloat16 the second byte of it is the
-// code: of a float from 16 to 32 the lowest place of that byte is 1/2048. The half rounds.
+// code: of a float from 16 to 32 the lowest place of that byte is 1/2048. One half is added to
+// round.
 inline constexpr float kSlopeUnit = 1.0f / 2048;
 template <typename T>
 inline constexpr float kSlopeScale = kSlopeSteps * kSlopeUnit;
