@@ -65,8 +65,8 @@ __device__ __forceinline__ void gelu_each(float (&x)[kCount]) {
 }
 
 // Replaces each x by gelu(x), which will be rounded to T, and puts scale * slope + offset into
-// `slopes`, with the slope of GELU there. `scale` is at most 0.1: then what is saturated belongs to
-// x whose slope is 0 or 1 to the last digit, and may be infinite before that.
+// `slopes`, with the slope of GELU there. `scale` is at most 0.1: what is saturated, and might be
+// infinite, then belongs to an x whose slope is 0 or 1 to the last digit.
 template <typename T, int kCount>
 __device__ __forceinline__ void gelu_and_slope_each(float (&x)[kCount], float (&slopes)[kCount],
                                                     float scale, float offset) {

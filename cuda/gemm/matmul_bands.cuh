@@ -231,7 +231,7 @@ __device__ __forceinline__ void finish_gelu(
   }
 }
 
-// The sums of a product to which the biases are added first.
+// Puts the biases where the product will be added to them.
 template <class Shape, typename T>
 __device__ __forceinline__ void begin_with_biases(
     const BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2]) {
