@@ -129,10 +129,9 @@ def linear_cross_entropy(
         chunk_rows: Rows in a chunk, at most. None for as many as make its logits as large as the
             weight, or 320 MiB if that is more.
         accumulate_dtype: What the gradient of the weight is summed in from chunk to chunk; within
-            one it is always float32. None for float32, but for a bfloat16 weight of whose gradient
-            there is one chunk, or which that would take more than half a GiB for: the sum over the
-            few chunks is then bfloat16, as is the gradient that is returned, and needs no memory of
-            its own.
+            one it is always float32. None for float32, but for bfloat16 where the weight is of that
+            and there is one chunk only, or float32 would take more than half a GiB: the sum is then
+            the gradient that is returned, and needs no memory of its own.
         backend: As in :func:`cross_entropy`, for the kernels; XLA multiplies the matrices.
 
     Returns:
