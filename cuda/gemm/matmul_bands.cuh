@@ -2,49 +2,19 @@
 //
 // Each warp works by itself on its rows, a band after the other: it leaves the rounded result in a
 // slot of shared memory, and one lane has the copy engine store it. Where the product is added to
-// an array the same slots bring in the bands of that, three bands ahead. The slopes that one
-// product keeps for another take no way through shared memory, of whose bandwidth the operands
-// leave little: the lanes store them as they have them, in an order of their own
-// (gemm/matmul_hopper.h).
+// an array the same slots bring in the bands of that, three bands ahead.
 //
 // All this must take no longer than the product of the other multiplier's tile. It is a matter of
 // latency, with four warps at work on it: hence the batches of numbers that go through the
-// activation together, and an activation's slope that is computed beside it in the forward pass,
-// with which it has most of its operations in common, and kept for the backward to multiply by.
+// activation together. gemm/matmul_slopes.cuh has what concerns an activation's slope.
 #pragma once
 
 #include "activation/gelu_each.cuh"
 #include "common/vector.cuh"
 #include "gemm/matmul_tiles.cuh"
-#include "gemm/slope_codes.cuh"
 
 namespace jaxllm {
 namespace {
-
-// Adds 16 values over the eight lanes whose numbers are equal modulo 4, in fixed order. Returns two
-// of the sums: those of values 2 i and 2 i + 1, where i = lane / 4 with its bits reversed.
-__device__ __forceinline__ float2 sum_over_rows(const float (&values)[16], int lane) {
-  float eight[8], four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float keep = lane & 4 ? values[i + 8] : values[i];
-    const float give = lane & 4 ? values[i] : values[i + 8];
-    eight[i] = keep + __shfl_xor_sync(0xffffffff, give, 4);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float keep = lane & 8 ? eight[i + 4] : eight[i];
-    const float give = lane & 8 ? eight[i] : eight[i + 4];
-    four[i] = keep + __shfl_xor_sync(0xffffffff, give, 8);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float keep = lane & 16 ? four[i + 2] : four[i];
-    const float give = lane & 16 ? four[i] : four[i + 2];
-    two[i] = keep + __shfl_xor_sync(0xffffffff, give, 16);
-  }
-  return {two[0], two[1]};
-}
 
 __device__ __forceinline__ float2 unpack(uint32_t word, __nv_bfloat16) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
@@ -231,81 +201,6 @@ __device__ __forceinline__ void finish_gelu(
   }
 }
 
-// Puts the biases where the product will be added to them.
-template <class Shape, typename T>
-__device__ __forceinline__ void begin_with_biases(
-    const BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2]) {
-#pragma unroll
-  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 bias = warp.bias(slab, j);
-#pragma unroll
-      for (auto& of_block : sums) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          of_block[sum_index(slab, j, half)] = bias.x;
-          of_block[sum_index(slab, j, half) + 1] = bias.y;
-        }
-      }
-    }
-  }
-}
-
-// A branch that is always taken. Within one basic block the assembler orders as it likes: it would
-// begin with the squares of many batches, for which there are no registers.
-__device__ __forceinline__ void end_basic_block(int at_least_zero) {
-  asm volatile(
-      "{\n"
-      ".reg .pred always;\n"
-      "setp.ge.s32 always, %0, 0;\n"
-      "AGAIN: @always bra NEXT;\n"
-      "nanosleep.u32 1;\n"
-      "bra AGAIN;\n"
-      "NEXT:\n"
-      "}\n" ::"r"(at_least_zero));
-}
-
-// The same, where `sums` has x = p + bias, but keeps the slope of GELU there.
-template <class Shape, typename T>
-__device__ __forceinline__ void finish_gelu_and_slope(
-    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
-    const TileOrigin& origin) {
-#pragma unroll
-  for (int band = 0; band < Shape::kBands; ++band) {
-    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    uint4* const kept = warp.slopes(origin, band);
-    T* const out = free_slot(warp, band);
-    uint32_t codes[4];  // of a pack
-#pragma unroll
-    for (int first = 0; first < 8; first += kBatch) {
-      float x[kBatchElements], slopes[kBatchElements];
-      uint32_t words[2 * kBatch];
-#pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) {
-        const int at = sum_index(slab, first + i / 2, i % 2);
-        x[2 * i] = sums[block][at];
-        x[2 * i + 1] = sums[block][at + 1];
-      }
-      gelu_and_slope_each<T>(x, slopes, kSlopeScale<T>, kSlopeOffset<T>);
-#pragma unroll
-      for (int j = first; j < first + kBatch; ++j) {
-        encode_slopes(slopes + 4 * (j - first), codes + j * kSlopeBytes<T> % 4, T{});
-      }
-      // Nobody reads them before the backward pass.
-      constexpr int kEights = 4 / kSlopeBytes<T>;  // of columns, to a pack
-      if ((first + kBatch) % kEights == 0) {
-        __stcs(kept + first / kEights * 32, make_uint4(codes[0], codes[1], codes[2], codes[3]));
-      }
-#pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
-      end_basic_block(warp.arguments.steps);
-    }
-    store_band(warp, out, origin, band);
-  }
-}
-
 // One lane's task: has a band of the other array copied into a slot.
 template <class Shape, typename T>
 __device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
@@ -325,30 +220,6 @@ __device__ __forceinline__ void load_first_saved(BandWarp<Shape, T>& warp,
   static_assert(kBandsAhead <= Shape::kBands);
   if (warp.lane > 0) return;
   for (int band = 0; band < kBandsAhead; ++band) load_saved(warp, band, origin, band);
-}
-
-constexpr int kMultiplierBarrier = 1;  // + multiplier: a named barrier of its threads
-
-// Writes the sums of a slab's columns over the rows of a tile, of which `sums` has those of the
-// thread's rows: of columns 8 j + 2 (lane % 4) and the next in 2 j and 2 j + 1.
-template <class Shape, typename T>
-__device__ __forceinline__ void write_column_sums(BandWarp<Shape, T>& warp, const float (&sums)[16],
-                                                  const TileOrigin& origin, int slab_column) {
-  const int lane = warp.lane, thread = warp.warp * 32 + lane;
-  auto& of_warps = warp.shared.sums[warp.multiplier];
-  const float2 two = sum_over_rows(sums, lane);
-  const int j = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // the bits of lane / 4 reversed
-  *reinterpret_cast<float2*>(&of_warps[warp.warp][8 * j + lane % 4 * 2]) = two;
-  named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
-  const int column = slab_column + thread;
-  if (thread < kSlabWidth && column < warp.arguments.columns && origin.row < warp.arguments.rows) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) sum += of_warps[w][thread];
-    const int64_t partial_row = origin.row / Shape::kRows;
-    warp.arguments.partial[partial_row * warp.arguments.columns + column] = sum;
-  }
-  named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
 }
 
 // Puts change(j, half, saved) in the place of each pair of neighbours of a band that was saved: of
@@ -397,57 +268,6 @@ __device__ __forceinline__ void store_and_load_ahead(BandWarp<Shape, T>& warp, i
     }
   }
   __syncwarp();
-}
-
-// Stores out = p slope and partial sums of its columns, where `sums` has the product p.
-template <class Shape, typename T>
-__device__ __forceinline__ void finish_scaled(
-    BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
-    const TileOrigin& origin) {
-  // A lane's packs of a band are loaded a band ahead.
-  constexpr int kPacks = 2 * kSlopeBytes<T>;
-  constexpr int kWords = kSlopeBytes<T>;  // of what a lane has of eight columns
-  uint4 packs[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) packs[i] = __ldcs(warp.slopes(origin, 0) + i * 32);
-  float column_sums[16];
-#pragma unroll
-  for (int band = 0; band < Shape::kBands; ++band) {
-    const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    uint32_t codes[4 * kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const uint32_t of_pack[4] = {packs[i].x, packs[i].y, packs[i].z, packs[i].w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) codes[4 * i + w] = of_pack[w];
-      if (band + 1 < Shape::kBands) packs[i] = __ldcs(warp.slopes(origin, band + 1) + i * 32);
-    }
-    T* const out = free_slot(warp, band);
-#pragma unroll
-    for (int first = 0; first < 8; first += 2) {
-      uint32_t words[4];
-#pragma unroll
-      for (int j = first; j < first + 2; ++j) {
-        float slopes[4];
-        decode_slopes(codes + j * kWords, slopes, T{});
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = sum_index(slab, j, half);
-          const float2 scaled = {sums[block][at] * slopes[2 * half],
-                                 sums[block][at + 1] * slopes[2 * half + 1]};
-          const bool begins = block == 0 && half == 0;
-          column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
-          column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
-          words[2 * (j - first) + half] = pack<T>(scaled.x, scaled.y);
-        }
-      }
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
-    }
-    store_band(warp, out, origin, band);
-    if (block == Shape::kBlocksOf64 - 1) {
-      write_column_sums(warp, column_sums, origin, warp.column(origin, band));
-    }
-  }
 }
 
 // Stores out = p + bias + residual, where `sums` has the product p. Sees to it that the bands of

@@ -6,13 +6,15 @@
 // all of them. The multipliers take tiles in turn: while one finishes its tile (activation,
 // rounding, storing), the other has the tensor cores.
 //
-// gemm/matmul_tiles.cuh has the tiles and the copier, gemm/matmul_bands.cuh the end of a tile.
+// gemm/matmul_tiles.cuh has the tiles and the copier, gemm/matmul_bands.cuh the end of a tile, and
+// gemm/matmul_slopes.cuh that of the products that GELU's slope goes from and to.
 #pragma once
 
 #include <algorithm>
 
 #include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
+#include "gemm/matmul_slopes.cuh"
 #include "gemm/matmul_tiles.cuh"
 #include "gemm/matrix_map.h"
 
