@@ -275,6 +275,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+// And the two floats of such a register.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
+}
+
 // An accumulator, rounded, is a left operand as it lies: four registers to 16 of the depth.
 template <typename T, int kSize>
 __device__ __forceinline__ void pack(const float (&accumulator)[kSize],

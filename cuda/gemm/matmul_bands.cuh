@@ -16,13 +16,6 @@
 namespace jaxllm {
 namespace {
 
-__device__ __forceinline__ float2 unpack(uint32_t word, __nv_bfloat16) {
-  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-}
-__device__ __forceinline__ float2 unpack(uint32_t word, __half) {
-  return __half22float2(reinterpret_cast<const __half2&>(word));
-}
-
 // What a warp of a multiplier works with.
 template <class Shape, typename T>
 struct BandWarp {
@@ -48,7 +41,7 @@ struct BandWarp {
 
   // Those of the lane's two columns among the eight from 8 j of a slab on.
   __device__ __forceinline__ float2 bias(int slab, int j) const {
-    return unpack(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4), T{});
+    return unpack<T>(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4));
   }
 
   __device__ __forceinline__ T* slot(int index) const {
@@ -238,7 +231,7 @@ __device__ __forceinline__ void change_band(const BandWarp<Shape, T>& warp, cons
     if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 changed = change(first + i / 2, i % 2, unpack(words[i], T{}));
+      const float2 changed = change(first + i / 2, i % 2, unpack<T>(words[i]));
       words[i] = pack<T>(changed.x, changed.y);
     }
     store_matrices(row ^ 16 * first, words);

@@ -64,7 +64,7 @@ __device__ __forceinline__ void decode_slopes(const uint32_t* words, float* slop
 __device__ __forceinline__ void decode_slopes(const uint32_t* words, float* slopes, __half) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    const float2 pair = hopper::unpack<__half>(words[i]);
     slopes[2 * i] = pair.x;
     slopes[2 * i + 1] = pair.y;
   }
