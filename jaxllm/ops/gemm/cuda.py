@@ -34,8 +34,9 @@ _MAX_SIZE = 2**31  # the copy engine's coordinates
 
 
 def mlp_add_layer_norm_unsupported(x, *arrays, **_) -> str | None:
-    """As the norm says of all arrays but a slope that is kept in bytes."""
-    others = (array for array in arrays if array is None or array.dtype != jnp.uint8)
+    """As the norm says, which gets no slope and does not know what one is kept in."""
+    kept = slopes.dtype_of(x.dtype)
+    others = (array for array in arrays if array is None or array.dtype != kept)
     return norms.add_layer_norm_unsupported(x, *others)
 
 
