@@ -47,12 +47,6 @@ struct BandWarp {
   __device__ __forceinline__ T* slot(int index) const {
     return shared.slots[multiplier][warp][index];
   }
-  // The lane's first pack of a band of slopes; its others lie 32 packs apart.
-  __device__ __forceinline__ uint4* slopes(const TileOrigin& origin, int band) const {
-    unsigned char* const tile = tile_of_slopes<Shape>(arguments, origin);
-    constexpr int kBytes = kBandSize * kSlopeBytes<T>;
-    return reinterpret_cast<uint4*>(tile + (warp * Shape::kBands + band) * kBytes) + lane;
-  }
   __device__ __forceinline__ int column(const TileOrigin& origin, int band) const {
     return origin.column + band / Shape::kBlocksOf64 * kSlabWidth;
   }

@@ -12,6 +12,15 @@
 namespace jaxllm {
 namespace {
 
+// The lane's first pack of a band of slopes; its others lie 32 packs apart.
+template <class Shape, typename T>
+__device__ __forceinline__ uint4* slopes_of_band(const BandWarp<Shape, T>& warp,
+                                                 const TileOrigin& origin, int band) {
+  unsigned char* const tile = tile_of_slopes<Shape>(warp.arguments, origin);
+  constexpr int kBytes = kBandSize * kSlopeBytes<T>;
+  return reinterpret_cast<uint4*>(tile + (warp.warp * Shape::kBands + band) * kBytes) + warp.lane;
+}
+
 // Puts the biases where the product will be added to them.
 template <class Shape, typename T>
 __device__ __forceinline__ void begin_with_biases(
@@ -55,7 +64,7 @@ __device__ __forceinline__ void finish_gelu_and_slope(
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    uint4* const kept = warp.slopes(origin, band);
+    uint4* const kept = slopes_of_band(warp, origin, band);
     T* const out = free_slot(warp, band);
     uint32_t codes[4];  // of a pack
 #pragma unroll
@@ -146,7 +155,7 @@ __device__ __forceinline__ void finish_scaled(
   constexpr int kWords = kSlopeBytes<T>;  // of what a lane has of eight columns
   uint4 packs[kPacks];
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) packs[i] = __ldcs(warp.slopes(origin, 0) + i * 32);
+  for (int i = 0; i < kPacks; ++i) packs[i] = __ldcs(slopes_of_band(warp, origin, 0) + i * 32);
   float column_sums[16];
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
@@ -157,7 +166,9 @@ __device__ __forceinline__ void finish_scaled(
       const uint32_t of_pack[4] = {packs[i].x, packs[i].y, packs[i].z, packs[i].w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) codes[4 * i + w] = of_pack[w];
-      if (band + 1 < Shape::kBands) packs[i] = __ldcs(warp.slopes(origin, band + 1) + i * 32);
+      if (band + 1 < Shape::kBands) {
+        packs[i] = __ldcs(slopes_of_band(warp, origin, band + 1) + i * 32);
+      }
     }
     T* const out = free_slot(warp, band);
 #pragma unroll
