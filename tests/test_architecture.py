@@ -41,7 +41,7 @@ def allowed(module):
         return ("jaxllm._cuda", "jaxllm.backend")
     if module == "jaxllm.dispatch":
         return ("jaxllm.backend", "jaxllm.ffi")
-    if module == "jaxllm.testing" or module == "jaxllm.ops.checks":
+    if module in ("jaxllm.testing", "jaxllm.ops.checks", "jaxllm.ops.streams"):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation or a norm of the same backend.
@@ -66,6 +66,8 @@ def allowed(module):
         shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks")
         # The projection before attention is XLA's, whatever the backend.
         others = ("jaxllm.ops.gemm.products",) if family[1] == "attention" else ()
+        if family[1] in ("norm", "gemm"):
+            others = ("jaxllm.ops.streams",)
         return (*shared, *others, f"jaxllm.ops.{family[1]}")
     if is_under(module, "jaxllm.models"):
         return ("jaxllm.ops", "jaxllm.models")

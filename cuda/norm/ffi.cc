@@ -58,6 +58,12 @@ ffi::Error dispatch(const Buffer& x, const Buffer& scale, Launch launch) {
 // Where the rows' statistics go: one without elements is not asked for.
 float* statistic(Result& result) { return result->element_count() ? data<float>(result) : nullptr; }
 
+// The gradient along the stream, null for one without elements: nothing comes along it.
+template <typename T>
+const T* of_stream(const Buffer& dh) {
+  return dh.element_count() ? data<T>(dh) : nullptr;
+}
+
 int64_t partial_rows(Result& partial) {
   return partial->dimensions()[partial->dimensions().size() - 2];
 }
@@ -110,8 +116,8 @@ ffi::Error AddLayerNormBackwardImpl(cudaStream_t stream, Buffer h, Buffer scale,
     W* bias_of_x = dx_bias->element_count() ? data<W>(dx_bias) : nullptr;
     return LayerNorm<T, W>::backward(
         stream, data<T>(h), data<W>(scale), data<float>(mean), data<float>(rstd), data<T>(dout),
-        data<T>(dh), data<T>(dx), data<W>(dscale), data<W>(dbias), bias_of_x, data<float>(partial),
-        shape.groups, shape.rows, shape.width, partial_rows(partial));
+        of_stream<T>(dh), data<T>(dx), data<W>(dscale), data<W>(dbias), bias_of_x,
+        data<float>(partial), shape.groups, shape.rows, shape.width, partial_rows(partial));
   });
 }
 
@@ -155,7 +161,7 @@ ffi::Error AddRmsNormBackwardImpl(cudaStream_t stream, Buffer h, Buffer scale, B
     using T = typename decltype(row_type)::type;
     using W = typename decltype(weight_type)::type;
     return RmsNorm<T, W>::backward(stream, data<T>(h), data<W>(scale), data<float>(rstd),
-                                   data<T>(dout), data<T>(dh), data<T>(dx), data<W>(dscale),
+                                   data<T>(dout), of_stream<T>(dh), data<T>(dx), data<W>(dscale),
                                    data<float>(partial), shape.groups, shape.rows, shape.width,
                                    partial_rows(partial));
   });

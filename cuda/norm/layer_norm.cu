@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
       } else {
         ring.fetch(team, tile, r, {x + offset, dout + offset}, width, is_row);
       }
-      next_mean[r] = is_row ? mean[first_row + row] : 0.0f;
-      next_rstd[r] = is_row ? rstd[first_row + row] : 0.0f;
+      next_mean[r] = is_row ? load_for_later(mean + first_row + row) : 0.0f;
+      next_rstd[r] = is_row ? load_for_later(rstd + first_row + row) : 0.0f;
     }
     ring.commit();
   };
@@ -390,9 +390,10 @@ cudaError_t LayerNorm<T, W>::backward(cudaStream_t stream, const T* x, const W* 
   if (groups * width == 0) return cudaSuccess;
   int64_t used = 0;  // without rows the weights' gradients are sums of nothing
   if (rows > 0) {
-    const auto launch = dx_bias ? launch_backward<true, true, T, W>
-                        : dh    ? launch_backward<true, false, T, W>
-                                : launch_backward<false, false, T, W>;
+    const auto launch = dh ? dx_bias ? launch_backward<true, true, T, W>
+                                     : launch_backward<true, false, T, W>
+                           : dx_bias ? launch_backward<false, true, T, W>
+                                     : launch_backward<false, false, T, W>;
     JAXLLM_RETURN_IF_ERROR(launch(stream, x, scale, mean, rstd, dout, dh, dx, partial, groups, rows,
                                   width, partial_rows, &used));
   }

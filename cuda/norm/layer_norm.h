@@ -23,7 +23,7 @@ struct LayerNorm {
 
   // dx = rstd * (g - mean(g) - n * mean(g * n)), where n is the normalized row and
   // g = scale * dout, plus `dh` where that is not null; dscale and dbias are the sums over rows of
-  // n * dout and dout. Where `dx_bias` is not null, it gets the sum of dx, and `dh` is not null.
+  // n * dout and dout. Where `dx_bias` is not null, it gets the sum of dx.
   // `partial` is a workspace of (groups, sums, partial_rows, width) floats, two sums or three.
   static cudaError_t backward(cudaStream_t stream, const T* x, const W* scale, const float* mean,
                               const float* rstd, const T* dout, const T* dh, T* dx, W* dscale,

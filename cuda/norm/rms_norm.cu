@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Team::kMaxThreads)
       } else {
         ring.fetch(team, tile, r, {x + offset, dout + offset}, width, is_row);
       }
-      next_rstd[r] = is_row ? rstd[first_row + row] : 0.0f;
+      next_rstd[r] = is_row ? load_for_later(rstd + first_row + row) : 0.0f;
     }
     ring.commit();
   };

@@ -296,8 +296,8 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Pol
         return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
-    carry = residual, ops.layer_norm(residual, **first_norm)
-    _, x = run_blocks(block, carry, layers, remat=remat)
+    x, residual = ops.add_layer_norm(residual, None, **first_norm)
+    _, x = run_blocks(block, (residual, x), layers, remat=remat)
     return x
 
 

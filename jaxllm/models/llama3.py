@@ -440,8 +440,8 @@ def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | P
         return _block(residual, x, layer, next_norm, config, attend)
 
     residual = ops.embed(tokens, params["wte"])
-    carry = residual, ops.rms_norm(residual, **first_norm, eps=config.norm_eps)
-    _, x = run_blocks(block, carry, layers, remat=remat)
+    x, residual = ops.add_rms_norm(residual, None, **first_norm, eps=config.norm_eps)
+    _, x = run_blocks(block, (residual, x), layers, remat=remat)
     return x
 
 

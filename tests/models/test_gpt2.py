@@ -208,7 +208,9 @@ def test_a_step_is_made_of_the_fused_ops(params, batch):
     ops = ["embed", "layer_norm", "self_attention", "linear_add_layer_norm", "mlp_add_layer_norm"]
     # The blocks are in a scan, and one is traced. Attention's forward is that of packed attention.
     forward = [f"{op}_forward".replace("self_attention", "flash_attention_packed") for op in ops]
+    # The stream begins with the first norm, whose backward adds the gradient along it.
     backward = [f"{op}_backward" for op in reversed(ops)]
+    backward[-2] = "add_layer_norm_backward"
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)

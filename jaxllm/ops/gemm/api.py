@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops import streams
 from jaxllm.ops.checks import check_floating, check_layer, check_same_dtype, check_shape
 from jaxllm.ops.gemm import cuda, pallas, reference
 
@@ -460,7 +461,9 @@ def _linear_add_layer_norm_backward(eps, backend, residuals, cotangents):
     return dispatch(LINEAR_ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
 
 
-_linear_add_layer_norm.defvjp(_linear_add_layer_norm_forward, _linear_add_layer_norm_backward)
+streams.defvjp(
+    _linear_add_layer_norm, _linear_add_layer_norm_forward, _linear_add_layer_norm_backward
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
@@ -488,4 +491,4 @@ def _mlp_add_layer_norm_backward(activation, eps, backend, residuals, cotangents
     return dispatch(MLP_ADD_LAYER_NORM, "backward", backend, *arrays, activation=activation)
 
 
-_mlp_add_layer_norm.defvjp(_mlp_add_layer_norm_forward, _mlp_add_layer_norm_backward)
+streams.defvjp(_mlp_add_layer_norm, _mlp_add_layer_norm_forward, _mlp_add_layer_norm_backward)

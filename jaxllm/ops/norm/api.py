@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops import streams
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
@@ -98,7 +99,7 @@ def rms_norm(
 
 def add_layer_norm(
     x: Float[Array, "*rows D"],
-    residual: Float[Array, "*rows D"],
+    residual: Float[Array, "*rows D"] | None,
     scale: Float[Array, " D"],
     bias: Float[Array, " D"] | None = None,
     x_bias: Float[Array, " D"] | None = None,
@@ -113,7 +114,8 @@ def add_layer_norm(
 
     Args:
         x: What a block computed.
-        residual: The stream it is added to, in the shape and dtype of ``x``.
+        residual: The stream it is added to, in the shape and dtype of ``x``; None where the stream
+            begins with ``x``. Nothing is added then, but the gradient along the stream is.
         scale: As in :func:`layer_norm`.
         bias: As in :func:`layer_norm`.
         x_bias: What to add to each row of ``x``, in the dtype of ``scale``; None for nothing.
@@ -127,19 +129,24 @@ def add_layer_norm(
 
     Raises:
         TypeError: As in :func:`layer_norm`, or ``residual`` differs from ``x`` in dtype.
-        ValueError: As in :func:`layer_norm`, or ``residual`` differs from ``x`` in shape.
+        ValueError: As in :func:`layer_norm`, ``residual`` differs from ``x`` in shape, or there is
+            an ``x_bias`` and no ``residual``.
         BackendError: The backend that was asked for cannot serve the call.
     """
     bias = _check_weights(x, scale, bias)
     _check_residual(x, residual)
     if x_bias is not None:
         _check_bias("x_bias", x_bias, x, scale)
+        if residual is None:
+            raise ValueError("x_bias is given and residual is None; it is added with a residual")
+    if residual is None:
+        return _first_layer_norm(x, scale, bias, eps, resolve(backend))
     return _add_layer_norm(x, residual, x_bias, scale, bias, eps, resolve(backend))
 
 
 def add_rms_norm(
     x: Float[Array, "*rows D"],
-    residual: Float[Array, "*rows D"],
+    residual: Float[Array, "*rows D"] | None,
     scale: Float[Array, " D"],
     *,
     eps: float = 1e-5,
@@ -149,7 +156,7 @@ def add_rms_norm(
 
     Args:
         x: What a block computed.
-        residual: The stream it is added to, in the shape and dtype of ``x``.
+        residual: As in :func:`add_layer_norm`.
         scale: As in :func:`rms_norm`.
         eps: As in :func:`rms_norm`.
         backend: As in :func:`layer_norm`.
@@ -164,6 +171,8 @@ def add_rms_norm(
     """
     _check_weights(x, scale, None)
     _check_residual(x, residual)
+    if residual is None:
+        return _first_rms_norm(x, scale, eps, resolve(backend))
     return _add_rms_norm(x, residual, scale, eps, resolve(backend))
 
 
@@ -185,7 +194,9 @@ def _check_bias(name: str, bias: Array, x: Array, scale: Array) -> None:
     check_same_dtype(name, bias, "scale", scale)
 
 
-def _check_residual(x: Array, residual: Array) -> None:
+def _check_residual(x: Array, residual: Array | None) -> None:
+    if residual is None:
+        return
     check_floating(residual=residual)
     check_shape("residual", residual, x.shape, "the shape of x")
     check_same_dtype("residual", residual, "x", x)
@@ -246,6 +257,38 @@ def _add_layer_norm_backward(eps, backend, residuals, cotangents):
     return dx, dx, dx_bias, dscale, dbias
 
 
+# Where the stream begins there is no sum, but two gradients that meet.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _first_layer_norm(x, scale, bias, eps, backend):
+    return _layer_norm(x, scale, bias, eps, backend), x
+
+
+def _first_layer_norm_forward(x, scale, bias, eps, backend):
+    out, (x, scale, *statistics) = _layer_norm_forward(x, scale, bias, eps, backend)
+    return (out, x), (x, None, scale, *statistics)
+
+
+def _first_layer_norm_backward(eps, backend, residuals, cotangents):
+    dx, _, *of_weights = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
+    return dx, *of_weights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _first_rms_norm(x, scale, eps, backend):
+    return _rms_norm(x, scale, eps, backend), x
+
+
+def _first_rms_norm_forward(x, scale, eps, backend):
+    out, kept = _rms_norm_forward(x, scale, eps, backend)
+    return (out, x), kept
+
+
+def _first_rms_norm_backward(eps, backend, residuals, cotangents):
+    return dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _add_rms_norm(x, residual, scale, eps, backend):
     arrays = (x, residual, scale)
@@ -265,5 +308,7 @@ def _add_rms_norm_backward(eps, backend, residuals, cotangents):
 
 _layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
-_add_layer_norm.defvjp(_add_layer_norm_forward, _add_layer_norm_backward)
-_add_rms_norm.defvjp(_add_rms_norm_forward, _add_rms_norm_backward)
+streams.defvjp(_add_layer_norm, _add_layer_norm_forward, _add_layer_norm_backward)
+streams.defvjp(_add_rms_norm, _add_rms_norm_forward, _add_rms_norm_backward)
+streams.defvjp(_first_layer_norm, _first_layer_norm_forward, _first_layer_norm_backward)
+streams.defvjp(_first_rms_norm, _first_rms_norm_forward, _first_rms_norm_backward)

@@ -15,21 +15,23 @@ def _case(
     large: bool = False,
     weights: str | None = None,
     x_bias: bool = False,
+    first: bool = False,
 ) -> Case:
     x, weight = Normal(shape, mean=0.5), Normal(shape[-1:], mean=1.0, dtype=weights)
     fused = op.startswith("add_")
-    inputs = {"x": x} | ({"residual": x} if fused else {}) | {"scale": weight}
+    inputs = {"x": x} | ({"residual": None if first else x} if fused else {}) | {"scale": weight}
     if op.endswith("layer_norm"):
         inputs["bias"] = Normal(shape[-1:], dtype=weights)
     if x_bias:
         inputs["x_bias"] = Normal(shape[-1:], dtype=weights)
     size = math.prod(shape)
-    # Forward: x (and residual) in, out (and h) out. Backward: x, dout (and dh) in, dx out.
+    # Forward: x (and residual) in, out (and h) out, which is x where there is no residual.
+    # Backward: x, dout (and dh) in, dx out.
     return Case(
         op,
         name,
         inputs,
-        forward_elements=(4 if fused else 2) * size,
+        forward_elements=(4 if fused and not first else 2) * size,
         backward_elements=(4 if fused else 3) * size,
         saves_more=True,
         large=large,
@@ -71,4 +73,16 @@ CASES += (
     _x_bias_case("x_bias_odd_rows_wide", 19, 1032),
     _x_bias_case("x_bias_float32", 7, 256, weights="float32"),
     _x_bias_case("x_bias_no_rows", 0, 128),
+)
+
+CASES += tuple(
+    case
+    for op in ("add_layer_norm", "add_rms_norm")
+    for case in (
+        _case(op, "first_gpt2_124m", 65536, 768, first=True, large=True),
+        _case(op, "first_row", 2, 3, 768, first=True),
+        _case(op, "first_odd_width", 5, 77, first=True),
+        _case(op, "first_float32_weights", 7, 256, weights="float32", first=True),
+        _case(op, "first_no_rows", 0, 128, first=True),
+    )
 )

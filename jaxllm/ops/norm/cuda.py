@@ -76,7 +76,8 @@ def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
     of_x_bias = jax.ShapeDtypeStruct((0,), scale.dtype) if x_bias is None else _like(x_bias)
     sums = 2 if x_bias is None else 3
     results = (_like(h), _like(scale), _like(scale), of_x_bias, _partial_sums(h, sums))
-    gradients = ffi.call("add_layer_norm_backward", results, h, scale, mean, rstd, dout, dh)
+    arrays = (h, scale, mean, rstd, dout, _of_stream(dh, h))
+    gradients = ffi.call("add_layer_norm_backward", results, *arrays)
     dx, dscale, dbias, dx_bias, _ = gradients
     return dx, None if x_bias is None else dx_bias, dscale, dbias
 
@@ -91,7 +92,12 @@ def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
 def add_rms_norm_backward(h, scale, rstd, dout, dh):
     """Returns ``(dx, dscale)``."""
     results = (_like(h), _like(scale), _partial_sums(h, 1))
-    return ffi.call("add_rms_norm_backward", results, h, scale, rstd, dout, dh)[:2]
+    arrays = (h, scale, rstd, dout, _of_stream(dh, h))
+    return ffi.call("add_rms_norm_backward", results, *arrays)[:2]
+
+
+def _of_stream(dh: Array | None, h: Array) -> Array:
+    return jnp.zeros(0, h.dtype) if dh is None else dh
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

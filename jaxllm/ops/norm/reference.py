@@ -32,7 +32,9 @@ def _sum_rows(values: Array, like: Array) -> Array:
     return values.sum(axis=tuple(range(values.ndim - 1))).astype(like.dtype)
 
 
-def _rounded_sum(x: Array, residual: Array, x_bias: Array | None = None) -> Array:
+def _rounded_sum(x: Array, residual: Array | None, x_bias: Array | None = None) -> Array:
+    if residual is None:
+        return x
     # The backward sees h as it was stored, so its statistics must be those of the stored h; left
     # alone, XLA computes them from a sum that it has not rounded yet.
     dtype = jnp.finfo(x.dtype)
@@ -101,9 +103,13 @@ def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=
 
 
 def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
-    """Returns ``(dx, dx_bias, dscale, dbias)``; ``dx`` is of ``x`` and ``residual`` alike."""
+    """Returns ``(dx, dx_bias, dscale, dbias)``; ``dx`` is of ``x`` and ``residual`` alike.
+
+    ``dh`` is None where nothing but the norm reads the sum.
+    """
     dx, dscale, dbias = layer_norm_backward(_wide(h), scale, mean, rstd, dout)
-    dx += _wide(dh)
+    if dh is not None:
+        dx += _wide(dh)
     dx_bias = None if x_bias is None else _sum_rows(dx, x_bias)
     return dx.astype(h.dtype), dx_bias, dscale, dbias
 
@@ -121,6 +127,8 @@ def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
 
 
 def add_rms_norm_backward(h, scale, rstd, dout, dh):
-    """Returns ``(dx, dscale)``; ``dx`` is the gradient of ``x`` and ``residual`` alike."""
+    """Returns ``(dx, dscale)``, as :func:`add_layer_norm_backward`."""
     dx, dscale = rms_norm_backward(_wide(h), scale, rstd, dout)
-    return (dx + _wide(dh)).astype(h.dtype), dscale
+    if dh is not None:
+        dx += _wide(dh)
+    return dx.astype(h.dtype), dscale
