@@ -55,19 +55,21 @@ def allowed(module):
         own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
         return (*own, "jaxllm.ops.decoding.composed", "jaxllm.ffi")
     if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
-        # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's.
+        # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's. The
+        # layer after attention is of the same backend too.
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
-        return (f"jaxllm.ops.rotary.{same}", "jaxllm.ops.attention.packing", "jaxllm.ffi")
+        own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm")]
+        return (*own, "jaxllm.ops.attention.packing", "jaxllm.ffi")
     if family and family[2] in IMPLEMENTATIONS:
         return ("jaxllm.ffi",)
     if family and family[2] == "cases":
         return ("jaxllm.testing",)
     if family and family[2] == "api":
         shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks")
-        # The projection before attention is XLA's, whatever the backend.
-        others = ("jaxllm.ops.gemm.products",) if family[1] == "attention" else ()
-        if family[1] in ("norm", "gemm"):
-            others = ("jaxllm.ops.streams",)
+        streams = ("jaxllm.ops.streams",) if family[1] in ("norm", "gemm", "attention") else ()
+        # The projection before attention is XLA's, whatever the backend. A layer and a norm follow.
+        after = ("gemm.products", "gemm.api", "norm.api") if family[1] == "attention" else ()
+        others = (*streams, *(f"jaxllm.ops.{name}" for name in after))
         return (*shared, *others, f"jaxllm.ops.{family[1]}")
     if is_under(module, "jaxllm.models"):
         return ("jaxllm.ops", "jaxllm.models")

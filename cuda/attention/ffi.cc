@@ -314,11 +314,25 @@ ffi::ErrorOr<FlashBias> bias_of(const Buffer& qkv, const FlashShape& shape, Resu
                    static_cast<int64_t>(partial->element_count())};
 }
 
+// Arrays without elements are not known.
+ffi::ErrorOr<FlashSums> sums_of(const Buffer& delta, const Buffer& dout_sums,
+                                const FlashShape& shape) {
+  constexpr int64_t kQueries = 128;
+  const int64_t queries = shape.batch * shape.heads * shape.queries;
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  if (count(delta) == 0 && count(dout_sums) == 0) return FlashSums{};
+  if (count(delta) != queries || count(dout_sums) != queries / kQueries * shape.width ||
+      shape.queries % kQueries != 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("the sums of dout do not fit qkv"));
+  }
+  return FlashSums{data<float>(delta), data<float>(dout_sums)};
+}
+
 ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
-                                     Buffer dout, ffi::RemainingArgs extras,
-                                     ffi::Dictionary attributes, Result dqkv, Result delta,
-                                     Result segment_ranges, Result turned, Result scratch,
-                                     Result dbias, Result partial) {
+                                     Buffer dout, Buffer known_delta, Buffer dout_sums,
+                                     ffi::RemainingArgs extras, ffi::Dictionary attributes,
+                                     Result dqkv, Result delta, Result segment_ranges,
+                                     Result turned, Result scratch, Result dbias, Result partial) {
   const auto shape = packed_shape_of(qkv, attributes);
   if (shape.has_error()) return shape.error();
   auto options = flash_options_of(*shape, attributes, extras, {segment_ranges, turned, scratch});
@@ -326,6 +340,9 @@ ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out
   const auto bias = bias_of(qkv, *shape, dbias, partial);
   if (bias.has_error()) return bias.error();
   options->bias = *bias;
+  const auto sums = sums_of(known_delta, dout_sums, *shape);
+  if (sums.has_error()) return sums.error();
+  options->sums = *sums;
   return launch_packed_backward(stream, qkv, out, lse, dout, *shape, *options, dqkv, delta);
 }
 
@@ -420,6 +437,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SelfAttentionBackward, SelfAttentionBackwardImpl,
                                   .Arg<Buffer>()    // out
                                   .Arg<Buffer>()    // lse
                                   .Arg<Buffer>()    // dout
+                                  .Arg<Buffer>()    // known_delta
+                                  .Arg<Buffer>()    // dout_sums
                                   .RemainingArgs()  // segments of queries and keys
                                   .Attrs()          // the options
                                   .Ret<Buffer>()    // dqkv

@@ -57,6 +57,14 @@ struct FlashBias {
   int64_t partial_size;
 };
 
+// What whoever made dout knows of it: `delta`, like lse, and the sums of dout over every 128
+// queries of a sequence, (batch, queries / 128, heads * width). Null for nothing. Hopper's own
+// kernels need not read out then, where heads are 64 wide and share no keys, and the queries are
+// whole tiles.
+struct FlashSums {
+  const float *delta, *dout;
+};
+
 struct FlashOptions {
   float scale;
   // Query t stands at key p = t + keys - queries, and sees the keys s <= p alone where `causal`,
@@ -73,6 +81,7 @@ struct FlashOptions {
   FlashRope rope;
   FlashScratch scratch;
   FlashBias bias;  // of the backward
+  FlashSums sums;  // likewise; with a bias
 };
 
 inline constexpr int64_t kFlashMaxWidth = 256;

@@ -61,7 +61,7 @@ struct FlashAttentionHopper {
                               HeadRows<const T> q, HeadRows<const T> k, HeadRows<const T> v,
                               HeadRows<const T> out, const float* lse, HeadRows<const T> dout,
                               HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv, float* workspace,
-                              const FlashBias& bias);
+                              const FlashBias& bias, const FlashSums& sums);
 };
 
 }  // namespace jaxllm

@@ -53,13 +53,14 @@ struct BiasPartial {
   int64_t dq_size() const { return dq_rows() * heads * kWidth; }
   int64_t size() const { return dq_size() + dout_rows() * kv_heads * kWidth; }
 
+  // `of_dout` are the partial sums of dout.
   template <typename T>
-  cudaError_t sum(cudaStream_t stream, const FlashBias& bias) const {
+  cudaError_t sum(cudaStream_t stream, const FlashBias& bias, const float* of_dout) const {
     const int64_t dq_columns = heads * kWidth, dout_columns = kv_heads * kWidth;
     const dim3 grid((dq_columns + 2 * dout_columns) / 32, bias.groups);
     flash_attention_backward_bias_kernel<<<grid, kColumnSumThreads, 0, stream>>>(
-        bias.partial, bias.partial + dq_size(), static_cast<T*>(bias.gradient),
-        dq_rows() / bias.groups, dout_rows() / bias.groups, dq_columns, dout_columns);
+        bias.partial, of_dout, static_cast<T*>(bias.gradient), dq_rows() / bias.groups,
+        dout_rows() / bias.groups, dq_columns, dout_columns);
     return cudaGetLastError();
   }
 };
@@ -68,7 +69,7 @@ template <typename T, int kWidth, bool kSegments>
 cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRows<const T> q,
                    HeadRows<const T> k, HeadRows<const T> v, HeadRows<const T> out,
                    const float* lse, HeadRows<const T> dout, HeadRows<T> dq, HeadRows<T> dk,
-                   HeadRows<T> dv, float* workspace, const FlashBias& bias) {
+                   HeadRows<T> dv, float* workspace, const FlashBias& bias, const FlashSums& sums) {
   using Shape = BackwardShape<kWidth>;
   const auto kernel = flash_attention_backward_hopper_kernel<T, kWidth, kSegments>;
   constexpr int kBytes = sizeof(BackwardShared<T, kWidth>);
@@ -118,29 +119,42 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
         stream, attention, band, /*of_queries=*/keys_seen, /*of_keys=*/queries_seen)));
   }
   const BiasPartial<kWidth> partial(attention);
-  const BackwardArguments arguments{band,
-                                    static_cast<int>(attention.heads),
-                                    static_cast<int>(attention.kv_heads),
-                                    attention.scale,
-                                    split,
-                                    pairs,
-                                    workspace + parts.lse_at(),
-                                    workspace + parts.delta_at(),
-                                    workspace + parts.dq_sums_at(),
-                                    reinterpret_cast<int*>(workspace + parts.ranks_at()),
-                                    reinterpret_cast<int*>(workspace + parts.tickets_at()),
-                                    static_cast<int>(items),
-                                    {attention.query_segments, attention.key_segments,
-                                     attention.segment_ranges, keys_seen, queries_seen},
-                                    has_bias ? bias.partial : nullptr,
-                                    has_bias ? bias.partial + partial.dq_size() : nullptr};
-  constexpr int kRowsAtOnce = kRowThreads / (kWidth / kPackSize<T>);
-  const dim3 row_grid(padded_queries / (has_bias ? Shape::kQueries : kRowsAtOnce), attention.heads,
-                      attention.batch);
-  const auto row_kernel = has_bias
-                              ? flash_attention_backward_rows_kernel<T, kWidth, kSegments, true>
-                              : flash_attention_backward_rows_kernel<T, kWidth, kSegments, false>;
-  row_kernel<<<row_grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
+  const bool has_sums = kWidth == 64 && sums.delta != nullptr && has_bias &&
+                        attention.heads == attention.kv_heads &&
+                        attention.queries % Shape::kQueries == 0;
+  float* const of_dout = has_sums   ? const_cast<float*>(sums.dout)
+                         : has_bias ? bias.partial + partial.dq_size()
+                                    : nullptr;
+  const BackwardArguments arguments{
+      band,
+      static_cast<int>(attention.heads),
+      static_cast<int>(attention.kv_heads),
+      attention.scale,
+      split,
+      pairs,
+      workspace + parts.lse_at(),
+      has_sums ? const_cast<float*>(sums.delta) : workspace + parts.delta_at(),
+      workspace + parts.dq_sums_at(),
+      reinterpret_cast<int*>(workspace + parts.ranks_at()),
+      reinterpret_cast<int*>(workspace + parts.tickets_at()),
+      static_cast<int>(items),
+      {attention.query_segments, attention.key_segments, attention.segment_ranges, keys_seen,
+       queries_seen},
+      has_bias ? bias.partial : nullptr,
+      of_dout};
+  if (has_sums) {
+    const dim3 grid(divide_up(padded_queries, kRowThreads), attention.heads, attention.batch);
+    flash_attention_backward_lse_kernel<T, kWidth, kSegments>
+        <<<grid, kRowThreads, 0, stream>>>(arguments, lse, dq);
+  } else {
+    constexpr int kRowsAtOnce = kRowThreads / (kWidth / kPackSize<T>);
+    const dim3 grid(padded_queries / (has_bias ? Shape::kQueries : kRowsAtOnce), attention.heads,
+                    attention.batch);
+    const auto row_kernel = has_bias
+                                ? flash_attention_backward_rows_kernel<T, kWidth, kSegments, true>
+                                : flash_attention_backward_rows_kernel<T, kWidth, kSegments, false>;
+    row_kernel<<<grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
+  }
   JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
   const int64_t blocks = pairs ? items : std::min<int64_t>(items, multiprocessors);
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, dim3(static_cast<unsigned>(blocks)),
@@ -155,7 +169,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
     dq_kernel<<<dq_grid, kRowThreads, 0, stream>>>(arguments, dq);
     JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
   }
-  return has_bias ? partial.template sum<T>(stream, bias) : cudaSuccess;
+  return has_bias ? partial.template sum<T>(stream, bias, of_dout) : cudaSuccess;
 }
 
 // Without queries keys and values have no gradient.
@@ -192,7 +206,8 @@ cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperA
                                               HeadRows<const T> v, HeadRows<const T> out,
                                               const float* lse, HeadRows<const T> dout,
                                               HeadRows<T> dq, HeadRows<T> dk, HeadRows<T> dv,
-                                              float* workspace, const FlashBias& bias) {
+                                              float* workspace, const FlashBias& bias,
+                                              const FlashSums& sums) {
   if (!is_served(attention)) return cudaErrorNotSupported;
   if (attention.batch == 0 || attention.heads == 0) return cudaSuccess;
   if (attention.queries == 0) {
@@ -200,7 +215,7 @@ cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperA
     return zero_keys(stream, attention, dv);
   }
   return launcher_of<T>(attention)(stream, attention, q, k, v, out, lse, dout, dq, dk, dv,
-                                   workspace, bias);
+                                   workspace, bias, sums);
 }
 
 #define JAXLLM_INSTANTIATE(T)                                                             \
@@ -209,7 +224,7 @@ cudaError_t FlashAttentionHopper<T>::backward(cudaStream_t stream, const HopperA
   template cudaError_t FlashAttentionHopper<T>::backward(                                 \
       cudaStream_t, const HopperAttention&, HeadRows<const T>, HeadRows<const T>,         \
       HeadRows<const T>, HeadRows<const T>, const float*, HeadRows<const T>, HeadRows<T>, \
-      HeadRows<T>, HeadRows<T>, float*, const FlashBias&)
+      HeadRows<T>, HeadRows<T>, float*, const FlashBias&, const FlashSums&)
 JAXLLM_INSTANTIATE(__nv_bfloat16);
 JAXLLM_INSTANTIATE(__half);
 #undef JAXLLM_INSTANTIATE

@@ -88,7 +88,7 @@ struct BackwardArguments {
   int split;
   bool pairs;
   float* lse;      // (batch, heads, padded queries), times log2(e); inf where no key is seen
-  float* delta;    // the same shape
+  float* delta;    // the same shape; where it is known, nobody writes it
   float* dq_sums;  // (batch, heads, tiles of queries) of tiles in the order of accumulators
   int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
   int* tickets;    // the next ticket

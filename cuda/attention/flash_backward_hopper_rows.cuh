@@ -28,6 +28,18 @@ __device__ __forceinline__ void write_column_sums(float (&sums)[kCount], float* 
   __syncthreads();  // before another call writes
 }
 
+// In powers of 2. Where no key is seen, and beyond the last query, 2^(s - inf) = 0.
+__device__ __forceinline__ float scaled_lse(float lse) {
+  return lse == -INFINITY ? INFINITY : lse * float{M_LOG2E};
+}
+
+// The zeros that the main kernel's counts start from; `index` is a thread's among all.
+__device__ __forceinline__ void zero_counts(const BackwardArguments& a, int64_t index,
+                                            int64_t rank_count) {
+  if (index < rank_count) a.ranks[index] = 0;
+  if (index == 0) *a.tickets = 0;
+}
+
 // What the main kernel reads beside q and dout, the zeros that its counts start from, and those of
 // dq where no key is seen. A team of threads takes a row, a pack each; a block takes consecutive
 // queries of one head: with a bias a whole tile, of which it adds up dout.
@@ -48,9 +60,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int64_t head = blockIdx.y, sequence = gridDim.z - 1 - blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
 
-  const int64_t index = (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x;
-  if (index < rank_count) a.ranks[index] = 0;
-  if (index == 0) *a.tickets = 0;
+  zero_counts(a, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, rank_count);
 
   // All loads before the first store, which the compiler must take for one to the same place.
   const int64_t column = head * kWidth + threadIdx.x % kTeam * kPackSize<T>;
@@ -82,9 +92,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int lane = kTeam / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
     if (threadIdx.x % kTeam == 0 && query < padded_queries) {
-      // Where no key is seen, and beyond the last query, 2^(s - inf) = 0.
-      a.lse[row * padded_queries + query] =
-          lses[pass] == -INFINITY ? INFINITY : lses[pass] * float{M_LOG2E};
+      a.lse[row * padded_queries + query] = scaled_lse(lses[pass]);
       a.delta[row * padded_queries + query] = sum;
     }
     if (query < queries &&
@@ -96,6 +104,30 @@ __global__ void __launch_bounds__(kRowThreads)
     const int64_t group = a.heads / a.kv_heads, tile = sequence * gridDim.x + blockIdx.x;
     const int64_t partial = (tile * group + head % group) * a.kv_heads + head / group;
     write_column_sums<kTeam>(dout_sums, a.dout_partial + partial * kWidth);
+  }
+}
+
+// The same where delta is known, and what a bias's gradient wants of dout; the queries are whole
+// tiles. A thread takes a query of a head.
+template <typename T, int kWidth, bool kSegments>
+__global__ void __launch_bounds__(kRowThreads)
+    flash_attention_backward_lse_kernel(const __grid_constant__ BackwardArguments a,
+                                        const float* lse, HeadRows<T> dq) {
+  using Shape = BackwardShape<kWidth>;
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  const int64_t rank_count = int64_t{gridDim.z} * gridDim.y * band.query_tiles();
+  start_next_kernel();
+  const int64_t head = blockIdx.y, sequence = blockIdx.z;
+  const int64_t row = sequence * gridDim.y + head;
+  zero_counts(a, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, rank_count);
+
+  const int query = blockIdx.x * kRowThreads + threadIdx.x;
+  if (query >= band.queries) return;
+  a.lse[row * band.queries + query] = scaled_lse(lse[row * band.queries + query]);
+  const int tile = query / Shape::kQueries;
+  if (keys_seen<kSegments>(a, band, static_cast<int>(sequence), tile).size() == 0) {
+    T* const to = dq.data + (sequence * band.queries + query) * dq.row_stride + head * kWidth;
+    for (int i = 0; i < kWidth; i += kPackSize<T>) store(to + i, Pack<T>{});
   }
 }
 

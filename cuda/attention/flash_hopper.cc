@@ -66,9 +66,10 @@ cudaError_t forward_by_hopper(cudaStream_t stream, const ForwardCall<T>& call,
 template <typename T>
 cudaError_t backward_by_hopper(cudaStream_t stream, const BackwardCall<T>& call,
                                const FlashShape& shape, const FlashOptions& options) {
-  return FlashAttentionHopper<T>::backward(
-      stream, to_hopper(shape, options), call.q, call.k, call.v, call.out, call.lse, call.dout,
-      call.dq, call.dk, call.dv, static_cast<float*>(options.scratch.data), options.bias);
+  return FlashAttentionHopper<T>::backward(stream, to_hopper(shape, options), call.q, call.k,
+                                           call.v, call.out, call.lse, call.dout, call.dq, call.dk,
+                                           call.dv, static_cast<float*>(options.scratch.data),
+                                           options.bias, options.sums);
 }
 
 #define JAXLLM_INSTANTIATE(T)                                                                      \

@@ -125,6 +125,37 @@ ffi::Error MatmulResidualImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
       });
 }
 
+// The tokens of a sequence are the last axis of `sums`.
+ffi::Error MatmulHeadSumsImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer saved,
+                              Result out, Result sums, Result partial) {
+  const auto of_x = x.dimensions(), of_out = out->dimensions(), of_sums = sums->dimensions();
+  if (of_x.size() == 0 || of_out.size() == 0 || of_sums.size() == 0) {
+    return ffi::Error::InvalidArgument("x, out or sums is a scalar");
+  }
+  const int64_t width = of_x.back(), columns = of_out.back(), tokens = of_sums.back();
+  if (width == 0 || columns == 0 || tokens == 0) {
+    return ffi::Error::InvalidArgument("the matrix has no elements, or a sequence no tokens");
+  }
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const int64_t calls = count(weight) / (width * columns);
+  const int64_t rows = calls == 0 ? 0 : count(x) / width / calls;
+  const int64_t of_each = rows * columns, heads_sums = of_each / kHeadSumColumns;
+  const int64_t of_partial = rows / kHeadSumRows * columns;
+  if (count(weight) != calls * width * columns || count(x) != calls * rows * width ||
+      count(saved) != calls * of_each || count(*out) != calls * of_each || rows % tokens != 0 ||
+      count(*sums) != calls * heads_sums || count(*partial) != calls * of_partial) {
+    return ffi::Error::InvalidArgument("the shapes of x, weight, saved and the results do not fit");
+  }
+  return for_each_call(x, calls, [&](auto type, int64_t i) {
+    using T = typename decltype(type)::type;
+    return MatmulHopper<T>::head_sums(
+        stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
+        data<T>(saved) + i * of_each, data<T>(out) + i * of_each,
+        data<float>(sums) + i * heads_sums, data<float>(partial) + i * of_partial, tokens, rows,
+        width, columns);
+  });
+}
+
 // jax.vmap gives every buffer the same new leading axes. No bias, and no h, have no elements.
 ffi::Error MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer bias, Result out, Result h,
                       bool transpose_a, bool transpose_b, bool gelu, bool tf32) {
@@ -207,6 +238,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulScale, MatmulScaleImpl,
                                   .Arg<Buffer>()   // x
                                   .Arg<Buffer>()   // weight
                                   .Arg<Buffer>()   // slopes
+                                  .Ret<Buffer>()   // out
+                                  .Ret<Buffer>()   // sums
+                                  .Ret<Buffer>(),  // partial
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulHeadSums, MatmulHeadSumsImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()   // x
+                                  .Arg<Buffer>()   // weight
+                                  .Arg<Buffer>()   // saved
                                   .Ret<Buffer>()   // out
                                   .Ret<Buffer>()   // sums
                                   .Ret<Buffer>(),  // partial

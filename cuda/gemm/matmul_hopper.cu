@@ -110,6 +110,21 @@ cudaError_t MatmulHopper<T>::residual(cudaStream_t stream, const T* x, const T* 
                                                                        kPlainRowTilesAtATime);
 }
 
+template <typename T>
+cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T* weight,
+                                       const T* saved, T* out, float* sums, float* partial,
+                                       int64_t tokens, int64_t rows, int64_t width,
+                                       int64_t columns) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  static_assert(kHeadSumRows == ResidualTile::kRows && kHeadSumColumns == kSlabWidth);
+  if (tokens % kHeadSumRows != 0 || columns % kHeadSumColumns != 0) return cudaErrorNotSupported;
+  HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, nullptr, partial};
+  call.head_sums = sums;
+  call.tokens = tokens;
+  return launch_matmul<ResidualTile, Epilogue::kHeadSums, false, false>(stream, call,
+                                                                        kPlainRowTilesAtATime);
+}
+
 template struct MatmulHopper<__nv_bfloat16>;
 template struct MatmulHopper<__half>;
 

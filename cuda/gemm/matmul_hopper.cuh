@@ -7,13 +7,15 @@
 // rounding, storing), the other has the tensor cores.
 //
 // gemm/matmul_tiles.cuh has the tiles and the copier, gemm/matmul_bands.cuh the end of a tile, and
-// gemm/matmul_slopes.cuh that of the products that GELU's slope goes from and to.
+// gemm/matmul_slopes.cuh and gemm/matmul_head_sums.cuh that of the products that GELU's slope goes
+// from and to, and of the one before attention's backward.
 #pragma once
 
 #include <algorithm>
 
 #include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
+#include "gemm/matmul_head_sums.cuh"
 #include "gemm/matmul_slopes.cuh"
 #include "gemm/matmul_tiles.cuh"
 #include "gemm/matrix_map.h"
@@ -34,6 +36,7 @@ enum class Epilogue {
   kGeluSlope,  // out = gelu(p + bias), slopes = gelu'(p + bias)
   kScale,      // out = p slopes, and partial sums of its columns
   kResidual,   // out = p + bias + saved
+  kHeadSums,   // out = p, sums of p saved over each 64 columns, and partial sums of p's columns
 };
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
@@ -49,7 +52,13 @@ struct HopperMatmul {
   float* partial;
   float* wide_out = nullptr;        // in the place of out
   unsigned char* slopes = nullptr;  // in the place of saved
+  float* head_sums = nullptr;
+  int64_t tokens = 0;
 };
+
+// Whether a product reads an array of the result's shape, a band at a time.
+template <Epilogue kEpilogue>
+constexpr bool kReadsSaved = kEpilogue == Epilogue::kResidual || kEpilogue == Epilogue::kHeadSums;
 
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
@@ -85,7 +94,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     tile += clusters;
     skip_tile();
   }
-  if (kEpilogue == Epilogue::kResidual && tile < arguments.tiles) {
+  if (kReadsSaved<kEpilogue> && tile < arguments.tiles) {
     load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
   }
   while (tile < arguments.tiles) {
@@ -153,6 +162,8 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_scaled(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kResidual) {
       finish_residual(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kHeadSums) {
+      finish_head_sums(warp, sums, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kGeluSlope) {
       finish_gelu_and_slope(warp, sums, origin);
     } else {
@@ -246,7 +257,7 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
   }
-  if (kEpilogue == Epilogue::kGelu || kEpilogue == Epilogue::kResidual) {
+  if (kEpilogue == Epilogue::kGelu || kReadsSaved<kEpilogue>) {
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.saved, rows, columns}, kType, kBandRows, &saved_map));
   }
@@ -265,7 +276,9 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      call.partial,
                                      call.wide_out,
                                      call.slopes,
-                                     static_cast<int>(column_tiles) * Shape::kClusterColumns};
+                                     static_cast<int>(column_tiles) * Shape::kClusterColumns,
+                                     call.head_sums,
+                                     static_cast<int>(call.tokens)};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {Shape::kCluster, 1, 1};

@@ -12,6 +12,9 @@
 
 namespace jaxllm {
 
+// What head_sums adds up: so many columns, and so many rows.
+inline constexpr int64_t kHeadSumColumns = 64, kHeadSumRows = 128;
+
 template <typename T>
 struct MatmulHopper {
   // Any product, but for a float32 result of GELU. Widths are those of the arrays as they are
@@ -44,6 +47,14 @@ struct MatmulHopper {
   static cudaError_t residual(cudaStream_t stream, const T* x, const T* weight, const T* bias,
                               const T* residual, T* out, int64_t rows, int64_t width,
                               int64_t columns);
+
+  // out = x weight^T, and of out before it is rounded two sums: those over each kHeadSumColumns, a
+  // head, of out * saved; and those over every kHeadSumRows. x (rows, width), weight (columns,
+  // width), saved (rows, columns); sums (rows / tokens, columns / 64, tokens), partial (rows / 128,
+  // columns). `tokens`, of a sequence, and `columns` are multiples of these two.
+  static cudaError_t head_sums(cudaStream_t stream, const T* x, const T* weight, const T* saved,
+                               T* out, float* sums, float* partial, int64_t tokens, int64_t rows,
+                               int64_t width, int64_t columns);
 };
 
 }  // namespace jaxllm

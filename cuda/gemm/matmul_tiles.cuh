@@ -65,6 +65,8 @@ struct MatmulArguments {
   float* wide_out;
   unsigned char* slopes;  // see gemm/matmul_hopper.h; null for none
   int slope_columns;      // of tiles
+  float* head_sums;       // (sequences, columns / 64, tokens)
+  int tokens;             // of a sequence
 };
 
 // The first row and column of a block's tile, by the number of its cluster's.

@@ -267,14 +267,14 @@ def _cached(
     x = ops.layer_norm(residual, **layers[0]["ln1"])
     for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
 
-        def attend_layer(x, qkv, i=i):
+        def add_attention(residual, x, qkv, out, norm, i=i):
             nonlocal cache
             parts = jnp.split(project(x, **qkv), 3, axis=-1)
             q, k, v = (x.reshape(*x.shape[:2], config.heads, -1) for x in parts)
-            out, cache = attend(cache, i, q, k, v)
-            return out.reshape(*out.shape[:2], -1)
+            x, cache = attend(cache, i, q, k, v)
+            return _add_layer(residual, x.reshape(*x.shape[:2], -1), out, norm)
 
-        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
+        residual, x = _block(residual, x, layer, next_norm, add_attention)
     return x, cache
 
 
@@ -285,15 +285,27 @@ def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Pol
     # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
     first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
-    def attend(x, qkv):
+    def add_attention(residual, x, qkv, out, norm):
         if "weight" in qkv:
-            return ops.self_attention(x, qkv["weight"], qkv["bias"], config.heads, causal=True)
-        return ops.flash_attention_packed(project(x, **qkv), config.heads, causal=True)
+            return ops.self_attention_add_layer_norm(
+                x,
+                qkv["weight"],
+                qkv["bias"],
+                out["weight"],
+                residual,
+                norm["scale"],
+                norm["bias"],
+                out["bias"],
+                heads=config.heads,
+                causal=True,
+            )
+        x = ops.flash_attention_packed(project(x, **qkv), config.heads, causal=True)
+        return _add_layer(residual, x, out, norm)
 
     def block(carry, inputs):
         residual, x = carry
         layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config, attend)
+        return _block(residual, x, layer, next_norm, add_attention)
 
     residual = ops.embed(tokens, params["wte"], params["wpe"])
     x, residual = ops.add_layer_norm(residual, None, **first_norm)
@@ -306,16 +318,14 @@ def _block(
     x: Array,
     layer: Params,
     next_norm: Params,
-    config: GPT2Config,
-    attend: Callable[[Array, Params], Array],
+    add_attention: Callable[..., tuple[Array, Array]],
 ) -> tuple[Array, Array]:
     """One block, from the residual stream and its normalization to the next of either.
 
-    ``attend`` makes what the heads read, side by side, of the normalization and the projection to
-    queries, keys and values.
+    ``add_attention`` adds to the stream what the heads read of its normalization, by the projection
+    to queries, keys and values and that after them; it returns the stream's norm, and the stream.
     """
-    x = attend(x, layer["attention"]["qkv"])
-    x, residual = _add_layer(residual, x, layer["attention"]["out"], layer["ln2"])
+    x, residual = add_attention(residual, x, **layer["attention"], norm=layer["ln2"])
     x, residual = _add_mlp(residual, x, **layer["mlp"], norm=next_norm)
     return residual, x
 

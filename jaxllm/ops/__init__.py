@@ -17,6 +17,7 @@ from jaxllm.ops.attention.api import (
     flash_attention_packed,
     repeat_kv,
     self_attention,
+    self_attention_add_layer_norm,
     softmax,
 )
 from jaxllm.ops.decoding.api import decode_block
@@ -82,6 +83,7 @@ __all__ = [
     "rope",
     "rope_table",
     "self_attention",
+    "self_attention_add_layer_norm",
     "sigmoid",
     "softmax",
     "swiglu",

@@ -26,10 +26,12 @@ def defvjp(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -
         return forward(*jax.tree.map(_value, args))
 
     def backward_of_given(*args: Any) -> Any:
-        *others, (dout, dstream) = args
-        if isinstance(dout, SymbolicZero):
-            dout = jnp.zeros(dout.shape, dout.dtype)
-        return backward(*others, (dout, None if isinstance(dstream, SymbolicZero) else dstream))
+        *others, cotangents = args
+        dout, dstream = (None if isinstance(ct, SymbolicZero) else ct for ct in cotangents)
+        if dout is None:
+            like: Any = cotangents[0]
+            dout = jnp.zeros(like.shape, like.dtype)
+        return backward(*others, (dout, dstream))
 
     op.defvjp(forward_of_values, backward_of_given, symbolic_zeros=True)
 

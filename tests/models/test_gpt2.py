@@ -182,7 +182,7 @@ def test_remat_runs_the_blocks_again(params, batch):
 
 def test_attention_adds_up_the_gradient_of_its_projection_s_bias(params, batch):
     stems = {call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls}
-    assert "self_attention_backward" in stems
+    assert "self_attention_add_layer_norm_backward" in stems
     assert "flash_attention_packed_backward" not in stems
 
 
@@ -205,12 +205,13 @@ def test_padding_has_no_influence(params, batch):
 def test_a_step_is_made_of_the_fused_ops(params, batch):
     """Each residual addition is in the product before it, together with the norm after it."""
     stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
-    ops = ["embed", "layer_norm", "self_attention", "linear_add_layer_norm", "mlp_add_layer_norm"]
-    # The blocks are in a scan, and one is traced. Attention's forward is that of packed attention.
-    forward = [f"{op}_forward".replace("self_attention", "flash_attention_packed") for op in ops]
+    # The blocks are in a scan, and one is traced.
+    attention = ["flash_attention_packed_forward", "linear_add_layer_norm_forward"]
+    forward = ["embed_forward", "layer_norm_forward", *attention, "mlp_add_layer_norm_forward"]
+    attention = ["add_layer_norm_backward", "self_attention_add_layer_norm_backward"]
     # The stream begins with the first norm, whose backward adds the gradient along it.
-    backward = [f"{op}_backward" for op in reversed(ops)]
-    backward[-2] = "add_layer_norm_backward"
+    first = ["add_layer_norm_backward", "embed_backward"]
+    backward = ["mlp_add_layer_norm_backward", *attention, *first]
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)
@@ -233,7 +234,8 @@ def test_auto_makes_the_kernels_of_cuda_on_hopper(on_hopper):
         return Counter(re.findall(r"@jaxllm_(\w+)", program))
 
     found = kernels("auto")
-    assert {"matmul_bias_gelu", "matmul_scale", "matmul_residual"} < set(found)
+    products = ("bias_gelu", "scale", "residual", "head_sums")
+    assert {f"matmul_{name}" for name in products} < set(found)
     assert found == kernels("cuda")
 
 

@@ -17,10 +17,12 @@ from jaxllm.ops import (
     flash_attention_float8,
     flash_attention_packed,
     linear,
+    linear_add_layer_norm,
     repeat_kv,
     rope,
     rope_table,
     self_attention,
+    self_attention_add_layer_norm,
     softmax,
 )
 from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
@@ -494,6 +496,155 @@ def test_self_attention_keeps_no_more_than_two_ops():
     assert kept(self_attention) <= kept(two_ops)
 
 
+def half_block(N, K, H=8, B=2, T=6, D=5, dtype="float32"):
+    """The arrays of ``layer``, and what comes after attention in a block."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    shapes = ((N * H, D), (B, T, D), (D,), (D,), (D,))
+    after = [jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True)]
+    after[0] /= (N * H) ** 0.5
+    return [*layer(N, K, H, B, T, D, dtype), *(array.astype(dtype) for array in after)]
+
+
+def half_block_by_two_ops(
+    x, weight, bias, out_weight, residual, *of_norm, attention_scale=None, backend=None, **options
+):
+    options |= {"scale": attention_scale, "backend": backend}
+    out = self_attention(x, weight, bias, **options)
+    return linear_add_layer_norm(out, out_weight, residual, *of_norm, backend=backend)
+
+
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize(
+    ("N", "K", "options"),
+    [
+        (3, 3, {"causal": True}),
+        (4, 2, {"window": 2, "attention_scale": 0.7}),
+        (2, 1, {"causal": True, "segment_ids": jnp.array([[0, 0, 1, 1, 1, 2]] * 2)}),
+    ],
+)
+def test_half_a_block_is_self_attention_and_the_layer_after_it(N, K, options, backend):
+    arrays = half_block(N, K)
+    options = {"heads": N, "kv_heads": K, "backend": backend} | options
+    found, expected = (
+        jax.jit(lambda *a, fn=fn: with_gradients(functools.partial(fn, **options), a))(*arrays)
+        for fn in (self_attention_add_layer_norm, half_block_by_two_ops)
+    )
+    assert_close(found, expected, "float32")
+
+
+@pytest.mark.parametrize("names", [("linear",), ("linear", "flash_attention")])
+def test_half_a_block_keeps_what_a_policy_keeps_of_two_ops(names):
+    arrays = half_block(4, 2)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def program_of(fn):
+        def value(*a):
+            return sum(x.sum() for x in fn(*a, heads=4, kv_heads=2, causal=True, backend="xla"))
+
+        saving = jax.checkpoint(value, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(saving, argnums=range(8)))(*arrays))
+
+    fused, plain = program_of(self_attention_add_layer_norm), program_of(half_block_by_two_ops)
+    for word in ("dot_general", "exp "):
+        assert fused.count(word) == plain.count(word), word
+
+
+def test_half_a_block_keeps_no_more_than_two_ops():
+    def kept(fn):
+        fn = functools.partial(fn, heads=4, kv_heads=2, causal=True)
+        return collections.Counter(
+            leaf.shape for leaf in jax.tree.leaves(jax.vjp(fn, *half_block(4, 2))[1])
+        )
+
+    assert kept(self_attention_add_layer_norm) <= kept(half_block_by_two_ops)
+
+
+def test_what_does_not_fit_half_a_block_is_refused():
+    x, weight, bias, out_weight, residual, scale, norm_bias, out_bias = half_block(4, 2)
+    fn = functools.partial(self_attention_add_layer_norm, x, weight, bias)
+    heads = functools.partial(fn, heads=4, kv_heads=2)
+    with pytest.raises(ValueError, match=r"out_weight has shape \(5, 32\); it must be \(32, D_out"):
+        heads(out_weight.T, residual, scale)
+    with pytest.raises(ValueError, match=r"residual has shape \(1, 6, 5\); it must be \(2, 6, 5\)"):
+        heads(out_weight, residual[:1], scale)
+    with pytest.raises(ValueError, match=r"scale has shape \(4,\); it must be \(5,\)"):
+        heads(out_weight, residual, scale[:4])
+    for name, bias in (("norm_bias", norm_bias), ("out_bias", out_bias)):
+        with pytest.raises(TypeError, match=f"{name} has dtype float16; it must have the dtype of"):
+            heads(out_weight, residual, scale, **{name: bias.astype(jnp.float16)})
+    with pytest.raises(ValueError, match=r"qkv has shape \(2, 6, 64\); .* of 5 queries and 5 keys"):
+        fn(out_weight, residual, scale, heads=5)
+
+
+# The product before attention's backward fits its sums: whole tiles, and enough of them.
+FITTING = {"N": 6, "K": 6, "H": 64, "B": 72, "T": 128, "D": 96, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"dtype": "float16", "T": 384, "B": 23}, True),
+        ({"dtype": "float32"}, False),
+        ({"T": 100}, False),
+        ({"H": 128}, False),
+        ({"K": 3}, False),
+        ({"B": 8}, False),
+        ({"D": 98}, False),
+    ],
+)
+def test_the_product_before_attention_s_backward_has_its_sums(changed, fits, on_hopper):
+    sizes = FITTING | changed
+    arrays = jax.eval_shape(lambda: half_block(**sizes))
+    options = {"heads": sizes["N"], "kv_heads": sizes["K"], "causal": True, "backend": "cuda"}
+    fn = functools.partial(self_attention_add_layer_norm, **options)
+    program = lower_for_cuda(lambda *a: with_gradients(fn, a), *arrays)
+    assert program.count("@jaxllm_matmul_head_sums(") == fits
+    (call,) = re.findall(r"@jaxllm_self_attention_backward\((.*)", program)
+    assert ("tensor<0xf32>" in call) != fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("changed", "options"),
+    [
+        ({}, {"causal": True}),
+        ({"dtype": "float16", "N": 5, "K": 5, "B": 73, "D": 200}, {"causal": True}),
+        ({"T": 640, "B": 14}, {"window": 100, "attention_scale": 0.3}),
+        ({"T": 256, "B": 36}, {"causal": True, "segments": True}),
+        ({"T": 1024, "B": 9}, {"causal": True, "attention_scale": -0.1}),
+    ],
+)
+def test_half_a_block_has_the_gradients_of_two_ops(changed, options):
+    sizes = FITTING | changed
+    arrays = half_block(**sizes)
+    if options.get("segments"):
+        ids = documents(sizes["B"], sizes["T"])
+        options = {"causal": True, "segment_ids": ids}
+    options = {"heads": sizes["N"], "backend": "cuda"} | options
+    fn = functools.partial(self_attention_add_layer_norm, **options)
+    found = with_gradients(fn, arrays)
+    expected = with_gradients(functools.partial(half_block_by_two_ops, **options), arrays)
+    assert_close(found, expected, sizes["dtype"])
+    again = with_gradients(fn, arrays)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.gpu
+def test_a_mapped_half_block_has_the_gradients_of_each():
+    first = half_block(**FITTING)
+    second = [2 * x for x in first]
+    stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
+    fn = functools.partial(
+        self_attention_add_layer_norm, heads=FITTING["N"], causal=True, backend="cuda"
+    )
+    mapped = jax.vmap(lambda *a: with_gradients(fn, a))(*stacked)
+    for i, arrays in enumerate((first, second)):
+        found = jax.tree.map(lambda x, i=i: x[i], mapped)
+        assert_close(found, with_gradients(fn, arrays), "bfloat16")
+
+
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 def test_self_attention_runs_where_attention_does(pretend_cudnn, width, monkeypatch):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
@@ -604,7 +755,8 @@ def test_self_attention_asks_its_kernel_for_the_gradient_of_the_bias(segments):
         assert f"stablehlo.{pass_over_memory}" not in program
     (call,) = (line for line in program.splitlines() if "@jaxllm_self_attention_backward(" in line)
     arguments = call[call.index("(") + 1 : call.index(")")]
-    assert len(arguments.split(",")) == 4 + 2 * segments
+    # What is known of dout, nothing here, is two more.
+    assert len(arguments.split(",")) == 6 + 2 * segments
     assert "rope = false" in call
     results = call[call.rindex("->") :]
     assert "tensor<512xbf16>" in results  # the gradient of the bias

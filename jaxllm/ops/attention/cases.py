@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -109,6 +110,34 @@ def _layer(
         backward_flops=5 * products + 4 * product,
         inexact_under=inexact_under,
         large=large,
+    )
+
+
+def _half_block(name: str, *sizes: int, **options: Any) -> Case:
+    """As :func:`_layer`, with the layer after it, a residual and a norm."""
+    scale = options.pop("scale", None)
+    layer = _layer(name, *sizes, **options)
+    B, T, D = layer.inputs["x"].shape
+    of_q = sizes[2] * sizes[3]
+    rows, columns = B * T, Normal((D,))
+    return dataclasses.replace(
+        layer,
+        op="self_attention_add_layer_norm",
+        inputs={
+            **layer.inputs,
+            "out_weight": Normal((of_q, D), std=of_q**-0.5),
+            "residual": Normal((B, T, D)),
+            "scale": Normal((D,), mean=1.0),
+            "norm_bias": columns,
+            "out_bias": columns,
+        },
+        static=layer.static if scale is None else {**layer.static, "attention_scale": scale},
+        # Beside: out_weight and residual in, the stream and its norm out. Backward: the stream,
+        # out_weight and the two gradients in, the gradients of the residual and of out_weight out.
+        forward_elements=layer.forward_elements + of_q * D + 3 * rows * D,
+        backward_elements=layer.backward_elements + 2 * of_q * D + 4 * rows * D - rows * of_q,
+        forward_flops=layer.forward_flops + 2 * rows * of_q * D,
+        backward_flops=layer.backward_flops + 4 * rows * of_q * D,
     )
 
 
@@ -420,6 +449,34 @@ CASES = (
     _layer("one_token", 2, 1, 2, 64, model_width=16, causal=True),
     _layer("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
     _layer("no_tokens", 2, 0, 2, 64, model_width=16, causal=True),
+    _half_block(
+        "gpt2_124m",
+        32,
+        1024,
+        12,
+        64,
+        causal=True,
+        large=True,
+        inexact_under=(("xla", "bfloat16"),),  # as above
+    ),
+    _half_block("odd_tiles", 73, 128, 5, 64, model_width=200, causal=True, large=True),
+    _half_block(
+        "documents",
+        24,
+        384,
+        6,
+        64,
+        causal=True,
+        large=True,
+        segment_ids=_packed(24, 100, 160, 77, 47),
+    ),
+    _half_block("window", 8, 1280, 6, 64, window=70, scale=0.2, large=True),
+    _half_block("causal", 2, 7, 3, 8, causal=True),
+    _half_block("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
+    _half_block("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
+    _half_block("wide_heads", 2, 70, 2, 128, model_width=40, kv_heads=1, causal=True, scale=0.1),
+    _half_block("one_token", 2, 1, 2, 64, model_width=16, causal=True),
+    _half_block("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
     _softmax(
         "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
     ),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm import ffi
 from jaxllm.ops.attention import packing
+from jaxllm.ops.gemm import cuda as gemm
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
@@ -42,6 +43,7 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
 self_attention_unsupported = flash_attention_packed_unsupported
+self_attention_add_layer_norm_unsupported = flash_attention_packed_unsupported
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
@@ -64,6 +66,7 @@ def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
 
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
 self_attention_slower = flash_attention_packed_slower
+self_attention_add_layer_norm_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -120,18 +123,42 @@ def flash_attention_packed_forward(
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
 
 
-def flash_attention_packed_backward(*arrays, **options):
+def flash_attention_packed_backward(qkv, out, lse, dout, *extras, **options):
     """Returns ``dqkv``."""
-    return _packed_backward("flash_attention_packed_backward", (), *arrays, **options)[0]
+    arrays = (qkv, out, lse, dout)
+    return _packed_backward("flash_attention_packed_backward", (), arrays, *extras, **options)[0]
 
 
-def self_attention_backward(qkv, *arrays, heads, kv_heads, **options):
+def self_attention_backward(qkv, out, lse, dout, *extras, **options):
     """Returns ``(dqkv, dbias)``."""
+    nothing = jnp.zeros(0, jnp.float32)
+    return _self_attention_backward(qkv, out, lse, dout, (nothing, nothing), *extras, **options)
+
+
+def self_attention_add_layer_norm_backward(
+    qkv, out, lse, dtotal, weight, *extras, heads, kv_heads, **options
+):
+    """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""
+    options |= {"heads": heads, "kv_heads": kv_heads}
     q, _ = _unpacked(qkv, heads, kv_heads)
+    _, T, N, H = q.shape
+    # Whole tiles of whole heads, each of which has keys of its own.
+    fits = H == gemm.HEAD_WIDTH and kv_heads == N and T % _backward_tile(H) == 0
+    if not fits or not _is_for_hopper(q, None) or gemm.fused_unsupported(dtotal, N * H):
+        arrays = (qkv, out, lse, dtotal, weight, *extras)
+        return packing.backward_through_layer(self_attention_backward)(*arrays, **options)
+    dout, *sums = gemm.matmul_head_sums(dtotal, weight, out, T)
+    return _self_attention_backward(qkv, out, lse, dout, sums, *extras, **options)
+
+
+def _self_attention_backward(qkv, out, lse, dout, sums, *extras, heads, kv_heads, **options):
+    """With what is known of ``dout``: its sums, as ``matmul_head_sums`` has them, or empty ones."""
+    q, _ = _unpacked(qkv, heads, kv_heads)
+    arrays = (qkv, out, lse, dout, *sums)
     dbias = jax.ShapeDtypeStruct(qkv.shape[-1:], qkv.dtype)
     more = (dbias, _bias_partial(q, qkv.shape[-1]))
     options |= {"heads": heads, "kv_heads": kv_heads}
-    results = _packed_backward("self_attention_backward", more, qkv, *arrays, **options)
+    results = _packed_backward("self_attention_backward", more, arrays, *extras, **options)
     return results[0], results[-2]
 
 
@@ -175,17 +202,18 @@ def repeat_kv_backward(dout, *, groups):
 
 
 def _packed_backward(
-    stem, more, qkv, out, lse, dout, segment_ids, rope_table,
+    stem, more, arrays, segment_ids, rope_table,
     *, heads, kv_heads, causal, scale, window, softcap, interleaved,
 ):  # fmt: skip
     """Returns ``dqkv``, workspaces, and ``more`` results."""
+    qkv, *_ = arrays
     q, k = _unpacked(qkv, heads, kv_heads)
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
-    arrays = (qkv, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
+    extras = (*(rope_table or ()), *(segment_ids or ()))
     options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": heads, "kv_heads": kv_heads}
     results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap), *more)
-    return ffi.call(stem, results, *arrays, **options)
+    return ffi.call(stem, results, *arrays, *extras, **options)
 
 
 def _flash_options(causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:

@@ -68,6 +68,17 @@ def backward_with_bias(packed: Callable) -> Callable:
     return summed
 
 
+def backward_through_layer(with_bias: Callable) -> Callable:
+    """``self_attention_add_layer_norm_backward`` by a ``self_attention_backward``."""
+
+    def through(qkv, out, lse, dtotal, weight, *rest, **options) -> tuple[Array, Array]:
+        """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""
+        dout = jax.lax.dot_general(dtotal, weight, (((2,), (1,)), ((), ())))
+        return with_bias(qkv, out, lse, dout, *rest, **options)
+
+    return through
+
+
 def unsupported(unpacked: Callable) -> Callable:
     """``flash_attention_packed_unsupported`` by a ``flash_attention_unsupported``."""
 

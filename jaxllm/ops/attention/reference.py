@@ -47,6 +47,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.ops.attention import packing
+from jaxllm.ops.gemm.reference import linear_add_layer_norm
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
 
@@ -180,6 +181,18 @@ def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
 
 
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
+
+
+def self_attention_add_layer_norm(
+    x, weight, bias, out_weight, residual, scale, norm_bias, out_bias=None,
+    *, attention_scale=None, eps, **options,
+):  # fmt: skip
+    """The definition of ``self_attention_add_layer_norm``, for JAX to differentiate."""
+    out = self_attention(x, weight, bias, scale=attention_scale, **options)
+    return linear_add_layer_norm(out, out_weight, residual, scale, norm_bias, out_bias, eps=eps)
+
+
+self_attention_add_layer_norm_backward = packing.backward_through_layer(self_attention_backward)
 
 
 def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **options):

@@ -15,7 +15,13 @@ from jaxtyping import Array, Float
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
-from jaxllm.ops.checks import check_floating, check_layer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    check_added_norm,
+    check_floating,
+    check_layer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
@@ -251,7 +257,7 @@ def linear_add_layer_norm(
     Source: llm.c's ``matmul_forward`` and ``fused_residual_forward5``.
     """
     check_layer("weight", weight, "x_bias", None, x)
-    bias = _check_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
+    bias = check_added_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
     arrays = (x, weight, residual, x_bias, scale, bias)
     return _linear_add_layer_norm(*arrays, eps, resolve(backend))
 
@@ -307,7 +313,7 @@ def mlp_add_layer_norm(
     check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
     check_layer("down_weight", down_weight, "down_bias", None, hidden, "the hidden layer")
-    bias = _check_norm(
+    bias = check_added_norm(
         "down_weight", down_weight, x, residual, scale, bias=bias, down_bias=down_bias
     )
     _check_option("activation", activation, "gelu")
@@ -358,26 +364,6 @@ def matvec(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )
     return dispatch(MATVEC, "", resolve(backend), w, x)
-
-
-def _check_norm(weight_name, weight, x, residual, scale, **biases) -> Array:
-    """Checks what is added to a product with ``weight``, and the weights of the norm after it.
-
-    Returns the norm's bias, zeros where there is none.
-    """
-    columns = f"the columns of {weight_name} {weight.shape}"
-    check_floating(residual=residual, scale=scale)
-    check_shape(
-        "residual", residual, (*x.shape[:-1], weight.shape[1]), f"as x {x.shape} and {columns} say"
-    )
-    check_same_dtype("residual", residual, "x", x)
-    check_shape("scale", scale, weight.shape[1:], columns)
-    for name, bias in biases.items():
-        if bias is not None:
-            check_floating(**{name: bias})
-            check_shape(name, bias, weight.shape[1:], columns)
-            check_same_dtype(name, bias, "scale", scale)
-    return jnp.zeros_like(scale) if biases["bias"] is None else biases["bias"]
 
 
 def _check_option(name: str, value: object, *known: object) -> None:

@@ -1,6 +1,6 @@
 """Layers with CUDA kernels, and the FFI calls of ``matmul`` and ``matvec``.
 
-The products of layers stay with XLA, but for three on a Hopper GPU, which do what belongs to them
+The products of layers stay with XLA, but for these on a Hopper GPU, which do what belongs to them
 in the same kernel, in ``cuda/gemm``. Two are of ``mlp``: the one that GELU follows and the one
 whose result GELU's slope is applied to. That saves a pass over an array of the hidden width in
 either direction. The first computes the slope too, beside GELU, with which it has most of its
@@ -8,6 +8,8 @@ operations in common, and keeps it for the second to multiply by. In bfloat16 GE
 hardware's tanh: its factor of x is right to 2^-12, which is less than the rounding after it where
 that factor is above 1/8 (x above about -1.1). The third adds a bias and a residual to the product
 that a norm follows. The norm then reads one array instead of two, and writes one instead of two.
+The fourth makes the gradient of attention's output, and adds up what attention's backward would
+read it for.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ mlp_unsupported = activations.gelu_unsupported
 linear_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
 
 _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
+HEAD_WIDTH = 64  # of matmul_head_sums
 # With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
 _MIN_TILES = 132
 _MAX_SIZE = 2**31  # the copy engine's coordinates
@@ -178,6 +181,21 @@ def _matmul_residual(x, weight, bias, residual):
         bias = jnp.zeros(weight.shape[1:], x.dtype)
     total = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     return ffi.call("matmul_residual", [total], x, weight, bias, residual)[0]
+
+
+def matmul_head_sums(x, weight, saved, tokens: int):
+    """Returns ``x @ weight.T`` and two float32 sums of it, as attention's backward wants them.
+
+    One, (sequences, heads, tokens), is over the 64 columns of each head, times ``saved``; the other
+    over every 128 rows. ``tokens``, of a sequence, is a multiple of those.
+    """
+    rows, columns = math.prod(x.shape[:-1]), weight.shape[0]
+    results = (
+        jax.ShapeDtypeStruct((*x.shape[:-1], columns), x.dtype),
+        jax.ShapeDtypeStruct((rows // tokens, columns // HEAD_WIDTH, tokens), jnp.float32),
+        jax.ShapeDtypeStruct((rows // _TILE[0], columns), jnp.float32),
+    )
+    return tuple(ffi.call("matmul_head_sums", results, x, weight, saved))
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
