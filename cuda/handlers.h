@@ -47,6 +47,7 @@
   HANDLER(cross_entropy_forward, CrossEntropyForward)                           \
   HANDLER(cross_entropy_forward_with_gradient, CrossEntropyForwardWithGradient) \
   HANDLER(cross_entropy_backward, CrossEntropyBackward)                         \
+  HANDLER(head_exponentials, HeadExponentials)                                  \
   HANDLER(adamw_update, AdamwUpdate)                                            \
   HANDLER(global_norm, GlobalNorm)                                              \
   HANDLER(matmul, Matmul)                                                       \

@@ -60,6 +60,9 @@ def allowed(module):
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
         own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm")]
         return (*own, "jaxllm.ops.attention.packing", "jaxllm.ffi")
+    if family and family[1] == "loss" and family[2] in IMPLEMENTATIONS:
+        # What makes the logits is a product of the same backend, or XLA's.
+        return (f"jaxllm.ops.gemm.{family[2]}", "jaxllm.ops.loss.head", "jaxllm.ffi")
     if family and family[2] in IMPLEMENTATIONS:
         return ("jaxllm.ffi",)
     if family and family[2] == "cases":

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/fast_math.cuh"
+
 namespace jaxllm::hopper {
 
 inline constexpr int kWarpgroup = 128;  // threads
@@ -380,12 +382,5 @@ __device__ __forceinline__ void multiply(float (&d)[64], const uint32_t* a, uint
 #undef JAXLLM_WGMMA
 #undef JAXLLM_WGMMA_SHARED
 #undef JAXLLM_WGMMA_REGISTERS
-
-// 2^x, to two units in the last place; the special functions' unit takes 16 a clock.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 }  // namespace jaxllm::hopper

@@ -45,7 +45,9 @@ __device__ __forceinline__ void finish_head_sums(
     float head_sums[2] = {};
     change_band(warp, warp.slot(slot), [&](int j, int half, float2 saved) {
       const int at = sum_index(slab, j, half);
-      const float2 p = {sums[block][at], sums[block][at + 1]};
+      // As it is stored: attention's backward takes a head's sum from products of that, and what
+      // rounding does to the one it must do to the other.
+      const float2 p = unpack<T>(pack<T>(sums[block][at], sums[block][at + 1]));
       head_sums[half] += p.x * saved.x + p.y * saved.y;
       const bool begins = block == 0 && half == 0;
       column_sums[2 * j] = begins ? p.x : column_sums[2 * j] + p.x;

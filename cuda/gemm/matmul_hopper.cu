@@ -125,6 +125,24 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
                                                                         kPlainRowTilesAtATime);
 }
 
+template <typename T>
+cudaError_t MatmulHopper<T>::softmax(cudaStream_t stream, const T* x, const T* weight, bool turned,
+                                     T* out, const SoftmaxRows& softmax, int64_t rows,
+                                     int64_t width, int64_t columns) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  // Float16 has no exponents for it.
+  if constexpr (std::is_same_v<T, __half>) {
+    return cudaErrorNotSupported;
+  } else {
+    static_assert(kSoftmaxColumns == PlainTile::kColumns);
+    HopperMatmul<T> call{rows, columns, width, x, weight, out, nullptr, nullptr, nullptr};
+    call.softmax = softmax;
+    const auto launch = turned ? launch_matmul<PlainTile, Epilogue::kSoftmax, false, false, T>
+                               : launch_matmul<PlainTile, Epilogue::kSoftmax, false, true, T>;
+    return launch(stream, call, kPlainRowTilesAtATime);
+  }
+}
+
 template struct MatmulHopper<__nv_bfloat16>;
 template struct MatmulHopper<__half>;
 

@@ -7,8 +7,9 @@
 // rounding, storing), the other has the tensor cores.
 //
 // gemm/matmul_tiles.cuh has the tiles and the copier, gemm/matmul_bands.cuh the end of a tile, and
-// gemm/matmul_slopes.cuh and gemm/matmul_head_sums.cuh that of the products that GELU's slope goes
-// from and to, and of the one before attention's backward.
+// gemm/matmul_slopes.cuh, gemm/matmul_head_sums.cuh and gemm/matmul_softmax.cuh that of the
+// products that GELU's slope goes from and to, of the one before attention's backward, and of the
+// head's.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_head_sums.cuh"
 #include "gemm/matmul_slopes.cuh"
+#include "gemm/matmul_softmax.cuh"
 #include "gemm/matmul_tiles.cuh"
 #include "gemm/matrix_map.h"
 
@@ -37,6 +39,7 @@ enum class Epilogue {
   kScale,      // out = p slopes, and partial sums of its columns
   kResidual,   // out = p + bias + saved
   kHeadSums,   // out = p, sums of p saved over each 64 columns, and partial sums of p's columns
+  kSoftmax,    // out = e^(p - the row's shift), and their sums over the columns of a tile
 };
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
@@ -54,6 +57,7 @@ struct HopperMatmul {
   unsigned char* slopes = nullptr;  // in the place of saved
   float* head_sums = nullptr;
   int64_t tokens = 0;
+  SoftmaxRows softmax = {};
 };
 
 // Whether a product reads an array of the result's shape, a band at a time.
@@ -164,6 +168,8 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_residual(warp, sums, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kHeadSums) {
       finish_head_sums(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kSoftmax) {
+      finish_softmax(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kGeluSlope) {
       finish_gelu_and_slope(warp, sums, origin);
     } else {
@@ -181,6 +187,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                          const __grid_constant__ CUtensorMap saved_map,
                          const __grid_constant__ MatmulArguments<T> arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (kEpilogue == Epilogue::kSoftmax) {
+    if (arguments.softmax.is_wanted != nullptr && *arguments.softmax.is_wanted == 0) return;
+  }
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   auto& shared = *reinterpret_cast<MatmulShared<T, Shape>*>(shared_memory);
 
@@ -278,7 +287,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      call.slopes,
                                      static_cast<int>(column_tiles) * Shape::kClusterColumns,
                                      call.head_sums,
-                                     static_cast<int>(call.tokens)};
+                                     static_cast<int>(call.tokens),
+                                     call.softmax};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {Shape::kCluster, 1, 1};

@@ -15,6 +15,19 @@ namespace jaxllm {
 // What head_sums adds up: so many columns, and so many rows.
 inline constexpr int64_t kHeadSumColumns = 64, kHeadSumRows = 128;
 
+// What the end of a head's product works with, for each of its rows.
+struct SoftmaxRows {
+  const float* shifts;
+  const int32_t* labels;  // columns that have no part in the sums
+  int columns;            // of the vocabulary; those from there on are padding
+  float* sums;            // (tiles of kSoftmaxColumns, rows)
+  int32_t*
+      largest;  // logit of a row with sums beyond kSoftmaxMost, as common/float_order.cuh has it
+  const int32_t* is_wanted;  // zero: nothing is done; null for always
+};
+inline constexpr int64_t kSoftmaxColumns = 192;
+inline constexpr float kSoftmaxMost = 0x1p80f;
+
 template <typename T>
 struct MatmulHopper {
   // Any product, but for a float32 result of GELU. Widths are those of the arrays as they are
@@ -48,13 +61,20 @@ struct MatmulHopper {
                               const T* residual, T* out, int64_t rows, int64_t width,
                               int64_t columns);
 
-  // out = x weight^T, and of out before it is rounded two sums: those over each kHeadSumColumns, a
+  // out = x weight^T, and two sums of it: those over each kHeadSumColumns, a
   // head, of out * saved; and those over every kHeadSumRows. x (rows, width), weight (columns,
   // width), saved (rows, columns); sums (rows / tokens, columns / 64, tokens), partial (rows / 128,
   // columns). `tokens`, of a sequence, and `columns` are multiples of these two.
   static cudaError_t head_sums(cudaStream_t stream, const T* x, const T* weight, const T* saved,
                                T* out, float* sums, float* partial, int64_t tokens, int64_t rows,
                                int64_t width, int64_t columns);
+
+  // out = e^(p - shift of the row), of p = x weight, and zero in columns of padding and in the
+  // row's label; and of out, before it is rounded, the sums over every kSoftmaxColumns. x (rows,
+  // width), weight (width, columns) or turned, out (rows, columns).
+  static cudaError_t softmax(cudaStream_t stream, const T* x, const T* weight, bool turned, T* out,
+                             const SoftmaxRows& softmax, int64_t rows, int64_t width,
+                             int64_t columns);
 };
 
 }  // namespace jaxllm

@@ -4,6 +4,7 @@
 
 #include "common/hopper.cuh"
 #include "gemm/hopper_matrix.cuh"
+#include "gemm/matmul_hopper.h"
 #include "gemm/slope_codes.cuh"
 #include "gemm/tile_order.cuh"
 
@@ -67,6 +68,7 @@ struct MatmulArguments {
   int slope_columns;      // of tiles
   float* head_sums;       // (sequences, columns / 64, tokens)
   int tokens;             // of a sequence
+  SoftmaxRows softmax;
 };
 
 // The first row and column of a block's tile, by the number of its cluster's.

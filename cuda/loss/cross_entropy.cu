@@ -64,7 +64,7 @@ struct Slope {
   }
 
   __device__ __forceinline__ float operator()(float exponent) const {
-    return fmaf(fast_exp2(exponent), of_exponential, everywhere);
+    return fmaf(exp2_fast(exponent), of_exponential, everywhere);
   }
 
   float of_exponential, everywhere, at_label;

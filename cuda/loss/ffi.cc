@@ -5,6 +5,7 @@
 
 #include "handlers.h"
 #include "loss/cross_entropy.h"
+#include "loss/head.h"
 
 namespace jaxllm {
 namespace {
@@ -87,6 +88,51 @@ ffi::Error CrossEntropyBackwardImpl(cudaStream_t stream, Buffer dlogits, Buffer 
   });
 }
 
+// jax.vmap gives every buffer a new leading axis: so many calls.
+ffi::Error HeadExponentialsImpl(cudaStream_t stream, Buffer hidden, Buffer weight, Buffer labels,
+                                Buffer scales, bool transpose_weight, int64_t ignore_index,
+                                int64_t vocab_size, Result exponentials, Result factors,
+                                Result losses, Result sums, Result statistics, Result counts) {
+  const auto of_hidden = hidden.dimensions(), of_result = exponentials->dimensions();
+  if (of_hidden.size() < 2 || of_result.size() < 2) {
+    return ffi::Error::InvalidArgument("hidden or exponentials is not a matrix");
+  }
+  if (hidden.element_type() != ffi::BF16) {
+    return ffi::Error::InvalidArgument("dtype is not bfloat16");
+  }
+  using T = __nv_bfloat16;
+  const HeadSizes sizes{of_hidden[of_hidden.size() - 2], of_hidden.back(), of_result.back()};
+  const int64_t rows = sizes.rows, tiles = HeadLoss::sum_tiles(sizes.columns);
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const int64_t calls = count(scales);
+  if (count(hidden) != calls * rows * sizes.width || count(labels) != calls * rows ||
+      count(weight) != calls * sizes.width * sizes.columns ||
+      count(*exponentials) != calls * rows * sizes.columns || count(*factors) != calls * rows ||
+      count(*losses) != calls * rows || count(*sums) != calls * tiles * rows ||
+      count(*statistics) != calls * 2 * rows || count(*counts) != calls * (2 * rows + 1)) {
+    return ffi::Error::InvalidArgument(
+        "the shapes of hidden, weight, labels and results do not fit");
+  }
+  for (int64_t i = 0; i < calls; ++i) {
+    const HeadLoss call{data<T>(hidden) + i * rows * sizes.width,
+                        data<T>(weight) + i * sizes.width * sizes.columns,
+                        transpose_weight,
+                        data<int32_t>(labels) + i * rows,
+                        data<float>(scales) + i,
+                        ignore_index,
+                        vocab_size,
+                        data<T>(exponentials) + i * rows * sizes.columns,
+                        data<float>(factors) + i * rows,
+                        data<float>(losses) + i * rows,
+                        data<float>(sums) + i * tiles * rows,
+                        data<float>(statistics) + i * 2 * rows,
+                        data<int32_t>(counts) + i * (2 * rows + 1)};
+    const cudaError_t status = call.run(stream, sizes);
+    if (status != cudaSuccess) return to_ffi_error(status);
+  }
+  return ffi::Error::Success();
+}
+
 auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
 }  // namespace
@@ -120,6 +166,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CrossEntropyBackward, CrossEntropyBackwardImpl,
                                   .Arg<Buffer>()   // dlogits
                                   .Arg<Buffer>()   // dloss
                                   .Ret<Buffer>(),  // dlogits * dloss, over dlogits
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HeadExponentials, HeadExponentialsImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()  // hidden
+                                  .Arg<Buffer>()  // weight
+                                  .Arg<Buffer>()  // labels
+                                  .Arg<Buffer>()  // scales
+                                  .Attr<bool>("transpose_weight")
+                                  .Attr<int64_t>("ignore_index")
+                                  .Attr<int64_t>("vocab_size")
+                                  .Ret<Buffer>()   // exponentials
+                                  .Ret<Buffer>()   // factors
+                                  .Ret<Buffer>()   // losses
+                                  .Ret<Buffer>()   // sums
+                                  .Ret<Buffer>()   // statistics
+                                  .Ret<Buffer>(),  // counts
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxllm

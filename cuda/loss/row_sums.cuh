@@ -6,20 +6,11 @@
 #include <cfloat>
 #include <type_traits>
 
+#include "common/fast_math.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm {
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-// 2^x without the care for denormal results that exp2f takes.
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 template <typename T>
 __device__ __forceinline__ float largest_of(const Pack<T>& pack) {
@@ -50,13 +41,13 @@ struct RowSums {
 
   __device__ __forceinline__ void raise_offset(float other) {
     const float higher = fmaxf(offset, other);
-    exponentials *= fast_exp2(offset - higher);
+    exponentials *= exp2_fast(offset - higher);
     offset = higher;
   }
 
   __device__ __forceinline__ void add(float logit) {
     raise_offset(logit * kLog2E);
-    exponentials += fast_exp2(exponent(logit));
+    exponentials += exp2_fast(exponent(logit));
     logits += logit;
   }
 
@@ -72,7 +63,7 @@ struct RowSums {
       float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
 #pragma unroll
       for (int i = 0; i < kPackSize<T>; ++i) {
-        of_pack += fast_exp2(exponent(packs[p][i]));
+        of_pack += exp2_fast(exponent(packs[p][i]));
       }
       exponentials += of_pack;
     }

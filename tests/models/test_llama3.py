@@ -250,7 +250,7 @@ def test_a_step_is_made_of_the_fused_ops(params, batch):
     # The stream begins with the first norm, whose backward adds the gradient along it.
     backward = [f"{op}_backward" for op in reversed(ops)]
     backward[-2] = "add_rms_norm_backward"
-    assert stems == [*forward, "cross_entropy_forward_with_gradient", *backward]
+    assert stems == [*forward, "cross_entropy_head_with_gradients", *backward]
 
 
 def test_a_config_that_cannot_be_is_refused():

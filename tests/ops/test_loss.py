@@ -1,5 +1,7 @@
 """What the contract leaves open of the losses: labels, padding, stability, and the errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -278,6 +280,16 @@ def test_a_wide_accumulator_is_had_where_it_is_small_or_needed(shape, dtype, exp
     assert sums(accumulate_dtype="float32") == jnp.float32
 
 
+def equations(program):
+    """Those of a program, and of the programs in them."""
+    for equation in program.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 @pytest.mark.parametrize(
     ("dtype", "chunk_rows", "expected"),
     [
@@ -296,7 +308,8 @@ def test_one_chunk_needs_no_wide_accumulator(dtype, chunk_rows, expected):
         return linear_cross_entropy(h, w, labels, transpose_weight=True, chunk_rows=chunk_rows)
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight)
-    products = [e.outvars[0].aval for e in program.eqns if e.primitive.name == "dot_general"]
+    every = equations(program.jaxpr)
+    products = [e.outvars[0].aval for e in every if e.primitive.name == "dot_general"]
     assert {p.dtype for p in products if p.shape == weight.shape} == {jnp.dtype(expected)}
 
 
@@ -321,3 +334,123 @@ def test_what_does_not_fit_the_head_is_refused():
 def test_options_of_the_head_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(HIDDEN, HEAD, NEXT, **options)
+
+
+# linear_cross_entropy in bfloat16 on a Hopper GPU: no kernel goes over the logits
+
+VOCAB, COLUMNS = 8500, 8512  # with 300 rows enough tiles for a product of ours
+
+
+def head_arrays(scale=1.0, rows=300, width=64, dtype="bfloat16", transpose_weight=True):
+    keys = jax.random.split(jax.random.key(6), 3)
+    hidden = scale * jax.random.normal(keys[0], (rows, width))
+    shape = (COLUMNS, width) if transpose_weight else (width, COLUMNS)
+    weight = jax.random.normal(keys[1], shape) / np.sqrt(width)
+    labels = jax.random.randint(keys[2], (rows,), 0, VOCAB)
+    return hidden.astype(dtype), weight.astype(dtype), labels
+
+
+def head_gradients(hidden, weight, labels, **options):
+    def loss(h, w):
+        return linear_cross_entropy(h, w, labels, vocab_size=VOCAB, **options)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
+
+
+def exact_head_gradients(hidden, weight, labels, **options):
+    """Of the same numbers, in float32."""
+    with jax.default_matmul_precision("highest"):
+        wide = (hidden.astype(jnp.float32), weight.astype(jnp.float32))
+        return head_gradients(*wide, labels, backend="xla", **options)
+
+
+def head_kernels(arrays, **options):
+    """The kernels that the program of the gradients calls."""
+    options = {"transpose_weight": True, "backend": "cuda"} | options
+    program = lower_for_cuda(lambda *a: head_gradients(*a, **options), *arrays)
+    return set(re.findall(r"@jaxllm_(\w+)", program))
+
+
+@pytest.mark.parametrize("transpose_weight", [True, False])
+def test_hopper_has_no_pass_over_logits(on_hopper, transpose_weight):
+    options = {"transpose_weight": transpose_weight}
+    arrays = jax.eval_shape(lambda: head_arrays(**options))
+    assert head_kernels(arrays, **options) == {"head_exponentials"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dtype": "float16"}, {}),
+        ({"dtype": "float32"}, {}),
+        ({"rows": 64}, {}),
+        ({"width": 60}, {}),
+        ({}, {"label_smoothing": 0.1}),
+        ({}, {"z_loss": 1e-4}),
+    ],
+)
+def test_other_heads_have_the_kernel_of_the_loss(on_hopper, sizes, options):
+    arrays = jax.eval_shape(lambda: head_arrays(**sizes))
+    assert head_kernels(arrays, **options) == {"cross_entropy_forward_with_gradient"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_weight", [True, False])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 10.0, 100.0, 1e4])
+def test_a_head_s_logits_may_be_large(scale, transpose_weight):
+    # From 10 on losses are beyond 50 in some rows, from 100 on in nearly all.
+    options = {"transpose_weight": transpose_weight}
+    arrays = head_arrays(scale, **options)
+    loss, gradients = head_gradients(*arrays, backend="cuda", **options)
+    expected, exact = exact_head_gradients(*arrays, **options)
+    reference = head_gradients(*arrays, backend="xla", **options)[1]
+    assert error(loss, expected) < 1e-5
+    assert_close(gradients, exact, "bfloat16", reference)
+    padding = gradients[1] if transpose_weight else gradients[1].T
+    assert not padding[VOCAB:].any()
+
+
+@pytest.mark.gpu
+def test_a_head_that_is_sure_has_a_small_loss_and_gradient():
+    # Each row's label is above all others by some 12, so that losses are about 1e-2 to 1e-6.
+    hidden, weight, labels = head_arrays(dtype="float32")
+    hidden = 3 * weight[labels] / jnp.linalg.norm(weight[labels], axis=1, keepdims=True) * 8
+    arrays = (hidden.astype("bfloat16"), weight.astype("bfloat16"), labels)
+    loss, gradients = head_gradients(*arrays, transpose_weight=True, backend="cuda")
+    expected, exact = exact_head_gradients(*arrays, transpose_weight=True)
+    reference = head_gradients(*arrays, transpose_weight=True, backend="xla")[1]
+    assert error(loss, expected) < 1e-4
+    assert_close(gradients, exact, "bfloat16", reference)
+
+
+@pytest.mark.gpu
+def test_rows_of_a_head_may_be_ignored_and_labels_lie_outside():
+    hidden, weight, labels = head_arrays(10.0)
+    ignored = jnp.arange(300) % 3 == 0
+    labels = jnp.where(ignored, -7, labels).at[1].set(-1).at[2].set(COLUMNS + 5)
+    options = {"transpose_weight": True, "ignore_index": -7}
+    arrays = (hidden, weight, labels)
+    loss, gradients = head_gradients(*arrays, backend="cuda", **options)
+    expected, exact = exact_head_gradients(*arrays, **options)
+    assert error(loss, expected) < 1e-5
+    assert_close(gradients, exact, "bfloat16")
+    assert not gradients[0][ignored].any()
+
+
+@pytest.mark.gpu
+def test_a_batch_of_heads_is_as_many_calls_and_the_bits_repeat():
+    hidden, weight, labels = head_arrays()
+    hidden = jnp.stack([hidden, 30 * hidden])
+
+    @jax.jit
+    def run(hidden):
+        return jax.vmap(
+            lambda h: head_gradients(h, weight, labels, transpose_weight=True, backend="cuda")
+        )(hidden)
+
+    together, again = run(hidden), run(hidden)
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for i in range(2):
+        one = exact_head_gradients(hidden[i], weight, labels, transpose_weight=True)
+        assert_close(jax.tree.map(lambda x, i=i: x[i], together), one, "bfloat16")

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
-from jaxllm.ops.loss import cuda, pallas, reference
+from jaxllm.ops.loss import cuda, head, pallas, reference
 
-# The kernels of the one op serve both: between them linear_cross_entropy has XLA's matrix products.
+# The kernels of the one op serve both.
 CROSS_ENTROPY = LINEAR_CROSS_ENTROPY = Op(
     "cross_entropy", reference=reference, pallas=pallas, cuda=cuda
 )
@@ -289,21 +289,6 @@ class _Chunked(NamedTuple):
     weight_dtype: Any
     backend: Backend
 
-    def logits(self, hidden: Array, weight: Array) -> Array:
-        return _contract(hidden, 1, weight, 1 if self.transpose_weight else 0)
-
-    def dhidden(self, dlogits: Array, weight: Array) -> Array:
-        return _contract(dlogits, 1, weight, 0 if self.transpose_weight else 1)
-
-    def dweight(self, hidden: Array, dlogits: Array) -> Array:
-        factors = (dlogits, 0, hidden, 0) if self.transpose_weight else (hidden, 0, dlogits, 0)
-        return _contract(*factors, dtype=self.accumulate_dtype)
-
-
-def _contract(a: Array, a_axis: int, b: Array, b_axis: int, dtype: Any = None) -> Array:
-    axes = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
-
 
 def _over_chunks(
     step: Callable[[Array, Array, Array, Any], Any],
@@ -347,7 +332,7 @@ def _over_chunks(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear_cross_entropy(hidden, weight, labels, how):
     def step(x, y, _, loss):
-        arrays = (how.logits(x, weight), y)
+        arrays = (head.logits(x, weight, how.transpose_weight), y)
         return loss + dispatch(CROSS_ENTROPY, "forward", how.backend, *arrays, **static).sum()
 
     static = _static(how.options)
@@ -358,16 +343,15 @@ def _linear_cross_entropy(hidden, weight, labels, how):
 def _linear_cross_entropy_forward(hidden, weight, labels, how):
     def step(x, y, first_row, carry):
         loss, dhidden, dweight = carry
-        arrays = (how.logits(x, weight), y, now)
-        losses, dlogits = dispatch(
-            CROSS_ENTROPY, "forward_with_gradient", how.backend, *arrays, **static
+        losses, dx, dw = dispatch(
+            CROSS_ENTROPY, "head_with_gradients", how.backend, x, weight, y, now, **static
         )
-        dx = how.dhidden(dlogits, weight)
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, dx, first_row, axis=0)
         # XLA adds in the product's own epilogue, in place.
-        return loss + losses.sum(), dhidden, dweight + how.dweight(x, dlogits)
+        return loss + losses.sum(), dhidden, dweight + dw
 
     static = _static(how.options)
+    static |= {"transpose_weight": how.transpose_weight, "accumulate_dtype": how.accumulate_dtype}
     factor = _factor(labels, hidden.dtype, how.reduction, how.options)
     now, later = _split(factor, hidden.dtype)
     sums = jnp.zeros(weight.shape, how.accumulate_dtype)

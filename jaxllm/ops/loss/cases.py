@@ -102,4 +102,7 @@ CASES = (
     _linear_case("chunks_that_do_not_divide", 21, 12, vocab=77, chunk_rows=6),
     _linear_case("one_chunk", 13, 12, vocab=77, label_smoothing=0.1, z_loss=1e-2, reduction="sum"),
     _linear_case("no_rows", 0, 12, vocab=40),
+    # Enough tiles for the product that stores exponentials.
+    _linear_case("wide", 300, 64, vocab=8512),
+    _linear_case("wide_tied", 2, 201, 40, vocab=8512, vocab_size=8500, transpose_weight=True),
 )

@@ -1,4 +1,10 @@
-"""FFI calls to the CUDA loss kernels in ``cuda/loss``."""
+"""FFI calls to the CUDA loss kernels in ``cuda/loss``.
+
+The head's product that makes the logits is XLA's, but for bfloat16 on a Hopper GPU: there it is one
+of ours, whose end stores the exponentials of the logits and adds them up. ``cuda/loss/head.h`` has
+the formulas. The gradient of a row is then a factor times what the row has already, and goes into
+the products that follow; no kernel goes over the logits.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import ffi
+from jaxllm.ops.gemm import cuda as gemm
+from jaxllm.ops.loss import head
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_SUM_COLUMNS = 192  # kSoftmaxColumns in cuda/gemm/matmul_hopper.h
 
 
 def cross_entropy_unsupported(logits, *_, **__) -> str | None:
@@ -34,6 +43,59 @@ def cross_entropy_forward_with_gradient(logits, labels, scale, **options):
         **options,
     )
     return losses, dlogits
+
+
+def cross_entropy_head_with_gradients(
+    hidden, weight, labels, scale, *, transpose_weight, accumulate_dtype, **options
+):
+    """As :func:`jaxllm.ops.loss.head.with_gradients`."""
+    arrays = (hidden, weight, labels, scale)
+    how = {"transpose_weight": transpose_weight, "accumulate_dtype": accumulate_dtype}
+    if _exponentials_unsupported(hidden, weight.shape[0 if transpose_weight else 1], options):
+        return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **how, **options)
+    losses, exponentials, factors = _head_exponentials(*arrays, transpose_weight, options)
+    factors = factors[:, None]
+    # A sum of exponentials is rounded once, after it has been multiplied by its factor.
+    sums = head.hidden_gradient(exponentials, weight, transpose_weight, jnp.float32)
+    dhidden = (sums * factors).astype(hidden.dtype)
+    scaled = (hidden * factors).astype(hidden.dtype)
+    return (
+        losses,
+        dhidden,
+        head.weight_gradient(scaled, exponentials, transpose_weight, accumulate_dtype),
+    )
+
+
+def _exponentials_unsupported(hidden, columns: int, options: dict) -> str | None:
+    """Why the logits' product is XLA's; None if it is ours."""
+    if hidden.dtype != jnp.bfloat16:
+        return f"hidden has dtype {hidden.dtype}; exponentials are kept in bfloat16 alone"
+    if options["label_smoothing"] or options["z_loss"]:
+        return "the gradient of a smoothed label or a z-loss is no multiple of the exponentials"
+    return gemm.fused_unsupported(hidden, columns)
+
+
+def _head_exponentials(hidden, weight, labels, scale, transpose_weight, options):
+    """Returns ``losses``, ``exponentials`` and ``factors``, as ``cuda/loss/head.h`` says."""
+    rows, columns = len(hidden), weight.shape[0 if transpose_weight else 1]
+    of_rows = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct((rows, columns), hidden.dtype),
+        of_rows,
+        of_rows,
+        jax.ShapeDtypeStruct((-(-columns // _SUM_COLUMNS), rows), jnp.float32),
+        jax.ShapeDtypeStruct((2, rows), jnp.float32),
+        jax.ShapeDtypeStruct((2 * rows + 1,), jnp.int32),
+    )
+    exponentials, factors, losses, *_ = ffi.call(
+        "head_exponentials",
+        results,
+        *(hidden, weight, labels, scale),
+        transpose_weight=transpose_weight,
+        ignore_index=options["ignore_index"],
+        vocab_size=options["vocab_size"],
+    )
+    return losses, exponentials, factors
 
 
 def cross_entropy_backward(dlogits, dloss):

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.loss import head
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK = 4096  # columns at a time
 _WARPS = 8
@@ -65,6 +67,11 @@ def cross_entropy_forward_with_gradient(logits, labels, scale, *, interpret=Fals
         interpret=interpret,
     )(rows, labels.reshape(-1), scale.reshape(1))
     return losses.reshape(labels.shape), dlogits.reshape(logits.shape)
+
+
+def cross_entropy_head_with_gradients(*arrays, **options):
+    """As :func:`jaxllm.ops.loss.head.with_gradients`."""
+    return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **options)
 
 
 def cross_entropy_backward(dlogits, dloss, *, interpret=False):

@@ -33,6 +33,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxllm.ops.loss import head
+
 
 def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -94,6 +96,11 @@ def cross_entropy_forward_with_gradient(
 def cross_entropy_backward(dlogits, dloss):
     """Returns ``dlogits * dloss``; there is one ``dloss``, or one a row."""
     return (_wide(dlogits) * dloss[..., None]).astype(dlogits.dtype)
+
+
+def cross_entropy_head_with_gradients(*arrays, **options):
+    """As :func:`jaxllm.ops.loss.head.with_gradients`."""
+    return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **options)
 
 
 def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, **options):
