@@ -390,10 +390,11 @@ cudaError_t LayerNorm<T, W>::backward(cudaStream_t stream, const T* x, const W* 
   if (groups * width == 0) return cudaSuccess;
   int64_t used = 0;  // without rows the weights' gradients are sums of nothing
   if (rows > 0) {
-    const auto launch = dh ? dx_bias ? launch_backward<true, true, T, W>
-                                     : launch_backward<true, false, T, W>
-                           : dx_bias ? launch_backward<false, true, T, W>
-                                     : launch_backward<false, false, T, W>;
+    const auto with_dh =
+        dx_bias ? launch_backward<true, true, T, W> : launch_backward<true, false, T, W>;
+    const auto without =
+        dx_bias ? launch_backward<false, true, T, W> : launch_backward<false, false, T, W>;
+    const auto launch = dh ? with_dh : without;
     JAXLLM_RETURN_IF_ERROR(launch(stream, x, scale, mean, rstd, dout, dh, dx, partial, groups, rows,
                                   width, partial_rows, &used));
   }

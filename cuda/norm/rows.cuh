@@ -17,9 +17,9 @@ namespace jaxllm {
 // one writes last.
 __device__ __forceinline__ int64_t block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 
-// Loads a row's statistic that is wanted a tile later. Of a block that has one row the compiler sees
-// that all threads load the same: it would keep that in a uniform register, and wait for it at once
-// to move it there. That threadIdx.y is 0 it does not see.
+// Loads a row's statistic that is wanted a tile later. Of a block that has one row the compiler
+// sees that all threads load the same: it would keep that in a uniform register, and wait for it at
+// once to move it there. That threadIdx.y is 0 it does not see.
 __device__ __forceinline__ float load_for_later(const float* statistic) {
   return statistic[threadIdx.y];
 }
