@@ -3,8 +3,8 @@
 // A softmax wants e^(p - m) of a row's logits p and the sum of those, for an m that keeps both in
 // range. With an m that is known beforehand no pass over the logits is left: what is stored are the
 // exponentials, and whoever multiplies by them next divides by the sum. In bfloat16, which has the
-// exponents of float32, an m within some 50 of the largest logit will do. gemm/matmul_hopper.h has
-// what is done about rows where it is not: their largest logit is left for a second attempt.
+// exponents of float32, an m within some 50 of the largest logit will do. Of rows whose m is not,
+// the largest logit is left for a second attempt; loss/head.h has the whole of it.
 #pragma once
 
 #include "common/fast_math.cuh"
