@@ -119,7 +119,8 @@ def handlers() -> dict[str, str]:
 def targets_of(op: Op) -> list[str]:
     """The stems of the FFI targets that an op's CUDA module calls, itself or through others."""
     found: set[str] = set()
-    names: set[str] = {op.name, f"{op.name}_forward", f"{op.name}_backward"}
+    directions = ("forward", "backward", "forward_with_gradient", "head_with_gradients")
+    names: set[str] = {op.name, *(f"{op.name}_{direction}" for direction in directions)}
     modules: dict[str, ModuleType] = {}
     seen: set[int] = set()
 
