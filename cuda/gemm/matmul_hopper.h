@@ -21,8 +21,8 @@ struct SoftmaxRows {
   const int32_t* labels;  // columns that have no part in the sums
   int columns;            // of the vocabulary; those from there on are padding
   float* sums;            // (tiles of kSoftmaxColumns, rows)
-  int32_t*
-      largest;  // logit of a row with sums beyond kSoftmaxMost, as common/float_order.cuh has it
+  // The largest logit of a row with sums beyond kSoftmaxMost, as common/float_order.cuh has it.
+  int32_t* largest;
   const int32_t* is_wanted;  // zero: nothing is done; null for always
 };
 inline constexpr int64_t kSoftmaxColumns = 192;
