@@ -50,20 +50,22 @@ def cross_entropy_head_with_gradients(
 ):
     """As :func:`jaxllm.ops.loss.head.with_gradients`."""
     arrays = (hidden, weight, labels, scale)
-    how = {"transpose_weight": transpose_weight, "accumulate_dtype": accumulate_dtype}
     if _exponentials_unsupported(hidden, weight.shape[0 if transpose_weight else 1], options):
-        return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **how, **options)
+        return head.with_gradients(
+            cross_entropy_forward_with_gradient,
+            *arrays,
+            transpose_weight=transpose_weight,
+            accumulate_dtype=accumulate_dtype,
+            **options,
+        )
     losses, exponentials, factors = _head_exponentials(*arrays, transpose_weight, options)
     factors = factors[:, None]
     # A sum of exponentials is rounded once, after it has been multiplied by its factor.
     sums = head.hidden_gradient(exponentials, weight, transpose_weight, jnp.float32)
     dhidden = (sums * factors).astype(hidden.dtype)
     scaled = (hidden * factors).astype(hidden.dtype)
-    return (
-        losses,
-        dhidden,
-        head.weight_gradient(scaled, exponentials, transpose_weight, accumulate_dtype),
-    )
+    dweight = head.weight_gradient(scaled, exponentials, transpose_weight, accumulate_dtype)
+    return losses, dhidden, dweight
 
 
 def _exponentials_unsupported(hidden, columns: int, options: dict) -> str | None:
