@@ -41,7 +41,7 @@ struct FlashAttentionHopper {
                      std::initializer_list<HeadRows<const T>> arrays);
 
   // The elements of workspace that the directions need: a few for each sequence, and about one for
-  // each element of q. A workspace begins at a multiple of 16 bytes.
+  // each element of q. A workspace begins at a multiple of 128 bytes.
   static int64_t forward_workspace(const HopperAttention& attention);
   static int64_t backward_workspace(const HopperAttention& attention);
   // And those of the partial sums of a bias's gradient: for each tile of queries two rows of q or

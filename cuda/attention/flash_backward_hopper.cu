@@ -78,7 +78,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
   constexpr int64_t kMaxGridSide = 65535;
   const bool has_bias = bias.gradient != nullptr;
-  if (!is_aligned(out) || !is_aligned(dq) || !aligned_16(workspace, bias.partial) ||
+  if (!is_aligned(out) || !is_aligned(dq) || !aligned_16(bias.partial) ||
+      reinterpret_cast<std::uintptr_t>(workspace) % kCacheLineBytes != 0 ||
       attention.heads > kMaxGridSide || attention.batch > kMaxGridSide) {
     return cudaErrorNotSupported;
   }
@@ -138,6 +139,9 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       reinterpret_cast<int*>(workspace + parts.ranks_at()),
       reinterpret_cast<int*>(workspace + parts.tickets_at()),
       static_cast<int>(items),
+      // The cache has still what was written last: by the product that makes the sums the last
+      // sequences; the kernel over the rows ends with the first.
+      /*from_last=*/has_sums,
       {attention.query_segments, attention.key_segments, attention.segment_ranges, keys_seen,
        queries_seen},
       has_bias ? bias.partial : nullptr,

@@ -7,11 +7,12 @@
 //   s = k q^T       p = 2^(c s - lse)         dv += p dout
 //   dp = v dout^T   ds = p (dp - delta)       dk += ds q        dq += ds^T k
 //
-// dv and dk stay in registers. dq is summed over the tiles of keys in global memory, in float32, by
-// the copy engine. Each tile of dq counts its additions, and each adder waits for its rank, so that
-// the order, and with it each bit, is always the same. For narrow heads the last of them fetches
-// what the others have summed, and two warps that have nothing else to do add its own part and
-// round; else a third kernel rounds.
+// dv and dk stay in registers. For narrow heads the scores of a step are multiplied beside the dq
+// of the step before, also where that belongs to another tile of keys. dq is summed over the tiles
+// of keys in global memory, in float32, by the copy engine. Each tile of dq counts its additions,
+// and each adder waits for its rank, so that the order, and with it each bit, is always the same.
+// For narrow heads the last of them fetches what the others have summed, and two warps that have
+// nothing else to do add its own part and round; else a third kernel rounds.
 //
 // Five products, where a kernel of its own for dq would need seven: that would have to run at 90%
 // of the tensor cores' peak to be as fast as this at 65%. The price is 4 bytes through the L2 cache
@@ -23,6 +24,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention/flash_backward_hopper_dq.cuh"
 #include "attention/flash_backward_hopper_plan.cuh"
@@ -31,28 +33,37 @@
 
 namespace jaxllm::hopper {
 
-// The copies of one item. A tile's first queries before its keys: there is room for them while the
-// gradients of the tile before are stored.
-template <bool kSegments, typename T, int kWidth>
+// The copies of one tile of keys and what it walks over. Its first queries before its keys: there
+// is room for them earlier.
+template <typename T, int kWidth>
 struct BackwardCopier {
   using Shape = BackwardShape<kWidth>;
   BackwardShared<T, kWidth>& shared;
   const BackwardArguments& a;
   const CUtensorMap &q_map, &k_map, &v_map, &dout_map;
-  RingPosition<1> kv_ring = {};
+  RingPosition<Shape::kKeyStages> k_ring = {};
+  RingPosition<1> v_ring = {};
   RingPosition<Shape::kStages> ring = {};
 
-  __device__ __forceinline__ void load_keys(const BackwardItem& item, int key_tile) {
-    constexpr int kBytes = Shape::kKeys * kWidth * sizeof(T);
-    shared.kv_empty.wait(kv_ring.parity ^ 1);
-    kv_ring.advance();
-    shared.kv_full.arrive_and_expect(2 * kBytes);
+  // Of the keys or of the values.
+  __device__ __forceinline__ void load_key_rows(const BackwardTile& tile, const CUtensorMap& map,
+                                                T* target, Barrier& full) {
+    full.arrive_and_expect(Shape::kKeys * kWidth * sizeof(T));
 #pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      const Box box{slab * kSlabWidth, item.kv_head, key_tile * Shape::kKeys, item.sequence};
-      load_box(shared.k + slab * Shape::kKeys * kSlabWidth, k_map, box, shared.kv_full);
-      load_box(shared.v + slab * Shape::kKeys * kSlabWidth, v_map, box, shared.kv_full);
+      load_box(target + slab * Shape::kKeys * kSlabWidth, map,
+               {slab * kSlabWidth, tile.kv_head, tile.key_tile * Shape::kKeys, tile.sequence},
+               full);
     }
+  }
+
+  __device__ __forceinline__ void load_keys(const BackwardTile& tile) {
+    shared.k_empty[k_ring.stage].wait(k_ring.parity ^ 1);
+    load_key_rows(tile, k_map, shared.k[k_ring.stage], shared.k_full[k_ring.stage]);
+    k_ring.advance();
+    shared.v_empty.wait(v_ring.parity ^ 1);
+    load_key_rows(tile, v_map, shared.v, shared.v_full);
+    v_ring.advance();
   }
 
   // With the two numbers of each, which begin at `row`.
@@ -79,48 +90,47 @@ struct BackwardCopier {
     ring.advance();
   }
 
-  __device__ __forceinline__ void copy(const BackwardItem& item) {
-    const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
-    const int padded_queries = band.query_tiles() * Shape::kQueries;
+  __device__ __forceinline__ void copy(const BackwardTile& tile) {
+    const int padded_queries =
+        TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles() * Shape::kQueries;
     const int group = a.heads / a.kv_heads;
-    for (int i = 0; i < item.count; ++i) {
-      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-      const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
-      bool has_keys = false;
-      for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
-        const int64_t rows = (int64_t{item.sequence} * a.heads + head) * padded_queries;
-        for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
-          const int query = query_tile * Shape::kQueries;
-          load_queries(item.sequence, head, query, rows + query);
-          if (!has_keys) load_keys(item, key_tile);
-          has_keys = true;
-        }
+    bool has_keys = false;
+    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
+      const int64_t rows = (int64_t{tile.sequence} * a.heads + head) * padded_queries;
+      for (int i = tile.queries.begin; i < tile.queries.end; ++i) {
+        const int query = i * Shape::kQueries;
+        load_queries(tile.sequence, head, query, rows + query);
+        if (!has_keys) load_keys(tile);
+        has_keys = true;
       }
-      if (!has_keys) load_keys(item, key_tile);
     }
+    if (!has_keys) load_keys(tile);
   }
 };
 
-// Takes tickets until there are none, passes them on, and copies what their items need.
+// Takes tickets until there are none, tells of their tiles, and copies what those need.
 template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
                                               const BackwardArguments& a, const CUtensorMap& q_map,
                                               const CUtensorMap& k_map, const CUtensorMap& v_map,
                                               const CUtensorMap& dout_map) {
   using Shape = BackwardShape<kWidth>;
-  const int key_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).key_tiles();
-  BackwardCopier<kSegments, T, kWidth> copier{shared, a, q_map, k_map, v_map, dout_map};
-  RingPosition<2> ring;
+  const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
+  BackwardCopier<T, kWidth> copier{shared, a, q_map, k_map, v_map, dout_map};
+  RingPosition<2> tiles;
   int ticket = atomicAdd(a.tickets, 1);
-  for (;;) {
-    shared.ticket_empty[ring.stage].wait(ring.parity ^ 1);
-    shared.tickets[ring.stage] = ticket;
-    shared.ticket_full[ring.stage].arrive();
-    ring.advance();
-    if (ticket >= a.items) return;
-    copier.copy(take_item(a, key_tiles, ticket));
+  while (ticket < a.items) {
+    const BackwardItem item = take_item(a, band.key_tiles(), ticket);
+    for (int i = 0; i < item.count; ++i) {
+      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
+      const BackwardTile tile{item.sequence, item.kv_head, key_tile,
+                              queries_seen<kSegments>(a, band, item.sequence, key_tile)};
+      tell_of_tile(shared, tiles, tile);
+      copier.copy(tile);
+    }
     ticket = a.pairs ? a.items : atomicAdd(a.tickets, 1);
   }
+  tell_of_tile(shared, tiles, {0, 0, -1, {0, 0}});
 }
 
 template <bool kSegments, typename T, int kWidth>
@@ -140,10 +150,11 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   const int column = accumulator_column(thread);
   const float scale_log2 = a.scale * float{M_LOG2E};
 
-  // As left operands, this multiplier's rows of k and v.
+  // As left operands, this multiplier's rows of v and of the first stage of k.
   const uint32_t my_rows = multiplier * 64 * kSlabRowBytes;
   const uint64_t k_operand = depth_along_rows(shared_address(shared.k) + my_rows);
   const uint64_t v_operand = depth_along_rows(shared_address(shared.v) + my_rows);
+  constexpr uint32_t kKeyStage = sizeof(shared.k[0]) >> 4;  // in units of descriptors
   // dq is cut by columns or, where a tile has but one slab of them, by queries.
   constexpr bool kByColumn = Shape::kSlabs == 2;
   const uint64_t ds_operand = depth_across_rows(
@@ -151,8 +162,11 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   const uint64_t turned_k_operand = depth_across_rows(
       shared_address(shared.k) + (kByColumn ? multiplier * kKeySlabBytes : 0), kKeySlabBytes);
 
-  RingPosition<1> kv_ring, ds_ring, dq_ring;
-  RingPosition<Shape::kStages> q_ring, dout_ring;
+  RingPosition<Shape::kKeyStages> k_ring;
+  // Of q and dout. With two stages the stage is also the parity of a step, and so that of the
+  // barriers of ds and dq, which have one buffer. The same holds for k and v, by tiles.
+  RingPosition<Shape::kStages> ring;
+  static_assert(Shape::kStages == 2);
   float s[kQueries / 2], dp[kQueries / 2], dq[32];
   float dk[kWidth / 2], dv[kWidth / 2];
   uint32_t p_operand[kQueries / 4], ds_left_operand[kQueries / 4];
@@ -174,22 +188,23 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     commit_products();
   };
   // sum += weights x queries: dv += p dout, dk += ds q.
-  const auto start_gradient = [&](float (&sum)[kWidth / 2], const uint32_t* weights,
+  const auto start_gradient = [&](auto from, float (&sum)[kWidth / 2], const uint32_t* weights,
                                   const T* queries) {
     const uint64_t rows = depth_across_rows(shared_address(queries), kQuerySlabBytes);
     fence_products();
 #pragma unroll
-    for (int step = 0; step < kQueries / 16; ++step) {
+    for (int step = decltype(from)::value / 16; step < kQueries / 16; ++step) {
       multiply<T, 1>(sum, weights + 4 * step, rows + (step * kDepthStepAcrossRows >> 4));
     }
     commit_products();
   };
   const auto start_dq = [&] {
+    const uint64_t turned_k = turned_k_operand + k_ring.stage * kKeyStage;
     fence_products();
 #pragma unroll
     for (int step = 0; step < Shape::kKeys / 16; ++step) {
       const uint64_t offset = step * kDepthStepAcrossRows >> 4;
-      multiply<T, 1, 1>(dq, ds_operand + offset, turned_k_operand + offset, step > 0);
+      multiply<T, 1, 1>(dq, ds_operand + offset, turned_k + offset, step > 0);
     }
     commit_products();
   };
@@ -247,154 +262,203 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     }
   };
 
-  T* const dk_tile = Shape::kStoresFromDs ? shared.ds : shared.k;
+  T* const dk_tile = Shape::kStoresFromDs ? shared.ds : shared.k[0];
   T* const dv_tile = Shape::kStoresFromDs ? shared.ds + Shape::kKeys * kSlabWidth : shared.v;
-
-  RingPosition<2> tickets;
-  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
-    const BackwardItem item = take_item(a, band.key_tiles(), ticket);
-    if constexpr (kSegments) {
-      query_segments = queries_of_sequence(a.segments, band, item.sequence);
-      key_segments = keys_of_sequence(a.segments, band, item.sequence);
-    }
-    for (int i = 0; i < item.count; ++i) {
-      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-      const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
-      const int steps = group * range.size();
-#pragma unroll
-      for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
-      pin(dk);
-      pin(dv);
-
-      shared.kv_full.wait(kv_ring.parity);
-      kv_ring.advance();
-      const auto walk = [&](int query_tile, bool has_next) {
-        if constexpr (!Shape::kEarlyScores) {
-          shared.q_full[q_ring.stage].wait(q_ring.parity);
-          start_scores(s, k_operand, shared.q[q_ring.stage]);
-        }
-        const int q_stage = q_ring.stage, dout_stage = dout_ring.stage;
-        shared.dout_full[dout_stage].wait(dout_ring.parity);
-        start_scores(dp, v_operand, shared.dout[dout_stage]);
-        if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
-        mask(key_tile, query_tile);
-#pragma unroll
-        for (int j = 0; j < kQueries / 2; j += 4) {
-          const float2 lse = *reinterpret_cast<const float2*>(shared.lse[q_stage] + 2 * j + column);
-#pragma unroll
-          for (int r = 0; r < 4; r += 2) {
-            s[j + r] = exp2_fast(fmaf(s[j + r], scale_log2, -lse.x));
-            s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
-          }
-        }
-        if constexpr (Shape::kEarlyDv) {
-          pack<T>(s, p_operand);
-          start_gradient(dv, p_operand, shared.dout[dout_stage]);
-          wait_for_products<1>(dp);
-          shared.ds_empty.wait(ds_ring.parity ^ 1);
-        } else {
-          // A wait that branches, between the exponentials and the wait for the product beside
-          // them: within one basic block the assembler would put the latter first.
-          pin(s);
-          shared.ds_empty.wait(ds_ring.parity ^ 1);
-          wait_for_products<0>(dp);
-        }
-#pragma unroll
-        for (int j = 0; j < kQueries / 2; j += 4) {
-          const float2 delta =
-              *reinterpret_cast<const float2*>(shared.delta[dout_stage] + 2 * j + column);
-#pragma unroll
-          for (int r = 0; r < 4; r += 2) {
-            dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
-            dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
-          }
-        }
-        if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
-        pack<T>(dp, ds_left_operand);
-        if constexpr (!Shape::kEarlyDv) start_gradient(dv, p_operand, shared.dout[dout_stage]);
-        // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
-#pragma unroll
-        for (int j = 0; j < kQueries / 4; ++j) {
-          const int first_query = j / 2 * 8;
-          char* const slab =
-              reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
-          *reinterpret_cast<uint32_t*>(
-              slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
-              ds_left_operand[j];
-        }
-        fence_async_proxy();
-        arrive(shared.ds_full);
-        start_gradient(dk, ds_left_operand, shared.q[q_stage]);
-        shared.ds_full.wait(ds_ring.parity);
-        ds_ring.advance();
-        wait_for_products<1>();  // of dv
-        start_dq();
-        q_ring.advance();
-        dout_ring.advance();
-        if constexpr (Shape::kEarlyScores) {
-          // After the last step nobody reads them: they cost less than a branch around a product.
-          if (has_next) shared.q_full[q_ring.stage].wait(q_ring.parity);
-          start_scores(s, k_operand, shared.q[q_ring.stage]);
-          wait_for_products<1>(dq);
-        } else {
-          wait_for_products<0>(dq);
-        }
-        arrive(shared.ds_empty);
-        shared.q_empty[q_stage].arrive();
-        shared.dout_empty[dout_stage].arrive();
-        shared.dq_empty.wait(dq_ring.parity ^ 1);
-        dq_ring.advance();
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
-              make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-        }
-        fence_async_proxy();
-        if constexpr (Shape::kRoundsDq) {
-          shared.dq_full.arrive();
-        } else {
-          arrive(shared.dq_full);
-        }
-        if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
-      };
-      if (steps > 0) {
-        if constexpr (Shape::kEarlyScores) {
-          shared.q_full[q_ring.stage].wait(q_ring.parity);
-          start_scores(s, k_operand, shared.q[q_ring.stage]);
-          wait_for_products<0>(s);
-        }
-        int query_tile = range.begin, remaining = steps;
-        do {
-          walk(query_tile, remaining > 1);
-          if (++query_tile == range.end) query_tile = range.begin;
-        } while (--remaining > 0);
-      }
-
-      wait_for_products<0>(dk, dv);
-      // Both have read k, v and ds.
+  // Leaves both to the copy engine.
+  const auto store_gradients = [&](const BackwardTile& tile) {
+    if constexpr (Shape::kStoresFromDs) {
+      shared.ds_empty.wait(ring.stage ^ 1);
+    } else {
+      // Both have read k and v.
       named_barrier_sync(kAllBarrier, Shape::kMultipliers * kWarpgroup);
-      if (Shape::kStoresFromDs && thread == 0) shared.kv_empty.arrive();
-      store_gradient(dk, a.scale, dk_tile);
-      store_gradient(dv, 1.0f, dv_tile);
-      fence_async_proxy();
-      named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
-      if (thread == 0) {
-        const int first_key = key_tile * Shape::kKeys + multiplier * 64;
-        if (first_key < band.keys) {
-          for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-            const Box box{slab * kSlabWidth, item.kv_head, first_key, item.sequence};
-            const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
-            store_box(dk_map, dk_tile + offset, box);
-            store_box(dv_map, dv_tile + offset, box);
-          }
-          commit_stores();
-          wait_until_stores_have_read();
-        }
-        if (!Shape::kStoresFromDs) shared.kv_empty.arrive();
-      }
-      // Its rows of ds are its own.
-      if (Shape::kStoresFromDs) named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
     }
+    store_gradient(dk, a.scale, dk_tile);
+    store_gradient(dv, 1.0f, dv_tile);
+    fence_async_proxy();
+    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+    if (thread > 0) return;
+    const int first_key = tile.key_tile * Shape::kKeys + multiplier * 64;
+    if (first_key < band.keys) {
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        const Box box{slab * kSlabWidth, tile.kv_head, first_key, tile.sequence};
+        const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
+        store_box(dk_map, dk_tile + offset, box);
+        store_box(dv_map, dv_tile + offset, box);
+      }
+      commit_stores();
+    }
+    if constexpr (!Shape::kStoresFromDs) {
+      wait_until_stores_have_read();
+      shared.k_empty[0].arrive();
+      shared.v_empty.arrive();
+    }
+  };
+  // Waits until they have left this multiplier's rows of ds.
+  const auto await_stores = [&] {
+    if (thread == 0) wait_until_stores_have_read();
+    named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
+  };
+
+  RingPosition<2> tiles;
+  // Whether s has the scores of the step that comes next: the one before has seen to it, be it of
+  // the tile before.
+  bool has_scores = false;
+  BackwardTile tile = read_tile(shared, tiles), next;
+  while (tile.is_there()) {
+    if constexpr (kSegments) {
+      query_segments = queries_of_sequence(a.segments, band, tile.sequence);
+      key_segments = keys_of_sequence(a.segments, band, tile.sequence);
+    }
+    const int steps = group * tile.queries.size();
+#pragma unroll
+    for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
+    pin(dk);
+    pin(dv);
+
+    shared.v_full.wait(Shape::kKeyStages == 2 ? k_ring.stage : k_ring.parity);
+    // `from`: 0 or, where the first half of the queries see none of this multiplier's keys, where
+    // the second begins.
+    const auto walk = [&](auto from, int query_tile, bool is_first, bool is_last) {
+      constexpr int kFrom = decltype(from)::value / 2;  // in the accumulators
+      if constexpr (!Shape::kEarlyScores) {
+        shared.q_full[ring.stage].wait(ring.parity);
+        start_scores(s, k_operand, shared.q[ring.stage]);
+      }
+      const int stage = ring.stage;
+      shared.dout_full[stage].wait(ring.parity);
+      start_scores(dp, v_operand, shared.dout[stage]);
+      if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
+      mask(tile.key_tile, query_tile);
+#pragma unroll
+      for (int j = kFrom; j < kQueries / 2; j += 4) {
+        const float2 lse = *reinterpret_cast<const float2*>(shared.lse[stage] + 2 * j + column);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          s[j + r] = exp2_fast(fmaf(s[j + r], scale_log2, -lse.x));
+          s[j + r + 1] = exp2_fast(fmaf(s[j + r + 1], scale_log2, -lse.y));
+        }
+      }
+      if constexpr (Shape::kEarlyDv) {
+        pack<T>(s, p_operand);
+        start_gradient(from, dv, p_operand, shared.dout[stage]);
+        wait_for_products<1>(dp);
+        shared.ds_empty.wait(stage ^ 1);
+      } else {
+        // A wait that branches, between the exponentials and the wait for the product beside
+        // them: within one basic block the assembler would put the latter first.
+        pin(s);
+        shared.ds_empty.wait(stage ^ 1);
+        wait_for_products<0>(dp);
+      }
+      if constexpr (Shape::kStoresFromDs) {
+        if (is_last) arrive(shared.v_empty);
+      }
+#pragma unroll
+      for (int j = 0; j < kFrom; ++j) dp[j] = 0.0f;
+#pragma unroll
+      for (int j = kFrom; j < kQueries / 2; j += 4) {
+        const float2 delta = *reinterpret_cast<const float2*>(shared.delta[stage] + 2 * j + column);
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) {
+          dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
+          dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
+        }
+      }
+      if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
+      pack<T>(dp, ds_left_operand);
+      if constexpr (!Shape::kEarlyDv) start_gradient(from, dv, p_operand, shared.dout[stage]);
+      if constexpr (Shape::kStoresFromDs) {
+        if (is_first) await_stores();
+      }
+      // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
+#pragma unroll
+      for (int j = 0; j < kQueries / 4; ++j) {
+        const int first_query = j / 2 * 8;
+        char* const slab =
+            reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
+        *reinterpret_cast<uint32_t*>(
+            slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
+            ds_left_operand[j];
+      }
+      fence_async_proxy();
+      arrive(shared.ds_full);
+      start_gradient(from, dk, ds_left_operand, shared.q[stage]);
+      shared.ds_full.wait(stage);
+      wait_for_products<1>();  // of dv
+      start_dq();
+      ring.advance();
+      if constexpr (Shape::kEarlyScores) {
+        const int k_stage = k_ring.stage;
+        if (is_last) {
+          next = read_tile(shared, tiles);
+          k_ring.advance();
+          has_scores = next.is_there() && next.queries.size() > 0;
+          if (has_scores) shared.k_full[k_ring.stage].wait(k_ring.parity);
+        }
+        // After the very last step nobody reads them: they cost less than a branch around a
+        // product.
+        if (has_scores) shared.q_full[ring.stage].wait(ring.parity);
+        start_scores(s, k_operand + k_ring.stage * kKeyStage, shared.q[ring.stage]);
+        wait_for_products<1>(dq);
+        if (is_last) arrive(shared.k_empty[k_stage]);
+      } else {
+        wait_for_products<0>(dq);
+      }
+      arrive(shared.ds_empty);
+      shared.q_empty[stage].arrive();
+      shared.dout_empty[stage].arrive();
+      shared.dq_empty.wait(stage ^ 1);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
+            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+      }
+      fence_async_proxy();
+      if constexpr (Shape::kRoundsDq) {
+        shared.dq_full.arrive();
+      } else {
+        arrive(shared.dq_full);
+      }
+      if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
+    };
+    if (!has_scores) {
+      shared.k_full[k_ring.stage].wait(k_ring.parity);
+      if (Shape::kEarlyScores && steps > 0) {
+        shared.q_full[ring.stage].wait(ring.parity);
+        start_scores(s, k_operand + k_ring.stage * kKeyStage, shared.q[ring.stage]);
+        wait_for_products<0>(s);
+        has_scores = true;
+      }
+    }
+    if (steps > 0) {
+      // The diagonal of a causal mask leaves such a half in a head's first tile of queries.
+      const int first_query = band.first_query(tile.key_tile * Shape::kKeys + multiplier * 64);
+      const bool is_halved = tile.queries.begin * kQueries + kQueries / 2 <= first_query;
+      const int halved = Shape::kEarlyScores && is_halved ? tile.queries.begin : -1;
+      constexpr std::integral_constant<int, 0> whole;
+      constexpr std::integral_constant<int, Shape::kEarlyScores ? kQueries / 2 : 0> half;
+      int query_tile = tile.queries.begin, remaining = steps;
+      do {
+        const bool is_first = remaining == steps, is_last = remaining == 1;
+        if (query_tile == halved) {
+          walk(half, query_tile, is_first, is_last);
+        } else {
+          walk(whole, query_tile, is_first, is_last);
+        }
+        if (++query_tile == tile.queries.end) query_tile = tile.queries.begin;
+      } while (--remaining > 0);
+    } else if constexpr (Shape::kStoresFromDs) {
+      await_stores();
+      arrive(shared.k_empty[k_ring.stage]);
+      arrive(shared.v_empty);
+    }
+    wait_for_products<0>(dk, dv);
+    store_gradients(tile);
+    if (!Shape::kEarlyScores || steps == 0) {
+      k_ring.advance();
+      next = read_tile(shared, tiles);
+    }
+    tile = next;
   }
   if (thread == 0) wait_for_stores();
 }
@@ -412,8 +476,12 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
   auto& shared = *reinterpret_cast<BackwardShared<T, kWidth>*>(shared_memory);
 
   if (threadIdx.x == 0) {
-    shared.kv_full.init(1);
-    shared.kv_empty.init(Shape::kMultipliers);
+    for (int stage = 0; stage < Shape::kKeyStages; ++stage) {
+      shared.k_full[stage].init(1);
+      shared.k_empty[stage].init(Shape::kKeyReleases);
+    }
+    shared.v_full.init(1);
+    shared.v_empty.init(Shape::kKeyReleases);
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       shared.q_full[stage].init(1);
       shared.q_empty[stage].init(Shape::kReaders);
@@ -427,8 +495,8 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     shared.before_full.init(1);
     shared.before_empty.init(Shape::kRounders);
     for (int stage = 0; stage < 2; ++stage) {
-      shared.ticket_full[stage].init(1);
-      shared.ticket_empty[stage].init(Shape::kTicketReaders);
+      shared.tile_full[stage].init(1);
+      shared.tile_empty[stage].init(Shape::kTileReaders);
     }
     fence_barrier_init();
   }

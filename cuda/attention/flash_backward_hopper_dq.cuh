@@ -24,24 +24,29 @@ struct DqStep {
   int rank, last_rank;  // of the block's addition, and of the last
 };
 
-// Calls visit(step) for each of an item's, in the order in which the multipliers take them.
-template <bool kSegments, int kWidth, typename Visit>
-__device__ __forceinline__ void for_each_dq_step(const BackwardArguments& a, int ticket,
-                                                 const Visit& visit) {
+// The number of a step's tile of dq among those of all sequences and heads.
+template <int kWidth>
+__device__ __forceinline__ int64_t dq_tile(const BackwardArguments& a, const DqStep& step) {
+  using Shape = BackwardShape<kWidth>;
+  const int query_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles();
+  return (int64_t{step.sequence} * a.heads + step.head) * query_tiles + step.query_tile;
+}
+
+// Calls visit(step) for each of the block's, in the order in which the multipliers take them.
+template <bool kSegments, typename T, int kWidth, typename Visit>
+__device__ __forceinline__ void for_each_dq_step(BackwardShared<T, kWidth>& shared,
+                                                 const BackwardArguments& a, const Visit& visit) {
   using Shape = BackwardShape<kWidth>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int group = a.heads / a.kv_heads;
-  const BackwardItem item = take_item(a, band.key_tiles(), ticket);
+  RingPosition<2> tiles;
+  for (BackwardTile tile; (tile = read_tile(shared, tiles)).is_there();) {
 #pragma unroll 1
-  for (int i = 0; i < item.count; ++i) {
-    const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-    const TileRange range = queries_seen<kSegments>(a, band, item.sequence, key_tile);
+    for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
 #pragma unroll 1
-    for (int head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
-#pragma unroll 1
-      for (int query_tile = range.begin; query_tile < range.end; ++query_tile) {
-        const TileRange seen = keys_seen<kSegments>(a, band, item.sequence, query_tile);
-        visit(DqStep{item.sequence, head, query_tile, rank_of(key_tile, seen, a.split),
+      for (int query_tile = tile.queries.begin; query_tile < tile.queries.end; ++query_tile) {
+        const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
+        visit(DqStep{tile.sequence, head, query_tile, rank_of(tile.key_tile, seen, a.split),
                      seen.size() - 1});
       }
     }
@@ -54,11 +59,9 @@ template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
                                        const BackwardArguments& a) {
   using Shape = BackwardShape<kWidth>;
-  const int query_tiles = TiledBand<Shape::kQueries, Shape::kKeys>(a.band).query_tiles();
   RingPosition<1> ring, before_ring;
   const auto add = [&](const DqStep& step) {
-    const int64_t tile =
-        (int64_t{step.sequence} * a.heads + step.head) * query_tiles + step.query_tile;
+    const int64_t tile = dq_tile<kWidth>(a, step);
     float* const sum = a.dq_sums + tile * (Shape::kQueries * kWidth);
     const auto await_rank = [&] {
       while (load_acquire(a.ranks + tile) != step.rank) {
@@ -82,9 +85,10 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
         return;
       }
     }
+    // Before the tile is there, lest it wait for what has long been true to be read.
+    await_rank();
     shared.dq_full.wait(ring.parity);
     ring.advance();
-    await_rank();
     // The first writes, so that nobody has to write zeros before.
     if (step.rank == 0) {
       store_bytes(sum, shared.dq, sizeof(shared.dq));
@@ -98,10 +102,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
     fence_async_proxy_global();
     store_release(a.ranks + tile, step.rank + 1);
   };
-  RingPosition<2> tickets;
-  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
-    for_each_dq_step<kSegments, kWidth>(a, ticket, add);
-  }
+  for_each_dq_step<kSegments>(shared, a, add);
 }
 
 // Writes the sums of the columns of a tile of dq as it has been rounded. A warp adds 64 rows, four
@@ -133,6 +134,20 @@ __device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& 
         Pack<float, kColumns>::of(sums));
 }
 
+// Drops a tile's sum, which is in shared memory now, from the L2 cache, which would write it to
+// memory for nobody to read.
+template <typename T, int kWidth>
+__device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqStep& step,
+                                           int rounder) {
+  using Shape = BackwardShape<kWidth>;
+  constexpr int kSize = Shape::kQueries * kWidth, kLine = kCacheLineBytes / sizeof(float);
+  const float* const sum = a.dq_sums + dq_tile<kWidth>(a, step) * kSize;
+#pragma unroll 1
+  for (int i = rounder * kLine; i < kSize; i += Shape::kRounders * kLine) {
+    asm volatile("discard.global.L2 [%0], %1;" ::"l"(sum + i), "n"(kCacheLineBytes) : "memory");
+  }
+}
+
 // Rounds the tiles of dq to which this block adds last. A tile's parts lie as the multipliers'
 // accumulators did.
 template <bool kSegments, typename T, int kWidth>
@@ -154,6 +169,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
     named_barrier_sync(kRoundBarrier, Shape::kRounders);
     shared.before_full.wait(before_ring.parity);
     before_ring.advance();
+    if (step.rank > 0) forget_sum<T, kWidth>(a, step, rounder);
 #pragma unroll 1
     for (int i = 0; i < Shape::kMultipliers * kWarpgroup / Shape::kRounders; ++i) {
       const int part = i % 2, thread = i / 2 * Shape::kRounders + rounder;
@@ -197,10 +213,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
     // Nobody waits for it until the block's next step.
     if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, rounder);
   };
-  RingPosition<2> tickets;
-  for (int ticket; (ticket = read_ticket(shared, tickets)) < a.items;) {
-    for_each_dq_step<kSegments, kWidth>(a, ticket, round_if_last);
-  }
+  for_each_dq_step<kSegments>(shared, a, round_if_last);
   if (rounder == 0) wait_for_stores();
 }
 

@@ -28,6 +28,8 @@ struct BackwardShape {
   // dv += p dout beside the arithmetic of ds, or the next step's s beside the handing on of dq.
   static constexpr bool kEarlyDv = kWidth == 128;
   static constexpr bool kEarlyScores = kWidth == 64;
+  // A tile's last step is beside the next one's first, which has its keys by then.
+  static constexpr int kKeyStages = kEarlyScores ? 2 : 1;
   static constexpr int kSlabs = kWidth / kSlabWidth;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
   static constexpr int kCopierRegisters = 24;
@@ -45,19 +47,29 @@ struct BackwardShape {
   // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
   static constexpr int kPartOfDq = 64 * 64;
   static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
-  // dk and dv leave through the shared memory of ds, if that has room for them, and that of k and v
-  // is free for the next tile's while they do.
-  static constexpr bool kStoresFromDs = kQueries == 2 * kWidth;
-  // Who reads tickets: the multipliers, the thread that adds dq, and those that round it.
-  static constexpr int kTicketReaders = kReaders + 1 + (kRoundsDq ? kRounders : 0);
+  // dk and dv leave through the shared memory of ds, and that of k and v is free for the next
+  // tile's when the products are done with them; or through the latter.
+  static constexpr bool kStoresFromDs = kEarlyScores;
+  static_assert(!kStoresFromDs || kQueries == 2 * kWidth);
+  static constexpr int kKeyReleases = kStoresFromDs ? kWarps : kMultipliers;
+  // Who is told of a tile: the multipliers, the thread that adds dq, and those that round it.
+  static constexpr int kTileReaders = kReaders + 1 + (kRoundsDq ? kRounders : 0);
   // The gradient of a bias has a partial sum of dq for every 64 queries: so many for a tile.
   static constexpr int kSumsOfDq = kQueries / 64;
+};
+
+// A tile of keys of one head, and the tiles of queries that see it.
+struct BackwardTile {
+  int sequence, kv_head, key_tile;
+  TileRange queries;
+
+  __device__ __forceinline__ bool is_there() const { return key_tile >= 0; }
 };
 
 template <typename T, int kWidth>
 struct BackwardShared {
   using Shape = BackwardShape<kWidth>;
-  T k[Shape::kKeys * kWidth];
+  T k[Shape::kKeyStages][Shape::kKeys * kWidth];
   T v[Shape::kKeys * kWidth];
   T q[Shape::kStages][Shape::kQueries * kWidth];
   T dout[Shape::kStages][Shape::kQueries * kWidth];
@@ -69,14 +81,14 @@ struct BackwardShared {
   T rounded_dq[Shape::kRoundsDq ? Shape::kQueries * kWidth : 8];
   alignas(16) float lse[Shape::kStages][Shape::kQueries];
   alignas(16) float delta[Shape::kStages][Shape::kQueries];
-  Barrier kv_full, kv_empty;
+  Barrier k_full[Shape::kKeyStages], k_empty[Shape::kKeyStages], v_full, v_empty;
   Barrier q_full[Shape::kStages], q_empty[Shape::kStages];
   Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
   Barrier ds_full, ds_empty, dq_full, dq_empty;
   Barrier before_full, before_empty;
-  // The block's items, one ahead of those who are at work on the one before.
-  Barrier ticket_full[2], ticket_empty[2];
-  int tickets[2];
+  // The block's tiles, one ahead of those who are at work on the one before.
+  Barrier tile_full[2], tile_empty[2];
+  BackwardTile tiles[2];
 };
 
 struct BackwardArguments {
@@ -93,6 +105,7 @@ struct BackwardArguments {
   int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
   int* tickets;    // the next ticket
   int items;       // as many tickets
+  bool from_last;  // the last head of the last sequence has the first of them
   Segments segments;
   // The partial sums of a bias's gradient, or null. Of dq (batch, tiles of queries, kSumsOfDq,
   // heads, width); of dout, of each tile of queries, (batch, tiles of queries, group, kv_heads,
@@ -135,22 +148,33 @@ struct BackwardItem {
 __host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
                                                            int key_tiles, int ticket) {
   const int per_head = a.pairs ? a.split : key_tiles;
-  const int head = ticket / per_head;
+  const int earlier = ticket / per_head;
+  const int head = a.from_last ? a.items / per_head - 1 - earlier : earlier;
   const int tile = per_head - 1 - ticket % per_head;
   const int partner = key_tiles - 1 - tile;
   return {
       head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
 }
 
-// The block's next ticket, for one of kTicketReaders; from a.items on there is no item left.
+// Tells kTileReaders of the block's next tile.
 template <typename T, int kWidth>
-__device__ __forceinline__ int read_ticket(BackwardShared<T, kWidth>& shared,
-                                           RingPosition<2>& ring) {
-  shared.ticket_full[ring.stage].wait(ring.parity);
-  const int ticket = shared.tickets[ring.stage];
-  shared.ticket_empty[ring.stage].arrive();
+__device__ __forceinline__ void tell_of_tile(BackwardShared<T, kWidth>& shared,
+                                             RingPosition<2>& ring, const BackwardTile& tile) {
+  shared.tile_empty[ring.stage].wait(ring.parity ^ 1);
+  shared.tiles[ring.stage] = tile;
+  shared.tile_full[ring.stage].arrive();
   ring.advance();
-  return ticket;
+}
+
+// The block's next tile, for one of them.
+template <typename T, int kWidth>
+__device__ __forceinline__ BackwardTile read_tile(BackwardShared<T, kWidth>& shared,
+                                                  RingPosition<2>& ring) {
+  shared.tile_full[ring.stage].wait(ring.parity);
+  const BackwardTile tile = shared.tiles[ring.stage];
+  shared.tile_empty[ring.stage].arrive();
+  ring.advance();
+  return tile;
 }
 
 // How many additions to a tile of dq come before that of `key_tile`; `seen` is all that add to it.
@@ -160,6 +184,9 @@ __host__ __device__ __forceinline__ int rank_of(int key_tile, const TileRange& s
   const int lows = low_end > seen.begin ? low_end - seen.begin : 0;
   return lows + key_tile - (split > seen.begin ? split : seen.begin);
 }
+
+// What the L2 cache drops at a time. The workspace begins at a multiple of it.
+constexpr int kCacheLineBytes = 128;
 
 constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
 constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
