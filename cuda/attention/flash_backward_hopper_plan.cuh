@@ -51,6 +51,7 @@ struct BackwardShape {
   // tile's when the products are done with them; or through the latter.
   static constexpr bool kStoresFromDs = kEarlyScores;
   static_assert(!kStoresFromDs || kQueries == 2 * kWidth);
+  // Who gives k and v back: every warp that has multiplied them, or who has stored what went over.
   static constexpr int kKeyReleases = kStoresFromDs ? kWarps : kMultipliers;
   // Who is told of a tile: the multipliers, the thread that adds dq, and those that round it.
   static constexpr int kTileReaders = kReaders + 1 + (kRoundsDq ? kRounders : 0);
