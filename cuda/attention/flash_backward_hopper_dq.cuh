@@ -18,6 +18,12 @@ __device__ __forceinline__ void store_release(int* target, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
 }
 
+// Drops a line of the L2 cache: what stands there has no value any more, and is never written to
+// memory.
+__device__ __forceinline__ void discard_line(const void* line) {
+  asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kCacheLineBytes) : "memory");
+}
+
 // A tile of dq that a block adds to.
 struct DqStep {
   int sequence, head, query_tile;
@@ -134,8 +140,7 @@ __device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& 
         Pack<float, kColumns>::of(sums));
 }
 
-// Drops a tile's sum, which is in shared memory now, from the L2 cache, which would write it to
-// memory for nobody to read.
+// Drops a tile's sum, which is in shared memory now and which nobody else reads.
 template <typename T, int kWidth>
 __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqStep& step,
                                            int rounder) {
@@ -144,7 +149,7 @@ __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqS
   const float* const sum = a.dq_sums + dq_tile<kWidth>(a, step) * kSize;
 #pragma unroll 1
   for (int i = rounder * kLine; i < kSize; i += Shape::kRounders * kLine) {
-    asm volatile("discard.global.L2 [%0], %1;" ::"l"(sum + i), "n"(kCacheLineBytes) : "memory");
+    discard_line(sum + i);
   }
 }
 
