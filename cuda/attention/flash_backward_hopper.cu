@@ -139,7 +139,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       reinterpret_cast<int*>(workspace + parts.ranks_at()),
       reinterpret_cast<int*>(workspace + parts.tickets_at()),
       static_cast<int>(items),
-      // The cache has still what was written last: by the product that makes the sums the last
+      // To begin with what was written or read last: by the product that makes the sums the last
       // sequences; the kernel over the rows ends with the first.
       /*from_last=*/has_sums,
       {attention.query_segments, attention.key_segments, attention.segment_ranges, keys_seen,

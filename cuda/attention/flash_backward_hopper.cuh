@@ -316,8 +316,10 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     pin(dv);
 
     shared.v_full.wait(Shape::kKeyStages == 2 ? k_ring.stage : k_ring.parity);
-    // `from`: 0 or, where the first half of the queries see none of this multiplier's keys, where
-    // the second begins.
+    // A step: the weights p and ds of a tile of queries, and the products that they go into. Of
+    // narrow heads s is there already, and the next step's is left; while dp is multiplied, s
+    // becomes p, and while s is, dq is handed on. `from`: 0 or, where the first half of the queries
+    // see none of this multiplier's keys, where the second begins.
     const auto walk = [&](auto from, int query_tile, bool is_first, bool is_last) {
       constexpr int kFrom = decltype(from)::value / 2;  // in the accumulators
       if constexpr (!Shape::kEarlyScores) {

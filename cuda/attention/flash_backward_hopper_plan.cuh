@@ -128,7 +128,7 @@ __device__ __forceinline__ TileRange keys_seen(const BackwardArguments& a, const
   return a.segments.of_queries[int64_t{sequence} * band.query_tiles() + query_tile];
 }
 
-// The tiles of keys of a block, one after the other.
+// The tiles of keys of a ticket, one after the other.
 struct BackwardItem {
   int sequence, kv_head, count, key_tiles[2];
 };

@@ -87,8 +87,8 @@ struct ForwardArguments {
 
 // The order of the tiles: those with most keys first, so that the last to be taken are short; but
 // only so many heads at a time as have their keys and values in the L2 cache together, and those of
-// the last sequences first, which it has still from the product that wrote them. Heads that share
-// keys are neighbours.
+// the last sequences first, which it is likeliest to have from the product that wrote them. Heads
+// that share keys are neighbours.
 __device__ __forceinline__ ForwardTile decode_tile(const ForwardArguments& a, int tile) {
   const int first_head = tile / (a.heads_at_a_time * a.query_tiles) * a.heads_at_a_time;
   const int heads = min(a.heads_at_a_time, a.batch * a.heads - first_head);
