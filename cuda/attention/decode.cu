@@ -19,6 +19,10 @@ namespace {
 constexpr int kFewerWarps = 8;
 constexpr int64_t kLongPart = 1024;  // tokens of a block
 
+// Keys or values of a step, by number: see `ask` below.
+template <int kNumber>
+using Item = std::integral_constant<int, kNumber>;
+
 template <typename T, typename C>
 struct Arguments {
   const T* q;
@@ -29,29 +33,38 @@ struct Arguments {
   T* out;
   float* partial;
   int heads, kv_heads, length, width;
-  int group;        // query heads of a key head
-  int head_blocks;  // blocks for them
-  int splits;       // blocks along the cache
-  int added;        // tokens in the cache beyond `lengths`
+  int64_t rows_of_sequence;  // of the cache
+  int group;                 // query heads of a key head
+  int head_blocks;           // blocks for them
+  int most_heads;            // of a block
+  int share;                 // columns of the result that a block of a cluster adds up
+  int clusters;              // for a sequence and these heads
+  int splits;                // blocks along the cache
+  int added;                 // tokens in the cache beyond `lengths`
+  bool overlap;              // with the kernel before this one
 };
 
-// What a block works on; `length` keys are there in all.
+// What a block works on.
 struct Place {
-  int sequence, kv_head, first_head, heads, length;
+  int sequence, kv_head, first_head, heads;
 };
 
 template <class Arguments>
 __device__ __forceinline__ Place place_of(const Arguments& a) {
   Place place;
   place.sequence = blockIdx.z;
-  const int length = a.lengths[place.sequence];
   const bool one_block = a.head_blocks == 1;  // then nobody waits for a division
   place.kv_head = one_block ? blockIdx.y : blockIdx.y / a.head_blocks;
   const int first = one_block ? 0 : blockIdx.y % a.head_blocks * kHeads;
   place.first_head = place.kv_head * a.group + first;
   place.heads = min(kHeads, a.group - first);
-  place.length = min(max(length + a.added, 0), a.length);
   return place;
+}
+
+// How many keys there are, by the length that a sequence is said to have.
+template <class Arguments>
+__device__ __forceinline__ int count_keys(const Arguments& a, int length) {
+  return min(max(length + a.added, 0), a.length);
 }
 
 // Eight or sixteen bytes of shared memory.
@@ -66,24 +79,11 @@ __device__ __forceinline__ void read_words(uint32_t (&words)[kWords], const char
   }
 }
 
-// The bytes of shared memory of a warp: its step, and in the end its sums.
-template <typename C>
-__host__ __device__ constexpr size_t warp_bytes(int width) {
-  const size_t sums = sizeof(float) * kHeads * width, step = step_bytes<C>(width);
-  return ((sums > step ? sums : step) + 15) / 16 * 16;
-}
-
 template <typename T, typename C>
-__device__ __forceinline__ MergeTarget<T> target_of(const Arguments<T, C>& a, const Place& place,
-                                                    const BlockCluster& cluster) {
-  const int blocks = cluster.blocks();
-  const int64_t first_row = int64_t{place.sequence} * a.heads + place.first_head;
-  return {a.out,
-          a.partial,
-          a.splits / blocks,
-          static_cast<int>(blockIdx.x) / blocks,
-          first_row,
-          int64_t{gridDim.z} * a.heads};
+__device__ __forceinline__ MergeTarget<T> target_of(const Arguments<T, C>& a, const Place& place) {
+  return {a.out, a.partial, a.clusters,
+          static_cast<uint32_t>(place.sequence * a.heads + place.first_head),
+          gridDim.z * static_cast<uint32_t>(a.heads)};
 }
 
 // The scores of 16 keys are a product of keys and queries; lane 4 r + c reads keys r and r + 8. In
@@ -101,38 +101,21 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
   constexpr int kWords = kPerLane * sizeof(C) / 4, kLaneBytes = kPerLane * sizeof(C);
   constexpr int kTokens = Step::kTokens, kProducts = Step::kProducts;
   static_assert(kLoads * 4 * kPerLoad == kWidth && kParts * 8 * kPerLane == kWidth);
-  extern __shared__ __align__(128) char memory[];
-  MergeMemory& shared = *reinterpret_cast<MergeMemory*>(memory);
-  const BlockCluster cluster;
-  cluster.arrive();
-  start_next_kernel();
-  wait_for_last_kernel();
-
+  extern __shared__ __align__(128) char memory[];  // the warps' rings, and what they merge
   const Place place = place_of(a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
-  const int64_t row_of_sequence = int64_t{place.sequence} * a.length * a.kv_heads + place.kv_head;
-  const int last = place.length - 1;
+  // To ask whether there is anything to wait for takes 0.1 us, of a kernel's 5 to 11.
+  if (a.overlap || a.clusters > 1) start_next_kernel();
+  if (a.overlap) wait_for_last_kernel();
 
-  // The warps of all blocks take products' tokens in turn, as many of them as are a step.
-  const int apart = a.splits * kWarps * kTokens, between = kProducts * apart;
-  int first = (blockIdx.x * kWarps + warp) * kTokens;
-  char* const of_warps = memory + merge_bytes(kWidth);
-  char* const keys = of_warps + warp * warp_bytes<C>(kWidth);
-  char* const values = keys + Step::kBytes;
-  float* const k_scales = reinterpret_cast<float*>(values + Step::kBytes);
-  float* const v_scales = k_scales + Step::kRows;
-  const Step key_step(a.k, a.k_scales, row_of_sequence, a.kv_heads, keys, k_scales);
-  const Step value_step(a.v, a.v_scales, row_of_sequence, a.kv_heads, values, v_scales);
-  if (first <= last) key_step.fetch(first, apart, last);
-  commit_copies();
-  if (first <= last) value_step.fetch(first, apart, last);
-  commit_copies();
-
+  // All warps ask for the length and the queries before any asks for keys: behind these they would
+  // come a microsecond later.
+  const int length = a.lengths[place.sequence];
   // Words of two columns of the queries.
   uint32_t q[kLoads][kPerLoad / 2] = {};
   if (r < place.heads) {
-    const T* row =
-        a.q + (int64_t{place.sequence} * a.heads + place.first_head + r) * kWidth + c * kPerLoad;
+    const uint32_t head = place.sequence * a.heads + place.first_head + r;
+    const T* row = a.q + uint64_t{head} * kWidth + c * kPerLoad;
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
 #pragma unroll
@@ -143,20 +126,49 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
       }
     }
   }
+  __syncthreads();
 
-  // Chunks c and c + 4 of row r, and a value's part of rows 2c and 2c + 1; what else the lane reads
-  // lies at constant distances from them.
-  const char* const key_chunks[2] = {keys + Step::offset(r, c * 16),
-                                     keys + Step::offset(r, c * 16 + 64 % Step::kRowBytes)};
-  const char* const value_parts[2] = {values + Step::offset(2 * c, r * kLaneBytes),
-                                      values + Step::offset(2 * c + 1, r * kLaneBytes)};
+  const int64_t row_of_sequence = place.sequence * a.rows_of_sequence + place.kv_head;
+  // The warps of all blocks take products' tokens in turn, as many of them as are a step.
+  const int apart = a.splits * kWarps * kTokens, between = kProducts * apart;
+  int first = (blockIdx.x * kWarps + warp) * kTokens;
+  const Step key_step(a.k, a.k_scales, row_of_sequence, a.kv_heads);
+  const Step value_step(a.v, a.v_scales, row_of_sequence, a.kv_heads);
+  char* const ring = memory + warp * ring_bytes<C>(kWidth, kSlots);
+  // The first keys do not wait for the length: the score of a key past it is dropped, whatever
+  // stands there. A value past it would be multiplied by zero, and might be no number.
+  if (first < a.length) key_step.fetch(ring, first, apart, a.length - 1);
+  commit_copies();
+  const int last = count_keys(a, length) - 1;
+  // Asks for an item: 2 s are the keys of step s from the present one, 2 s + 1 its values.
+  const auto ask = [&](auto item, char* slot) {
+    constexpr int kItem = decltype(item)::value;
+    const int start = first + kItem / 2 * between;
+    if (start <= last) (kItem % 2 ? value_step : key_step).fetch(slot, start, apart, last);
+    commit_copies();
+  };
+  ask(Item<1>{}, ring + Step::kSlotBytes);
+  if constexpr (kSlots == 3) ask(Item<2>{}, ring + 2 * Step::kSlotBytes);
+  Merge<kWarps, kWidth> merge(memory + kWarps * ring_bytes<C>(kWidth, kSlots), place.heads, kWidth,
+                              a.share);
+
+  // Where in a slot are chunks c and c + 4 of row r, and a value's part of rows 2c and 2c + 1; what
+  // else the lane reads lies at constant distances from them.
+  const int key_chunks[2] = {Step::offset(r, c * 16),
+                             Step::offset(r, c * 16 + 64 % Step::kRowBytes)};
+  const int value_parts[2] = {Step::offset(2 * c, r * kLaneBytes),
+                              Step::offset(2 * c + 1, r * kLaneBytes)};
 
   // Of heads 2c and 2c + 1.
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};
   float sums[kParts][kPerLane / 2][4] = {};
+  char* slot = ring;
+  const auto advance = [&] {
+    slot += Step::kSlotBytes;
+    if (slot == ring + kSlots * Step::kSlotBytes) slot = ring;
+  };
   for (; first <= last; first += between) {
-    const bool continues = first + between <= last;
-    wait_for_older_copies<1>();
+    wait_for_older_copies<kSlots - 1>();
     __syncwarp();
     // Of tokens r (the first two) and r + 8, heads 2c and 2c + 1.
     float scores[kProducts][4];
@@ -169,7 +181,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
           uint32_t low[4], high[4];
-          const char* row = key_chunks[j % 2] + j / 2 * 128 + n * kTokens * Step::kRowBytes;
+          const char* row = slot + key_chunks[j % 2] + j / 2 * 128 + n * kTokens * Step::kRowBytes;
           read_words(low, row);
           read_words(high, row + 8 * Step::kRowBytes);
 #pragma unroll
@@ -184,13 +196,13 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
       for (int i = 0; i < 4; ++i) {
         const int row = r + i / 2 * 8;
         float scale = a.scale * kLog2E;
-        if constexpr (sizeof(C) == 1) scale *= k_scales[n * kTokens + row];
+        if constexpr (sizeof(C) == 1) scale *= Step::scales(slot)[n * kTokens + row];
         scores[n][i] = token + row <= last ? (halves[0][i] + halves[1][i]) * scale : -INFINITY;
       }
     }
     __syncwarp();
-    if (continues) key_step.fetch(first + between, apart, last);
-    commit_copies();
+    ask(Item<kSlots>{}, slot);
+    advance();
 
     float factor[2];
 #pragma unroll
@@ -226,7 +238,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
         }
       }
     }
-    wait_for_older_copies<1>();
+    wait_for_older_copies<kSlots - 1>();
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
@@ -235,7 +247,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         float scale = 1.0f;
-        if constexpr (sizeof(C) == 1) scale = v_scales[n * kTokens + r + 8 * t];
+        if constexpr (sizeof(C) == 1) scale = Step::scales(slot)[n * kTokens + r + 8 * t];
         weights[t] =
             transpose_8x8(pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
       }
@@ -244,7 +256,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
         uint32_t value[4][kWords];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-          read_words(value[t], value_parts[t % 2] + p * 8 * kLaneBytes +
+          read_words(value[t], slot + value_parts[t % 2] + p * 8 * kLaneBytes +
                                    (n * kTokens + t / 2 * 8) * Step::kRowBytes);
         }
 #pragma unroll
@@ -257,41 +269,31 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
       }
     }
     __syncwarp();
-    if (continues) value_step.fetch(first + between, apart, last);
-    commit_copies();
+    ask(Item<kSlots + 1>{}, slot);
+    advance();
   }
 
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) {
-      total[h] += __shfl_xor_sync(kFullWarp, total[h], offset);
-    }
-    if (r == 0) shared.largest[2 * c + h][warp] = largest[h];
-  }
-  __syncthreads();
-  float* const of_warp = reinterpret_cast<float*>(keys);
+  sum_over_groups<4>(total);
+  // The sums take the place of keys, some of which a warp without any has asked for nevertheless.
+  wait_for_older_copies<0>();
+  __syncwarp();
+  float* const of_warp = reinterpret_cast<float*>(ring);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int head = 2 * c + h;
-    const float weight = weight_in_block<kWarps>(shared, head, warp);
-    if (r == 0) shared.total[head][warp] = total[h] * weight;
     if (head >= place.heads) continue;
-    float* const of_head = of_warp + head * kWidth;
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
 #pragma unroll
       for (int i = 0; i < kPerLane / 2; i += 2) {
-        const int column = (p * 8 + r) * kPerLane + 2 * i;
         const float *low = sums[p][i] + h, *high = sums[p][i + 1] + h;  // two columns of either
-        store(of_head + 4 * pack_of_sums(head, column),
-              Pack<float>::of(
-                  {low[0] * weight, low[2] * weight, high[0] * weight, high[2] * weight}));
+        store(of_warp + merge.place_of(head, (p * 8 + r) * kPerLane + 2 * i),
+              Pack<float>::of({low[0], low[2], high[0], high[2]}));
       }
     }
+    if (r == 0) merge.take_statistics(head, largest[h], total[h]);
   }
-  merge_parts<kWarps, kWidth>(shared, of_warps, warp_bytes<C>(kWidth), cluster,
-                              target_of(a, place, cluster), place.heads, kWidth);
+  merge.finish(memory, ring_bytes<C>(kWidth, kSlots), target_of(a, place));
 }
 
 // The same without tensor cores, for float32 and for heads of other widths: a lane has columns
@@ -301,12 +303,12 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
     decode_attention_any_width_kernel(const Arguments<T, C> a) {
   constexpr int kWarps = kFewerWarps;
   extern __shared__ __align__(128) char memory[];
-  MergeMemory& shared = *reinterpret_cast<MergeMemory*>(memory);
-  const BlockCluster cluster;
-  cluster.arrive();
+  const Place place = place_of(a);
+  const size_t warp_bytes = sizeof(float) * a.most_heads * a.width;
+  Merge<kWarps, 0> merge(memory + kWarps * warp_bytes, place.heads, a.width, a.share);
   start_next_kernel();
   wait_for_last_kernel();
-  const Place place = place_of(a);
+  const int length = count_keys(a, a.lengths[place.sequence]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float q[kHeads][kColumns], sums[kHeads][kColumns] = {};
   float largest[kHeads], total[kHeads] = {};
@@ -320,7 +322,7 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
       q[h][i] = h < place.heads && column < a.width ? to_float(row[column]) : 0.0f;
     }
   }
-  for (int token = blockIdx.x * kWarps + warp; token < place.length; token += a.splits * kWarps) {
+  for (int token = blockIdx.x * kWarps + warp; token < length; token += a.splits * kWarps) {
     const int64_t at = (int64_t{place.sequence} * a.length + token) * a.kv_heads + place.kv_head;
     float key[kColumns], value[kColumns];
 #pragma unroll
@@ -354,27 +356,18 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
       }
     }
   }
-  if (lane == 0) {
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) shared.largest[h][warp] = largest[h];
-  }
-  __syncthreads();
-  char* const of_warps = memory + merge_bytes(a.width);
-  const size_t bytes = warp_bytes<C>(a.width);
-  float* const of_warp = reinterpret_cast<float*>(of_warps + warp * bytes);
+  float* const of_warp = reinterpret_cast<float*>(memory + warp * warp_bytes);
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    const float weight = weight_in_block<kWarps>(shared, h, warp);
-    if (lane == 0) shared.total[h][warp] = total[h] * weight;
     if (h >= place.heads) continue;
+    if (lane == 0) merge.take_statistics(h, largest[h], total[h]);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int column = lane + 32 * i;
-      if (column < a.width) of_warp[h * a.width + column] = sums[h][i] * weight;
+      if (column < a.width) of_warp[merge.place_of(h, column)] = sums[h][i];
     }
   }
-  merge_parts<kWarps, 0>(shared, of_warps, bytes, cluster, target_of(a, place, cluster),
-                         place.heads, a.width);
+  merge.finish(memory, warp_bytes, target_of(a, place));
 }
 
 // Adds up the parts of a sequence that different clusters have read, a block a head of a sequence.
@@ -400,12 +393,18 @@ __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts,
   }
 }
 
+// The shared memory of a block of the tensor cores' kernel.
+template <int kWarps, int kWidth, typename T, typename C>
+size_t tensor_core_bytes(const Arguments<T, C>& arguments, int slots, int cluster) {
+  return kWarps * ring_bytes<C>(kWidth, slots) +
+         Merge<kWarps, kWidth>::bytes(cluster, arguments.most_heads, kWidth);
+}
+
 // A block of `warps` warps for each split, for eight query heads of a key head, and for each
 // sequence; the splits are clusters of `cluster` blocks.
 template <class Kernel, typename T, typename C>
 cudaError_t launch(cudaStream_t stream, Kernel kernel, const Arguments<T, C>& arguments,
-                   int64_t batch, int warps, int cluster, bool overlap) {
-  const size_t bytes = merge_bytes(arguments.width) + warps * warp_bytes<C>(arguments.width);
+                   int64_t batch, int warps, size_t bytes, int cluster, bool overlap) {
   JAXLLM_RETURN_IF_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const dim3 grid(arguments.splits, arguments.kv_heads * arguments.head_blocks, batch);
@@ -426,6 +425,7 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   JAXLLM_RETURN_IF_ERROR(limits.read());
   JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
   JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  const int slots = slots_of_ring(major);
   int cluster = 1;
   while (major >= 9 && cluster < kMaxCluster && splits % (2 * cluster) == 0) cluster *= 2;
 
@@ -438,28 +438,38 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   arguments.length = sizes.length, arguments.width = width;
   arguments.group = sizes.heads / sizes.kv_heads;
   arguments.head_blocks = divide_up(arguments.group, kHeads);
+  arguments.most_heads = std::min(arguments.group, kHeads);
+  arguments.clusters = splits / cluster;
+  arguments.rows_of_sequence = sizes.length * sizes.kv_heads;
+  arguments.share = share_of_block(width, cluster);
   arguments.splits = splits, arguments.added = sizes.added;
+  arguments.overlap = sizes.overlap;
 
-  const auto with = [&](auto kernel, int warps) {
-    return launch(stream, kernel, arguments, batch, warps, cluster, sizes.overlap);
+  const auto with = [&](auto kernel, int warps, size_t bytes) {
+    return launch(stream, kernel, arguments, batch, warps, bytes, cluster, sizes.overlap);
   };
   const auto any_width = [&] {
-    if (width <= 64) return with(decode_attention_any_width_kernel<T, C, 2>, kFewerWarps);
-    if (width <= 128) return with(decode_attention_any_width_kernel<T, C, 4>, kFewerWarps);
-    return with(decode_attention_any_width_kernel<T, C, 8>, kFewerWarps);
+    const int64_t heads = arguments.most_heads;
+    const size_t bytes = sizeof(float) * kFewerWarps * heads * width +
+                         Merge<kFewerWarps, 0>::bytes(cluster, heads, width);
+    if (width <= 64) return with(decode_attention_any_width_kernel<T, C, 2>, kFewerWarps, bytes);
+    if (width <= 128) return with(decode_attention_any_width_kernel<T, C, 4>, kFewerWarps, bytes);
+    return with(decode_attention_any_width_kernel<T, C, 8>, kFewerWarps, bytes);
   };
   cudaError_t status;
   if constexpr (sizeof(T) == 2) {
-    // Blocks of more warps where each has a multiprocessor of its own, memory enough, and a long
-    // part of the cache. Clusters do not find room on every last multiprocessor.
-    const int64_t blocks = batch * sizes.kv_heads * arguments.head_blocks * splits;
-    const auto bytes = static_cast<int64_t>(merge_bytes(width) + kMostWarps * warp_bytes<C>(width));
-    const bool many_warps = 4 * blocks <= 3 * limits.multiprocessors &&
-                            bytes <= limits.shared_bytes && sizes.length >= splits * kLongPart;
     const auto with_width = [&](auto kernel_width) {
       constexpr int kWidth = decltype(kernel_width)::value;
-      return many_warps ? with(decode_attention_kernel<kMostWarps, T, C, kWidth>, kMostWarps)
-                        : with(decode_attention_kernel<kFewerWarps, T, C, kWidth>, kFewerWarps);
+      const size_t bytes = tensor_core_bytes<kMostWarps, kWidth>(arguments, slots, cluster);
+      // Blocks of more warps where each has a multiprocessor of its own, memory enough, and a long
+      // part of the cache. Clusters do not find room on every last multiprocessor.
+      const int64_t blocks = batch * sizes.kv_heads * arguments.head_blocks * splits;
+      if (4 * blocks <= 3 * limits.multiprocessors && sizes.length >= splits * kLongPart &&
+          bytes <= static_cast<size_t>(limits.shared_bytes)) {
+        return with(decode_attention_kernel<kMostWarps, T, C, kWidth>, kMostWarps, bytes);
+      }
+      return with(decode_attention_kernel<kFewerWarps, T, C, kWidth>, kFewerWarps,
+                  tensor_core_bytes<kFewerWarps, kWidth>(arguments, slots, cluster));
     };
     const bool aligned = aligned_16(q, k, v);
     if (aligned && width == 64) {

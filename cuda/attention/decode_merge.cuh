@@ -3,14 +3,18 @@
 // A part is the largest score (of base 2), the sum of the weights beside it, and the sum of the
 // values with these weights. Warps go together in shared memory. Then each block of a cluster sends
 // every other one its share of the columns, to add up and write.
+//
+// What follows the last key counts in full, since memory has nothing to do meanwhile. So it has one
+// barrier, and no fence: see BlockCluster.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include <cstddef>
 #include <cstdint>
 
 #include "common/fast_math.cuh"
+#include "common/float_order.cuh"
+#include "common/hopper.cuh"
+#include "common/reduce_max.cuh"
 #include "common/unit.cuh"
 #include "common/vector.cuh"
 
@@ -21,77 +25,108 @@ inline constexpr int kMostWarps = 16;
 // A cluster of 16 is larger than some of the GPU's groups of multiprocessors: the last would wait.
 inline constexpr int kMaxCluster = 8;
 
-// A number of each of kCount parts; rows of so many bytes that lie side by side in different banks.
-template <int kCount>
-struct alignas(16) PartsRow {
-  float values[kCount + 4];
-
-  __device__ __forceinline__ float& operator[](int i) { return values[i]; }
-  __device__ __forceinline__ const float& operator[](int i) const { return values[i]; }
-
-  // The first kFound of them.
-  template <int kFound>
-  __device__ __forceinline__ void read(float (&found)[kFound]) const {
-#pragma unroll
-    for (int i = 0; i < kFound; i += 4) {
-      const Pack<float> four = load<4>(values + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) found[i + j] = four[j];
-    }
-  }
-};
-
-struct MergeMemory {
-  PartsRow<kMostWarps> largest[kHeads], total[kHeads];
-  PartsRow<kMaxCluster> received_largest[kHeads], received_total[kHeads];
-  float received[4];  // [blocks][kHeads][share of the columns]; then a piece of memory a warp
-};
-
-// The bytes of a block's shared memory before the warps' pieces.
-__host__ __device__ constexpr size_t merge_bytes(int width) {
-  return (sizeof(MergeMemory) + sizeof(float) * kHeads * (width + kMaxCluster) + 127) / 128 * 128;
-}
-
 // The weight of a part of the softmax in the whole; a part without keys has none.
 __device__ __forceinline__ float weight_of_part(float largest, float largest_of_all) {
   return largest == -INFINITY ? 0.0f : exp2_fast(largest - largest_of_all);
 }
 
-// A cluster of blocks, or one block by itself where there are no clusters.
-struct BlockCluster {
+// A cluster of blocks that send each other numbers, or one block by itself, as on GPUs without
+// clusters. A number that is sent counts at the receiver's barrier when it has arrived; so nobody
+// need fence what was sent, as before a cluster's own barrier, and wait for all of memory.
+class BlockCluster {
+ public:
 #if __CUDA_ARCH__ >= 900
-  cooperative_groups::cluster_group group = cooperative_groups::this_cluster();
-  __device__ int blocks() const { return group.num_blocks(); }
-  __device__ int rank() const { return group.block_rank(); }
-  __device__ void arrive() const { group.barrier_arrive(); }
-  __device__ void wait() const { group.barrier_wait(); }
-  __device__ MergeMemory* memory_of(MergeMemory& mine, int rank) const {
-    return group.map_shared_rank(&mine, rank);
+  __device__ __forceinline__ static int blocks() {
+    uint32_t count;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    return count;
   }
+
+  __device__ __forceinline__ static int rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+  }
+
+  // All threads call this before they send. So many bytes will be sent to this block.
+  __device__ __forceinline__ void open(uint32_t bytes) {
+    if (blocks() == 1) return;
+    if (threadIdx.x == 0) {
+      all_here_.init(1);
+      all_here_.arrive_and_expect(bytes);
+      hopper::fence_barrier_init();
+    }
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+
+  // Puts a number, two or four where `target` is, in shared memory, but in the block `rank`.
+  template <typename To, class Numbers>
+  __device__ __forceinline__ void send(int rank, To* target, const Numbers& numbers) {
+    if (blocks() == 1) {
+      *reinterpret_cast<Numbers*>(target) = numbers;
+    } else {
+      send_to(address_in(rank, target), address_in(rank, &all_here_), numbers);
+    }
+  }
+
+  // Until all that this block is sent has arrived. It may end then: nobody uses its memory.
+  __device__ __forceinline__ void wait_for_all() {
+    if (blocks() == 1) {
+      __syncthreads();
+    } else {
+      all_here_.wait(0);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t address_in(int rank, const void* pointer) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(hopper::shared_address(pointer)), "r"(rank));
+    return address;
+  }
+
+  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
+                                                 const Element<float>& number) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+            target),
+        "f"(number.value), "r"(barrier)
+        : "memory");
+  }
+
+  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
+                                                 const float2& pair) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(target),
+        "f"(pair.x), "f"(pair.y), "r"(barrier)
+        : "memory");
+  }
+
+  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
+                                                 const Pack<float>& pack) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(target),
+        "r"(pack.words[0]), "r"(pack.words[1]), "r"(pack.words[2]), "r"(pack.words[3]), "r"(barrier)
+        : "memory");
+  }
+
+  hopper::Barrier all_here_;
 #else
-  __device__ int blocks() const { return 1; }
-  __device__ int rank() const { return 0; }
-  __device__ void arrive() const {}
-  __device__ void wait() const { __syncthreads(); }
-  __device__ MergeMemory* memory_of(MergeMemory& mine, int) const { return &mine; }
+  __device__ static int blocks() { return 1; }
+  __device__ static int rank() { return 0; }
+  __device__ void open(uint32_t) {}
+  template <typename To, class Numbers>
+  __device__ void send(int, To* target, const Numbers& numbers) {
+    *reinterpret_cast<Numbers*>(target) = numbers;
+  }
+  __device__ void wait_for_all() { __syncthreads(); }
 #endif
 };
-
-// The weight of a warp's part in its block's, when all warps have said their largest scores.
-template <int kWarps>
-__device__ __forceinline__ float weight_in_block(const MergeMemory& shared, int head, int warp) {
-  float of_warps[kWarps], largest = -INFINITY;
-  shared.largest[head].read(of_warps);
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
-  return weight_of_part(shared.largest[head][warp], largest);
-}
-
-// Where pack `column / 4` of a head's sums lies, in packs of four from the head's first: lanes
-// write packs of four pairs of heads at a time, which then are in different banks.
-__device__ __forceinline__ int pack_of_sums(int head, int column) {
-  return column / 4 ^ (head / 2 % 2 | head / 4 % 2 * 4);
-}
 
 // Where the results of a cluster go: to `out`, or, where other clusters have keys of the same
 // queries, to their part of `partial`: sums, and then two statistics a row.
@@ -99,91 +134,170 @@ template <typename T>
 struct MergeTarget {
   T* out;
   float* partial;
-  int parts, part;
-  int64_t first_row, rows;
+  int parts;
+  uint32_t first_row, rows;
 
   __device__ __forceinline__ void write(int head, int column, int width, float sum, float largest,
                                         float total) const {
-    const int64_t row = first_row + head;
+    const uint32_t row = first_row + head;
     if (parts == 1) {
-      out[row * width + column] = from_float<T>(total == 0.0f ? 0.0f : sum / total);
+      // Without the cases that a division of any two numbers has.
+      const float quotient = total == 0.0f ? 0.0f : __fdividef(sum, total);
+      out[uint64_t{row} * width + column] = from_float<T>(quotient);
       return;
     }
-    partial[(part * rows + row) * width + column] = sum;
+    const int part = blockIdx.x / BlockCluster::blocks();
+    const int64_t place = int64_t{part} * rows + row;
+    partial[place * width + column] = sum;
     if (column == 0) {
-      float* statistics = partial + parts * rows * width + (part * rows + row) * 2;
+      float* statistics = partial + int64_t{parts} * rows * width + place * 2;
       statistics[0] = largest;
       statistics[1] = total;
     }
   }
 };
 
-// Adds up what warps and blocks have, and writes it. Each warp has left its totals and,
-// `warp_bytes` from one warp to the next, its sums as [heads][width], both times its weight in the
-// block. The cluster's blocks have arrived once, to say that they run. kWidth is the heads' width,
-// a power of two that clusters divide into packs of four, with the packs in the order of
-// pack_of_sums; or 0 for any other width, which then is `any_width`.
-template <int kWarps, int kWidth, typename T>
-__device__ void merge_parts(MergeMemory& shared, const char* of_warps, size_t warp_bytes,
-                            const BlockCluster& cluster, const MergeTarget<T>& target, int heads,
-                            int any_width) {
-  constexpr int kThreads = 32 * kWarps, kPack = kWidth ? 4 : 1;
-  const int width = kWidth ? kWidth : any_width, thread = threadIdx.x;
-  const int blocks = cluster.blocks(), rank = cluster.rank(), log2_blocks = 31 - __clz(blocks);
-  const int share = (width + blocks - 1) >> log2_blocks, log2_share = 31 - __clz(share);
-  const auto divided_by_share = [&](int i) { return kWidth ? i >> log2_share : i / share; };
-  __syncthreads();
-  cluster.wait();
-  for (int i = thread; i < blocks * kHeads; i += kThreads) {
-    const int head = i % kHeads;
-    float largest = -INFINITY, total = 0.0f, of_warps[kWarps];
-    shared.largest[head].read(of_warps);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, of_warps[w]);
-    shared.total[head].read(of_warps);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += of_warps[w];
-    MergeMemory& other = *cluster.memory_of(shared, i / kHeads);
-    other.received_largest[head][rank] = largest;
-    other.received_total[head][rank] = total;
+// The columns that a block of a cluster adds up, but for the last, which may have fewer.
+inline int share_of_block(int width, int blocks) { return (width + blocks - 1) / blocks; }
+
+// Adds up what warps and blocks have. kWidth is the heads' width where it is a power of two that
+// clusters divide into packs of four, and 0 for any other.
+template <int kWarps, int kWidth>
+class Merge {
+  static constexpr int kPack = kWidth ? 4 : 1;
+  // A thread adds up a pack of four warps, and as many sums are sent.
+  static constexpr int kWarpsEach = 4, kSent = kWarps / kWarpsEach;
+
+ public:
+  // The shared memory that it takes, of which the constructor is told.
+  static size_t bytes(int blocks, int heads, int width) {
+    const int share = share_of_block(width, blocks);
+    return (sizeof(Shared) + blocks * stride(heads * share) * sizeof(float) + 127) / 128 * 128;
   }
-  for (int i = thread * kPack; i < heads * width; i += kThreads * kPack) {
-    const int head = i / width, column = i % width, to = divided_by_share(column);
-    const int place = kWidth ? head * width + pack_of_sums(head, column) * 4 : i;
-    float sum[kPack] = {};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const auto* sums = reinterpret_cast<const float*>(of_warps + w * warp_bytes);
-      const auto of_warp = *reinterpret_cast<const Unit<float, kPack>*>(sums + place);
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) sum[j] += of_warp[j];
-    }
-    float* received = cluster.memory_of(shared, to)->received;
-    received += (rank * kHeads + head) * share + column - to * share;
-    *reinterpret_cast<Unit<float, kPack>*>(received) = Unit<float, kPack>::of(sum);
+
+  // All threads call this. A block has `heads`, `width` wide, and adds up `share` of the columns.
+  __device__ __forceinline__ Merge(char* memory, int heads, int width, int share)
+      : shared_(*reinterpret_cast<Shared*>(memory)),
+        blocks_(BlockCluster::blocks()),
+        rank_(BlockCluster::rank()),
+        heads_(heads),
+        width_(kWidth ? kWidth : width),
+        share_(share) {
+    const int columns = max(0, min(share_, width_ - rank_ * share_));
+    shared_.cluster.open(blocks_ * heads * (2 + kSent * columns) * sizeof(float));
   }
-  cluster.arrive();
-  cluster.wait();
-  for (int i = thread; i < heads * share; i += kThreads) {
-    const int head = divided_by_share(i), column = rank * share + i - head * share;
-    if (column >= width) continue;
-    float of_blocks[kMaxCluster], totals[kMaxCluster];
-    shared.received_largest[head].read(of_blocks);
-    shared.received_total[head].read(totals);
-    float largest = -INFINITY, total = 0.0f, sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kMaxCluster; ++k) {
-      if (k < blocks) largest = fmaxf(largest, of_blocks[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < kMaxCluster; ++k) {
-      if (k >= blocks) continue;
-      const float weight = weight_of_part(of_blocks[k], largest);
-      total += weight * totals[k];
-      sum += weight * shared.received[k * kHeads * share + i];
-    }
-    target.write(head, column, width, sum, largest, total);
+
+  // Takes the statistics that the warp has of a head.
+  __device__ __forceinline__ void take_statistics(int head, float largest, float total) {
+    shared_.of_warps[head][threadIdx.x / 32] = {largest, total};
   }
-}
+
+  // Where a warp leaves its sum of a column, or a pack from it on. Lanes write packs of four pairs
+  // of heads at a time, which then are in different banks.
+  __device__ __forceinline__ int place_of(int head, int column) const {
+    if constexpr (kWidth == 0) return head * width_ + column;
+    return head * kWidth + (column / 4 ^ (head / 2 % 2 | head / 4 % 2 * 4)) * 4 + column % 4;
+  }
+
+  // Adds up all and writes the block's share of the columns. All threads call this. The warps have
+  // left their sums in `of_warps`, `warp_bytes` from one warp to the next.
+  template <typename T>
+  __device__ __forceinline__ void finish(const char* of_warps, int warp_bytes,
+                                         const MergeTarget<T>& target) {
+    __syncthreads();
+    send_parts(of_warps, warp_bytes);
+    shared_.cluster.wait_for_all();
+    // Eight neighbouring lanes have a column of a head, and a block of the cluster each.
+    const int block = threadIdx.x % kMaxCluster, count = heads_ * share_;
+    constexpr int kColumns = 32 / kMaxCluster;
+    for (int first = threadIdx.x / 32 * kColumns; first < count; first += kWarps * kColumns) {
+      const int i = min(first + static_cast<int>(threadIdx.x % 32) / kMaxCluster, count - 1);
+      const int head = divided_by_share(i), column = rank_ * share_ + i - head * share_;
+      float2 statistics = {-INFINITY, 0.0f};
+      float totals[2] = {};  // of the sums, and of the weights
+      if (block < blocks_) {
+        statistics = shared_.received[head][block];
+        const float* sums = shared_.received_sums + block * stride(count) + i;
+#pragma unroll
+        for (int k = 0; k < kSent; ++k) totals[0] += sums[k * count];
+      }
+      const float largest = max_over_lanes<kMaxCluster>(statistics.x);
+      const float weight = weight_of_part(statistics.x, largest);
+      totals[0] *= weight;
+      totals[1] = weight * statistics.y;
+      sum_over_lanes<kMaxCluster>(totals);
+      if (block == 0 && column < width_) {
+        target.write(head, column, width_, totals[0], largest, totals[1]);
+      }
+    }
+  }
+
+ private:
+  struct Shared {
+    float2 of_warps[kHeads][kWarps];       // the largest score and the total of its warps
+    float2 received[kHeads][kMaxCluster];  // the same of the cluster's blocks
+    BlockCluster cluster;
+    alignas(16) float received_sums[4];  // [blocks][kSent][heads][share]
+  };
+
+  // Floats from what one block sends to what the next does: the kMaxCluster blocks' sums of
+  // neighbouring columns lie in different banks.
+  __host__ __device__ static constexpr int stride(int count) {
+    return (kSent * count + 31) / 32 * 32 + 32 / kMaxCluster;
+  }
+
+  __device__ __forceinline__ int divided_by_share(int i) const {
+    if constexpr (kWidth > 0) {
+      return static_cast<uint32_t>(i * blocks_) / kWidth;
+    } else {
+      return i / share_;
+    }
+  }
+
+  // Sends the statistics of the block to each block, and each the sums of its columns, times their
+  // weight in this block. A warp has a head and kWarpsEach warps' sums at a time.
+  __device__ __forceinline__ void send_parts(const char* of_warps, int warp_bytes) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int item = threadIdx.x / 32; item < heads_ * kSent; item += kWarps) {
+      const int head = item / kSent, sent = item % kSent;
+      const float2 of_warp = shared_.of_warps[head][lane % kWarps];
+      const float largest = from_ordered(__reduce_max_sync(kFullWarp, to_ordered(of_warp.x)));
+      const float weight = weight_of_part(of_warp.x, largest);
+      float total[1] = {weight * of_warp.y};
+      sum_over_lanes<kWarps>(total);  // by all warps: beside the sums it takes no time
+      const char* const summands = of_warps + sent * kWarpsEach * warp_bytes;
+      float* const received =
+          shared_.received_sums + rank_ * stride(heads_ * share_) + (sent * heads_ + head) * share_;
+      // All lanes stay: each has weights that the others ask for.
+      for (int first = 0; first < width_; first += 32 * kPack) {
+        const int column = min(first + lane * kPack, width_ - kPack);
+        const char* summand = summands + place_of(head, column) * sizeof(float);
+        Unit<float, kPack> packs[kWarpsEach];
+#pragma unroll
+        for (int w = 0; w < kWarpsEach; ++w) {
+          packs[w] = *reinterpret_cast<const Unit<float, kPack>*>(summand + w * warp_bytes);
+        }
+        float sum[kPack] = {};
+#pragma unroll
+        for (int w = 0; w < kWarpsEach; ++w) {
+          const float of_pack = __shfl_sync(kFullWarp, weight, sent * kWarpsEach + w);
+#pragma unroll
+          for (int j = 0; j < kPack; ++j) sum[j] += of_pack * packs[w][j];
+        }
+        if (first + lane * kPack >= width_) continue;
+        const int to = divided_by_share(column);
+        shared_.cluster.send(to, received + column - to * share_, Unit<float, kPack>::of(sum));
+      }
+      if (sent == 0 && lane < blocks_) {
+        shared_.cluster.send(lane, &shared_.received[head][rank_], float2{largest, total[0]});
+      }
+    }
+  }
+
+  Shared& shared_;
+  int blocks_, rank_, heads_, width_;
+  int share_;  // columns of a block, but for the last, which may have fewer
+};
 
 }  // namespace jaxllm

@@ -9,17 +9,32 @@
 
 namespace jaxllm {
 
-// The rows of a step of a warp, each the bytes of a key or a value: 4 KiB of either are on their
-// way, but no more rows than are worth a step of a short cache.
+// The rows of a step of a warp, each the bytes of a key or a value: 4 KiB, but no more rows than
+// are worth a step of a short cache.
 __host__ __device__ constexpr int step_rows(int row_bytes) {
   return row_bytes >= 128 ? 4096 / row_bytes : 32;
 }
 
-// A warp's step: keys, values, and where they are int8 the scales of either.
+// A step of keys or of values lies in a slot, with their scales where the numbers are int8. A warp
+// has a ring of slots: keys, values and, where a block may have 227 KB of shared memory, the next
+// keys are on their way together.
+__host__ __device__ constexpr int slots_of_ring(int major) {
+  return major >= 9 && major < 12 ? 3 : 2;
+}
+#ifdef __CUDA_ARCH__
+inline constexpr int kSlots = slots_of_ring(__CUDA_ARCH__ / 100);
+#else
+inline constexpr int kSlots = 2;  // of no account: the host asks slots_of_ring
+#endif
+
 template <typename C>
-__host__ __device__ constexpr size_t step_bytes(int width) {
-  const size_t row_bytes = width * sizeof(C) + (sizeof(C) == 1 ? sizeof(float) : 0);
-  return 2 * step_rows(width * sizeof(C)) * row_bytes;
+__host__ __device__ constexpr size_t slot_bytes(int width) {
+  return step_rows(width * sizeof(C)) * (width * sizeof(C) + (sizeof(C) == 1 ? sizeof(float) : 0));
+}
+
+template <typename C>
+__host__ __device__ constexpr size_t ring_bytes(int width, int slots) {
+  return slots * slot_bytes<C>(width);
 }
 
 // The keys of a step, or the values, of one head: rows of 16-byte chunks, kTokens rows for each of
@@ -31,27 +46,31 @@ class CacheStep {
   static constexpr int kRowBytes = kWidth * sizeof(C);
   static constexpr int kRows = step_rows(kRowBytes);
   static constexpr int kBytes = kRows * kRowBytes;
+  static constexpr int kSlotBytes = slot_bytes<C>(kWidth);
   static constexpr int kTokens = 16;
   static constexpr int kProducts = kRows / kTokens;
 
   // `cache` and `scales` are those of all sequences, of which one begins at row `first_row`, and
-  // `heads` rows lead from a token to the next. They are brought to `target` and `scale_target`.
+  // `heads` rows lead from a token to the next.
   __device__ __forceinline__ CacheStep(const C* cache, const float* scales, int64_t first_row,
-                                       int heads, char* target, float* scale_target)
+                                       int heads)
       : cache_(reinterpret_cast<const char*>(cache) + first_row * kRowBytes + my_chunk() * 16),
         scales_(scales + first_row),
-        heads_(heads),
-        target_(target),
-        scale_target_(scale_target) {}
+        heads_(heads) {}
 
   // Where the bytes of a row from `byte` on lie; they do not go beyond their chunk.
   __device__ __forceinline__ static int offset(int row, int byte) {
     return row * kRowBytes + (byte / 16 ^ turn(row)) * 16 + byte % 16;
   }
 
-  // Starts to copy: the products' tokens begin at `first`, `first + apart`, ...; past `last` stands
-  // the last one again, or nothing where a product has none.
-  __device__ __forceinline__ void fetch(int first, int apart, int last) const {
+  // The scales of a slot.
+  __device__ __forceinline__ static float* scales(char* slot) {
+    return reinterpret_cast<float*>(slot + kBytes);
+  }
+
+  // Starts to copy to a slot: the products' tokens begin at `first`, `first + apart`, ...; past
+  // `last` stands the last one again, or nothing where a product has none.
+  __device__ __forceinline__ void fetch(char* slot, int first, int apart, int last) const {
     constexpr int kRowsPerCopy = 32 / kRowChunks;
     const int mine = offset(my_row(), my_chunk() * 16);
 #pragma unroll
@@ -60,7 +79,7 @@ class CacheStep {
       if (i >= kTokens && start > last) break;
       const auto token = static_cast<uint32_t>(min(start + i % kTokens + my_row(), last));
       // offset(i + my_row(), ...), since rows i and my_row() have no bit in common.
-      copy_16_async(target_ + i * kRowBytes + (mine ^ turn(i) * 16),
+      copy_16_async(slot + i * kRowBytes + (mine ^ turn(i) * 16),
                     cache_ + uint64_t{token} * (heads_ * kRowBytes));
     }
     if constexpr (sizeof(C) == 1) {
@@ -68,7 +87,7 @@ class CacheStep {
       for (int i = 0; i < kRows; i += 32) {
         const int row = i + threadIdx.x % 32;
         const int token = first + row / kTokens * apart + row % kTokens;
-        copy_4_async(scale_target_ + row, scales_ + int64_t{min(token, last)} * heads_);
+        copy_4_async(scales(slot) + row, scales_ + int64_t{min(token, last)} * heads_);
       }
     }
   }
@@ -87,8 +106,6 @@ class CacheStep {
   const char* cache_;
   const float* scales_;
   uint32_t heads_;
-  char* target_;
-  float* scale_target_;
 };
 
 }  // namespace jaxllm

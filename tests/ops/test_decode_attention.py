@@ -40,6 +40,28 @@ def test_what_lies_past_the_length_does_not_matter(backend):
     np.testing.assert_array_equal(out[1], jnp.zeros_like(out[1]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "room", "width"),
+    # One block a head; a cluster of blocks; clusters whose parts another kernel merges; any width.
+    [(6, 2, 200, 64), (32, 8, 8192, 128), (8, 2, 8192, 64), (3, 3, 900, 40)],
+)
+def test_kernels_see_nothing_past_the_length(backend, dtype, heads, kv_heads, room, width):
+    for length in (0, 1, 100, room // 2 + 3, room - 1, room):
+        q, k, v = inputs(B=1, N=heads, K=kv_heads, S=room, H=width, dtype=dtype)
+        lengths = jnp.array([length])
+        hidden = (jnp.arange(room) >= length)[:, None, None]
+        poisoned = [jnp.where(hidden, jnp.nan, x) for x in (k, v)]
+        out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend)
+        np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, backend=backend))
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)]
+            expected = ops.decode_attention(*wide, lengths, backend="xla")
+        testing.assert_close(out, expected, dtype)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_are_held_within_the_cache(backend):
     arrays = inputs()
