@@ -57,8 +57,8 @@ def test_kernels_see_nothing_past_the_length(backend, dtype, heads, kv_heads, ro
         out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend)
         np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, backend=backend))
         with jax.enable_x64(True):
-            wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v)]
-            expected = ops.decode_attention(*wide, lengths, backend="xla")
+            wide_q, wide_k, wide_v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
+            expected = ops.decode_attention(wide_q, wide_k, wide_v, lengths, backend="xla")
         testing.assert_close(out, expected, dtype)
 
 
