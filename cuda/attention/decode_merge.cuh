@@ -70,7 +70,9 @@ class BlockCluster {
     }
   }
 
-  // Until all that this block is sent has arrived. It may end then: nobody uses its memory.
+  // Until all that this block is sent has arrived. It may end then: nobody uses its memory. The
+  // wait is that for a copy which the engine brings to a whole cluster; one of the cluster's scope
+  // would empty the L1 cache besides.
   __device__ __forceinline__ void wait_for_all() {
     if (blocks() == 1) {
       __syncthreads();
@@ -165,7 +167,7 @@ inline int share_of_block(int width, int blocks) { return (width + blocks - 1) /
 template <int kWarps, int kWidth>
 class Merge {
   static constexpr int kPack = kWidth ? 4 : 1;
-  // A thread adds up a pack of four warps, and as many sums are sent.
+  // A thread adds up what kWarpsEach warps have of a column; a block sends kSent such sums of it.
   static constexpr int kWarpsEach = 4, kSent = kWarps / kWarpsEach;
 
  public:
@@ -207,29 +209,7 @@ class Merge {
     __syncthreads();
     send_parts(of_warps, warp_bytes);
     shared_.cluster.wait_for_all();
-    // Eight neighbouring lanes have a column of a head, and a block of the cluster each.
-    const int block = threadIdx.x % kMaxCluster, count = heads_ * share_;
-    constexpr int kColumns = 32 / kMaxCluster;
-    for (int first = threadIdx.x / 32 * kColumns; first < count; first += kWarps * kColumns) {
-      const int i = min(first + static_cast<int>(threadIdx.x % 32) / kMaxCluster, count - 1);
-      const int head = divided_by_share(i), column = rank_ * share_ + i - head * share_;
-      float2 statistics = {-INFINITY, 0.0f};
-      float totals[2] = {};  // of the sums, and of the weights
-      if (block < blocks_) {
-        statistics = shared_.received[head][block];
-        const float* sums = shared_.received_sums + block * stride(count) + i;
-#pragma unroll
-        for (int k = 0; k < kSent; ++k) totals[0] += sums[k * count];
-      }
-      const float largest = max_over_lanes<kMaxCluster>(statistics.x);
-      const float weight = weight_of_part(statistics.x, largest);
-      totals[0] *= weight;
-      totals[1] = weight * statistics.y;
-      sum_over_lanes<kMaxCluster>(totals);
-      if (block == 0 && column < width_) {
-        target.write(head, column, width_, totals[0], largest, totals[1]);
-      }
-    }
+    add_up_received(target);
   }
 
  private:
@@ -265,7 +245,7 @@ class Merge {
       const float largest = from_ordered(__reduce_max_sync(kFullWarp, to_ordered(of_warp.x)));
       const float weight = weight_of_part(of_warp.x, largest);
       float total[1] = {weight * of_warp.y};
-      sum_over_lanes<kWarps>(total);  // by all warps: beside the sums it takes no time
+      sum_over_lanes<kWarps>(total);  // by all warps, beside the sums
       const char* const summands = of_warps + sent * kWarpsEach * warp_bytes;
       float* const received =
           shared_.received_sums + rank_ * stride(heads_ * share_) + (sent * heads_ + head) * share_;
@@ -291,6 +271,34 @@ class Merge {
       }
       if (sent == 0 && lane < blocks_) {
         shared_.cluster.send(lane, &shared_.received[head][rank_], float2{largest, total[0]});
+      }
+    }
+  }
+
+  // Adds up what the blocks have sent, and writes it: eight neighbouring lanes a column of a head,
+  // what one block sent each.
+  template <typename T>
+  __device__ __forceinline__ void add_up_received(const MergeTarget<T>& target) {
+    const int block = threadIdx.x % kMaxCluster, count = heads_ * share_;
+    constexpr int kColumns = 32 / kMaxCluster;
+    for (int first = threadIdx.x / 32 * kColumns; first < count; first += kWarps * kColumns) {
+      const int i = min(first + static_cast<int>(threadIdx.x % 32) / kMaxCluster, count - 1);
+      const int head = divided_by_share(i), column = rank_ * share_ + i - head * share_;
+      float2 statistics = {-INFINITY, 0.0f};
+      float totals[2] = {};  // of the sums, and of the weights
+      if (block < blocks_) {
+        statistics = shared_.received[head][block];
+        const float* sums = shared_.received_sums + block * stride(count) + i;
+#pragma unroll
+        for (int k = 0; k < kSent; ++k) totals[0] += sums[k * count];
+      }
+      const float largest = max_over_lanes<kMaxCluster>(statistics.x);
+      const float weight = weight_of_part(statistics.x, largest);
+      totals[0] *= weight;
+      totals[1] = weight * statistics.y;
+      sum_over_lanes<kMaxCluster>(totals);
+      if (block == 0 && column < width_) {
+        target.write(head, column, width_, totals[0], largest, totals[1]);
       }
     }
   }
