@@ -9,7 +9,6 @@ Nothing here imports torch: pass ``{name: tensor.numpy() for ...}`` of a ``state
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from jaxllm.convert.safetensors_files import (
     write_json,
     write_tensors,
 )
+from jaxllm.files import check_new, new_folder
 from jaxllm.models.blocks import Params
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def config_from_dict(config: Mapping[str, Any]) -> Config:
             matters, such as biases or another activation, or a key is missing or no number.
     """
     kind = config.get("model_type")
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
     if config.get("quantization_config"):
         raise ValueError("quantization_config is given; quantized checkpoints cannot be read")
@@ -133,11 +133,17 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
 
 
 def save(
-    folder: str | Path, params: Params, config: Config, *, max_shard_bytes: int = 5_000_000_000
+    folder: str | Path,
+    params: Params,
+    config: Config,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    tokenizer_json: str | Path | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint folder that :func:`load` and ``from_pretrained`` read.
 
-    The folder appears only once it is complete. It holds no tokenizer.
+    The folder appears only once it is complete.
 
     Args:
         folder: The folder to create.
@@ -145,39 +151,37 @@ def save(
         config: The shape of the model; the padding of the vocabulary is dropped.
         max_shard_bytes: Tensors that are larger together are written into several files. No more
             than one file's are in the machine's memory at a time.
+        tokenizer_json: The file of the model's tokenizer, which is copied; None for none.
+        overwrite: Replace what is there, once the new folder is complete.
 
     Raises:
-        FileExistsError: The folder exists and is not empty.
+        FileExistsError: The folder exists and is not empty, and is not to be overwritten.
+        FileNotFoundError: There is no such tokenizer.
         ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for, or one
             of another dtype; or ``max_shard_bytes`` is below 1.
     """
     folder = Path(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be >= 1")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
+    if not overwrite:
+        check_new(folder)
     arrays, places = _write_plan(params, config)
     for path, array in arrays.items():
         if array.dtype not in DTYPES.values():
             raise ValueError(
                 f"{path} has dtype {array.dtype}; it must be {_either(DTYPES.values())}"
             )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with new_folder(folder, overwrite=overwrite) as partial:
         contents = config_to_dict(config) | {"torch_dtype": arrays["wte"].dtype.name}
         write_json(partial / "config.json", contents)
+        if tokenizer_json is not None:
+            shutil.copyfile(tokenizer_json, partial / "tokenizer.json")
         write_tensors(
             partial,
             {name: place.nbytes(arrays[place.path]) for name, place in places.items()},
             lambda name: places[name].copy(arrays[places[name].path]),
             max_bytes=max_shard_bytes,
         )
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
 
 
 def _in_full(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
@@ -198,6 +202,8 @@ def _read(
 ) -> Params:
     """Our parameters from the tensors that have these names and shapes."""
     form = format_of(config)
+    if config.layers > len(shapes):
+        raise ValueError(f"the config has {config.layers} layers; there are {len(shapes)} tensors")
     ours, places = _shapes(config), form.places(config)
     wanted = {name: place.shape(ours[place.path]) for name, place in places.items()}
     has_second_head = has_tied_head(config) and HEAD in shapes

@@ -184,6 +184,8 @@ _ROPE_KEYS = {
 def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """The base and the scaling; transformers 5 writes both under one key, version 4 did not."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters or rope_scaling is {rope!r}; it must be an object")
     theta = _number({"rope_theta": 10_000.0, **config, **rope}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -249,8 +251,8 @@ FORMATS = {
 
 def _integer(config: Mapping[str, Any], key: str) -> int:
     value = _present(config, key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}; it must be an integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value >= 2**31:
+        raise ValueError(f"{key} is {value!r}; it must be an integer below 2**31")
     return value
 
 

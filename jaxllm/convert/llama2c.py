@@ -26,7 +26,6 @@ made of a Hugging Face checkpoint, as those of Llama 3 are, has Hugging Face's o
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +39,7 @@ from jaxllm import ops
 from jaxllm.backend import use_backend
 from jaxllm.convert.huggingface_formats import format_of
 from jaxllm.convert.places import Place, assemble, check, flatten, unflatten
+from jaxllm.files import replacing
 from jaxllm.models import llama3
 from jaxllm.models.blocks import Params, stack
 from jaxllm.models.llama3 import Llama3Config
@@ -168,25 +168,16 @@ def save(
         theta=config.rope_theta,
         scaling=config.rope_scaling,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)  # noqa: SIM115
-    partial = Path(file.name)
-    try:
-        with file:
-            file.write(np.array(_header(config, group_size), "<i4").tobytes())
-            for part in _parts(config, group_size, ours):
-                if part.place is None:
-                    array = np.asarray(tables[part.name == _SIN], part.dtype)
-                else:
-                    array = part.place.copy(arrays[part.place.path], part.dtype)
-                if interleaved and part.heads:
-                    array = _pairs_together(array, part.heads)
-                file.write(array.tobytes())
-        partial.chmod(0o644)  # tempfile's are private
-        partial.replace(path)
-    except BaseException:
-        partial.unlink()
-        raise
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(np.array(_header(config, group_size), "<i4").tobytes())
+        for part in _parts(config, group_size, ours):
+            if part.place is None:
+                array = np.asarray(tables[part.name == _SIN], part.dtype)
+            else:
+                array = part.place.copy(arrays[part.place.path], part.dtype)
+            if interleaved and part.heads:
+                array = _pairs_together(array, part.heads)
+            file.write(array.tobytes())
 
 
 # The header.

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.convert.places import check, flatten, unflatten
+from jaxllm.files import replacing
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import Params, stack
 from jaxllm.models.gpt2 import GPT2Config
@@ -118,13 +119,10 @@ def save_gpt2(
         config.width,
         config.padded_vocab_size,
     )
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(header)
         for name in TENSORS:
             _turned(name, np.asarray(arrays[name])).astype(dtype).tofile(file)
-    partial.replace(path)
 
 
 class DebugState(NamedTuple):
@@ -231,15 +229,12 @@ def write_optimizer_state(path: str | Path, state: OptimizerState) -> None:
         state: The state, stacked or with lists of layers.
     """
     words = [OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION, 1, 0, int(state.master is not None)]
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(header_of(*words, *[0] * 5, state.step))
         for tree in filter(None, (state.m, state.v, state.master)):
             arrays = flatten(stack(tree))
             for name in TENSORS:
                 _turned(name, np.asarray(arrays[name])).astype("<f4").tofile(file)
-    partial.replace(path)
 
 
 def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
+from jaxllm.files import replacing
 
 
 class Kind(NamedTuple):
@@ -57,12 +58,9 @@ def write_shard(
             f"tokens spans {tokens.min()} to {tokens.max()}; a shard of kind {kind} holds ids of 0 "
             f"to {most}"
         )
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         file.write(header_of(magic, version, tokens.size))
         tokens.astype(dtype).tofile(file)
-    partial.replace(path)
 
 
 def read_shard(path: str | Path) -> np.memmap:

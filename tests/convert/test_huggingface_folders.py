@@ -246,6 +246,18 @@ def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
     path.write_text(json.dumps({**config, "hidden_act": "relu"}))
     with pytest.raises(ValueError, match=f"^{path}: hidden_act is 'relu'"):
         huggingface.load(folder)
+    for change, message in (
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"rope_scaling": "llama3"}, "rope_parameters or rope_scaling is 'llama3'"),
+        ({"rope_scaling": [1]}, r"rope_parameters or rope_scaling is \[1\]"),
+        ({"vocab_size": 10**18}, "vocab_size is 1000000000000000000; it must be an integer below"),
+    ):
+        path.write_text(json.dumps({**config, **change}))
+        with pytest.raises(ValueError, match=f"^{path}: {message}"):
+            huggingface.load(folder)
+    path.write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
+    with pytest.raises(ValueError, match=f"^{folder}: the config has 10000000 layers; there are"):
+        huggingface.load(folder)
     path.write_text("[]")
     with pytest.raises(ValueError, match=f"^{path}: holds no JSON object"):
         huggingface.load(folder)
