@@ -122,7 +122,7 @@ def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndar
     if options.data:
         from jaxllm import data
 
-        shards = data.open_dataset(options.data / "train_*.bin")
+        shards = data.open_split(options.data, "train")
         shape = (options.batch_size, options.seq_len)
         return [data.batch(shards, *shape, seed=0, step=step) for step in range(_BATCHES)]
     rng = np.random.default_rng(0)

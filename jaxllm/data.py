@@ -15,16 +15,16 @@ import fnmatch
 import functools
 import glob
 import os
-import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
 
 from jaxllm.convert.llmc_shards import read_shard, write_shard
+from jaxllm.files import check_new, new_folder
 from jaxllm.tokenizer import BYTES, Tokenizer
 
 EXTENSIONS = (".md", ".py", ".txt")
@@ -71,12 +71,33 @@ def open_dataset(shards: str | Path | Sequence[str | Path]) -> Dataset:
     return Dataset(tuple(read_shard(path) for path in paths), name)
 
 
+def open_split(folder: str | Path, split: str) -> Dataset:
+    """Opens the shards of a folder with ``split`` in their names, such as ``"val"``.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: A file is not a shard; see :func:`read_shard`.
+    """
+    return open_dataset(Path(glob.escape(str(folder)), f"*{split}*.bin"))
+
+
 def num_windows(dataset: Dataset, seq_len: int) -> int:
     """How many samples of ``seq_len`` tokens (and one more label) an epoch has.
 
     Windows do not overlap and do not cross shards; the tail of a shard is left out.
     """
     return int(_windows_by_shard(dataset, seq_len).sum())
+
+
+def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+    """Refuses a data set with tokens that a model does not know; reads all of it.
+
+    Raises:
+        ValueError: A token is not below ``vocab_size``.
+    """
+    largest = max(int(shard.max(initial=0)) for shard in dataset.shards)
+    if largest >= vocab_size:
+        raise ValueError(f"{dataset.name} has token {largest}, but the model has {vocab_size}")
 
 
 def _windows_by_shard(dataset: Dataset, seq_len: int) -> np.ndarray:
@@ -295,8 +316,7 @@ def build(
         raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
     if not 1 <= shard_tokens < 2**31:
         raise ValueError(f"shard_tokens is {shard_tokens}; it must be at least 1 and below 2**31")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
+    check_new(folder)
 
     texts, skipped = [], []
     for path in find_texts(paths, extensions, skip):
@@ -311,27 +331,20 @@ def build(
         raise FileNotFoundError(
             f"{', '.join(map(str, paths))}: no text found with extension {', '.join(extensions)}"
         )
-    fraction = val_fraction
+    fraction = Fraction(val_fraction)
     if fraction and len(texts) > 1:
-        fraction = max(fraction, 1 / len(texts))
+        fraction = max(fraction, Fraction(1, len(texts)))
     held_out = [int((i + 1) * fraction) > int(i * fraction) for i in range(len(texts))]
     splits = {
         "train": [text for text, held in zip(texts, held_out, strict=True) if not held],
         "val": [text for text, held in zip(texts, held_out, strict=True) if held],
     }
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with new_folder(folder) as partial:
         tokens = [
             _write_split(partial, split, texts, shard_tokens, tokenizer)
             for split, texts in splits.items()
         ]
-        partial.chmod(0o755)  # mkdtemp's folders are private
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
     files = (len(splits["train"]), len(splits["val"]))
     return Summary(folder, files, (tokens[0], tokens[1]), tuple(skipped))
 

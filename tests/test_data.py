@@ -128,6 +128,28 @@ def test_build_repeats(tmp_path, texts):
         assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.parametrize("count", [2, 3, 49, 98, 103])
+def test_build_holds_out_one_file_at_least(tmp_path, count):
+    for i in range(count):
+        (tmp_path / f"{i:03}.txt").write_text(str(i))
+    summary = data.build(tmp_path / "out", sorted(tmp_path.glob("*.txt")), val_fraction=1e-3)
+    assert summary.files == (count - 1, 1)
+
+
+def test_a_split_of_a_folder_of_any_name(tmp_path):
+    folder = tmp_path / "a[1]*"
+    folder.mkdir()
+    data.write_shard(folder / "my_val_0.bin", [5, 6, 7])
+    data.write_shard(folder / "train.bin", [60, 61])
+    val, train = (data.open_split(folder, split) for split in ("val", "train"))
+    assert (val.num_tokens, train.num_tokens) == (3, 2)
+    data.check_vocabulary(val, 8)
+    with pytest.raises(ValueError, match=r"val.* has token 7, but the model has 7"):
+        data.check_vocabulary(val, 7)
+    with pytest.raises(FileNotFoundError, match="no shards found"):
+        data.open_split(folder, "test")
+
+
 def test_build_holds_out_nothing_when_told(tmp_path, texts):
     summary = data.build(tmp_path / "out", [texts], val_fraction=0)
     assert summary.files == (5, 0)
