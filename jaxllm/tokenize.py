@@ -21,6 +21,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import numpy as np
 
 from jaxllm.convert.llmc_shards import write_shard
 from jaxllm.data import EXTENSIONS, find_texts
+from jaxllm.files import replacing
 from jaxllm.tokenizer import Tokenizer, load
 
 TEXTS, LINES, TABLES = EXTENSIONS, (".jsonl", ".ndjson"), (".parquet",)
@@ -58,11 +60,10 @@ def documents(paths: Iterable[Path], *, key: str = "text") -> Iterator[tuple[str
 
     Raises:
         ImportError: A parquet file, and the package ``pyarrow`` is not installed.
-        ValueError: A line or a table has no such text, or a text is not UTF-8.
+        ValueError: A line or a table has no such text, a text is not UTF-8, or a file is damaged.
     """
     for path in paths:
-        ending = _ending(path)
-        yield from (_read_table if ending in TABLES else _read_lines)(path, key)
+        yield from (_read_table if _ending(path) in TABLES else _read_lines)(path, key)
 
 
 def _ending(path: Path) -> str:
@@ -71,7 +72,11 @@ def _ending(path: Path) -> str:
 
 def _read_lines(path: Path, key: str) -> Iterator[tuple[str, float]]:
     """The documents of a text, or of lines."""
-    with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+    with (
+        _naming(path, EOFError, gzip.BadGzipFile, zlib.error),
+        path.open("rb") as raw,
+        gzip.open(raw) if path.suffix == ".gz" else raw as file,
+    ):
         if _ending(path) not in LINES:
             try:
                 yield file.read().decode(), path.stat().st_size
@@ -92,12 +97,12 @@ def _read_lines(path: Path, key: str) -> Iterator[tuple[str, float]]:
 def _read_table(path: Path, key: str) -> Iterator[tuple[str, float]]:
     """The documents of a parquet file."""
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
         raise ImportError(
             'parquet files need the package pyarrow: pip install "jaxllm[data]"'
         ) from error
-    with parquet.ParquetFile(path) as table:
+    with _naming(path, ArrowInvalid), parquet.ParquetFile(path) as table:
         if key not in table.schema_arrow.names:
             names = ", ".join(table.schema_arrow.names)
             raise ValueError(f"{path}: no column {key!r}; there are {names}")
@@ -107,9 +112,22 @@ def _read_table(path: Path, key: str) -> Iterator[tuple[str, float]]:
                 yield _checked(text, f"{path}: column {key!r}"), size
 
 
+@contextlib.contextmanager
+def _naming(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Makes errors of a damaged file into one that names it."""
+    try:
+        yield
+    except errors as error:
+        raise ValueError(f"{path}: damaged, or not what its name says: {error}") from error
+
+
 def _checked(text: Any, where: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{where} holds {type(text).__name__}, no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can name half of a character
+        raise ValueError(f"{where} is no text: {error}") from error
     return text
 
 
@@ -139,6 +157,7 @@ class Progress:
 
         Raises:
             FileExistsError: The folder holds something else, or shards of another recipe.
+            ValueError: ``progress.json`` is not what :meth:`write` writes.
         """
         path = folder / "progress.json"
         if not path.exists():
@@ -147,7 +166,12 @@ class Progress:
                     f"{folder}: has shards and no progress.json; give a new folder"
                 )
             return cls(recipe)
-        progress = cls(**json.loads(path.read_text()))
+        try:
+            progress = cls(**json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: not as it was written: {error}") from error
+        if not (progress.shards or progress.finished):
+            return cls(recipe)  # nothing was made of the old recipe
         if differing := [name for name in recipe if progress.recipe.get(name) != recipe[name]]:
             name = differing[0]
             raise FileExistsError(
@@ -158,9 +182,8 @@ class Progress:
 
     def write(self, folder: Path) -> None:
         """Replaces the file in one go."""
-        partial = folder / ".progress.json.partial"
-        partial.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-        partial.replace(folder / "progress.json")
+        with replacing(folder / "progress.json") as partial:
+            partial.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
 def tokenize(

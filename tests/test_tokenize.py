@@ -126,9 +126,30 @@ def test_misuse_is_refused(tmp_path, corpus, options, message):
         make(tmp_path / "out", corpus, **options)
 
 
+def test_a_call_that_made_no_shard_binds_no_other(tmp_path, corpus):
+    for wrong in ({"val_tokens": 1000}, {"key": "body"}):
+        with pytest.raises(ValueError):
+            make(tmp_path / "out", corpus, **wrong)
+    assert make(tmp_path / "out", corpus).tokens == len(STREAM)
+
+
+@pytest.mark.parametrize("content", ["{", '{"foo": 1}', "[]"])
+def test_a_damaged_progress_is_refused(tmp_path, corpus, content):
+    make(tmp_path / "out", corpus)
+    (tmp_path / "out" / "progress.json").write_text(content)
+    with pytest.raises(ValueError, match=r"progress\.json: not as it was written"):
+        make(tmp_path / "out", corpus)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("x.txt.gz", b"hi", r"x\.txt\.gz: damaged, or not what its name says"),
+        ("x.txt.gz", gzip.compress(b"a text")[:-4], r"x\.txt\.gz: damaged"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-12] + b"\xff" * 12, "x.jsonl.gz: damaged"),
+        ("x.parquet", b"", r"x\.parquet: damaged"),
+        ("x.parquet", b"hi there, no table", r"x\.parquet: damaged"),
+        ("x.jsonl", '{"text": "\\ud800"}', "line 1: 'text' is no text: .*surrogates"),
         ("x.jsonl", '{"text": 5}', "line 1: 'text' holds int, no text"),
         ("x.jsonl", '{"text": "a"}\n{"text": ', "line 2: no object with 'text'"),
         ("x.jsonl", "[1]", "line 1: no object with 'text'"),
