@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.files import replacing
+
 Record = Mapping[str, Any]
 
 
@@ -50,17 +52,16 @@ def open_log(
             stack.enter_context((folder / name).open("a", buffering=1))
             for name in ("log.jsonl", "main.log")
         )
-        events = (
-            stack.enter_context(_events(folder / "tensorboard", after)) if tensorboard else None
-        )
+        events = None
+        if tensorboard:
+            kept = read_log(folder / "log.jsonl")
+            events = stack.enter_context(_events(folder / "tensorboard", kept))
 
         def write(record: Record) -> None:
             jsonl.write(json.dumps({"step": record["step"], **record}) + "\n")
             text.writelines(f"{line}\n" for line in llmc_lines(record))
             if events is not None:
-                for name, value in record.items():
-                    if name != "step":
-                        events(name, value, record["step"])
+                events(record)
 
         yield write
 
@@ -78,10 +79,12 @@ def llmc_lines(record: Record) -> list[str]:
     if "hellaswag" in record:
         lines.append(f"s:{step} eval:{record['hellaswag']:.4f}")
     if "loss" in record:
-        lines.append(
-            f"s:{step} trl:{record['loss']:.4f} lr:{record['learning_rate']:.6f} "
-            f"norm:{record['grad_norm']:.2f}"
-        )
+        line = f"s:{step} trl:{record['loss']:.4f}"
+        if "learning_rate" in record:
+            line += f" lr:{record['learning_rate']:.6f}"
+        if "grad_norm" in record:
+            line += f" norm:{record['grad_norm']:.2f}"
+        lines.append(line)
     return lines
 
 
@@ -140,25 +143,34 @@ def _cut(path: Path, after: int) -> None:
     # A line of either form begins with its step.
     step_of = re.compile(r'(?:s:|\{"step": )(\d+)\b.*\n')
     matches = filter(None, map(step_of.fullmatch, lines))
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(match[0] for match in matches if int(match[1]) <= after))
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text("".join(match[0] for match in matches if int(match[1]) <= after))
 
 
 @contextlib.contextmanager
-def _events(folder: Path, after: int) -> Iterator[Callable[[str, float, int], None] | None]:
-    """What writes a number to TensorBoard's files; None where that is not installed."""
+def _events(folder: Path, kept: Sequence[Record]) -> Iterator[Callable[[Record], None] | None]:
+    """What writes a record to TensorBoard's file; None where that is not installed.
+
+    The file is written anew, of the records that are kept: nothing can be removed from one.
+    """
     try:
         from tensorboard.summary import Writer
     except ImportError:
         yield None
         return
-    if not after:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink()
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
     writer = Writer(str(folder))
+
+    def write(record: Record) -> None:
+        for name, value in record.items():
+            if name != "step":
+                writer.add_scalar(name, value, record["step"])
+
     try:
-        yield writer.add_scalar
+        for record in kept:
+            write(record)
+        yield write
     finally:
         writer.close()
 
@@ -198,9 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in runs:
             parser.error(f"two runs are called {name}")
         try:
-            records = [record for record in read_log(path) if "loss" in record]
-        except OSError as error:
-            parser.error(str(error))
+            records = [record for record in read_log(path) if {"step", "loss"} <= record.keys()]
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"{path}: {error}")
         if not records:
             parser.error(f"{path} has no losses")
         runs[name] = records[: options.steps]
@@ -215,7 +227,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{name} and {first}: the smoothed losses of {len(distances)} steps differ by at most "
             f"{max(distances):.4f}\n"
         )
-    draw_losses(options.image, runs, options.title)
+    try:
+        draw_losses(options.image, runs, options.title)
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.image}: {error}")
     print(end="".join(lines))
 
 

@@ -65,6 +65,20 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     assert found == [(r["step"], r["loss"]) for r in RECORDS]
 
 
+def test_tensorboard_forgets_what_a_run_that_goes_on_does_again(tmp_path):
+    write(tmp_path, RECORDS)
+    again = {**RECORDS[2], "loss": 5.0}
+    write(tmp_path, [again], after=2)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("loss")]
+    assert found == [(1, 11.0), (2, 10.5), (10, 5.0)]
+
+
+def test_a_record_may_have_a_loss_alone():
+    assert runlog.llmc_lines({"step": 3, "loss": 2.0}) == ["s:3 trl:2.0000"]
+
+
 def test_tensorboard_may_be_missing_or_unwanted(tmp_path, monkeypatch):
     write(tmp_path, RECORDS, tensorboard=False)
     assert not (tmp_path / "tensorboard").exists()
