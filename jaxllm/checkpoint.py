@@ -100,10 +100,12 @@ def restore(manager: CheckpointManager, like: TrainState, step: int | None = Non
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        ValueError: It has other arrays, or of other shapes; the message names them.
+        ValueError: It has other arrays, or of other shapes, and the message names them; or it is
+            damaged.
     """
     step = _existing(manager, step)
-    stored = manager.item_metadata(step)["state"].tree
+    with _naming(manager, step):
+        stored = manager.item_metadata(step)["state"].tree
     try:
         check(_shapes(stored), _shapes(like._replace(copy=None)))
     except ValueError as error:
@@ -111,7 +113,8 @@ def restore(manager: CheckpointManager, like: TrainState, step: int | None = Non
     ocp = _import_orbax()
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._replace(copy=None))
     args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-    state = TrainState(*manager.restore(step, args=args)["state"])
+    with _naming(manager, step):
+        state = TrainState(*manager.restore(step, args=args)["state"])
     if like.copy is None:
         return state
     dtype = jax.tree.leaves(like.copy)[0].dtype
@@ -127,10 +130,26 @@ def read_record(manager: CheckpointManager, step: int | None = None) -> dict[str
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
+        ValueError: It is damaged.
     """
     ocp = _import_orbax()
-    args = ocp.args.Composite(record=ocp.args.JsonRestore())
-    return manager.restore(_existing(manager, step), args=args)["record"]
+    step = _existing(manager, step)
+    with _naming(manager, step):
+        return manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))[
+            "record"
+        ]
+
+
+@contextlib.contextmanager
+def _naming(manager: CheckpointManager, step: int) -> Iterator[None]:
+    """Makes what orbax raises of a damaged checkpoint, which may be anything, into one error."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{manager.directory}, step {step}: damaged; without its folder a run goes on from the "
+            f"checkpoint before: {error}"
+        ) from error
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

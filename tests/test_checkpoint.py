@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
             checkpoint.restore(folder, fresh(config=wider))
         with pytest.raises(ValueError, match="blocks/0/attention/out/bias is missing"):
             checkpoint.restore(folder, fresh(unrolled=True))
+
+
+@pytest.mark.parametrize("lost", ["state", "record", "an array"])
+def test_a_damaged_checkpoint_is_named(tmp_path, lost):
+    with checkpoint.open_folder(tmp_path) as folder:
+        checkpoint.save(folder, 1, fresh(), RECORD)
+    if lost == "an array":
+        largest = max((tmp_path / "1" / "state").rglob("*"), key=lambda file: file.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:10])
+    else:
+        shutil.rmtree(tmp_path / "1" / lost)
+    message = rf"^{tmp_path}, step 1: damaged; without its folder"
+    with checkpoint.open_folder(tmp_path) as folder, pytest.raises(ValueError, match=message):
+        if lost == "record":
+            checkpoint.read_record(folder)
+        else:
+            checkpoint.restore(folder, fresh())
 
 
 @pytest.mark.slow
