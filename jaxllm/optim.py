@@ -186,7 +186,12 @@ def clipping(
     Returns:
         ``(factor, norm)``: the gradients are to be multiplied by the factor, which includes
         ``grad_scale``; the norm is that of the gradients times ``grad_scale``.
+
+    Raises:
+        ValueError: The limit is not above 0.
     """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_norm}; it must be above 0, or None for no limit")
     scale = jnp.asarray(grad_scale, jnp.float32)
     norm = ops.global_norm(grads) * scale if grad_norm is None else jnp.asarray(grad_norm)
     if max_norm is None:

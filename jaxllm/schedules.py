@@ -6,6 +6,7 @@ to a share of the peak, which step ``steps`` and all after it have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -61,10 +62,10 @@ def make_schedule(
     """
     if name not in _SHAPES:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
-    if peak < 0 or not 0 <= warmup <= steps or not 0 <= final_fraction <= 1:
+    if not (0 <= peak < math.inf and 0 <= warmup <= steps and 0 <= final_fraction <= 1):
         raise ValueError(
             f"peak {peak}, warmup {warmup}, steps {steps} and final_fraction {final_fraction} must "
-            "have 0 <= peak, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
+            "have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
         )
     if not 0 < decay_fraction <= 1:
         raise ValueError(f"decay_fraction is {decay_fraction}; it must be above 0 and at most 1")

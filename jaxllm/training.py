@@ -229,7 +229,8 @@ def make_train_step(
         loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch.
         optimizer: Such as :func:`adamw`, or any of optax's. An :class:`Optimizer` takes its step in
             place, from gradients in the compute dtype where nothing is accumulated.
-        learning_rate: What the optimizer was given, to have it among the metrics.
+        learning_rate: What the optimizer was given, to have it among the metrics. (An optimizer of
+            optax's counts its own steps, without those that a guard has skipped.)
         compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
         max_loss_z: Of a guarded state: as in :func:`jaxllm.guard.judge`.
         max_norm_z: Likewise.

@@ -142,3 +142,5 @@ def test_clipping():
     ):
         found, norm = optim.clipping(grads, limit, scale)
         np.testing.assert_allclose([found, norm], [factor, 50 * scale], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"max_grad_norm is -1.0; it must be above 0, or None"):
+        optim.clipping(grads, -1.0)
