@@ -81,20 +81,11 @@ def accuracy(
         batch_size: Completions that the model reads at a time.
 
     Raises:
-        ValueError: There are no questions, one of them is longer than the model's longest sequence
-            or has an empty context or completion.
+        ValueError: See :func:`check_questions`.
     """
-    if not questions:
-        raise ValueError("questions is empty; it must have at least one")
-    rows = [(q.context, completion) for q in questions for completion in q.completions]
-    if any(not len(part) for row in rows for part in row):
-        raise ValueError("questions has an empty context or completion; none may be")
-    # The last token of a row is a label alone.
-    longest = max(len(context) + len(completion) - 1 for context, completion in rows)
-    if longest > config.max_seq_len:
-        raise ValueError(
-            f"questions has one of {longest} tokens; the model has max_seq_len {config.max_seq_len}"
-        )
+    check_questions(questions, config)
+    rows = _rows(questions)
+    longest = _longest(rows)
     # One shape for all batches, and few for the files that there are.
     seq_len = min(-(-longest // 64) * 64, config.max_seq_len)
     means = [
@@ -108,6 +99,42 @@ def accuracy(
         for q, of_one in zip(questions, np.split(losses, ends), strict=True)
     ]
     return float(np.mean(right))
+
+
+def check_questions(questions: Sequence[Question], config: Any) -> None:
+    """Refuses questions that a model cannot read.
+
+    Args:
+        questions: As :func:`read_questions` gives them.
+        config: The model's config.
+
+    Raises:
+        ValueError: There are none, or one of them is longer than the model's longest sequence, has
+            a token beyond its vocabulary, or an empty context or completion.
+    """
+    if not questions:
+        raise ValueError("questions is empty; it must have at least one")
+    rows = _rows(questions)
+    if any(not len(part) for row in rows for part in row):
+        raise ValueError("questions has an empty context or completion; none may be")
+    if (longest := _longest(rows)) > config.max_seq_len:
+        raise ValueError(
+            f"questions has one of {longest} tokens; the model has max_seq_len {config.max_seq_len}"
+        )
+    if (largest := max(int(part.max()) for row in rows for part in row)) >= config.vocab_size:
+        raise ValueError(
+            f"questions has token {largest}; the model has vocab_size {config.vocab_size}"
+        )
+
+
+def _rows(questions: Sequence[Question]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each completion, with the context before it."""
+    return [(q.context, completion) for q in questions for completion in q.completions]
+
+
+def _longest(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
+    """The most tokens of a row that the model reads: the last one is a label alone."""
+    return max(len(context) + len(completion) - 1 for context, completion in rows)
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "config"))

@@ -116,6 +116,9 @@ def test_the_answer_is_the_completion_of_the_lowest_mean_loss(path, params, answ
 
 def test_what_cannot_be_scored_is_refused():
     question = evaluation.Question(np.arange(20), (np.arange(4), np.arange(6)), 0)
+    beyond = evaluation.Question(np.array([1]), (np.array([2]), np.array([40])), 0)
+    with pytest.raises(ValueError, match="questions has token 40; the model has vocab_size 40"):
+        evaluation.check_questions([beyond], CONFIG)
     with pytest.raises(ValueError, match="one of 25 tokens; the model has max_seq_len 24"):
         evaluation.accuracy(gpt2.forward, {}, [question], config=CONFIG, batch_size=2)
     empty = question._replace(context=np.arange(0))
