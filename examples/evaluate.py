@@ -74,11 +74,10 @@ def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
         )
     folder = data.ensure_standard_library() if folder is None else folder
     try:
-        text = data.open_dataset(folder / "*val*.bin")
+        text = data.open_split(folder, "val")
+        data.check_vocabulary(text, vocab_size)
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    if (largest := max(int(shard.max(initial=0)) for shard in text.shards)) >= vocab_size:
-        raise SystemExit(f"{text.name} has token {largest}, but the model has {vocab_size}")
     return text
 
 

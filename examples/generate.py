@@ -5,8 +5,8 @@
 
 A model is a folder with ``config.json`` and safetensors files, as Hugging Face's are and as the
 pretraining examples leave one in ``runs/NAME/model``; the newest of those is the default. Its
-tokenizer is the ``tokenizer.json`` in the folder; without one, bytes or GPT-2's, by the size of the
-vocabulary.
+tokenizer is the ``tokenizer.json`` in the folder; without one, bytes or GPT-2's, if the vocabulary
+is of that size.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=Path, help="a checkpoint folder; default: the newest in runs"
     )
+    parser.add_argument(
+        "--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: MODEL's"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 for all tokens")
@@ -71,7 +74,12 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
         return tokenizer.from_file(folder)
     if vocab_size <= BYTES.vocab_size:
         return BYTES
-    return tokenizer.gpt2()
+    if vocab_size in (gpt2.GPT2Config().vocab_size, gpt2.GPT2Config().padded_vocab_size):
+        return tokenizer.gpt2()
+    raise ValueError(
+        f"{folder} has no tokenizer.json, and {vocab_size} tokens are neither bytes nor GPT-2's; "
+        "name its tokenizer by --tokenizer"
+    )
 
 
 def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
@@ -92,33 +100,45 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer]:
         params = gpt2.init(jax.random.key(options.seed), SMOKE_CONFIG)
         return training.cast(params, dtype), SMOKE_CONFIG, BYTES
     params, config, folder = load_model(options.model, dtype)
+    if options.tokenizer:
+        return params, config, tokenizer.load(options.tokenizer)
     return params, config, tokenizer_of(folder, config.vocab_size)
 
 
 def pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """The text of tokens as they come; half a character waits for its other half."""
     ids: list[int] = []
+    # ids[start:shown] are the last piece: how a token reads may depend on the one before it.
+    start = shown = 0
+
+    def rest() -> str:
+        return tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:shown])) :]
+
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids)
-        # A character has at most four bytes: what is still broken then stays so.
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(ids) >= 4:
+        text = rest()
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text
-            ids = []
-    if ids:
-        yield tokenizer.decode(ids)
+            start, shown = shown, len(ids)
+    if text := rest():
+        yield text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the prompt, what follows it, and how fast it came."""
     options = parse(argv)
-    params, config, tokenizer = load(options)
+    if options.max_new_tokens < 1:
+        raise SystemExit(f"--max-new-tokens is {options.max_new_tokens}, must be above 0")
+    try:
+        params, config, tokenizer = load(options)
+        ids = tokenizer.encode(options.prompt).tolist()
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     if options.int8:
         try:
             params = quantize_params(params, group_size=options.group_size)
         except ValueError as error:
             raise SystemExit(f"{error}; see --group-size") from error
-    ids = tokenizer.encode(options.prompt).tolist()
     if tokenizer.begin_of_text is not None:
         ids = [tokenizer.begin_of_text, *ids]
     room = config.max_seq_len - len(ids)
@@ -128,19 +148,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"the prompt has {len(ids)} tokens; it must have from 1 to {config.max_seq_len - 1}, "
             "to leave room for one more"
         )
-    tokens = stream(
-        gpt2 if isinstance(config, gpt2.GPT2Config) else llama3,
-        params,
-        ids,
-        config=config,
-        max_new_tokens=count,
-        temperature=options.temperature,
-        top_k=options.top_k or None,
-        top_p=options.top_p,
-        stop_tokens=[tokenizer.end_of_text],
-        key=jax.random.key(options.seed),
-        cache_dtype="int8" if options.int8_cache else None,
-    )
+    try:
+        tokens = stream(
+            gpt2 if isinstance(config, gpt2.GPT2Config) else llama3,
+            params,
+            ids,
+            config=config,
+            max_new_tokens=count,
+            temperature=options.temperature,
+            top_k=options.top_k or None,
+            top_p=options.top_p,
+            stop_tokens=[tokenizer.end_of_text],
+            key=jax.random.key(options.seed),
+            cache_dtype="int8" if options.int8_cache else None,
+        )
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     times: list[float] = []
 
     def timed() -> Iterator[int]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,10 +28,11 @@ from pretraining_options import (
     identity,
     make_batch,
     parse,
+    settings,
 )
 
 import jaxllm
-from jaxllm import checkpoint, evaluation, runlog, schedules, training
+from jaxllm import checkpoint, evaluation, runlog, training
 from jaxllm.convert import huggingface, llmc
 from jaxllm.generate import generate
 from jaxllm.models.blocks import stack, unstack
@@ -62,16 +63,8 @@ def train(options: argparse.Namespace) -> list[dict]:
     def loss_fn(params, tokens, labels):
         return model.loss(params, tokens, labels, config, remat=REMAT[options.remat])
 
-    schedule = schedules.make_schedule(
-        options.schedule,
-        options.lr,
-        options.steps,
-        warmup=options.warmup,
-        final_fraction=options.final_fraction,
-        decay_fraction=options.decay_fraction,
-    )
     optimizer = training.adamw(
-        schedule,
+        options.learning_rate,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm or None,
     )
@@ -79,7 +72,7 @@ def train(options: argparse.Namespace) -> list[dict]:
     train_step = training.make_train_step(
         loss_fn,
         optimizer,
-        learning_rate=schedule,
+        learning_rate=options.learning_rate,
         compute_dtype=options.dtype,
         max_loss_z=options.max_loss_z,
         max_norm_z=options.max_norm_z,
@@ -154,7 +147,7 @@ def train(options: argparse.Namespace) -> list[dict]:
                     tqdm.write(f"step {step}: HellaSwag {record['hellaswag']:.4f}")
                 report(record)
                 if folder and ("checkpoint" in due or interrupted()):
-                    checkpoint.save(folder, step, state, identity(options))
+                    checkpoint.save(folder, step, state, identity(options) | settings(options))
                 if "sample" in due and not interrupted():
                     text = sample(state.params, options, step)
                     tqdm.write(f"--- a sample after step {step}:\n{text}\n---")
@@ -180,9 +173,9 @@ def initial_state(options: argparse.Namespace, optimizer: Any) -> training.Train
 
 @contextlib.contextmanager
 def checkpoints(options: argparse.Namespace) -> Iterator[Any]:
-    """The folder of the run's checkpoints; None where the run has none."""
+    """The folder of the run's checkpoints; None where there are none and none are wanted."""
     path = options.out / "checkpoints"
-    if not (options.checkpoint_every or options.resume):
+    if not (options.checkpoint_every or options.resume or path.exists()):
         yield None
         return
     with checkpoint.open_folder(path, keep=options.keep, keep_every=options.keep_every) as folder:
@@ -207,6 +200,9 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
         )
     state = checkpoint.restore(folder, state)
     print(f"going on from step {int(state.step)}")
+    for name, value in settings(options).items():
+        if name in found and found[name] != value:
+            print(f"with {name} {value}, which was {found[name]}")
     return state
 
 
@@ -281,12 +277,24 @@ def sample(params: dict, options: argparse.Namespace, step: int) -> str:
 
 def save(state: training.TrainState, options: argparse.Namespace) -> None:
     """Writes the model for examples/generate.py and for transformers, over that of a run before."""
-    folder, config, params = options.out / "model", options.model_config, stack(state.params)
-    if folder.exists():
-        shutil.rmtree(folder)
-    huggingface.save(folder, params, config)
+    config, params = options.model_config, stack(state.params)
+    huggingface.save(
+        options.out / "model",
+        params,
+        config,
+        tokenizer_json=tokenizer_json(options),
+        overwrite=True,
+    )
     if options.save_llmc:
         llmc.save_gpt2(options.out / "model.bin", params, config)
+
+
+def tokenizer_json(options: argparse.Namespace) -> Path | None:
+    """The file of the model's tokenizer, if it has one."""
+    if options.tokenizer and options.tokenizer.name.endswith(".json"):
+        return Path(options.tokenizer.name)
+    beside = options.init_from and options.init_from / "tokenizer.json"
+    return beside if beside and beside.exists() else None
 
 
 @contextlib.contextmanager

@@ -62,6 +62,9 @@ REMAT = {"nothing": False, "activations": SAVE_PRODUCTS, "blocks": True}
 # A run that goes on from a checkpoint must agree in these, or it would be another run.
 IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
 IDENTITY += ("dtype", "unroll")
+# In these it may differ, and says so.
+SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
+SETTINGS += ("weight_decay", "max_grad_norm", "max_loss_z", "max_norm_z")
 
 
 def make_parser(family: Family, description: str | None) -> argparse.ArgumentParser:
@@ -171,10 +174,24 @@ def parse(
     for name in ("steps", "batch_size", "seq_len", "accumulate", "keep", "val_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be above 0")
+    if options.keep_every is not None and options.keep_every < 1:
+        parser.error(f"--keep-every is {options.keep_every}, must be above 0")
+    if not options.max_grad_norm >= 0:
+        parser.error(f"--max-grad-norm is {options.max_grad_norm}, must be 0 or above")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed is {options.seed}, must be from 0 to 2**63 - 1")
     options.warmup = min(options.warmup, options.steps)
     if options.save_llmc and family.stem != "gpt2":
         parser.error("--save-llmc: llm.c's format holds a GPT-2")
     try:
+        options.learning_rate = schedules.make_schedule(
+            options.schedule,
+            options.lr,
+            options.steps,
+            warmup=options.warmup,
+            final_fraction=options.final_fraction,
+            decay_fraction=options.decay_fraction,
+        )
         options.params, config = load_model(options)
         if options.vocab_size is None and config is not None:
             options.vocab_size = config.vocab_size
@@ -183,7 +200,7 @@ def parse(
             options.vocab_size = (options.tokenizer or BYTES).vocab_size
         options.model_config = make_config(options, config)
         options.train, options.val = open_data(options)
-        options.questions = options.hellaswag and evaluation.read_questions(options.hellaswag)
+        options.questions = open_questions(options)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return options
@@ -193,7 +210,7 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The flags that a TOML file stands for: ``batch-size = 32`` for ``--batch-size=32``.
 
     Raises:
-        ValueError: The file is no TOML, or has a name that is no flag.
+        ValueError: The file is no TOML, or has a name that is no flag, or false for a value.
     """
     try:
         values = tomllib.loads(path.read_text())
@@ -210,6 +227,8 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
             flags.append(f"{flag}={value}")
         elif f"--no-{flag[2:]}" in parser._option_string_actions:
             flags.append(f"--no-{flag[2:]}")
+        elif parser._option_string_actions[flag].nargs != 0:
+            raise ValueError(f"{path}: {name} is false; it takes a value")
     return flags
 
 
@@ -229,14 +248,28 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
             data.build(folder, [data.standard_library() / "json"], extensions=(".py",))
     elif folder is None:
         folder = data.ensure_standard_library()
-    train = data.open_dataset(folder / "*train*.bin")
+    train = data.open_split(folder, "train")
     # Draws one batch, so that a corpus that is too short is an error here.
     make_batch(train, options, 0)
-    val = data.open_dataset(folder / "*val*.bin") if any(folder.glob("*val*.bin")) else None
+    val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
+    if val:
+        data.check_vocabulary(val, options.vocab_size)
     if val is None or data.num_windows(val, options.seq_len) == 0:
         print(f"{folder}: nothing to validate on")
         return train, None
     return train, val
+
+
+def open_questions(options: argparse.Namespace) -> list[evaluation.Question]:
+    """HellaSwag's questions, if they are wanted."""
+    if options.hellaswag is None:
+        return []
+    questions = evaluation.read_questions(options.hellaswag)
+    try:
+        evaluation.check_questions(questions, options.model_config)
+    except ValueError as error:
+        raise ValueError(f"{options.hellaswag}: {error}") from error
+    return questions
 
 
 def make_batch(
@@ -288,6 +321,11 @@ def make_config(options: argparse.Namespace, loaded: Any) -> Any:
     if options.seq_len > config.max_seq_len or options.preset == "tiny":
         config = dataclasses.replace(config, max_seq_len=options.seq_len)
     return config
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What else a checkpoint says of the run that wrote it."""
+    return {name: getattr(options, name) for name in SETTINGS}
 
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:

@@ -19,12 +19,14 @@ import pretrain_llama3
 import pretraining
 import pytest
 import switch_backends
+import tokenizers
 
 import jaxllm
 from jaxllm import checkpoint, data, ffi
 from jaxllm.backend import resolve
 from jaxllm.convert import huggingface, llmc
 from jaxllm.models import gpt2
+from jaxllm.tokenizer import from_file
 
 # The scripts that train, and where they leave what they made.
 SCRIPTS = pytest.mark.parametrize(
@@ -88,15 +90,37 @@ def test_pretrain_on_other_vocabularies(capsys):
         (["--data", "shards"], "but the vocabulary has 257; give --vocab-size"),
         (["--data", "shards", "--seq-len", "99"], "one window of 99 needs 100"),
         (["--batch-size", "0"], "--batch-size is 0"),
+        (["--keep-every", "0"], "--keep-every is 0"),
+        (["--max-grad-norm", "-1"], "--max-grad-norm is -1.0"),
+        (["--max-grad-norm", "nan"], "--max-grad-norm is nan"),
+        (["--seed", str(2**70)], f"--seed is {2**70}"),
+        (["--lr", "nan"], "peak nan"),
+        (["--final-fraction", "2"], "final_fraction 2.0"),
+        (["--warmup", "-2"], "warmup -2"),
+        (["--data", "other"], "*val*.bin has token 300, but the model has 257"),
+        (["--hellaswag", "eval.bin"], "eval.bin: questions has token 50000; the model has"),
+        (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has one of 6 tokens"),
     ],
 )
 def test_pretrain_misuse_is_one_sentence(capsys, arguments, message):
-    Path("shards").mkdir()
+    for folder in ("shards", "other"):
+        Path(folder).mkdir()
     data.write_shard("shards/train.bin", np.arange(1970, 2020))
+    data.write_shard("other/train.bin", np.arange(2000) % 256)
+    data.write_shard("other/val.bin", np.arange(400) % 301)
+    write_questions("eval.bin", [1, 2, 3, 4], [[5, 6, 50000], [7]])
     with pytest.raises(SystemExit) as caught:
         pretrain_gpt2.main(["--smoke", *arguments])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def write_questions(path, context, completions):
+    """An eval file of llm.c's with one question, of which the first answer is right."""
+    parts = [word for part in (context, *completions) for word in (len(part), *part)]
+    example = [65535, 2 * (len(parts) + 5), 0, 0, len(completions), *parts]
+    header = struct.pack("<256i", 20240522, 1, 1, example[1], *[0] * 252)
+    Path(path).write_bytes(header + struct.pack(f"<{len(example)}H", *example))
 
 
 def test_pretrain_says_which_backend_cannot_serve(monkeypatch):
@@ -191,10 +215,7 @@ def test_pretrain_takes_all_of_it(capsys):
     Path("shards").mkdir()
     data.write_shard("shards/train.bin", rng.integers(0, 256, 3000))
     data.write_shard("shards/val.bin", rng.integers(0, 256, 300))
-    example = [65535, 0, 0, 1, 4, 2, 5, 6, *(word for i in range(4) for word in (2, i, i + 1))]
-    example[1] = 2 * len(example)
-    header = struct.pack("<256i", 20240522, 1, 1, example[1], *[0] * 252)
-    Path("eval.bin").write_bytes(header + struct.pack(f"<{len(example)}H", *example))
+    write_questions("eval.bin", [5, 6], [[i, i + 1] for i in range(4)])
     Path("run.toml").write_text(
         'steps = 4\nschedule = "wsd"\nfinal_fraction = 0.5\nwarmup = 0\nlr = 1.0e-3\n'
         'order = "llmc"\ndata = "shards"\nval-every = 2\nhellaswag = "eval.bin"\n'
@@ -235,11 +256,48 @@ def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
     assert len(first) < 6
     with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
         smoke(*stop)
+    # Nor does a run without checkpoints of its own write over what they belong to.
+    log = Path("runs/gpt2_tiny/log.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
+        smoke("--steps", 1)
+    assert Path("runs/gpt2_tiny/log.jsonl").read_bytes() == log
     with pytest.raises(SystemExit, match="are of a run with seed 0; this one has 1"):
         smoke(*stop, "--resume", "--seed", 1)
-    resumed = smoke(*stop, "--resume")
-    assert f"going on from step {len(first)}" in capsys.readouterr().out
+    capsys.readouterr()
+    resumed = smoke(*stop, "--resume", "--max-loss-z", 1e9)
+    printed = capsys.readouterr().out
+    assert f"going on from step {len(first)}\nwith max_loss_z 1000000000.0, which was" in printed
+    assert printed.count("which was") == 1
     assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
+
+
+def test_a_model_stays_until_the_next_one_is_written(monkeypatch):
+    smoke("--steps", 1)
+    model = {path.name: path.read_bytes() for path in Path("runs/gpt2_tiny/model").iterdir()}
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "write_tensors", fail)
+        with pytest.raises(OSError, match="disk full"):
+            smoke("--steps", 2)
+    left = {path.name: path.read_bytes() for path in Path("runs/gpt2_tiny/model").iterdir()}
+    assert left == model
+    smoke("--steps", 2)
+    assert Path("runs/gpt2_tiny/model/model.safetensors").read_bytes() != model["model.safetensors"]
+
+
+def test_a_model_has_its_tokenizer_with_it(capsys):
+    words = {"<|endoftext|>": 300} | {str(i): i for i in range(300)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save("words.json")
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", np.arange(2000) % 301)
+    smoke("--steps", 1, "--data", "shards", "--tokenizer", "words.json", "--prompt", "5 6")
+    generate.main(["--max-new-tokens", "3", "7 8 9"])
+    assert "model: runs/gpt2_tiny/model\n7 8 9" in capsys.readouterr().out
 
 
 def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
@@ -266,6 +324,7 @@ def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
         ("steps = ", "run.toml: "),
         ('steps = "many"', "argument --steps: invalid int value"),
         ('schedule = "square"', "argument --schedule: invalid choice"),
+        ("steps = false", "run.toml: steps is false; it takes a value"),
     ],
 )
 def test_wrong_config_files_are_refused(capsys, config, message):
@@ -387,13 +446,53 @@ def test_generate_refuses(tmp_path):
         generate.main(["--smoke", "--int8", "--group-size", "48"])
     with pytest.raises(SystemExit, match="prompt has 64 tokens; it must have from 1 to 63"):
         generate.main(["--smoke", 64 * "x"])
+    with pytest.raises(SystemExit, match="--max-new-tokens is 0, must be above 0"):
+        generate.main(["--smoke", "--max-new-tokens", "0"])
+    with pytest.raises(SystemExit, match="top_p is 2"):
+        generate.main(["--smoke", "--top-p", "2"])
+    with pytest.raises(SystemExit, match="surrogates not allowed"):
+        generate.main(["--smoke", "\udcff"])
 
 
 def test_generate_waits_for_the_rest_of_a_character():
-    ids = [*"aé€".encode(), 0xFF, *b"b"]
+    ids = [*"aé€".encode(), 0xFF, *b"b", 0x80, *"😀".encode(), 0xF0]
     assert list(generate.pieces(ids, generate.BYTES)) == [
         "a",
         "é",
         "€",
         "\N{REPLACEMENT CHARACTER}b",
+        "\N{REPLACEMENT CHARACTER}😀",
+        "\N{REPLACEMENT CHARACTER}",
     ]
+
+
+def test_generate_keeps_the_spaces_of_a_llama_2(tmp_path):
+    """Its tokenizer drops the space before the first word of what it decodes, wherever that is."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁the", "▁cat", "s"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = from_file(tmp_path)
+    ids = [
+        words.index(word) for word in ("▁the", "▁cat", "s", "<0xE2>", "<0x82>", "<0xAC>", "▁cat")
+    ]
+    assert list(generate.pieces(ids, tokenizer)) == ["the", " cat", "s", "€", " cat"]
+
+
+def test_generate_takes_no_tokenizer_for_another(tmp_path):
+    config = dataclasses.replace(generate.SMOKE_CONFIG, vocab_size=400)
+    huggingface.save("wide", gpt2.init(jax.random.key(0), config), config)
+    with pytest.raises(
+        SystemExit, match=r"no tokenizer\.json, and 400 tokens are neither bytes nor"
+    ):
+        generate.main(["--model", "wide"])
+    generate.main(["--model", "wide", "--tokenizer", "bytes", "--max-new-tokens", "3"])
