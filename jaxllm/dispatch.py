@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -64,13 +65,20 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
         **static: The implementation's options; hashable.
 
     Raises:
-        BackendError: The backend was asked for by name and cannot serve the call.
+        BackendError: The backend was asked for by name and cannot serve the call, or a
+            ``jax.shard_map`` with ``check_vma`` is around it.
     """
     stem = f"{op.name}_{direction}" if direction else op.name
+    arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
     on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
     if options := getattr(_module(op, on_gpu), f"{stem}_options", None):
         static |= options(*arrays, **static)
     elsewhere = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
+    if on_gpu != "xla" and any(map(_is_tracked, jax.tree.leaves(arrays))):
+        raise BackendError(
+            f"{stem} stands in a jax.shard_map that keeps track of the axes along which values "
+            "vary, which kernels do not; give shard_map check_vma=False"
+        )
 
     def call() -> Call:
         return Call(
@@ -90,6 +98,10 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
             elsewhere=elsewhere,
             static=tuple(sorted(static.items())),
         )
+
+
+def _is_tracked(array: jax.Array) -> bool:
+    return bool(jax.typeof(array).manual_axis_type.varying)
 
 
 def _choose(

@@ -68,14 +68,16 @@ def generate(
         The prompt and the new tokens, int32, with the axes of ``prompt_tokens``.
 
     Raises:
-        ValueError: The prompt is empty, not of one or two axes, or has a token that is not in the
-            vocabulary; a number is out of range; or a key is needed and missing.
+        ValueError: The prompt is empty, not of one or two axes, or not of integers, or has a token
+            that is not in the vocabulary; a number is out of range; or a key is needed and missing.
     """
     prompt = jnp.asarray(prompt_tokens)
     if prompt.ndim not in (1, 2) or prompt.size == 0:
         raise ValueError(
             f"prompt_tokens has shape {prompt.shape}; it must be (T,) or (B, T) and not empty"
         )
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise ValueError(f"prompt_tokens has dtype {prompt.dtype}; it must be integers")
     if not isinstance(prompt, Tracer):
         _check_vocabulary("prompt_tokens", np.asarray(prompt), config)
     if max_new_tokens < 0:

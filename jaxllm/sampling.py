@@ -45,7 +45,7 @@ def check_sampling(
     temperature: float, top_k: int | None, top_p: float | None, key: Array | None
 ) -> None:
     """Raises ValueError where a number is out of range, or a key is needed and missing."""
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1, or None for all tokens")

@@ -122,6 +122,15 @@ def test_an_int8_cache_is_close(model, config):
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
+def test_no_sequences_are_no_error(model, config):
+    params = model.init(jax.random.key(0), config)
+    cache = model.empty_cache(config, 0, 8, jnp.float32)
+    logits, cache = model.decode_step(params, jnp.zeros(0, jnp.int32), config, cache)
+    assert logits.shape == (0, config.padded_vocab_size)
+    assert cache.lengths.shape == (0,)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
 def test_parameters_turned_before_are_taken(model, config):
     params = random_params(model, config)
     options = {"config": config, "max_new_tokens": 5, "temperature": 0}

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxllm
 from jaxllm import ffi, ops, testing
@@ -139,6 +142,79 @@ def test_an_extension_of_a_newer_jaxlib_is_refused():
 def test_unsupported_dtypes_are_named():
     with jax.enable_x64(True), pytest.raises(jaxllm.BackendError, match=r"x has dtype float64"):
         ops.rms_norm(jnp.ones((2, 4), jnp.float64), jnp.ones(4), backend="pallas")
+
+
+def test_a_shard_map_that_tracks_is_refused_and_another_is_right():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def gradients(backend, **options):
+        def mapped(x, scale):
+            return ops.rms_norm(x, scale, backend=backend)
+
+        whole = P("d"), P()
+        mapped = jax.shard_map(mapped, mesh=mesh, in_specs=whole, out_specs=P("d"), **options)
+        return jax.jit(jax.grad(lambda *a: jnp.sum(mapped(*a) ** 3), (0, 1)))(X, SCALE)
+
+    expected = jax.grad(lambda *a: jnp.sum(normalize(*a) ** 3), (0, 1))(X, SCALE)
+    with pytest.raises(jaxllm.BackendError, match=r"rms_norm_forward .*shard_map check_vma=False"):
+        gradients("pallas")
+    for backend in ("auto", "pallas", "xla"):
+        for found, wanted in zip(gradients(backend, check_vma=False), expected, strict=True):
+            testing.assert_close(found, wanted, "float32")
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.float32, np.float64])
+def test_an_option_may_be_a_number_of_any_type(kind):
+    """XLA reads an attribute by its exact type; a kernel that is told an int reads no float."""
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    labels, one = jnp.arange(6), kind(1)
+    programs = [
+        lambda x, s: ops.rms_norm(x, s, eps=one),
+        lambda x, s: ops.add_layer_norm(x, x, s, eps=one),
+        lambda x, _: ops.cross_entropy(x, labels, z_loss=one, label_smoothing=one),
+        lambda x, _: ops.adamw_update(x, x, x, x, step=1, lr=1, b1=kind(0), eps=one),
+        lambda x, _: ops.softmax(x, scale=one),
+    ]
+    plain = [
+        lambda x, s: ops.rms_norm(x, s, eps=1.0),
+        lambda x, s: ops.add_layer_norm(x, x, s, eps=1.0),
+        lambda x, _: ops.cross_entropy(x, labels, z_loss=1.0, label_smoothing=1.0),
+        lambda x, _: ops.adamw_update(x, x, x, x, step=1, lr=1, b1=0.0, eps=1.0),
+        lambda x, _: ops.softmax(x, scale=1.0),
+    ]
+    with jaxllm.use_backend("cuda"):
+        for program, wanted in zip(programs, plain, strict=True):
+            found = testing.lower_for_cuda(program, X, SCALE)
+            assert "@jaxllm_" in found
+            assert found == testing.lower_for_cuda(wanted, X, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("flash_attention", {"window": 2.5}, "window is 2.5; it must be an integer"),
+        ("repeat_kv", {"groups": 1.5}, "groups is 1.5; it must be an integer"),
+        ("quantize", {"group_size": 4.0}, "group_size is 4.0; it must be an integer"),
+        ("histogram", {"bins": 2.7}, "bins is 2.7; it must be an integer"),
+        ("softmax", {"scale": "large"}, "scale is 'large'; it must be a number"),
+    ],
+)
+def test_options_that_are_no_such_number_are_refused(name, option, message):
+    x = jnp.ones((1, 4, 2, 8))
+    arrays = {"flash_attention": [x, x, x], "histogram": [jnp.arange(3)]}.get(name, [x])
+    with pytest.raises(TypeError, match=message):
+        getattr(ops, name)(*arrays, **option)
+
+
+def test_arrays_of_numpy_are_taken_as_jax_takes_them():
+    x: Any = np.linspace(-1, 1, 12).reshape(3, 4)  # float64, which JAX makes float32
+    numbers: Any = np.array([1, 2, 2])
+    with jaxllm.use_backend("pallas"):
+        assert ops.histogram(numbers, bins=3).tolist() == [0, 1, 2]
+        assert ops.matmul(x, x.T).dtype == jnp.float32
+        np.testing.assert_allclose(ops.global_norm([x]), np.linalg.norm(x), rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(ops.gelu)(1.0), 1.0829641, rtol=1e-6)
 
 
 def test_explain_lists_the_final_program_only():

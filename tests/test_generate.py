@@ -125,6 +125,8 @@ def test_top_k_keeps_k_tokens_and_their_odds():
         ({"prompt_tokens": 3}, "shape \\(\\)"),
         ({"prompt_tokens": [1, 5]}, "prompt_tokens has tokens from 1 to 5; .* from 0 to 4"),
         ({"prompt_tokens": [[1], [-1]]}, "prompt_tokens has tokens from -1"),
+        ({"prompt_tokens": [1.0, 2.0]}, "prompt_tokens has dtype float32; it must be integers"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0"),
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),

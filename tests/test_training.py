@@ -49,6 +49,19 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_x64_changes_no_dtype():
+    with jax.enable_x64(True):
+        optimizer = training.adamw(1e-2)
+        state = training.init_state(gpt2.init(jax.random.key(0), CONFIG), optimizer)
+        step = training.make_train_step(gpt2_loss, optimizer, compute_dtype="float32")
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+        assert jnp.float64 not in dtypes
+        for _ in range(2):
+            state, metrics = step(state, *tokens_and_labels(1, 2))
+        assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
+        assert np.isfinite(metrics["loss"])
+
+
 @pytest.mark.parametrize(
     ("form", "blocks"), [(stack, ["blocks"]), (unstack, ["blocks/0", "blocks/1"])]
 )

@@ -92,7 +92,7 @@ def project(
         out = out + bias
     if activation is not None:
         out = ops.gelu(out)
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def head_of(params: Params) -> Array | Params:

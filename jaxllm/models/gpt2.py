@@ -117,11 +117,14 @@ def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
     def normal(*shape: int, std: float = 0.02) -> Array:
         return std * jax.random.normal(next(keys), shape, jnp.float32)
 
+    def zeros(*shape: int) -> Array:
+        return jnp.zeros(shape, jnp.float32)
+
     def linear(d_in: int, d_out: int, std: float = 0.02) -> Params:
-        return {"weight": normal(L, d_in, d_out, std=std), "bias": jnp.zeros((L, d_out))}
+        return {"weight": normal(L, d_in, d_out, std=std), "bias": zeros(L, d_out)}
 
     def norm(*shape: int) -> Params:
-        return {"scale": jnp.ones(shape), "bias": jnp.zeros(shape)}
+        return {"scale": jnp.ones(shape, jnp.float32), "bias": zeros(*shape)}
 
     residual_std = 0.02 / math.sqrt(2 * L)
     padding = config.padded_vocab_size - config.vocab_size
@@ -270,9 +273,9 @@ def _cached(
         def add_attention(residual, x, qkv, out, norm, i=i):
             nonlocal cache
             parts = jnp.split(project(x, **qkv), 3, axis=-1)
-            q, k, v = (x.reshape(*x.shape[:2], config.heads, -1) for x in parts)
+            q, k, v = (x.reshape(*x.shape[:2], config.heads, config.head_width) for x in parts)
             x, cache = attend(cache, i, q, k, v)
-            return _add_layer(residual, x.reshape(*x.shape[:2], -1), out, norm)
+            return _add_layer(residual, x.reshape(*x.shape[:2], config.width), out, norm)
 
         residual, x = _block(residual, x, layer, next_norm, add_attention)
     return x, cache

@@ -185,7 +185,7 @@ def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
         return {"weight": normal(L, d_in, d_out, std=std)}
 
     def norm(*shape: int) -> Params:
-        return {"scale": jnp.ones(shape)}
+        return {"scale": jnp.ones(shape, jnp.float32)}
 
     residual_std = 0.02 / math.sqrt(2 * L)
     params = {
@@ -385,10 +385,14 @@ def _cached(
             nonlocal cache
             # The cache has keys that are turned already, and heads apart.
             parts = jnp.split(qkv, np.cumsum(config.qkv_widths)[:2], axis=-1)
-            q, k, v = (x.reshape(*x.shape[:2], -1, config.head_width) for x in parts)
+            heads = (config.heads, config.kv_heads, config.kv_heads)
+            q, k, v = (
+                x.reshape(*x.shape[:2], n, config.head_width)
+                for x, n in zip(parts, heads, strict=True)
+            )
             q, k = ops.rope(q, k, *angles)
             out, cache = attend(cache, i, q, k, v)
-            return out.reshape(*out.shape[:2], -1)
+            return out.reshape(*out.shape[:2], config.width)
 
         residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
     return x, cache

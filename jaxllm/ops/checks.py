@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -24,6 +25,22 @@ def _check_kind(arrays: dict[str, jax.Array], kind: type, wanted: str) -> None:
         if dtype is None or not jnp.issubdtype(dtype, kind):
             found = f"dtype {dtype}" if dtype is not None else f"type {type(array).__name__}"
             raise TypeError(f"{name} has {found}; it must be {wanted}")
+
+
+def as_float(name: str, value: Any) -> float:
+    """The number that an option is, whatever its type; raises TypeError where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is {value!r}; it must be a number") from error
+
+
+def as_integer(name: str, value: Any) -> int:
+    """The integer that an option is, whatever its type; raises TypeError where it is none."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {value!r}; it must be an integer") from error
 
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], why: str) -> None:

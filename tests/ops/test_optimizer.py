@@ -427,6 +427,14 @@ def test_a_norm_wants_floats():
         ops.global_norm({"a": jnp.ones(3, jnp.int32)})
 
 
+@pytest.mark.parametrize("backend", ["auto", "pallas"])
+def test_x64_leaves_the_means_in_float32(backend):
+    with jax.enable_x64(True):
+        x = jnp.ones(3, jnp.float32)
+        outputs = ops.adamw_update(x, x, x, x, step=1, lr=0.1, backend=backend)
+    assert [output.dtype for output in outputs] == [jnp.float32] * 3
+
+
 def test_pallas_names_the_dtypes_it_takes():
     with jax.enable_x64(True):
         x = jnp.ones(3, jnp.float64)

@@ -24,6 +24,8 @@ from jaxllm.ops.attention import (
     xla,
 )
 from jaxllm.ops.checks import (
+    as_float,
+    as_integer,
     check_added_norm,
     check_floating,
     check_integer,
@@ -195,14 +197,15 @@ def flash_attention_packed(
         >>> qkv = jax.random.normal(jax.random.key(0), (2, 1024, 3 * 768), jnp.bfloat16)
         >>> out = jaxllm.ops.flash_attention_packed(qkv, 12, causal=True)
     """
-    kv_heads = heads if kv_heads is None else kv_heads
+    heads = as_integer("heads", heads)
+    kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
     _check_projection(qkv, heads, kv_heads)
     B, T, columns = qkv.shape
     H = columns // (heads + 2 * kv_heads)
     q = jax.ShapeDtypeStruct((B, T, heads, H), qkv.dtype)
     segments = _check_segment_ids(q, q, segment_ids)
     rope_table = _check_rope_table(q, q, rope_table)
-    options = (*_options(causal, scale, window, softcap, H, interleaved), int(heads), int(kv_heads))
+    options = (*_options(causal, scale, window, softcap, H, interleaved), heads, kv_heads)
     return _flash_attention_packed(qkv, segments, rope_table, options, resolve(backend))
 
 
@@ -342,7 +345,7 @@ def self_attention_add_layer_norm(
     )
     of_sum = (out_weight, residual, out_bias, scale, norm_bias)
     return _self_attention_add_layer_norm(
-        x, weight, bias, *of_sum, segments, options, eps, resolve(backend)
+        x, weight, bias, *of_sum, segments, options, as_float("eps", eps), resolve(backend)
     )
 
 
@@ -350,7 +353,8 @@ def _check_self_attention(
     x, weight, bias, heads, kv_heads, causal, scale, window, segment_ids
 ) -> tuple[Any, tuple]:
     """Checks a projection and what is asked of its attention; returns segments and options."""
-    kv_heads = heads if kv_heads is None else kv_heads
+    heads = as_integer("heads", heads)
+    kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
     check_floating(x=x, bias=bias)
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; it must be (B, T, D)")
@@ -359,7 +363,7 @@ def _check_self_attention(
     _check_projection(qkv, heads, kv_heads)
     H = weight.shape[1] // (heads + 2 * kv_heads)
     segments = _check_segment_ids(qkv, qkv, segment_ids)
-    options = (*_options(causal, scale, window, None, H, False), int(heads), int(kv_heads))
+    options = (*_options(causal, scale, window, None, H, False), heads, kv_heads)
     return segments, options
 
 
@@ -487,7 +491,7 @@ def decode_attention(
         if scales is not None:
             check_floating(**{name: scales})
             check_shape(name, scales, k_cache.shape[:3], f"one a head of k_cache {k_cache.shape}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else as_float("scale", scale)
     arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales)
     return dispatch(DECODE_ATTENTION, "", resolve(backend), *arrays, scale=scale)
 
@@ -537,7 +541,7 @@ def softmax(
     if x.ndim < wanted:
         axes = "(..., T, S)" if causal else "(..., S)"
         raise ValueError(f"x has shape {x.shape}; it must be {axes}")
-    return _softmax(x, (float(scale), bool(causal)), resolve(backend))
+    return _softmax(x, (as_float("scale", scale), bool(causal)), resolve(backend))
 
 
 def repeat_kv(
@@ -566,9 +570,10 @@ def repeat_kv(
     check_floating(x=x)
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must be (..., K, H)")
+    groups = as_integer("groups", groups)
     if groups < 1:
         raise ValueError(f"groups is {groups}; it must be at least 1")
-    return _repeat_kv(x, int(groups), resolve(backend))
+    return _repeat_kv(x, groups, resolve(backend))
 
 
 def _check_arrays(q: Array, k: Array, v: Array) -> None:
@@ -689,11 +694,13 @@ def _options(
     interleaved: bool,
 ) -> tuple:
     """The options that all forms share, for _static."""
+    window = None if window is None else as_integer("window", window)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1")
+    softcap = None if softcap is None else as_float("softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0")
-    scale = width**-0.5 if scale is None else float(scale)
+    scale = width**-0.5 if scale is None else as_float("scale", scale)
     return bool(causal), scale, window, softcap, bool(interleaved)
 
 

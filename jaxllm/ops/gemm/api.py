@@ -16,6 +16,7 @@ from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
 from jaxllm.ops.checks import (
+    as_float,
     check_added_norm,
     check_floating,
     check_layer,
@@ -103,12 +104,12 @@ def matmul(
         check_same_dtype("bias", bias, "a", a)
     _check_option("activation", activation, None, "gelu")
     _check_option("precision", precision, None, "tf32")
-    dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+    dtype = jax.dtypes.canonicalize_dtype(a.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"out_dtype is {dtype}; it must be a floating dtype")
     options = (
-        ("transpose_a", transpose_a),
-        ("transpose_b", transpose_b),
+        ("transpose_a", bool(transpose_a)),
+        ("transpose_b", bool(transpose_b)),
         ("activation", activation),
         ("out_dtype", dtype.name),
         ("precision", precision),
@@ -259,7 +260,7 @@ def linear_add_layer_norm(
     check_layer("weight", weight, "x_bias", None, x)
     bias = check_added_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
     arrays = (x, weight, residual, x_bias, scale, bias)
-    return _linear_add_layer_norm(*arrays, eps, resolve(backend))
+    return _linear_add_layer_norm(*arrays, as_float("eps", eps), resolve(backend))
 
 
 def mlp_add_layer_norm(
@@ -318,7 +319,7 @@ def mlp_add_layer_norm(
     )
     _check_option("activation", activation, "gelu")
     arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
-    return _mlp_add_layer_norm(*arrays, activation, eps, resolve(backend))
+    return _mlp_add_layer_norm(*arrays, activation, as_float("eps", eps), resolve(backend))
 
 
 def matvec(

@@ -16,7 +16,14 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_float,
+    as_integer,
+    check_floating,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.loss import cuda, head, pallas, reference
 
 # The kernels of the one op serve both.
@@ -90,7 +97,7 @@ def cross_entropy(
     )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
-    options = (ignore_index, label_smoothing, z_loss, vocab_size)
+    options = _options(ignore_index, label_smoothing, z_loss, vocab_size)
     return _cross_entropy(logits, labels.astype(jnp.int32), reduction, options, resolve(backend))
 
 
@@ -171,20 +178,21 @@ def linear_cross_entropy(
     vocab_size = _check_options(width, what, label_smoothing, vocab_size)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum")
+    chunk_rows = None if chunk_rows is None else as_integer("chunk_rows", chunk_rows)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
     chunk_rows = chunk_rows or _chunk_rows(weight, width)
     is_one_chunk = labels.size <= chunk_rows
     how = _Chunked(
         reduction=reduction,
-        options=(ignore_index, label_smoothing, z_loss, vocab_size),
+        options=_options(ignore_index, label_smoothing, z_loss, vocab_size),
         transpose_weight=transpose_weight,
         chunk_rows=chunk_rows,
         accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight, is_one_chunk)),
         weight_dtype=weight.dtype,
         backend=resolve(backend),
     )
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(labels.size, hidden.shape[-1])
     return _linear_cross_entropy(rows, weight, labels.astype(jnp.int32).reshape(-1), how)
 
 
@@ -217,6 +225,18 @@ def _check_options(width: int, what: str, label_smoothing: float, vocab_size: in
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     return vocab_size
+
+
+def _options(
+    ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
+) -> tuple[int, float, float, int]:
+    """The options that both losses have, for _static."""
+    return (
+        as_integer("ignore_index", ignore_index),
+        as_float("label_smoothing", label_smoothing),
+        as_float("z_loss", z_loss),
+        as_integer("vocab_size", vocab_size),
+    )
 
 
 def _static(options: tuple) -> dict[str, int | float]:

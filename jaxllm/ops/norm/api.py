@@ -12,7 +12,12 @@ from jaxtyping import Array, Float
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
-from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_float,
+    check_floating,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.norm import cuda, pallas, reference
 
 LAYER_NORM = Op("layer_norm", reference=reference, pallas=pallas, cuda=cuda)
@@ -61,7 +66,7 @@ def layer_norm(
         >>> out = jaxllm.ops.layer_norm(x, jnp.ones(768), jnp.zeros(768))
     """
     bias = _check_weights(x, scale, bias)
-    return _layer_norm(x, scale, bias, eps, resolve(backend))
+    return _layer_norm(x, scale, bias, as_float("eps", eps), resolve(backend))
 
 
 def rms_norm(
@@ -94,7 +99,7 @@ def rms_norm(
     llama3.cuda's ``rmsnorm``.
     """
     _check_weights(x, scale, None)
-    return _rms_norm(x, scale, eps, resolve(backend))
+    return _rms_norm(x, scale, as_float("eps", eps), resolve(backend))
 
 
 def add_layer_norm(
@@ -140,8 +145,8 @@ def add_layer_norm(
         if residual is None:
             raise ValueError("x_bias is given and residual is None; it is added with a residual")
     if residual is None:
-        return _first_layer_norm(x, scale, bias, eps, resolve(backend))
-    return _add_layer_norm(x, residual, x_bias, scale, bias, eps, resolve(backend))
+        return _first_layer_norm(x, scale, bias, as_float("eps", eps), resolve(backend))
+    return _add_layer_norm(x, residual, x_bias, scale, bias, as_float("eps", eps), resolve(backend))
 
 
 def add_rms_norm(
@@ -172,8 +177,8 @@ def add_rms_norm(
     _check_weights(x, scale, None)
     _check_residual(x, residual)
     if residual is None:
-        return _first_rms_norm(x, scale, eps, resolve(backend))
-    return _add_rms_norm(x, residual, scale, eps, resolve(backend))
+        return _first_rms_norm(x, scale, as_float("eps", eps), resolve(backend))
+    return _add_rms_norm(x, residual, scale, as_float("eps", eps), resolve(backend))
 
 
 def _check_weights(x: Array, scale: Array, bias: Array | None) -> Array:

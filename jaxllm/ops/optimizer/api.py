@@ -11,7 +11,11 @@ from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_shape
+from jaxllm.ops.checks import (
+    as_float,
+    check_floating,
+    check_shape,
+)
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
 # XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a
@@ -109,6 +113,7 @@ def adamw_update(
     for arrays in zip(params, grads, ms, vs, strict=True):
         _check_arrays(*arrays)
         _check_rounding(arrays[0].dtype, copy_dtype, seed)
+    b1, b2, eps = as_float("b1", b1), as_float("b2", b2), as_float("eps", eps)
     for name, value in (("b1", b1), ("b2", b2)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must have 0 <= {name} < 1")
@@ -124,7 +129,7 @@ def adamw_update(
             "",
             backend,
             *(tuple(leaves[i] for i in group) for leaves in (params, grads, ms, vs)),
-            scalars,
+            scalars.astype(ms[group[0]].dtype),
             None if seeds is None else seeds[jnp.array(group)],
             b1=b1,
             b2=b2,

@@ -7,7 +7,10 @@ from jaxtyping import Array, Float, Int8
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating
+from jaxllm.ops.checks import (
+    as_integer,
+    check_floating,
+)
 from jaxllm.ops.quantization import cuda, pallas, reference
 
 QUANTIZE = Op("quantize", reference=reference, pallas=pallas, cuda=cuda)
@@ -53,12 +56,13 @@ def quantize(
     check_floating(w=w)
     if w.ndim == 0:
         raise ValueError("w has shape (); it must have a last axis to form groups along")
+    group_size = as_integer("group_size", group_size)
     if group_size < 1 or w.shape[-1] % group_size:
         raise ValueError(
             f"w has shape {w.shape}, rows of {w.shape[-1]}; they must be multiples of group_size "
             f"{group_size}"
         )
-    return dispatch(QUANTIZE, "", resolve(backend), w, group_size=int(group_size))
+    return dispatch(QUANTIZE, "", resolve(backend), w, group_size=group_size)
 
 
 def dequantize(

@@ -11,7 +11,13 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_integer,
+    check_floating,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.reduction import cuda, pallas, reference
 
 REDUCE_SUM = Op("reduce_sum", reference=reference, pallas=pallas, cuda=cuda)
@@ -135,9 +141,10 @@ def histogram(
         Array([1, 0, 2], dtype=int32)
     """
     check_integer(x=x)
+    bins = as_integer("bins", bins)
     if bins < 1:
         raise ValueError(f"bins is {bins}; it must be at least 1")
-    return dispatch(HISTOGRAM, "", resolve(backend), x, bins=int(bins))
+    return dispatch(HISTOGRAM, "", resolve(backend), x, bins=bins)
 
 
 # The gradients need no kernels: see reference.py.

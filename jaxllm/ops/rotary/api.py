@@ -86,7 +86,7 @@ def rope(
     if k is not None:
         _check_keys(q, k)
     _check_tables(q, cos, sin)
-    return _rope(q, k, cos, sin, interleaved, resolve(backend))
+    return _rope(q, k, cos, sin, bool(interleaved), resolve(backend))
 
 
 def _check_keys(q: Array, k: Array) -> None:
