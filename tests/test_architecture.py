@@ -13,6 +13,10 @@ IMPLEMENTATIONS = ("reference", "reference_decode", "xla", *PALLAS, "cuda", "cud
 KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
 
 
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "jaxllm" / "py.typed").exists()
+
+
 def name_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
