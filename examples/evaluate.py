@@ -81,6 +81,14 @@ def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
     return text
 
 
+def quantized(params: Any, group_size: int) -> Any:
+    """The parameters in int8."""
+    try:
+        return quantize_params(params, group_size=group_size)
+    except ValueError as error:
+        raise ValueError(f"{error}; see --group-size") from error
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Prints loss and perplexity in float and in int8; returns the losses by dtype."""
     options = parse(argv)
@@ -98,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         try:
             for dtype in (options.dtype, "int8"):
                 if dtype == "int8":
-                    params = quantize_params(params, group_size=options.group_size)
+                    params = quantized(params, options.group_size)
                 losses[dtype] = training.mean_loss(
                     evaluate,
                     params,

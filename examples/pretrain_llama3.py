@@ -33,7 +33,7 @@ TINY = dataclasses.replace(
     heads=4,
     kv_heads=2,
     width=128,
-    mlp_width=344,
+    mlp_width=384,
     rope_theta=10_000.0,
 )
 FAMILY = pretraining.Family(

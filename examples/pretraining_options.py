@@ -75,7 +75,7 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     parser.add_argument(
         "--config", type=Path, metavar="TOML", help="a file of flags; the command line goes first"
     )
-    parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="under a minute, to see that it works")
     yes_or_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("model").add_argument
@@ -103,7 +103,7 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--seed", type=int, default=0)
 
     add = parser.add_argument_group(
-        "training (defaults of the first six: see RECIPES)"
+        "training (defaults of the first six: by the preset)"
     ).add_argument
     add("--steps", type=int)
     add("--batch-size", type=int, help="sequences in a microbatch")
