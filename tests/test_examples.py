@@ -26,6 +26,7 @@ from jaxllm import checkpoint, data, ffi
 from jaxllm.backend import resolve
 from jaxllm.convert import huggingface, llmc
 from jaxllm.models import gpt2
+from jaxllm.quantize import quantize_params
 from jaxllm.tokenizer import from_file
 
 # The scripts that train, and where they leave what they made.
@@ -417,6 +418,14 @@ def test_evaluate_smoke(capsys):
     assert losses["float32"] == pytest.approx(np.log(257), rel=0.05)
     assert losses["int8"] == pytest.approx(losses["float32"], rel=1e-3)
     assert "int8 changes the perplexity by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_llama3])
+def test_the_model_that_is_trained_by_default_has_an_int8_form(script):
+    family = script.FAMILY
+    params = family.model.init(jax.random.key(0), family.presets["tiny"])
+    quantized = jax.tree.leaves(quantize_params(params))
+    assert any(leaf.dtype == jnp.int8 for leaf in quantized)
 
 
 def test_evaluate_refuses():
