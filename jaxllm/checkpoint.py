@@ -147,8 +147,8 @@ def _naming(manager: CheckpointManager, step: int) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{manager.directory}, step {step}: damaged; without its folder a run goes on from the "
-            f"checkpoint before: {error}"
+            f"{manager.directory}, step {step}: cannot be read. If it is damaged, a run goes on from "
+            f"the checkpoint before once this one's folder is deleted. {error}"
         ) from error
 
 

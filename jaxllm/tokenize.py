@@ -215,7 +215,7 @@ def tokenize(
 
     Raises:
         FileExistsError: The folder has shards of another corpus or tokenizer.
-        FileNotFoundError: A path does not exist.
+        FileNotFoundError: A path does not exist, or there is no file to read in any.
         ImportError: A package is not installed.
         ValueError: A number is out of range, a file is not what it should be, or the corpus does
             not fill the validation shard.
@@ -224,6 +224,10 @@ def tokenize(
         if not least <= value < 2**31:
             raise ValueError(f"{name} is {value}; it must be at least {least} and below 2**31")
     folder, inputs = Path(folder), files(paths)
+    if not inputs:
+        raise FileNotFoundError(
+            f"{', '.join(map(str, paths))}: no file found that ends in {', '.join(ENDINGS)}"
+        )
     sizes = [path.stat().st_size for path in inputs]
     recipe = {
         "files": [list(pair) for pair in zip(map(str, inputs), sizes, strict=True)],
@@ -272,10 +276,10 @@ def tokenize(
                 write(joined[:size], *place)
                 bar.set_postfix(shards=progress.shards, tokens=f"{progress.tokens:,}")
             number += 1
-        if val_tokens and not progress.shards:
+        if val_tokens and progress.shards + (waiting > 0) < 2:
             raise ValueError(
-                f"the corpus has {waiting} tokens, and val_tokens is {val_tokens}: nothing is left "
-                "to train on"
+                f"the corpus has {progress.tokens + waiting} tokens, and val_tokens is "
+                f"{val_tokens}: nothing is left to train on"
             )
         progress.finished = True
         if waiting:

@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, lost):
         largest.write_bytes(largest.read_bytes()[:10])
     else:
         shutil.rmtree(tmp_path / "1" / lost)
-    message = rf"^{tmp_path}, step 1: damaged; without its folder"
+    message = rf"^{tmp_path}, step 1: cannot be read\. If it is damaged"
     with checkpoint.open_folder(tmp_path) as folder, pytest.raises(ValueError, match=message):
         if lost == "record":
             checkpoint.read_record(folder)

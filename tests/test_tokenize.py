@@ -118,6 +118,7 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes(tmp_path, corpus, monkeyp
         ({"shard_tokens": 0}, "shard_tokens is 0"),
         ({"val_tokens": -1}, "val_tokens is -1"),
         ({"val_tokens": 1000}, f"corpus has {len(STREAM)} tokens, and val_tokens is 1000"),
+        ({"val_tokens": len(STREAM)}, f"corpus has {len(STREAM)} tokens, and val_tokens is"),
         ({"key": "body"}, "1.jsonl, line 1: no object with 'body'"),
     ],
 )
@@ -182,6 +183,10 @@ def test_a_folder_of_other_shards_is_refused(tmp_path, corpus):
         make(tmp_path / "out", corpus)
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such"):
         make(tmp_path / "other", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty: no file found that ends in \.md, \.py"):
+        make(tmp_path / "other", tmp_path / "empty")
+    assert not (tmp_path / "other").exists()
 
 
 def test_packages_that_are_missing_are_named(tmp_path, corpus, monkeypatch):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import jaxllm
 from jaxllm import data, optim, training
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import stack, unstack
@@ -49,8 +50,9 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_x64_changes_no_dtype():
-    with jax.enable_x64(True):
+@pytest.mark.parametrize("backend", ["auto", "pallas"])
+def test_x64_changes_no_dtype(backend):
+    with jax.enable_x64(True), jaxllm.use_backend(backend):
         optimizer = training.adamw(1e-2)
         state = training.init_state(gpt2.init(jax.random.key(0), CONFIG), optimizer)
         step = training.make_train_step(gpt2_loss, optimizer, compute_dtype="float32")

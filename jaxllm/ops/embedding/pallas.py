@@ -118,9 +118,9 @@ def _embed_forward_kernel(
 ):
     tile, columns = out_ref.shape
     vocabulary, width = token_table_ref.shape
-    rows = pl.program_id(0) * tile + jnp.arange(tile)
+    rows = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
     tokens = plgpu.load(tokens_ref, mask=rows < count, other=0)
-    inside = (rows < count)[:, None] & (jnp.arange(columns) < width)
+    inside = (rows < count)[:, None] & (jnp.arange(columns, dtype=jnp.int32) < width)
 
     def read(table_ref, which):
         return plgpu.load(table_ref.at[_grid(which, columns)], mask=inside, other=0.0)
@@ -135,7 +135,7 @@ def _embed_forward_kernel(
 def _starts_kernel(tokens_ref, starts_ref, *, vocabulary):
     """The first of the sorted tokens that is not below each row of the table."""
     (count,) = tokens_ref.shape
-    row = pl.program_id(0) * starts_ref.shape[0] + jnp.arange(starts_ref.shape[0])
+    row = pl.program_id(0) * starts_ref.shape[0] + jnp.arange(starts_ref.shape[0], dtype=jnp.int32)
 
     def halve(_, bounds):
         low, high = bounds
@@ -174,7 +174,7 @@ def _embed_backward_kernel(starts_ref, places_ref, dout_ref, partial_ref, out_re
 
 def _add_rows(rows_ref, places_ref, begin, end, total):
     """Adds rows ``places[begin:end]``, or rows ``begin`` to ``end`` themselves, to ``total``."""
-    columns = jnp.arange(total.size)
+    columns = jnp.arange(total.size, dtype=jnp.int32)
 
     def add(i, total):
         place = i if places_ref is None else places_ref[i]
@@ -190,13 +190,13 @@ def _zeros(out_ref):
 
 
 def _store_row(out_ref, row, like_ref):
-    mask = jnp.arange(row.size) < like_ref.shape[1]
+    mask = jnp.arange(row.size, dtype=jnp.int32) < like_ref.shape[1]
     plgpu.store(out_ref, row.astype(out_ref.dtype), mask=mask)
 
 
 def _grid(rows: Array, columns: int) -> tuple[Array, ...]:
     """The indices of every column of some rows."""
-    return tuple(jnp.meshgrid(rows, jnp.arange(columns), indexing="ij"))
+    return tuple(jnp.meshgrid(rows, jnp.arange(columns, dtype=jnp.int32), indexing="ij"))
 
 
 def _parameters(elements: int) -> plgpu.CompilerParams:
