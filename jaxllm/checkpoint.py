@@ -147,8 +147,8 @@ def _naming(manager: CheckpointManager, step: int) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{manager.directory}, step {step}: cannot be read. If it is damaged, delete its folder, "
-            f"and a run goes on from the checkpoint before. {error}"
+            f"{manager.directory}, step {step}: cannot be read. If it is damaged, delete its "
+            f"folder, and a run goes on from the checkpoint before. {error}"
         ) from error
 
 
