@@ -14,11 +14,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Gives a file to write that takes another's place when the block ends well.
 
     Args:
-        path: The file to be; in its folder, which is created, the other one has a hidden name.
+        path: The file to be. Until then it has a hidden name in the folder, which is created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(path)
+    # Of one name, so that the next process takes what one that was killed has left.
+    partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
         partial.replace(path)
@@ -42,7 +43,8 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         check_new(folder)
     folder = folder.resolve()  # a link stays one
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = _beside(folder), _beside(folder)
+    # Names of their own: two processes may make one folder, and the first to finish is kept.
+    partial, old = (folder.with_name(f".{folder.name}.{uuid.uuid4().hex}") for _ in range(2))
     partial.mkdir()
     try:
         yield partial
@@ -63,7 +65,3 @@ def check_new(folder: Path) -> None:
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")

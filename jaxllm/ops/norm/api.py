@@ -12,12 +12,7 @@ from jaxtyping import Array, Float
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
-from jaxllm.ops.checks import (
-    as_float,
-    check_floating,
-    check_same_dtype,
-    check_shape,
-)
+from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
 LAYER_NORM = Op("layer_norm", reference=reference, pallas=pallas, cuda=cuda)

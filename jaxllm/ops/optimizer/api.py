@@ -11,11 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import (
-    as_float,
-    check_floating,
-    check_shape,
-)
+from jaxllm.ops.checks import as_float, check_floating, check_shape
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
 # XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a

@@ -7,10 +7,7 @@ from jaxtyping import Array, Float, Int8
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import (
-    as_integer,
-    check_floating,
-)
+from jaxllm.ops.checks import as_integer, check_floating
 from jaxllm.ops.quantization import cuda, pallas, reference
 
 QUANTIZE = Op("quantize", reference=reference, pallas=pallas, cuda=cuda)
