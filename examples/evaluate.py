@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from generate import SMOKE_CONFIG, load_model
+from generate import SMOKE_CONFIG, load_model, quantize
 
 import jaxllm
 from jaxllm import data, training
 from jaxllm.backend import BACKENDS
 from jaxllm.models import gpt2, llama3
-from jaxllm.quantize import quantize_params
 from jaxllm.tokenizer import BYTES
 
 
@@ -81,14 +80,6 @@ def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
     return text
 
 
-def quantized(params: Any, group_size: int) -> Any:
-    """The parameters in int8."""
-    try:
-        return quantize_params(params, group_size=group_size)
-    except ValueError as error:
-        raise ValueError(f"{error}; see --group-size") from error
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Prints loss and perplexity in float and in int8; returns the losses by dtype."""
     options = parse(argv)
@@ -106,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         try:
             for dtype in (options.dtype, "int8"):
                 if dtype == "int8":
-                    params = quantized(params, options.group_size)
+                    params = quantize(params, options.group_size)
                 losses[dtype] = training.mean_loss(
                     evaluate,
                     params,

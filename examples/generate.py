@@ -105,6 +105,14 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer]:
     return params, config, tokenizer_of(folder, config.vocab_size)
 
 
+def quantize(params: Any, group_size: int) -> Any:
+    """The parameters with weights in int8."""
+    try:
+        return quantize_params(params, group_size=group_size)
+    except ValueError as error:
+        raise SystemExit(f"{error}; see --group-size") from error
+
+
 def pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """The text of tokens as they come; half a character waits for its other half."""
     ids: list[int] = []
@@ -135,10 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     if options.int8:
-        try:
-            params = quantize_params(params, group_size=options.group_size)
-        except ValueError as error:
-            raise SystemExit(f"{error}; see --group-size") from error
+        params = quantize(params, options.group_size)
     if tokenizer.begin_of_text is not None:
         ids = [tokenizer.begin_of_text, *ids]
     room = config.max_seq_len - len(ids)
