@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int8, Integer
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
 from jaxllm.ops.decoding import cuda, pallas, reference
 
 DECODE_BLOCK = Op("decode_block", reference=reference, pallas=pallas, cuda=cuda)
@@ -93,7 +93,7 @@ def decode_block(
     check_shape("lengths", lengths, (B,), f"one a sequence of residual {residual.shape}")
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
     lengths = lengths.astype(jnp.int32)
-    return dispatch(DECODE_BLOCK, "", resolve(backend), *arrays, lengths, eps=float(eps))
+    return dispatch(DECODE_BLOCK, "", resolve(backend), *arrays, lengths, eps=as_float("eps", eps))
 
 
 def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:

@@ -110,6 +110,7 @@ def adamw_update(
         _check_arrays(*arrays)
         _check_rounding(arrays[0].dtype, copy_dtype, seed)
     b1, b2, eps = as_float("b1", b1), as_float("b2", b2), as_float("eps", eps)
+    weight_decay = as_float("weight_decay", weight_decay)
     for name, value in (("b1", b1), ("b2", b2)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must have 0 <= {name} < 1")
@@ -130,7 +131,7 @@ def adamw_update(
             b1=b1,
             b2=b2,
             eps=eps,
-            decays=tuple(float(weight_decay) if decays[i] else 0.0 for i in group),
+            decays=tuple(weight_decay if decays[i] else 0.0 for i in group),
             copy_dtype=copy_dtype,
         )
         for i, *leaf in zip(group, *filter(None, outputs), strict=True):

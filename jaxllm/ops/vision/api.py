@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_shape
+from jaxllm.ops.checks import as_float, check_floating, check_shape
 from jaxllm.ops.vision import cuda, pallas, reference
 
 NMS = Op("nms", reference=reference, pallas=pallas, cuda=cuda)
@@ -72,7 +72,7 @@ def nms(
         "",
         backend,
         boxes[order],
-        iou_threshold=float(iou_threshold),
+        iou_threshold=as_float("iou_threshold", iou_threshold),
         inclusive=bool(inclusive),
     )
     return jnp.zeros_like(keep).at[order].set(keep, unique_indices=True)
