@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import jaxlib.version
+
 # Several test processes share a GPU: none keeps memory that it does not use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -12,8 +14,11 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_gpu_autotune_level=0"
+    + " --xla_cpu_parallel_codegen_split_count=1 --xla_gpu_autotune_level=0"
 )
+if jaxlib.version.__version__.startswith("0.10."):
+    # XLA's older way to make code of a fusion takes half the time; newer versions have it no more.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import pytest

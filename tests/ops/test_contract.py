@@ -83,11 +83,17 @@ def each_backend(cases):
 
 def value_and_gradients(fn, inputs):
     """``fn(*inputs)`` and its gradients with respect to the floating inputs, jitted."""
-    leaves, tree = jax.tree.flatten(tuple(inputs))
-    floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return program(fn)(inputs)
+
+
+def program(fn):
+    """:func:`value_and_gradients` for many inputs: those of one shape trace ``fn`` once."""
 
     @jax.jit
-    def run(leaves, cotangents):
+    def run(inputs, cotangents):
+        leaves, tree = jax.tree.flatten(tuple(inputs))
+        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
         def of_floating(*some):
             arguments = list(leaves)
             for i, x in zip(floating, some, strict=True):
@@ -97,8 +103,13 @@ def value_and_gradients(fn, inputs):
         out, pull = jax.vjp(of_floating, *(leaves[i] for i in floating))
         return out, pull(jax.tree.map(of_kind, cotangents, out))
 
-    # Made outside of jit, where XLA might leave out the rounding.
-    return run(leaves, testing.cotangents_like(jax.eval_shape(fn, *inputs)))
+    def on(inputs, like=None):
+        # What has the shapes of the outputs, if it is at hand: to ask fn for them is a trace.
+        like = jax.eval_shape(fn, *inputs) if like is None else like
+        # Made outside of jit, where XLA might leave out the rounding.
+        return run(inputs, testing.cotangents_like(like))
+
+    return on
 
 
 def of_kind(ct, out):
@@ -124,15 +135,24 @@ def definition(case):
     return functools.partial(getattr(op_of(case).reference, case.op), **defaults(case))
 
 
+def case_of(op, name):
+    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
+    return case
+
+
 @functools.lru_cache(maxsize=1)  # the backends of one case and dtype are tested in a row
 def expectation(op, name, dtype):
     """Inputs of a case, and the definition of them: in float64, and in the dtype itself."""
-    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
-    inputs = testing.make_inputs(case, dtype)
+    inputs = testing.make_inputs(case_of(op, name), dtype)
     with jax.enable_x64(True):
-        wide = training.cast(inputs, jnp.float64)
-        exact = jax.tree.map(np.asarray, value_and_gradients(definition(case), wide))
-    return inputs, exact, value_and_gradients(definition(case), inputs)
+        wide = exact_program(op, name)(training.cast(inputs, jnp.float64))
+        exact = jax.tree.map(np.asarray, wide)
+    return inputs, exact, value_and_gradients(definition(case_of(op, name)), inputs)
+
+
+@functools.lru_cache(maxsize=1)  # so are the dtypes of one case
+def exact_program(op, name):
+    return program(definition(case_of(op, name)))
 
 
 def defaults(case):
@@ -154,7 +174,7 @@ def defaults(case):
 )
 def test_matches_the_definition(case, dtype, backend):
     inputs, expected, reference = expectation(case.op, case.name, dtype)
-    actual = value_and_gradients(op_under(case, backend), inputs)
+    actual = program(op_under(case, backend))(inputs, like=reference[0])
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, reference)
     testing.assert_close(actual, expected, dtype, reference, what=str(case))
 
@@ -201,10 +221,10 @@ def test_vmap_is_a_loop(case, backend, mapped):
     axes: list[int | None] = [0] * len(stacked)
     if mapped == "first":
         stacked[1:], axes[1:] = batches[0][1:], [None] * len(batches[0][1:])
-    actual = jax.vmap(lambda *inputs: value_and_gradients(fn, inputs), tuple(axes))(*stacked)
-    expected = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(value_and_gradients(fn, batch) for batch in batches)
-    )
+    run = program(fn)
+    expected = [run(batch) for batch in batches]
+    actual = jax.vmap(lambda *inputs: run(inputs, like=expected[0][0]), tuple(axes))(*stacked)
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
     testing.assert_close(actual, expected, "float32", what=str(case))
 
 
@@ -261,7 +281,8 @@ def test_a_transposed_input_under_jit(case, backend):
 )
 def test_gradients_repeat_bit_for_bit(case, backend):
     inputs = testing.make_inputs(case, "bfloat16")
-    first, second = (value_and_gradients(op_under(case, backend), inputs) for _ in range(2))
+    run = program(op_under(case, backend))
+    first, second = run(inputs), run(inputs)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
