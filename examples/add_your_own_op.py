@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ffi, testing
+from jaxllm import ffi, testing, varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 
@@ -82,7 +82,7 @@ def softsign(x: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     return _softsign(x, resolve(backend))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(1,))
 def _softsign(x, backend):
     return dispatch(SOFTSIGN, "forward", backend, x)
 

@@ -23,7 +23,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxllm import ffi
+from jaxllm import ffi, varying
 from jaxllm.backend import Backend, BackendError, Call, record
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
@@ -65,20 +65,15 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
         **static: The implementation's options; hashable.
 
     Raises:
-        BackendError: The backend was asked for by name and cannot serve the call, or a
-            ``jax.shard_map`` with ``check_vma`` is around it.
+        BackendError: The backend was asked for by name and cannot serve the call.
     """
     stem = f"{op.name}_{direction}" if direction else op.name
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
+    arrays = varying.alike(arrays)
     on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
     if options := getattr(_module(op, on_gpu), f"{stem}_options", None):
         static |= options(*arrays, **static)
     elsewhere = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
-    if on_gpu != "xla" and any(map(_is_tracked, jax.tree.leaves(arrays))):
-        raise BackendError(
-            f"{stem} stands in a jax.shard_map that keeps track of the axes along which values "
-            "vary, which kernels do not; give shard_map check_vma=False"
-        )
 
     def call() -> Call:
         return Call(
@@ -98,10 +93,6 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
             elsewhere=elsewhere,
             static=tuple(sorted(static.items())),
         )
-
-
-def _is_tracked(array: jax.Array) -> bool:
-    return bool(jax.typeof(array).manual_axis_type.varying)
 
 
 def _choose(
@@ -162,20 +153,34 @@ def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple)
             name, options["interpret"] = "pallas", True
         return functools.partial(getattr(_module(op, name), stem), **options)
 
+    def refusal(why: str, instead: str) -> Callable:
+        why = f"backend {on_gpu!r} cannot serve {stem}: {why}"
+        return functools.partial(_refuse, like=gpu, why=why, instead=instead)
+
     if on_gpu == elsewhere == "xla":
         return implementation("xla")(*arrays)
     gpu = implementation(on_gpu)
+    axes = varying.axes_of(arrays)
     if elsewhere == "cuda":
-        other = functools.partial(_refuse, like=gpu, stem=stem)
+        other = refusal("it needs an NVIDIA GPU", "use backend 'auto', 'xla' or 'pallas' there")
+    elif elsewhere == "pallas-interpreter" and axes:
+        why = "Pallas's interpreter does not run in a jax.shard_map with check_vma"
+        other = refusal(why, "use backend 'auto' or 'xla' there, or give check_vma=False")
     else:
         other = implementation(elsewhere)
-    return jax.lax.platform_dependent(*arrays, cuda=gpu, default=other)
+
+    def typed(fn: Callable) -> Callable:
+        # Both in one type: a kernel's results vary as its operands do, a constant does not.
+        return lambda *arrays: varying.vary(fn(*arrays), axes)
+
+    return jax.lax.platform_dependent(*arrays, cuda=typed(gpu), default=typed(other))
 
 
-def _refuse(*arrays, like: Callable, stem: str):
-    """Stands where backend "cuda" meets another platform: traces like the op, refuses to lower."""
+def _refuse(*arrays, like: Callable, why: str, instead: str):
+    """Stands for what a platform cannot run: traces like the op, refuses to lower."""
     shapes, tree = jax.tree.flatten(jax.eval_shape(like, *arrays))
-    return tree.unflatten(_refuse_p.bind(*jax.tree.leaves(arrays), shapes=tuple(shapes), stem=stem))
+    static = {"shapes": tuple(shapes), "why": why, "instead": instead}
+    return tree.unflatten(_refuse_p.bind(*jax.tree.leaves(arrays), **static))
 
 
 _refuse_p = Primitive("jaxllm_refuse")
@@ -183,24 +188,21 @@ _refuse_p.multiple_results = True
 
 
 @_refuse_p.def_abstract_eval
-def _refuse_abstract(*_, shapes, stem):
+def _refuse_abstract(*_, shapes, **__):
     return [ShapedArray(shape.shape, shape.dtype) for shape in shapes]
 
 
-def _refuse_lowering(context, *_, shapes, stem):
+def _refuse_lowering(context, *_, why, instead, **__):
     platforms = ", ".join(context.module_context.platforms)
-    raise BackendError(
-        f"backend 'cuda' cannot serve {stem}: it needs an NVIDIA GPU, and this program is compiled "
-        f"for {platforms}; use backend 'auto', 'xla' or 'pallas' there"
-    )
+    raise BackendError(f"{why}, and this program is compiled for {platforms}; {instead}")
 
 
-def _refuse_batching(arrays, axes, *, shapes, stem):
+def _refuse_batching(arrays, axes, *, shapes, **static):
     (size,) = {
         array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
     }
     batched = tuple(jax.ShapeDtypeStruct((size, *shape.shape), shape.dtype) for shape in shapes)
-    return _refuse_p.bind(*arrays, shapes=batched, stem=stem), [0] * len(shapes)
+    return _refuse_p.bind(*arrays, shapes=batched, **static), [0] * len(shapes)
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)

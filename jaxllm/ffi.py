@@ -12,6 +12,8 @@ import jax
 import jaxlib.version
 import numpy as np
 
+from jaxllm import varying
+
 try:
     from jaxllm import _cuda  # type: ignore[attr-defined]
 
@@ -146,9 +148,10 @@ def call(
         A tuple of arrays, one for each entry of ``results``.
     """
     decoded = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in attributes.items()}
-    return jax.ffi.ffi_call(
+    out = jax.ffi.ffi_call(
         f"jaxllm_{stem}",
         tuple(results),
         vmap_method="broadcast_all",
         input_output_aliases=dict(aliases or {}),
-    )(*arrays, **decoded)
+    )(*varying.alike(arrays), **decoded)
+    return varying.vary(out, varying.axes_of(arrays))

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
 PALLAS = ("pallas", "pallas_decode", "pallas_flash")
 IMPLEMENTATIONS = ("reference", "reference_decode", "xla", *PALLAS, "cuda", "cuda_decode")
+BRIDGE = ("jaxllm.ffi", "jaxllm.ops.pallas_call")  # by which they call kernels
 KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
 
 
@@ -39,40 +40,42 @@ def is_under(name, *packages):
 def allowed(module):
     """The jaxllm modules that a module may import, and the heavy packages; None for no limit."""
     family = re.match(r"jaxllm\.ops\.(\w+)\.(\w+)$", module)
-    if module == "jaxllm.backend":
+    if module in ("jaxllm.backend", "jaxllm.varying"):
         return ()
     if module == "jaxllm.ffi":
-        return ("jaxllm._cuda", "jaxllm.backend")
+        return ("jaxllm._cuda", "jaxllm.backend", "jaxllm.varying")
     if module == "jaxllm.dispatch":
-        return ("jaxllm.backend", "jaxllm.ffi")
+        return ("jaxllm.backend", "jaxllm.ffi", "jaxllm.varying")
+    if module == "jaxllm.ops.pallas_call":
+        return ("jaxllm.varying",)
     if module in ("jaxllm.testing", "jaxllm.ops.checks", "jaxllm.ops.streams"):
         return ()
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
         # What follows a product is an activation or a norm of the same backend.
         after = [f"jaxllm.ops.{part}.{family[2]}" for part in ("activation", "norm")]
         shared = ("jaxllm.ops.gemm.products", "jaxllm.ops.gemm.slopes")
-        return (*after, *shared, "jaxllm.ffi")
+        return (*after, *shared, *BRIDGE)
     if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
         # A block is made of products and attention of the same backend.
         parts = ("attention", "gemm", "quantization")
         names = (family[2], f"{family[2]}_decode")
         own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
-        return (*own, "jaxllm.ops.decoding.composed", "jaxllm.ffi")
+        return (*own, "jaxllm.ops.decoding.composed", *BRIDGE)
     if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
         # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's. The
         # layer after attention is of the same backend too.
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
         own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm")]
-        return (*own, "jaxllm.ops.attention.packing", "jaxllm.ffi")
+        return (*own, "jaxllm.ops.attention.packing", *BRIDGE)
     if family and family[1] == "loss" and family[2] in IMPLEMENTATIONS:
         # What makes the logits is a product of the same backend, or XLA's.
-        return (f"jaxllm.ops.gemm.{family[2]}", "jaxllm.ops.loss.head", "jaxllm.ffi")
+        return (f"jaxllm.ops.gemm.{family[2]}", "jaxllm.ops.loss.head", *BRIDGE)
     if family and family[2] in IMPLEMENTATIONS:
-        return ("jaxllm.ffi",)
+        return BRIDGE
     if family and family[2] == "cases":
         return ("jaxllm.testing",)
     if family and family[2] == "api":
-        shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks")
+        shared = ("jaxllm.backend", "jaxllm.dispatch", "jaxllm.ops.checks", "jaxllm.varying")
         streams = ("jaxllm.ops.streams",) if family[1] in ("norm", "gemm", "attention") else ()
         # The projection before attention is XLA's, whatever the backend. A layer and a norm follow.
         after = ("gemm.products", "gemm.api", "norm.api") if family[1] == "attention" else ()
@@ -92,11 +95,16 @@ def test_imports_point_downwards(path):
         if is_under(imported, "jaxllm"):
             assert is_under(imported, *allowed(module)), f"{module} imports {imported}"
         if is_under(imported, "jax.experimental.pallas"):
-            assert path.stem in PALLAS, f"{module} imports Pallas"
+            assert path.stem in (*PALLAS, "pallas_call"), f"{module} imports Pallas"
         if is_under(imported, "jaxllm._cuda"):
             assert module == "jaxllm.ffi", f"{module} imports the extension"
         if is_under(imported, "optax"):
             assert module == "jaxllm.training", f"{module} imports optax"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.stem in PALLAS], ids=name_of)
+def test_pallas_kernels_are_called_in_one_place(path):
+    assert "pl.pallas_call" not in path.read_text(), "jaxllm/ops/pallas_call.py is for that"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -144,23 +144,34 @@ def test_unsupported_dtypes_are_named():
         ops.rms_norm(jnp.ones((2, 4), jnp.float64), jnp.ones(4), backend="pallas")
 
 
-def test_a_shard_map_that_tracks_is_refused_and_another_is_right():
+def gradients_in_a_shard_map(backend, **options):
+    """Of rows that are each device's own, and a scale that all share; there is one device."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
 
-    def gradients(backend, **options):
-        def mapped(x, scale):
-            return ops.rms_norm(x, scale, backend=backend)
+    def gradients(x, scale):
+        def loss(x, scale):
+            return jnp.sum(ops.rms_norm(x, scale, backend=backend) ** 3)
 
-        whole = P("d"), P()
-        mapped = jax.shard_map(mapped, mesh=mesh, in_specs=whole, out_specs=P("d"), **options)
-        return jax.jit(jax.grad(lambda *a: jnp.sum(mapped(*a) ** 3), (0, 1)))(X, SCALE)
+        return jax.grad(loss, (0, 1))(x, scale)
 
+    specs = P("d"), P()
+    return jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}], ids=["tracked", "untracked"])
+def test_gradients_in_a_shard_map(options):
     expected = jax.grad(lambda *a: jnp.sum(normalize(*a) ** 3), (0, 1))(X, SCALE)
-    with pytest.raises(jaxllm.BackendError, match=r"rms_norm_forward .*shard_map check_vma=False"):
-        gradients("pallas")
-    for backend in ("auto", "pallas", "xla"):
-        for found, wanted in zip(gradients(backend, check_vma=False), expected, strict=True):
-            testing.assert_close(found, wanted, "float32")
+    for backend in ("auto", "xla", *(["pallas"] if options else [])):
+        found = jax.jit(gradients_in_a_shard_map(backend, **options))(X, SCALE)
+        testing.assert_close(found, expected, "float32")
+
+
+def test_a_shard_map_that_tracks_is_refused_by_the_interpreter():
+    program = jax.jit(gradients_in_a_shard_map("pallas")).trace(X, SCALE)
+    assert "triton" in program.lower(lowering_platforms=("cuda",)).as_text()
+    wanted = "backend 'pallas' cannot serve rms_norm_forward: .* for cpu; .* check_vma=False"
+    with pytest.raises(jaxllm.BackendError, match=wanted):
+        program.lower(lowering_platforms=("cpu",))
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.float32, np.float64])

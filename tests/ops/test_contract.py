@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import jaxllm
 import jaxllm.ops
-from jaxllm import ffi, testing, training
+from jaxllm import ffi, testing, training, varying
 from jaxllm.backend import BackendError
 from jaxllm.dispatch import dispatch
 
@@ -91,17 +93,8 @@ def program(fn):
 
     @jax.jit
     def run(inputs, cotangents):
-        leaves, tree = jax.tree.flatten(tuple(inputs))
-        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-        def of_floating(*some):
-            arguments = list(leaves)
-            for i, x in zip(floating, some, strict=True):
-                arguments[i] = x
-            return fn(*tree.unflatten(arguments))
-
-        out, pull = jax.vjp(of_floating, *(leaves[i] for i in floating))
-        return out, pull(jax.tree.map(of_kind, cotangents, out))
+        out, pull = differentiate(fn, inputs)
+        return out, pull(cotangents)
 
     def on(inputs, like=None):
         # What has the shapes of the outputs, if it is at hand: to ask fn for them is a trace.
@@ -110,6 +103,21 @@ def program(fn):
         return run(inputs, testing.cotangents_like(like))
 
     return on
+
+
+def differentiate(fn, inputs):
+    """``fn(*inputs)``, and what makes the gradients of the floating inputs of its outputs'."""
+    leaves, tree = jax.tree.flatten(tuple(inputs))
+    floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def of_floating(*some):
+        arguments = list(leaves)
+        for i, x in zip(floating, some, strict=True):
+            arguments[i] = x
+        return fn(*tree.unflatten(arguments))
+
+    out, pull = jax.vjp(of_floating, *(leaves[i] for i in floating))
+    return out, lambda cotangents: pull(jax.tree.map(of_kind, cotangents, out))
 
 
 def of_kind(ct, out):
@@ -231,6 +239,33 @@ def test_vmap_is_a_loop(case, backend, mapped):
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
+        pytest.param(case, backend, id=f"{case}-{backend}")
+        for case in FEW_CASES
+        for backend in implementations(case)
+    ],
+)
+def test_in_a_shard_map_gradients_vary_as_their_arguments_do(case, backend):
+    # The first argument is each device's own, the others are shared by both. JAX takes a gradient
+    # for shared where it has been summed over the devices; types say all of it.
+    if backend == "cuda" and not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+
+    def check(first, *shared):
+        inputs = (jax.lax.pcast(first, "d", to="varying"), *shared)
+        out, pull = differentiate(op_under(case, backend), inputs)
+        assert all(varying.axes_of(x) == {"d"} for x in jax.tree.leaves(out))
+        gradients = pull(jax.tree.map(jnp.ones_like, out))
+        floating = [x for x in jax.tree.leaves(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert list(map(varying.axes_of, gradients)) == list(map(varying.axes_of, floating))
+        return ()
+
+    mapped = jax.shard_map(check, mesh=AbstractMesh((2,), ("d",)), in_specs=P(), out_specs=())
+    jax.eval_shape(mapped, *jax.eval_shape(lambda: testing.make_inputs(case, "float32")))
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
         parameters(case, backend)
         for case in FEW_CASES
         if case.has_backward
@@ -259,6 +294,20 @@ def test_scan_and_remat_change_nothing(case, backend):
 
     actual = value_and_gradients(scanned, inputs)
     testing.assert_close(actual, value_and_gradients(fn, inputs), "float32", what=str(case))
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_kernels_are_made_under_64_bit_types_too(case):
+    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "float32"))
+
+    def gradients(*inputs):
+        out, pull = differentiate(op_under(case, backend), inputs)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    with jax.enable_x64(True):
+        for backend in implementations(case):
+            if backend != "cuda" or ffi.is_available():
+                testing.lower_for_cuda(gradients, *inputs)
 
 
 @pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))

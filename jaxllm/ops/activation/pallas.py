@@ -19,6 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
 _BLOCK = 1024  # elements of one long row that a program has
@@ -299,11 +301,11 @@ def _packed(kernel, x: Array, dout: Array | None, interpret: bool) -> Array:
 
 
 def _call(kernel, *, grid, in_specs, out_specs, out_shape, interpret) -> Callable[..., Any]:
-    """``pl.pallas_call`` with the compiler parameters of these kernels, and no elements allowed."""
+    """``pallas_call`` with the compiler parameters of these kernels, and no elements allowed."""
     if 0 in grid:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=grid,
         in_specs=in_specs,

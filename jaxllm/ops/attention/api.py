@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer, Num
 
+from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
@@ -709,7 +710,7 @@ def _static(options: tuple) -> dict[str, bool | int | float | None]:
     return dict(zip(names, options, strict=False))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(5, 6))
 def _flash_attention(q, k, v, segment_ids, rope_table, options, backend):
     return _flash_attention_forward(q, k, v, segment_ids, rope_table, options, backend)[0]
 
@@ -730,7 +731,7 @@ def _flash_attention_backward(options, backend, residuals, dout):
 _flash_attention.defvjp(_flash_attention_forward, _flash_attention_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
 def _flash_attention_packed(qkv, segment_ids, rope_table, options, backend):
     return _flash_attention_packed_forward(qkv, segment_ids, rope_table, options, backend)[0]
 
@@ -752,7 +753,7 @@ def _flash_attention_packed_backward(options, backend, residuals, dout):
 _flash_attention_packed.defvjp(_flash_attention_packed_forward, _flash_attention_packed_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(4, 5))
 def _self_attention(x, weight, bias, segment_ids, options, backend):
     return _self_attention_forward(x, weight, bias, segment_ids, options, backend)[0]
 
@@ -776,7 +777,7 @@ def _self_attention_backward(options, backend, residuals, dout):
 _self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(9, 10, 11))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(9, 10, 11))
 def _self_attention_add_layer_norm(
     x, weight, bias, out_weight, residual, out_bias, scale, norm_bias, segment_ids, options, eps,
     backend,
@@ -817,7 +818,7 @@ streams.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
 def _softmax(x, options, backend):
     return _softmax_forward(x, options, backend)[0]
 
@@ -834,7 +835,7 @@ def _softmax_backward(options, backend, out, dout):
     return (dispatch(SOFTMAX, "backward", backend, out, dout, scale=scale, causal=causal),)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
 def _repeat_kv(x, groups, backend):
     return _repeat_kv_forward(x, groups, backend)[0]
 

@@ -15,6 +15,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
 _TILE = 1024  # elements that a program works on at once, unless one row is longer
@@ -173,13 +175,13 @@ def _head_specs(width: int, groups: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
 
 
 def _call(kernel, *, rows, in_specs, out_spec, out_shape, interpret):
-    """``pl.pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
+    """``pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
     if rows == 0 or 0 in out_shape.shape:
         return lambda *_: jnp.zeros(out_shape.shape, out_shape.dtype)
     elements = max(math.prod(spec.block_shape) for spec in (*in_specs, out_spec))
     # One warp for a tile of the usual size; wider rows want more threads to share the waiting.
     warps = 1 if elements <= _TILE else elements // 512
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=pl.cdiv(rows, out_spec.block_shape[0]),
         in_specs=in_specs,

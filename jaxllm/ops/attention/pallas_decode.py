@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 256
 _MIN_BLOCK = 16
@@ -68,7 +70,7 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale,
         )
 
     scales = () if k_scales is None else (k_scales, v_scales)
-    sums, largest, total = pl.pallas_call(
+    sums, largest, total = pallas_call(
         kernel,
         grid=(B, K, splits),
         in_specs=[

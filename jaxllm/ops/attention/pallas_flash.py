@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.ops.attention import packing
+from jaxllm.ops.pallas_call import pallas_call
 from jaxllm.ops.rotary.pallas import rope_backward, rope_forward, rope_unsupported
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -610,12 +611,12 @@ def _like(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _call(kernel, *, grid, tile: Tile, inputs, outputs, interpret: bool):
-    """``pl.pallas_call`` over (blocks, heads, B), each program with all of one batch entry."""
+    """``pallas_call`` over (blocks, heads, B), each program with all of one batch entry."""
 
     def spec(x):
         return pl.BlockSpec((None, *x.shape[1:]), lambda _, __, b: (b, *[0] * (x.ndim - 1)))
 
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=grid,
         in_specs=list(jax.tree.map(spec, inputs)),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype
@@ -87,7 +87,7 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
 def _embed(tokens, token_table, position_table, backend):
     return _embed_forward(tokens, token_table, position_table, backend)[0]
 

@@ -16,6 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
 _TILE = 2048  # elements that a forward program writes, unless one row is longer
@@ -43,7 +45,7 @@ def embed_forward(tokens, token_table, position_table, *, interpret=False):
         return jnp.zeros((*tokens.shape, width), token_table.dtype)
     columns = pl.next_power_of_2(width)
     tile = max(1, _TILE // columns)
-    out = pl.pallas_call(
+    out = pallas_call(
         functools.partial(_embed_forward_kernel, count=tokens.size, length=tokens.shape[-1]),
         grid=(pl.cdiv(tokens.size, tile),),
         in_specs=[
@@ -80,7 +82,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
     columns = pl.next_power_of_2(width)
     whole_row = pl.BlockSpec((None, columns), lambda i: (i, 0))
 
-    starts = pl.pallas_call(
+    starts = pallas_call(
         functools.partial(_starts_kernel, vocabulary=vocabulary),
         grid=(pl.cdiv(vocabulary + 1, _SEARCHES),),
         in_specs=[pl.no_block_spec],
@@ -92,7 +94,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
 
     partial = None
     if chunks := count // _CHUNK:
-        partial = pl.pallas_call(
+        partial = pallas_call(
             _chunk_sums_kernel,
             grid=(chunks,),
             in_specs=[pl.no_block_spec] * 3,
@@ -102,7 +104,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
             interpret=interpret,
         )(tokens, places, dout)
 
-    return pl.pallas_call(
+    return pallas_call(
         _embed_backward_kernel,
         grid=(vocabulary,),
         in_specs=[pl.no_block_spec] * 3 + [None if partial is None else pl.no_block_spec],

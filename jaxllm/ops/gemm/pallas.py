@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.ops.activation import pallas as activations
 from jaxllm.ops.gemm import products
 from jaxllm.ops.norm import pallas as norms
+from jaxllm.ops.pallas_call import pallas_call
 
 
 def linear_unsupported(x, weight, *_, **__) -> str | None:
@@ -159,7 +160,7 @@ def _matmul(
         # Of float32 factors the default is TF32.
         precision=lax.Precision.HIGHEST if precision is None and a.dtype == jnp.float32 else None,
     )
-    outputs = pl.pallas_call(
+    outputs = pallas_call(
         kernel,
         grid=(pl.cdiv(M, tile[0]), pl.cdiv(N, tile[1])),
         out_shape=[result] * (2 if activation else 1),
@@ -221,7 +222,7 @@ def matvec(w, x, *, interpret=False):
     if w.size == 0:
         return jnp.zeros((rows, M), x.dtype)
     tile = (min(32, pl.next_power_of_2(max(M, _ROWS))), min(256, pl.next_power_of_2(max(K, _ROWS))))
-    out = pl.pallas_call(
+    out = pallas_call(
         functools.partial(_matvec_kernel, M=M, K=K, tile=tile),
         grid=(pl.cdiv(M, tile[0]),),
         out_shape=jax.ShapeDtypeStruct((_ROWS, M), x.dtype),

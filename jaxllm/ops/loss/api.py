@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import (
@@ -269,7 +269,7 @@ def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     return (one, factor) if dtype == jnp.float16 else (factor, one)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _cross_entropy(logits, labels, reduction, options, backend):
     losses = dispatch(CROSS_ENTROPY, "forward", backend, logits, labels, **_static(options))
     return _reduce(losses, _factor(labels, logits.dtype, reduction, options), reduction)
@@ -326,6 +326,7 @@ def _over_chunks(
     would stand behind the loop, and XLA would hold its logits beside the loop's.
     """
     rows = len(labels)
+    carry = varying.vary(carry, varying.axes_of((hidden, labels)))
     if rows == 0:
         return carry
     chunks = math.ceil(rows / how.chunk_rows)
@@ -351,7 +352,7 @@ def _over_chunks(
     return carry
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
 def _linear_cross_entropy(hidden, weight, labels, how):
     def step(x, y, _, loss):
         arrays = (head.logits(x, weight, how.transpose_weight), y)

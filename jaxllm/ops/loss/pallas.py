@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.ops.loss import head
+from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK = 4096  # columns at a time
@@ -35,7 +36,7 @@ def cross_entropy_forward(logits, labels, *, interpret=False, **options):
     if logits.size == 0:
         return jnp.zeros(labels.shape, jnp.float32)
     row, one, _ = _specs(logits)
-    losses = pl.pallas_call(
+    losses = pallas_call(
         functools.partial(_forward_kernel, **options),
         grid=labels.size,
         in_specs=[row, one],
@@ -53,7 +54,7 @@ def cross_entropy_forward_with_gradient(logits, labels, scale, *, interpret=Fals
         return jnp.zeros(labels.shape, jnp.float32), logits
     row, one, same = _specs(logits)
     rows = _rows(logits)
-    dlogits, losses = pl.pallas_call(
+    dlogits, losses = pallas_call(
         functools.partial(_forward_with_gradient_kernel, width=logits.shape[-1], **options),
         grid=labels.size,
         in_specs=[row, one, same],
@@ -81,7 +82,7 @@ def cross_entropy_backward(dlogits, dloss, *, interpret=False):
     size = dlogits.size // dloss.size
     block = min(pl.next_power_of_2(size), _BLOCK)
     run = pl.BlockSpec((None, block), lambda i, j: (i, j))
-    scaled = pl.pallas_call(
+    scaled = pallas_call(
         functools.partial(_backward_kernel, size=size),
         grid=(dloss.size, pl.cdiv(size, block)),
         in_specs=[run, pl.BlockSpec((1,), lambda i, j: (i,))],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops import streams
@@ -207,7 +207,7 @@ def _check_residual(x: Array, residual: Array | None) -> None:
 # Without a backward nobody asks for the rows' statistics, and they are not written.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
 def _layer_norm(x, scale, bias, eps, backend):
     arrays = (x, scale, bias)
     return dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[0]
@@ -223,7 +223,7 @@ def _layer_norm_backward(eps, backend, residuals, dout):
     return dispatch(LAYER_NORM, "backward", backend, *residuals, dout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3))
 def _rms_norm(x, scale, eps, backend):
     return dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps, statistics=False)[0]
 
@@ -238,7 +238,7 @@ def _rms_norm_backward(eps, backend, residuals, dout):
     return dispatch(RMS_NORM, "backward", backend, *residuals, dout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(5, 6))
 def _add_layer_norm(x, residual, x_bias, scale, bias, eps, backend):
     arrays = (x, residual, x_bias, scale, bias)
     return dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
@@ -260,7 +260,7 @@ def _add_layer_norm_backward(eps, backend, residuals, cotangents):
 # Where the stream begins there is no sum, but two gradients that meet.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
 def _first_layer_norm(x, scale, bias, eps, backend):
     return _layer_norm(x, scale, bias, eps, backend), x
 
@@ -275,7 +275,7 @@ def _first_layer_norm_backward(eps, backend, residuals, cotangents):
     return dx, *of_weights
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3))
 def _first_rms_norm(x, scale, eps, backend):
     return _rms_norm(x, scale, eps, backend), x
 
@@ -289,7 +289,7 @@ def _first_rms_norm_backward(eps, backend, residuals, cotangents):
     return dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
 def _add_rms_norm(x, residual, scale, eps, backend):
     arrays = (x, residual, scale)
     return dispatch(ADD_RMS_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]

@@ -18,6 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
 _TILE = 1024  # elements that a program works on at once, unless one row is longer
@@ -289,14 +291,14 @@ def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
 def _call(
     kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret
 ) -> Callable[..., Any]:
-    """``pl.pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
+    """``pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
     if programs == 0:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros
     # One warp for a tile of the usual size; wider rows want more threads to share the waiting.
     elements = tile[0] * tile[1]
     warps = 1 if elements <= _TILE else elements // 512
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=programs,
         in_specs=in_specs,

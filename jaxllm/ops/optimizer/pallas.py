@@ -13,6 +13,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK, _WARPS = 512, 4  # of a program of the update
 _SCALARS = 5
@@ -119,7 +121,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
     row = pl.BlockSpec((_BLOCK,), lambda i: (i,))
     flat = [x.reshape(-1) for x in (param, grad, m, v)]
     copy = None if copy_dtype is None else jax.ShapeDtypeStruct((param.size,), copy_dtype)
-    results = pl.pallas_call(
+    results = pallas_call(
         functools.partial(kernel, size=param.size),
         grid=(pl.cdiv(param.size, _BLOCK),),
         in_specs=[
@@ -139,7 +141,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
 def _partial_sums(x: Array, interpret: bool) -> Array:
     """The sums of the squares of the programs' blocks."""
     programs = pl.cdiv(x.size, _NORM_BLOCK)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_norm_kernel, size=x.size),
         grid=(programs,),
         in_specs=[pl.BlockSpec((_NORM_BLOCK,), lambda i: (i,))],

@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE = 4096  # elements that a program works on at once
 _MAX_GROUP = 16384
@@ -101,7 +103,7 @@ def quantized_matvec(q, scales, x, *, interpret=False):
     group = K // scales.shape[1]
     block = min(32, pl.next_power_of_2(max(M, _MIN_BLOCK)))
     padded = jnp.pad(x, ((0, _MIN_BLOCK - rows), (0, 0)))
-    out = pl.pallas_call(
+    out = pallas_call(
         functools.partial(
             _product_kernel, M=M, K=K, group=group, step=min(group, 256), block=block
         ),
@@ -121,7 +123,7 @@ def _by_group(kernel, groups, *arrays, out_shape, interpret):
         1: pl.BlockSpec((tile,), lambda i: (i,)),
         2: pl.BlockSpec((tile, pl.next_power_of_2(width)), lambda i: (i, 0)),
     }
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(kernel, count=count, width=width),
         grid=(math.ceil(count / tile),),
         in_specs=[specs[array.ndim] for array in (groups, *arrays)],
@@ -174,9 +176,8 @@ def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, blo
         columns = pl.ds(i * step, step)
         q = plgpu.load(q_ref.at[rows, columns], mask=tile, other=0).astype(x_ref.dtype)
         x = plgpu.load(x_ref.at[pl.ds(0, _MIN_BLOCK), columns])
-        scales = plgpu.load(
-            scales_ref.at[rows, lax.div(i * step, jnp.int32(group))], mask=inside, other=0
-        )
+        of_group = lax.div(i * step, i.dtype.type(group))
+        scales = plgpu.load(scales_ref.at[rows, of_group], mask=inside, other=0)
         return total + plgpu.dot(x, q, trans_b=True, precision=precision) * scales[None, :]
 
     total = lax.fori_loop(0, K // step, visit, jnp.zeros((_MIN_BLOCK, block), jnp.float32))

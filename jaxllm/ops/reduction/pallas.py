@@ -21,6 +21,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK, _WARPS = 4096, 4  # of a program
 _TILE = 128  # elements of a histogram that are one product
@@ -83,7 +85,7 @@ def histogram(x, *, bins, interpret=False):
     rows = max(16, pl.next_power_of_2(pl.cdiv(bins, width)))
     tiles = pl.cdiv(pl.cdiv(x.size, _TILE), _MAX_PROGRAMS)
     programs = pl.cdiv(x.size, tiles * _TILE)
-    counts = pl.pallas_call(
+    counts = pallas_call(
         functools.partial(_histogram_kernel, size=x.size),
         grid=(programs,),
         in_specs=[pl.BlockSpec((tiles * _TILE,), lambda i: (i,))],
@@ -135,7 +137,7 @@ def _partials(reduce, identity: float, interpret: bool, *arrays: Array) -> Array
     if size == 0:
         return jnp.full(1, identity, jnp.float32)
     programs = pl.cdiv(size, _BLOCK)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_reduce_kernel, size=size, reduce=reduce, identity=identity),
         grid=(programs,),
         in_specs=[pl.BlockSpec((_BLOCK,), lambda i: (i,))] * len(arrays),

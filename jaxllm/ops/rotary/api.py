@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
@@ -170,7 +170,7 @@ def rope_table(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(4, 5))
 def _rope(q, k, cos, sin, interleaved, backend):
     return _rope_forward(q, k, cos, sin, interleaved, backend)[0]
 

@@ -15,6 +15,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_BLOCK = 65536  # elements of all heads of a position
 _TILE = 2048  # elements that a program turns, unless one position has more
@@ -125,7 +127,7 @@ def _rotate(q, k, cos, sin, interleaved, sign, interpret):
     of_table = pl.BlockSpec(
         (None, tile, columns), lambda i: (i // tiles // per_table, i % tiles, 0)
     )
-    turned = pl.pallas_call(
+    turned = pallas_call(
         functools.partial(
             _rope_kernel,
             length=length,

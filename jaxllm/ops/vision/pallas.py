@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.pallas_call import pallas_call
+
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE, _WARPS = 64, 4
 
@@ -37,7 +39,7 @@ def nms(boxes, *, iou_threshold, inclusive, interpret=False):
         _nms_kernel, iou_threshold=iou_threshold, pixel=1.0 if inclusive else 0.0
     )
     whole, own = pl.BlockSpec((4, tiles * _TILE), lambda i: (0, 0)), (4, _TILE)
-    strike = pl.pallas_call(
+    strike = pallas_call(
         kernel,
         grid=(tiles,),
         in_specs=[
@@ -56,7 +58,7 @@ def nms(boxes, *, iou_threshold, inclusive, interpret=False):
     def visit(tile, keep):
         return strike(jnp.full(1, tile), corners, corners, keep, keep)
 
-    keep = lax.fori_loop(0, tiles, visit, jnp.ones(tiles * _TILE, jnp.int32))
+    keep = lax.fori_loop(0, tiles, visit, jnp.ones_like(corners[0], jnp.int32))
     return keep[:count] > 0
 
 
@@ -74,7 +76,7 @@ def _nms_kernel(
     # A box stays if nothing that stays overlaps it. Take all as kept, and ask each box again until
     # no answer changes: box i has its final answer after i + 1 turns, and most after two or three.
     def strike(kept, overlap):
-        return jnp.max(jnp.where(overlap & (kept[:, None] > 0), 1, 0), axis=0)
+        return jnp.max(jnp.where(overlap & (kept[:, None] > 0), 1, 0), axis=0).astype(jnp.int32)
 
     def ask(state):
         kept, _ = state

@@ -26,7 +26,7 @@ def nms(boxes, *, iou_threshold, inclusive):
         overlaps = both > iou_threshold * (areas[i] + areas - both)
         return keep & ~(keep[i] & overlaps & (later > i))
 
-    return lax.fori_loop(0, len(boxes), visit, jnp.ones(len(boxes), bool))
+    return lax.fori_loop(0, len(boxes), visit, jnp.ones_like(areas, bool))
 
 
 def _area(low: Array, high: Array, inclusive: bool) -> Array:
