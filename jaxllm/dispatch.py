@@ -151,7 +151,8 @@ def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple)
         options = dict(static)
         if name == "pallas-interpreter":
             name, options["interpret"] = "pallas", True
-        return functools.partial(getattr(_module(op, name), stem), **options)
+        fn = functools.partial(getattr(_module(op, name), stem), **options)
+        return _undifferentiable(fn, stem, name) if name in ("cuda", "pallas") else fn
 
     def refusal(why: str, instead: str) -> Callable:
         why = f"backend {on_gpu!r} cannot serve {stem}: {why}"
@@ -174,6 +175,20 @@ def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple)
         return lambda *arrays: varying.vary(fn(*arrays), axes)
 
     return jax.lax.platform_dependent(*arrays, cuda=typed(gpu), default=typed(other))
+
+
+def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
+    """A kernel's function, but what differentiates it is told that nobody can."""
+    guarded = jax.custom_jvp(fn)
+
+    @guarded.defjvp
+    def refuse(*_):
+        raise BackendError(
+            f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; "
+            "use backend 'xla'"
+        )
+
+    return guarded
 
 
 def _refuse(*arrays, like: Callable, why: str, instead: str):

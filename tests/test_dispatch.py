@@ -144,6 +144,19 @@ def test_unsupported_dtypes_are_named():
         ops.rms_norm(jnp.ones((2, 4), jnp.float64), jnp.ones(4), backend="pallas")
 
 
+@pytest.mark.parametrize("backend", ["pallas", "auto"])
+def test_a_second_derivative_is_the_definition_s_alone(backend):
+    def second(fn):
+        first = jax.grad(lambda x: jnp.sum(fn(x) ** 3))
+        return jax.grad(lambda x: jnp.sum(first(x) ** 2))(X)
+
+    expected = second(lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * SCALE)
+    found = second(lambda x: ops.rms_norm(x, SCALE, backend="xla"))
+    testing.assert_close(found, expected, "float32")
+    with pytest.raises(jaxllm.BackendError, match=r"a derivative of rms_norm_\w+: .*backend 'xla'"):
+        second(lambda x: ops.rms_norm(x, SCALE, backend=backend))
+
+
 def gradients_in_a_shard_map(backend, **options):
     """Of rows that are each device's own, and a scale that all share; there is one device."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
