@@ -1,5 +1,10 @@
 import functools
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -383,3 +388,20 @@ def test_a_folder_that_jax_has_for_compiled_programs_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     training.keep_compiled(tmp_path / "other")
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
+
+
+def test_several_devices_train_as_one_does():
+    root = Path(__file__).parent.parent
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    run = subprocess.run(
+        [sys.executable, str(root / "tests" / "several_devices.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root), "XLA_FLAGS": flags},
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found.keys() == {"gpt2", "llama3"}
+    for of_model in found.values():
+        np.testing.assert_allclose(of_model["four"], of_model["one"], rtol=1e-5)
+        assert of_model["apart"] < 1e-4
