@@ -326,7 +326,7 @@ def _over_chunks(
     would stand behind the loop, and XLA would hold its logits beside the loop's.
     """
     rows = len(labels)
-    carry = varying.vary(carry, varying.axes_of((hidden, labels)))
+    carry = varying.vary(carry, varying.axes_of((hidden, labels)))  # a loop's stays of one type
     if rows == 0:
         return carry
     chunks = math.ceil(rows / how.chunk_rows)
