@@ -83,6 +83,17 @@ def each_backend(cases):
     return [parameters(case, backend) for case in cases for backend in implementations(case)]
 
 
+def traced_under_each_backend(cases):
+    """Parameter sets of what is not run: no GPU is needed, but for cuda the extension."""
+    reason = str(ffi.unavailable_reason())
+    without_cuda = [] if ffi.is_available() else [pytest.mark.skip(reason=reason)]
+    return [
+        pytest.param(case, name, id=f"{case}-{name}", marks=without_cuda if name == "cuda" else [])
+        for case in cases
+        for name in implementations(case)
+    ]
+
+
 def value_and_gradients(fn, inputs):
     """``fn(*inputs)`` and its gradients with respect to the floating inputs, jitted."""
     return program(fn)(inputs)
@@ -96,13 +107,8 @@ def program(fn):
         out, pull = differentiate(fn, inputs)
         return out, pull(cotangents)
 
-    def on(inputs, like=None):
-        # What has the shapes of the outputs, if it is at hand: to ask fn for them is a trace.
-        like = jax.eval_shape(fn, *inputs) if like is None else like
-        # Made outside of jit, where XLA might leave out the rounding.
-        return run(inputs, testing.cotangents_like(like))
-
-    return on
+    # Cotangents are made outside of jit, where XLA might leave out the rounding.
+    return lambda inputs: run(inputs, testing.cotangents_like(jax.eval_shape(fn, *inputs)))
 
 
 def differentiate(fn, inputs):
@@ -143,24 +149,15 @@ def definition(case):
     return functools.partial(getattr(op_of(case).reference, case.op), **defaults(case))
 
 
-def case_of(op, name):
-    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
-    return case
-
-
 @functools.lru_cache(maxsize=1)  # the backends of one case and dtype are tested in a row
 def expectation(op, name, dtype):
     """Inputs of a case, and the definition of them: in float64, and in the dtype itself."""
-    inputs = testing.make_inputs(case_of(op, name), dtype)
+    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
+    inputs = testing.make_inputs(case, dtype)
     with jax.enable_x64(True):
-        wide = exact_program(op, name)(training.cast(inputs, jnp.float64))
-        exact = jax.tree.map(np.asarray, wide)
-    return inputs, exact, value_and_gradients(definition(case_of(op, name)), inputs)
-
-
-@functools.lru_cache(maxsize=1)  # so are the dtypes of one case
-def exact_program(op, name):
-    return program(definition(case_of(op, name)))
+        wide = training.cast(inputs, jnp.float64)
+        exact = jax.tree.map(np.asarray, value_and_gradients(definition(case), wide))
+    return inputs, exact, value_and_gradients(definition(case), inputs)
 
 
 def defaults(case):
@@ -182,7 +179,7 @@ def defaults(case):
 )
 def test_matches_the_definition(case, dtype, backend):
     inputs, expected, reference = expectation(case.op, case.name, dtype)
-    actual = program(op_under(case, backend))(inputs, like=reference[0])
+    actual = value_and_gradients(op_under(case, backend), inputs)
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, reference)
     testing.assert_close(actual, expected, dtype, reference, what=str(case))
 
@@ -231,25 +228,15 @@ def test_vmap_is_a_loop(case, backend, mapped):
         stacked[1:], axes[1:] = batches[0][1:], [None] * len(batches[0][1:])
     run = program(fn)
     expected = [run(batch) for batch in batches]
-    actual = jax.vmap(lambda *inputs: run(inputs, like=expected[0][0]), tuple(axes))(*stacked)
+    actual = jax.vmap(lambda *inputs: run(inputs), tuple(axes))(*stacked)
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
     testing.assert_close(actual, expected, "float32", what=str(case))
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(case, backend, id=f"{case}-{backend}")
-        for case in FEW_CASES
-        for backend in implementations(case)
-    ],
-)
+@pytest.mark.parametrize(("case", "backend"), traced_under_each_backend(FEW_CASES))
 def test_in_a_shard_map_gradients_vary_as_their_arguments_do(case, backend):
     # The first argument is each device's own, the others are shared by both. JAX takes a gradient
     # for shared where it has been summed over the devices; types say all of it.
-    if backend == "cuda" and not ffi.is_available():
-        pytest.skip(str(ffi.unavailable_reason()))
-
     def check(first, *shared):
         inputs = (jax.lax.pcast(first, "d", to="varying"), *shared)
         out, pull = differentiate(op_under(case, backend), inputs)
@@ -296,8 +283,8 @@ def test_scan_and_remat_change_nothing(case, backend):
     testing.assert_close(actual, value_and_gradients(fn, inputs), "float32", what=str(case))
 
 
-@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
-def test_kernels_are_made_under_64_bit_types_too(case):
+@pytest.mark.parametrize(("case", "backend"), traced_under_each_backend(FIRST_CASES))
+def test_kernels_are_made_under_64_bit_types_too(case, backend):
     inputs = jax.eval_shape(lambda: testing.make_inputs(case, "float32"))
 
     def gradients(*inputs):
@@ -305,9 +292,7 @@ def test_kernels_are_made_under_64_bit_types_too(case):
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
     with jax.enable_x64(True):
-        for backend in implementations(case):
-            if backend != "cuda" or ffi.is_available():
-                testing.lower_for_cuda(gradients, *inputs)
+        testing.lower_for_cuda(gradients, *inputs)
 
 
 @pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
