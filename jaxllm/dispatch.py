@@ -65,10 +65,12 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
         **static: The implementation's options; hashable.
 
     Raises:
-        BackendError: The backend was asked for by name and cannot serve the call.
+        BackendError: The backend was asked for by name and cannot serve the call; or, where it is
+            differentiated, a kernel was to serve it.
     """
     stem = f"{op.name}_{direction}" if direction else op.name
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
+    # In a shard_map all of one type, so that the results' types do not hang on the backend.
     arrays = varying.alike(arrays)
     on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
     if options := getattr(_module(op, on_gpu), f"{stem}_options", None):

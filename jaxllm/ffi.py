@@ -142,7 +142,8 @@ def call(
             tuple of floats as a span of float32.
 
     Under ``jax.vmap`` every operand and result gets the new leading axis, and one call serves the
-    whole batch: the handler must understand it.
+    whole batch: the handler must understand it. In a ``jax.shard_map`` the results vary along the
+    axes along which any operand does.
 
     Returns:
         A tuple of arrays, one for each entry of ``results``.

@@ -17,7 +17,7 @@ def defvjp(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -
     a kernel to read and to add.
 
     Args:
-        op: A ``jax.custom_vjp`` that returns ``(out, stream)``.
+        op: A ``custom_vjp`` that returns ``(out, stream)``.
         forward: As ``op.defvjp`` takes it.
         backward: As ``op.defvjp`` takes it; the cotangents are ``(dout, dstream)``.
     """

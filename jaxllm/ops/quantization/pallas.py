@@ -176,7 +176,7 @@ def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, blo
         columns = pl.ds(i * step, step)
         q = plgpu.load(q_ref.at[rows, columns], mask=tile, other=0).astype(x_ref.dtype)
         x = plgpu.load(x_ref.at[pl.ds(0, _MIN_BLOCK), columns])
-        of_group = lax.div(i * step, i.dtype.type(group))
+        of_group = lax.div(i * step, i.dtype.type(group))  # i has 64 bits where integers do
         scales = plgpu.load(scales_ref.at[rows, of_group], mask=inside, other=0)
         return total + plgpu.dot(x, q, trans_b=True, precision=precision) * scales[None, :]
 
