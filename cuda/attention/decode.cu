@@ -2,6 +2,8 @@
 #include <type_traits>
 
 #include "attention/decode.h"
+#include "attention/decode_arguments.cuh"
+#include "attention/decode_long.cuh"
 #include "attention/decode_merge.cuh"
 #include "attention/decode_step.cuh"
 #include "common/dependent_launch.cuh"
@@ -22,69 +24,6 @@ constexpr int64_t kLongPart = 1024;  // tokens of a block
 // Keys or values of a step, by number: see `ask` below.
 template <int kNumber>
 using Item = std::integral_constant<int, kNumber>;
-
-template <typename T, typename C>
-struct Arguments {
-  const T* q;
-  const C *k, *v;
-  const float *k_scales, *v_scales;
-  const int32_t* lengths;
-  float scale;
-  T* out;
-  float* partial;
-  int heads, kv_heads, length, width;
-  int64_t rows_of_sequence;  // of the cache
-  int group;                 // query heads of a key head
-  int head_blocks;           // blocks for them
-  int most_heads;            // of a block
-  int share;                 // columns of the result that a block of a cluster adds up
-  int clusters;              // for a sequence and these heads
-  int splits;                // blocks along the cache
-  int added;                 // tokens in the cache beyond `lengths`
-  bool overlap;              // with the kernel before this one
-};
-
-// What a block works on.
-struct Place {
-  int sequence, kv_head, first_head, heads;
-};
-
-template <class Arguments>
-__device__ __forceinline__ Place place_of(const Arguments& a) {
-  Place place;
-  place.sequence = blockIdx.z;
-  const bool one_block = a.head_blocks == 1;  // then nobody waits for a division
-  place.kv_head = one_block ? blockIdx.y : blockIdx.y / a.head_blocks;
-  const int first = one_block ? 0 : blockIdx.y % a.head_blocks * kHeads;
-  place.first_head = place.kv_head * a.group + first;
-  place.heads = min(kHeads, a.group - first);
-  return place;
-}
-
-// How many keys there are, by the length that a sequence is said to have.
-template <class Arguments>
-__device__ __forceinline__ int count_keys(const Arguments& a, int length) {
-  return min(max(length + a.added, 0), a.length);
-}
-
-// Eight or sixteen bytes of shared memory.
-template <int kWords>
-__device__ __forceinline__ void read_words(uint32_t (&words)[kWords], const char* source) {
-  if constexpr (kWords == 4) {
-    const uint4 found = *reinterpret_cast<const uint4*>(source);
-    words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
-  } else {
-    const uint2 found = *reinterpret_cast<const uint2*>(source);
-    words[0] = found.x, words[1] = found.y;
-  }
-}
-
-template <typename T, typename C>
-__device__ __forceinline__ MergeTarget<T> target_of(const Arguments<T, C>& a, const Place& place) {
-  return {a.out, a.partial, a.clusters,
-          static_cast<uint32_t>(place.sequence * a.heads + place.first_head),
-          gridDim.z * static_cast<uint32_t>(a.heads)};
-}
 
 // The scores of 16 keys are a product of keys and queries; lane 4 r + c reads keys r and r + 8. In
 // what order the columns of a head are multiplied does not matter, so the lane takes neighbouring
@@ -461,12 +400,20 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
     const auto with_width = [&](auto kernel_width) {
       constexpr int kWidth = decltype(kernel_width)::value;
       const size_t bytes = tensor_core_bytes<kMostWarps, kWidth>(arguments, slots, cluster);
-      // Blocks of more warps where each has a multiprocessor of its own, memory enough, and a long
-      // part of the cache. Clusters do not find room on every last multiprocessor.
+      // Blocks that have a multiprocessor each, and a long part of the cache. Clusters do not find
+      // room on every last multiprocessor.
       const int64_t blocks = batch * sizes.kv_heads * arguments.head_blocks * splits;
-      if (4 * blocks <= 3 * limits.multiprocessors && sizes.length >= splits * kLongPart &&
-          bytes <= static_cast<size_t>(limits.shared_bytes)) {
-        return with(decode_attention_kernel<kMostWarps, T, C, kWidth>, kMostWarps, bytes);
+      if (4 * blocks <= 3 * limits.multiprocessors && sizes.length >= splits * kLongPart) {
+        if constexpr (kWidth * sizeof(C) >= 128) {
+          using Shape = hopper::LongShape<C, kWidth>;
+          if (cluster == Shape::kBlocks && arguments.group <= Shape::kHeads &&
+              sizeof(hopper::LongShared<Shape>) <= static_cast<size_t>(limits.shared_bytes)) {
+            return hopper::launch_long<T, C, kWidth>(stream, arguments, batch);
+          }
+        }
+        if (bytes <= static_cast<size_t>(limits.shared_bytes)) {
+          return with(decode_attention_kernel<kMostWarps, T, C, kWidth>, kMostWarps, bytes);
+        }
       }
       return with(decode_attention_kernel<kFewerWarps, T, C, kWidth>, kFewerWarps,
                   tensor_core_bytes<kFewerWarps, kWidth>(arguments, slots, cluster));

@@ -5,12 +5,13 @@
 // every other one its share of the columns, to add up and write.
 //
 // What follows the last key counts in full, since memory has nothing to do meanwhile. So it has one
-// barrier, and no fence: see BlockCluster.
+// barrier, and no fence: see common/cluster.cuh.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "common/cluster.cuh"
 #include "common/fast_math.cuh"
 #include "common/float_order.cuh"
 #include "common/hopper.cuh"
@@ -31,22 +32,12 @@ __device__ __forceinline__ float weight_of_part(float largest, float largest_of_
 }
 
 // A cluster of blocks that send each other numbers, or one block by itself, as on GPUs without
-// clusters. A number that is sent counts at the receiver's barrier when it has arrived; so nobody
-// need fence what was sent, as before a cluster's own barrier, and wait for all of memory.
+// clusters.
 class BlockCluster {
  public:
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ static int blocks() {
-    uint32_t count;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
-    return count;
-  }
-
-  __device__ __forceinline__ static int rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-  }
+  __device__ __forceinline__ static int blocks() { return hopper::blocks_of_cluster(); }
+  __device__ __forceinline__ static int rank() { return hopper::rank_in_cluster(); }
 
   // All threads call this before they send. So many bytes will be sent to this block.
   __device__ __forceinline__ void open(uint32_t bytes) {
@@ -56,8 +47,8 @@ class BlockCluster {
       all_here_.arrive_and_expect(bytes);
       hopper::fence_barrier_init();
     }
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    hopper::arrive_at_cluster();
+    hopper::wait_for_cluster();
   }
 
   // Puts a number, two or four where `target` is, in shared memory, but in the block `rank`.
@@ -66,7 +57,7 @@ class BlockCluster {
     if (blocks() == 1) {
       *reinterpret_cast<Numbers*>(target) = numbers;
     } else {
-      send_to(address_in(rank, target), address_in(rank, &all_here_), numbers);
+      hopper::send(rank, target, numbers, all_here_);
     }
   }
 
@@ -82,41 +73,6 @@ class BlockCluster {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t address_in(int rank, const void* pointer) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"(hopper::shared_address(pointer)), "r"(rank));
-    return address;
-  }
-
-  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
-                                                 const Element<float>& number) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-            target),
-        "f"(number.value), "r"(barrier)
-        : "memory");
-  }
-
-  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
-                                                 const float2& pair) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-            "r"(target),
-        "f"(pair.x), "f"(pair.y), "r"(barrier)
-        : "memory");
-  }
-
-  __device__ __forceinline__ static void send_to(uint32_t target, uint32_t barrier,
-                                                 const Pack<float>& pack) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-        "[%5];" ::"r"(target),
-        "r"(pack.words[0]), "r"(pack.words[1]), "r"(pack.words[2]), "r"(pack.words[3]), "r"(barrier)
-        : "memory");
-  }
-
   hopper::Barrier all_here_;
 #else
   __device__ static int blocks() { return 1; }

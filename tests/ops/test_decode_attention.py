@@ -44,21 +44,55 @@ def test_what_lies_past_the_length_does_not_matter(backend):
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "room", "width"),
-    # One block a head; a cluster of blocks; clusters whose parts another kernel merges; any width.
-    [(6, 2, 200, 64), (32, 8, 8192, 128), (8, 2, 8192, 64), (3, 3, 900, 40)],
+    ("batch", "heads", "kv_heads", "room", "width"),
+    # One block a head; clusters whose parts another kernel merges; any width. Then long caches, a
+    # cluster a head: of either width, two sequences, a room that ends within a block's tokens, more
+    # heads than the kernel for these takes or a block has, clusters whose parts are merged.
+    [
+        (1, 6, 2, 200, 64),
+        (1, 8, 2, 8192, 64),
+        (1, 3, 3, 900, 40),
+        (1, 32, 8, 8192, 128),
+        (1, 16, 8, 8192, 64),
+        (2, 16, 4, 8192, 128),
+        (1, 24, 8, 9000, 128),
+        (1, 40, 8, 8192, 128),
+        (1, 48, 4, 9000, 128),
+        (1, 4, 1, 65536, 64),
+    ],
 )
-def test_kernels_see_nothing_past_the_length(backend, dtype, heads, kv_heads, room, width):
+def test_kernels_see_nothing_past_the_length(backend, dtype, batch, heads, kv_heads, room, width):
     for length in (0, 1, 100, room // 2 + 3, room - 1, room):
-        q, k, v = inputs(B=1, N=heads, K=kv_heads, S=room, H=width, dtype=dtype)
-        lengths = jnp.array([length])
-        hidden = (jnp.arange(room) >= length)[:, None, None]
+        q, k, v = inputs(B=batch, N=heads, K=kv_heads, S=room, H=width, dtype=dtype)
+        lengths = jnp.array([length, room - length][:batch])
+        hidden = (jnp.arange(room) >= lengths[:, None])[..., None, None]
         poisoned = [jnp.where(hidden, jnp.nan, x) for x in (k, v)]
         out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend)
         np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, backend=backend))
         with jax.enable_x64(True):
             wide_q, wide_k, wide_v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
             expected = ops.decode_attention(wide_q, wide_k, wide_v, lengths, backend="xla")
+        testing.assert_close(out, expected, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "pallas"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_see_nothing_past_the_length_of_a_long_int8_cache(backend, dtype):
+    rng = np.random.default_rng(0)
+    q, *_ = inputs(B=1, N=32, K=8, S=1, H=128, dtype=dtype)
+    k, v = (jnp.asarray(rng.integers(-127, 128, (1, 8192, 8, 128)), jnp.int8) for _ in range(2))
+    scales = [jnp.asarray(rng.uniform(0.005, 0.015, (1, 8192, 8)), jnp.float32) for _ in range(2)]
+    for length in (0, 1, 100, 4099, 8191, 8192):
+        hidden = (jnp.arange(8192) >= length)[:, None]
+        poisoned = [jnp.where(hidden, jnp.nan, x) for x in scales]
+        lengths = jnp.array([length])
+        out = ops.decode_attention(q, k, v, lengths, *poisoned, backend=backend)
+        whole = ops.decode_attention(q, k, v, lengths, *scales, backend=backend)
+        np.testing.assert_array_equal(out, whole)
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, *scales)]
+            expected = ops.decode_attention(wide[0], k, v, lengths, *wide[1:], backend="xla")
         testing.assert_close(out, expected, dtype)
 
 

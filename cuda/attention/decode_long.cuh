@@ -1,0 +1,369 @@
+// One query of each head against a long cache: a block on half of the multiprocessors, which read
+// as fast as all of them would, and a cluster of blocks for a key head.
+//
+// Each warp reads its own items, keys and values in turn, and no warp waits for another. What comes
+// after the last value, when memory has nothing to do, is short: a warp sends its sums of 16
+// columns, just as it has them, to that block of the cluster which adds up and writes these
+// columns. The statistics beside them it has sent before its last values came.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/decode_arguments.cuh"
+#include "attention/decode_merge.cuh"
+#include "common/cluster.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/fragments.cuh"
+#include "common/hopper.cuh"
+#include "common/launch.h"
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
+
+namespace jaxllm::hopper {
+// C is the type of the cache.
+template <typename C, int kHeadWidth>
+struct LongShape {
+  static constexpr int kWidth = kHeadWidth, kTokenBytes = kWidth * sizeof(C);
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kHeads = 4;  // at most, of a key head
+  static constexpr int kItemBytes = 8192, kItem = kItemBytes / kTokenBytes;  // tokens
+  static constexpr int kProducts = kItem / 16;
+  static constexpr int kDepth = 2;             // items of a warp that are on their way
+  static constexpr int kGroups = kWidth / 16;  // of the columns
+  static constexpr int kBlocks = kMaxCluster;  // of a cluster; of these kGroups add up
+  static constexpr int kMessages = kBlocks * kWarps;
+  static constexpr int kSums = 16 * kHeads;            // of a message
+  static constexpr int kSharers = kThreads / kSums;    // threads that add up a result
+  static constexpr int kShare = kMessages / kSharers;  // messages of each
+  static_assert(kTokenBytes >= 128 && kGroups <= kBlocks);
+};
+
+template <class Shape>
+struct LongShared {
+  char items[Shape::kWarps][Shape::kDepth][Shape::kItemBytes];
+  // So padded those that sharers read together lie in different banks.
+  float sums[Shape::kMessages][Shape::kSums + 32 / Shape::kSharers];
+  float2 statistics[Shape::kMessages][Shape::kHeads];
+  Barrier statistics_here, sums_here;
+};
+
+// What scores are told from, where a part of the softmax may be without keys.
+__device__ __forceinline__ float finite(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
+template <typename T, typename C, int kWidth>
+__global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
+    decode_attention_long_kernel(const Arguments<T, C> a) {
+#if __CUDA_ARCH__ >= 900
+  using Shape = LongShape<C, kWidth>;
+  constexpr bool kInt8 = sizeof(C) == 1;
+  constexpr int kItem = Shape::kItem, kTokenBytes = Shape::kTokenBytes;
+  constexpr int kProducts = Shape::kProducts, kGroups = Shape::kGroups;
+  constexpr int kPerLoad = 16 / sizeof(C), kLoads = kWidth / (4 * kPerLoad);  // columns of a key
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<LongShared<Shape>*>(memory);
+  const int sequence = blockIdx.z, kv_head = blockIdx.y;
+  if (a.overlap || a.clusters > 1) start_next_kernel();
+  if (a.overlap) wait_for_last_kernel();
+
+  // Before keys, lest it come behind them; so the compiler must not move it.
+  int length;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lengths + sequence));
+  // The lanes copy whole tokens, as memory likes it, and read a chunk of 16 bytes of eight tokens
+  // at a time. So chunk i of token t lies at i ^ t % 8: then those lie in different banks.
+  constexpr int kTokenChunks = kTokenBytes / 16, kTokensAtOnce = 32 / kTokenChunks;
+  const int my_token = threadIdx.x % 32 / kTokenChunks, my_chunk = threadIdx.x % kTokenChunks;
+  const uint32_t stride = a.kv_heads * kTokenBytes;  // from a token to the next
+  const int first = (blockIdx.x * Shape::kWarps + threadIdx.x / 32) * kItem;
+  const int64_t my_offset = (sequence * a.rows_of_sequence + kv_head) * kTokenBytes +
+                            uint64_t{stride} * my_token + my_chunk * 16;
+  const int my_place = my_token * kTokenBytes + (my_chunk ^ my_token) * 16;
+  char* const ring = shared.items[threadIdx.x / 32][0];
+  // The item from `start` on, of keys or values; tokens from `end` on are zeros, if there may be
+  // such.
+  const auto fetch = [&](auto whole, const C* cache, char* slot, int start, int end) {
+    const char* from = reinterpret_cast<const char*>(cache) + my_offset + uint64_t{stride} * start;
+#pragma unroll
+    for (int i = 0; i < kItem; i += kTokensAtOnce) {
+      char* const to = slot + (my_place ^ i % 8 * 16) + i * kTokenBytes;
+      if constexpr (decltype(whole)::value) {
+        copy_16_async(to, from);
+      } else {
+        copy_16_async(to, from, start + my_token + i < end);
+      }
+      from += kTokensAtOnce * stride;
+    }
+  };
+  __syncwarp();
+  // The first keys do not wait for the length: the score of a key past it is dropped, whatever
+  // stands there.
+  const bool asked_early = first + kItem <= a.length;
+  if (asked_early) {
+    fetch(std::true_type{}, a.k, ring, first, 0);
+    commit_copies();
+  }
+  // What follows is to be worked out after that, and so begins from what the compiler cannot know.
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  const int r = lane / 4, c = lane % 4;
+  const Place place = {sequence, kv_head, kv_head * a.group, a.group};
+  const int between = a.splits * Shape::kWarps * kItem;
+  // The scales of tokens lane, lane + 32, ... of an item.
+  constexpr int kScales = kInt8 ? kItem / 32 : 1;
+  float key_scales[kScales], value_scales[kScales];
+  const auto load_scales = [&](int start) {
+    if constexpr (kInt8) {
+#pragma unroll
+      for (int i = 0; i < kScales; ++i) {
+        const int64_t token = min(start + 32 * i + lane, a.length - 1);
+        const int64_t at = sequence * a.rows_of_sequence + token * a.kv_heads + kv_head;
+        key_scales[i] = a.k_scales[at], value_scales[i] = a.v_scales[at];
+      }
+    }
+  };
+  load_scales(first);
+  // Columns of query r: kPerLoad from (c + 4 j) kPerLoad on.
+  uint32_t q[kLoads][kPerLoad / 2] = {};
+  if (r < place.heads) {
+    const uint32_t head = sequence * a.heads + place.first_head + r;
+    const T* row = a.q + uint64_t{head} * kWidth + c * kPerLoad;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+      for (int i = 0; i < kPerLoad / 8; ++i) {
+        const uint4 words = *reinterpret_cast<const uint4*>(row + j * 4 * kPerLoad + i * 8);
+        q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
+        q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
+      }
+    }
+  }
+
+  const int last = count_keys(a, length) - 1;
+  // Item 2 i are the keys and 2 i + 1 the values of the warp's tokens from first + i between on. A
+  // warp has two items even if there are no tokens for it.
+  const auto ask = [&](int item, char* slot) {
+    const int start = first + item / 2 * between;
+    if (item < 2 || start <= last) {
+      fetch(std::false_type{}, item % 2 ? a.v : a.k, slot, start, last + 1);
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int i = asked_early; i < Shape::kDepth; ++i) ask(i, ring + i * Shape::kItemBytes);
+  if (threadIdx.x == 0) {
+    shared.statistics_here.init(1);
+    shared.sums_here.init(1);
+    shared.statistics_here.arrive_and_expect(sizeof(shared.statistics));
+    shared.sums_here.arrive_and_expect(Shape::kMessages * Shape::kSums * sizeof(float));
+    fence_barrier_init();
+  }
+  arrive_at_cluster();
+
+  // The first token of a product's keys for the lane; tokens of lanes that read together are in
+  // different banks. The other one is eight further.
+  const int key = r / 2 + r % 2 * 4;
+  // The token of an item's values that the lane names to `load_matrices_transposed`, in the order
+  // of the weights: see `key`. Of 16 bits that loads tokens 0 to 7 and 8 to 15, the first eight
+  // columns of each and then the others; of int8, in pairs of columns, the tokens of two products.
+  const int value_row = lane % 8 / 2 + lane % 2 * 4;
+  const int value_token = value_row + (kInt8 ? lane / 8 : lane / 16) * 8;
+
+  const int rank = rank_in_cluster(), message = rank * Shape::kWarps + threadIdx.x / 32;
+  float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2c and 2c + 1
+  float sums[kGroups][4] = {};  // of two columns, and of heads 2c and 2c + 1
+  uint32_t weights[kProducts][2];
+  char* slot = ring;
+  int start = first;
+#pragma unroll 1
+  for (int item = 0;; ++item) {
+    const bool of_keys = item % 2 == 0;
+    const bool last_row = start + between > last;
+    // Of tokens `key` (the first two) and key + 8 of a product, heads 2c and 2c + 1.
+    float scores[kProducts][4];
+    if (of_keys) {
+      wait_for_older_copies<Shape::kDepth - 1>();
+      __syncwarp();
+      const char* const keys = slot + key * kTokenBytes;
+#pragma unroll
+      for (int n = 0; n < kProducts; ++n) {
+        // Two sums, since a product waits for the one before it that adds to the same.
+        float halves[2][4] = {};
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          const char* chunk = keys + n * 16 * kTokenBytes + ((c + j * 4) ^ key) * 16;
+          uint32_t low[4], high[4];
+          read_words(low, chunk);
+          read_words(high, chunk + 8 * kTokenBytes);
+#pragma unroll
+          for (int i = 0; i < kPerLoad; i += 4) {
+            multiply_16x8x16<T>(halves[i / 4 % 2], neighbours<T, C>(low, i),
+                                neighbours<T, C>(high, i), neighbours<T, C>(low, i + 2),
+                                neighbours<T, C>(high, i + 2), q[j][i / 2], q[j][i / 2 + 1]);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = n * 16 + key + i / 2 * 8;
+          float scale = a.scale * kLog2E;
+          if constexpr (kInt8) {
+            scale *= __shfl_sync(kFullWarp, key_scales[n / 2], token % 32);
+          }
+          const float score = (halves[0][i] + halves[1][i]) * scale;
+          scores[n][i] = start + token <= last ? score : -INFINITY;
+        }
+      }
+    } else {
+      wait_for_older_copies<Shape::kDepth - 1>();
+      __syncwarp();
+      const char* const values = slot + value_token * kTokenBytes;
+#pragma unroll
+      for (int n = 0; n < kProducts; n += kInt8 ? 2 : 1) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const int chunk = kInt8 ? g : g * 2 + lane / 8 % 2;
+          uint32_t words[4];
+          load_matrices_transposed(words, values + n * 16 * kTokenBytes + (chunk ^ value_row) * 16);
+          if constexpr (kInt8) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              const uint32_t low = __byte_perm(words[2 * m], 0, 0x3120);
+              const uint32_t high = __byte_perm(words[2 * m + 1], 0, 0x3120);
+              multiply_16x8x16<T>(sums[g], widen_two<T>(low, false), widen_two<T>(low, true),
+                                  widen_two<T>(high, false), widen_two<T>(high, true),
+                                  weights[n + m][0], weights[n + m][1]);
+            }
+          } else {
+            multiply_16x8x16<T>(sums[g], words[0], words[1], words[2], words[3], weights[n][0],
+                                weights[n][1]);
+          }
+        }
+      }
+      if (last_row) break;
+    }
+    __syncwarp();
+    ask(item + Shape::kDepth, slot);
+    slot += Shape::kItemBytes;
+    if (slot == ring + Shape::kDepth * Shape::kItemBytes) slot = ring;
+    if (!of_keys) {
+      start += between;
+      continue;
+    }
+
+    float factors[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = largest[h];
+#pragma unroll
+      for (int n = 0; n < kProducts; ++n) most = fmaxf(most, fmaxf(scores[n][h], scores[n][2 + h]));
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) {
+        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
+      }
+      const float reference = finite(most);
+      factors[h] = exp2_fast(largest[h] - reference);
+      largest[h] = most;
+      total[h] *= factors[h];
+#pragma unroll
+      for (int n = 0; n < kProducts; ++n) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          scores[n][2 * t + h] = exp2_fast(scores[n][2 * t + h] - reference);
+          total[h] += scores[n][2 * t + h];
+        }
+      }
+    }
+    if (__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[g][i] *= factors[i % 2];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kProducts; ++n) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        float scale = 1.0f;
+        if constexpr (kInt8) {
+          const int token = n * 16 + key + 8 * t;
+          scale = __shfl_sync(kFullWarp, value_scales[n / 2], token % 32);
+          if (start + token > last) scale = 0.0f;  // it may be no number
+        }
+        weights[n][t] =
+            transpose_8x8(pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
+      }
+    }
+    load_scales(start + between);
+    if (last_row) {
+      sum_over_groups<4>(total);
+      wait_for_cluster();
+      // Lane 4 r + c tells block r of heads 2c and 2c + 1.
+      if (r < kGroups && c < Shape::kHeads / 2) {
+        send(r, &shared.statistics[message][2 * c],
+             Pack<float>::of({largest[0], total[0], largest[1], total[1]}), shared.statistics_here);
+      }
+    }
+  }
+
+  if (c < Shape::kHeads / 2) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      send(g, &shared.sums[message][(r * 2 + c) * 4], Pack<float>::of(sums[g]), shared.sums_here);
+    }
+  }
+  if (rank >= kGroups) return;
+  const int result = threadIdx.x / Shape::kSharers, share = threadIdx.x % Shape::kSharers;
+  const int head = result / 4 % 2 * 2 + result % 2;  // that of the result
+  // All that need not wait for the sums.
+  float shares[Shape::kShare], totals[Shape::kShare];
+  float found = -INFINITY, all[1] = {}, sum[1] = {};
+  shared.statistics_here.wait(0);
+#pragma unroll
+  for (int i = 0; i < Shape::kShare; ++i) {
+    const float2 two = shared.statistics[share + Shape::kSharers * i][head];
+    shares[i] = two.x, totals[i] = two.y;
+    found = fmaxf(found, two.x);
+  }
+#pragma unroll
+  for (int offset = 1; offset < Shape::kSharers; offset *= 2) {
+    found = fmaxf(found, __shfl_xor_sync(kFullWarp, found, offset));
+  }
+  const float reference = finite(found);
+#pragma unroll
+  for (int i = 0; i < Shape::kShare; ++i) {
+    shares[i] = exp2_fast(shares[i] - reference);
+    all[0] += shares[i] * totals[i];
+  }
+  sum_over_lanes<Shape::kSharers>(all);
+  const int row = result / 8, second = result / 2 % 2;
+  const int column = kInt8 ? row * 2 + second : row + second * 8;
+  shared.sums_here.wait(0);
+  float parts[2] = {};
+#pragma unroll
+  for (int i = 0; i < Shape::kShare; ++i) {
+    parts[i % 2] += shares[i] * shared.sums[share + Shape::kSharers * i][result];
+  }
+  sum[0] = parts[0] + parts[1];
+  sum_over_lanes<Shape::kSharers>(sum);
+  if (share == 0 && head < place.heads) {
+    target_of(a, place).write(head, rank * 16 + column, kWidth, sum[0], found, all[0]);
+  }
+#endif
+}
+
+template <typename T, typename C, int kWidth>
+cudaError_t launch_long(cudaStream_t stream, const Arguments<T, C>& a, int64_t batch) {
+  using Shape = LongShape<C, kWidth>;
+  constexpr auto kernel = decode_attention_long_kernel<T, C, kWidth>;
+  constexpr size_t kBytes = sizeof(LongShared<Shape>);
+  static_assert(kBytes <= 227 * 1024);
+  JAXLLM_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const dim3 grid(a.splits, a.kv_heads * a.head_blocks, batch);
+  return launch_kernel(stream, kernel, grid, dim3(Shape::kThreads), kBytes, Shape::kBlocks,
+                       a.overlap, a);
+}
+
+}  // namespace jaxllm::hopper
