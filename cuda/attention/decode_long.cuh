@@ -155,9 +155,12 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   if (threadIdx.x == 0) {
     shared.statistics_here.init(1);
     shared.sums_here.init(1);
+    fence_barrier_init();
+  }
+  __syncwarp();
+  if (threadIdx.x == 0) {
     shared.statistics_here.arrive_and_expect(sizeof(shared.statistics));
     shared.sums_here.arrive_and_expect(Shape::kMessages * Shape::kSums * sizeof(float));
-    fence_barrier_init();
   }
   arrive_at_cluster();
 
@@ -316,39 +319,34 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   if (rank >= kGroups) return;
   const int result = threadIdx.x / Shape::kSharers, share = threadIdx.x % Shape::kSharers;
   const int head = result / 4 % 2 * 2 + result % 2;  // that of the result
-  // All that need not wait for the sums.
-  float shares[Shape::kShare], totals[Shape::kShare];
-  float found = -INFINITY, all[1] = {}, sum[1] = {};
+  float2 statistics[Shape::kShare];
+  float found = -INFINITY, total_and_sum[2] = {};
   shared.statistics_here.wait(0);
 #pragma unroll
   for (int i = 0; i < Shape::kShare; ++i) {
-    const float2 two = shared.statistics[share + Shape::kSharers * i][head];
-    shares[i] = two.x, totals[i] = two.y;
-    found = fmaxf(found, two.x);
+    statistics[i] = shared.statistics[share + Shape::kSharers * i][head];
+    found = fmaxf(found, statistics[i].x);
   }
 #pragma unroll
   for (int offset = 1; offset < Shape::kSharers; offset *= 2) {
     found = fmaxf(found, __shfl_xor_sync(kFullWarp, found, offset));
   }
-  const float reference = finite(found);
 #pragma unroll
   for (int i = 0; i < Shape::kShare; ++i) {
-    shares[i] = exp2_fast(shares[i] - reference);
-    all[0] += shares[i] * totals[i];
+    statistics[i].x = weight_of_part(statistics[i].x, found);
+    total_and_sum[0] += statistics[i].x * statistics[i].y;
   }
-  sum_over_lanes<Shape::kSharers>(all);
+  shared.sums_here.wait(0);
+#pragma unroll
+  for (int i = 0; i < Shape::kShare; ++i) {
+    total_and_sum[1] += statistics[i].x * shared.sums[share + Shape::kSharers * i][result];
+  }
+  sum_over_lanes<Shape::kSharers>(total_and_sum);
   const int row = result / 8, second = result / 2 % 2;
   const int column = kInt8 ? row * 2 + second : row + second * 8;
-  shared.sums_here.wait(0);
-  float parts[2] = {};
-#pragma unroll
-  for (int i = 0; i < Shape::kShare; ++i) {
-    parts[i % 2] += shares[i] * shared.sums[share + Shape::kSharers * i][result];
-  }
-  sum[0] = parts[0] + parts[1];
-  sum_over_lanes<Shape::kSharers>(sum);
   if (share == 0 && head < place.heads) {
-    target_of(a, place).write(head, rank * 16 + column, kWidth, sum[0], found, all[0]);
+    target_of(a, place).write(head, rank * 16 + column, kWidth, total_and_sum[1], found,
+                              total_and_sum[0]);
   }
 #endif
 }
