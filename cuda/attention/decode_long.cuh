@@ -21,6 +21,7 @@
 #include "common/vector.cuh"
 
 namespace jaxllm::hopper {
+
 // C is the type of the cache.
 template <typename C, int kHeadWidth>
 struct LongShape {
@@ -29,7 +30,9 @@ struct LongShape {
   static constexpr int kHeads = 4;  // at most, of a key head
   static constexpr int kItemBytes = 8192, kItem = kItemBytes / kTokenBytes;  // tokens
   static constexpr int kProducts = kItem / 16;
-  static constexpr int kDepth = 2;             // items of a warp that are on their way
+  // Items of a warp that are on their way. With three, memory serves blocks that share a way to it
+  // with more others still later, and the last one ends later.
+  static constexpr int kDepth = 2;
   static constexpr int kGroups = kWidth / 16;  // of the columns
   static constexpr int kBlocks = kMaxCluster;  // of a cluster; of these kGroups add up
   static constexpr int kMessages = kBlocks * kWarps;
