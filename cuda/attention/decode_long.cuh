@@ -45,7 +45,8 @@ struct LongShape {
 template <class Shape>
 struct LongShared {
   char items[Shape::kWarps][Shape::kDepth][Shape::kItemBytes];
-  // So padded those that sharers read together lie in different banks.
+  // Messages of sums and statistics, which each warp of the cluster sends every block. So padded
+  // those that sharers read together lie in different banks.
   float sums[Shape::kMessages][Shape::kSums + 32 / Shape::kSharers];
   float2 statistics[Shape::kMessages][Shape::kHeads];
   Barrier statistics_here, sums_here;
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   if (a.overlap || a.clusters > 1) start_next_kernel();
   if (a.overlap) wait_for_last_kernel();
 
-  // Before keys, lest it come behind them; so the compiler must not move it.
+  // Before keys, lest it come behind them: so the compiler must not move it, nor the assembler
+  // beyond the barrier of the warp below.
   int length;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lengths + sequence));
   // The lanes copy whole tokens, as memory likes it, and read a chunk of 16 bytes of eight tokens
@@ -362,7 +364,7 @@ cudaError_t launch_long(cudaStream_t stream, const Arguments<T, C>& a, int64_t b
   static_assert(kBytes <= 227 * 1024);
   JAXLLM_RETURN_IF_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const dim3 grid(a.splits, a.kv_heads * a.head_blocks, batch);
+  const dim3 grid(a.splits, a.kv_heads, batch);
   return launch_kernel(stream, kernel, grid, dim3(Shape::kThreads), kBytes, Shape::kBlocks,
                        a.overlap, a);
 }
