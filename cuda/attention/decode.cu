@@ -5,6 +5,7 @@
 #include "attention/decode_arguments.cuh"
 #include "attention/decode_long.cuh"
 #include "attention/decode_merge.cuh"
+#include "attention/decode_scores.cuh"
 #include "attention/decode_step.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/fragments.cuh"
@@ -144,29 +145,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
     advance();
 
     float factor[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float found = largest[h];
-#pragma unroll
-      for (int n = 0; n < kProducts; ++n) {
-        found = fmaxf(found, fmaxf(scores[n][h], scores[n][2 + h]));
-      }
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        found = fmaxf(found, __shfl_xor_sync(kFullWarp, found, offset));
-      }
-      factor[h] = exp2_fast(largest[h] - found);
-      largest[h] = found;
-      total[h] *= factor[h];
-#pragma unroll
-      for (int n = 0; n < kProducts; ++n) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          scores[n][2 * t + h] = exp2_fast(scores[n][2 * t + h] - found);
-          total[h] += scores[n][2 * t + h];
-        }
-      }
-    }
+    weigh_scores(scores, largest, total, factor, [](float most) { return most; });
     if (__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {

@@ -11,6 +11,7 @@
 
 #include "attention/decode_arguments.cuh"
 #include "attention/decode_merge.cuh"
+#include "attention/decode_scores.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/fragments.cuh"
@@ -260,28 +261,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     }
 
     float factors[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float most = largest[h];
-#pragma unroll
-      for (int n = 0; n < kProducts; ++n) most = fmaxf(most, fmaxf(scores[n][h], scores[n][2 + h]));
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
-      }
-      const float reference = finite(most);
-      factors[h] = exp2_fast(largest[h] - reference);
-      largest[h] = most;
-      total[h] *= factors[h];
-#pragma unroll
-      for (int n = 0; n < kProducts; ++n) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          scores[n][2 * t + h] = exp2_fast(scores[n][2 * t + h] - reference);
-          total[h] += scores[n][2 * t + h];
-        }
-      }
-    }
+    weigh_scores(scores, largest, total, factors, finite);
     if (__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
