@@ -1,10 +1,11 @@
 // One query of each head against a long cache: a block on half of the multiprocessors, which read
 // as fast as all of them would, and a cluster of blocks for a key head.
 //
-// Each warp reads its own items, keys and values in turn, and no warp waits for another. What comes
-// after the last value, when memory has nothing to do, is short: a warp sends its sums of 16
-// columns, just as it has them, to that block of the cluster which adds up and writes these
-// columns. The statistics beside them it has sent before its last values came.
+// Each warp reads its own items, keys and values, and no warp waits for another. Keys are a row of
+// tokens ahead of values, since more is to be worked out of them: while the weights of a row are,
+// the values before it come. And what comes after the last value, when memory has nothing to do, is
+// short: a warp sends its sums of 16 columns, just as it has them, to that block of the cluster
+// which adds up and writes these columns. The statistics beside them it has sent long before.
 #pragma once
 
 #include <type_traits>
@@ -69,35 +70,38 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   constexpr int kPerLoad = 16 / sizeof(C), kLoads = kWidth / (4 * kPerLoad);  // columns of a key
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<LongShared<Shape>*>(memory);
-  const int sequence = blockIdx.z, kv_head = blockIdx.y;
-  if (a.overlap || a.clusters > 1) start_next_kernel();
+  const uint32_t sequence = blockIdx.z, kv_head = blockIdx.y;
   if (a.overlap) wait_for_last_kernel();
 
   // Before keys, lest it come behind them: so the compiler must not move it, nor the assembler
   // beyond the barrier of the warp below.
   int length;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lengths + sequence));
-  // The lanes copy whole tokens, as memory likes it, and read a chunk of 16 bytes of eight tokens
-  // at a time. So chunk i of token t lies at i ^ t % 8: then those lie in different banks.
-  constexpr int kTokenChunks = kTokenBytes / 16, kTokensAtOnce = 32 / kTokenChunks;
-  const int my_token = threadIdx.x % 32 / kTokenChunks, my_chunk = threadIdx.x % kTokenChunks;
+  // The lanes copy 128 bytes of a token, as memory likes it, and read a chunk of 16 bytes of eight
+  // tokens at a time. So chunk i of token t lies at i ^ t % 8: then those lie in different banks.
+  constexpr int kTokensAtOnce = 4;
+  const uint32_t my_token = threadIdx.x % 32 / 8, my_chunk = threadIdx.x % 8;
   const uint32_t stride = a.kv_heads * kTokenBytes;  // from a token to the next
   const int first = (blockIdx.x * Shape::kWarps + threadIdx.x / 32) * kItem;
-  const int64_t my_offset = (sequence * a.rows_of_sequence + kv_head) * kTokenBytes +
-                            uint64_t{stride} * my_token + my_chunk * 16;
+  const uint64_t my_offset = uint64_t{sequence} * (a.rows_of_sequence * kTokenBytes) +
+                             (kv_head * kTokenBytes + my_chunk * 16);
   const int my_place = my_token * kTokenBytes + (my_chunk ^ my_token) * 16;
   char* const ring = shared.items[threadIdx.x / 32][0];
   // The item from `start` on, of keys or values; tokens from `end` on are zeros, if there may be
   // such.
   const auto fetch = [&](auto whole, const C* cache, char* slot, int start, int end) {
-    const char* from = reinterpret_cast<const char*>(cache) + my_offset + uint64_t{stride} * start;
+    const uint32_t token = start + my_token;
+    const char* from = reinterpret_cast<const char*>(cache) + my_offset + uint64_t{token} * stride;
 #pragma unroll
     for (int i = 0; i < kItem; i += kTokensAtOnce) {
       char* const to = slot + (my_place ^ i % 8 * 16) + i * kTokenBytes;
-      if constexpr (decltype(whole)::value) {
-        copy_16_async(to, from);
-      } else {
-        copy_16_async(to, from, start + my_token + i < end);
+#pragma unroll
+      for (int at = 0; at < kTokenBytes; at += 128) {
+        if constexpr (decltype(whole)::value) {
+          copy_16_async(to + at, from + at);
+        } else {
+          copy_16_async(to + at, from + at, static_cast<int>(token) + i < end);
+        }
       }
       from += kTokensAtOnce * stride;
     }
@@ -110,12 +114,17 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     fetch(std::true_type{}, a.k, ring, first, 0);
     commit_copies();
   }
+  if (a.overlap || a.clusters > 1) start_next_kernel();
   // What follows is to be worked out after that, and so begins from what the compiler cannot know.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
   const int r = lane / 4, c = lane % 4;
-  const Place place = {sequence, kv_head, kv_head * a.group, a.group};
-  const int between = a.splits * Shape::kWarps * kItem;
+  const int first_head = kv_head * a.group;
+  const Place place = {static_cast<int>(sequence), static_cast<int>(kv_head), first_head, a.group};
+  // Loads after this one are told from it. Those that are on their way together the assembler may
+  // count as one, and the length would come with the last of them, behind the keys.
+  const int last = count_keys(a, length) - 1;
+  const int between = a.splits * Shape::kWarps * kItem;  // from a row's tokens to the next
   // The scales of tokens lane, lane + 32, ... of an item.
   constexpr int kScales = kInt8 ? kItem / 32 : 1;
   float key_scales[kScales], value_scales[kScales];
@@ -123,7 +132,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     if constexpr (kInt8) {
 #pragma unroll
       for (int i = 0; i < kScales; ++i) {
-        const int64_t token = min(start + 32 * i + lane, a.length - 1);
+        const int64_t token = min(start + 32 * i + lane, max(last, 0));
         const int64_t at = sequence * a.rows_of_sequence + token * a.kv_heads + kv_head;
         key_scales[i] = a.k_scales[at], value_scales[i] = a.v_scales[at];
       }
@@ -132,7 +141,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   load_scales(first);
   // Columns of query r: kPerLoad from (c + 4 j) kPerLoad on.
   uint32_t q[kLoads][kPerLoad / 2] = {};
-  if (r < place.heads) {
+  if (r < place.heads && last >= 0) {
     const uint32_t head = sequence * a.heads + place.first_head + r;
     const T* row = a.q + uint64_t{head} * kWidth + c * kPerLoad;
 #pragma unroll
@@ -146,13 +155,21 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     }
   }
 
-  const int last = count_keys(a, length) - 1;
-  // Item 2 i are the keys and 2 i + 1 the values of the warp's tokens from first + i between on. A
-  // warp has two items even if there are no tokens for it.
-  const auto ask = [&](int item, char* slot) {
-    const int start = first + item / 2 * between;
-    if (item < 2 || start <= last) {
-      fetch(std::false_type{}, item % 2 ? a.v : a.k, slot, start, last + 1);
+  // The warp's items: keys of row 0; then keys of a row and values of the one before it, in turn;
+  // and values of the last row. There are two for each row, and two even if there are no tokens.
+  struct Item {
+    bool of_keys;
+    int start;  // its first token
+  };
+  const auto item_at = [&](int index) -> Item {
+    const int start = first + (index + 1) / 2 * between;
+    const bool of_keys = index == 0 || (index % 2 == 1 && start <= last);
+    return {of_keys, of_keys ? start : start - between};
+  };
+  const auto ask = [&](int index, char* slot) {
+    if (index < 2 || first + index / 2 * between <= last) {
+      const Item item = item_at(index);
+      fetch(std::false_type{}, item.of_keys ? a.k : a.v, slot, item.start, last + 1);
     }
     commit_copies();
   };
@@ -182,18 +199,26 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const int rank = rank_in_cluster(), message = rank * Shape::kWarps + threadIdx.x / 32;
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2c and 2c + 1
   float sums[kGroups][4] = {};  // of two columns, and of heads 2c and 2c + 1
-  uint32_t weights[kProducts][2];
+  // Of the row whose values come next, and of the row after it, where its keys have come.
+  uint32_t weights[kProducts][2] = {}, next_weights[kProducts][2] = {};
+  float factors[2] = {}, next_factors[2] = {};
+  const auto turn_to_next = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      factors[i] = next_factors[i];
+#pragma unroll
+      for (int n = 0; n < kProducts; ++n) weights[n][i] = next_weights[n][i];
+    }
+  };
   char* slot = ring;
-  int start = first;
 #pragma unroll 1
-  for (int item = 0;; ++item) {
-    const bool of_keys = item % 2 == 0;
-    const bool last_row = start + between > last;
+  for (int index = 0;; ++index) {
+    const auto [of_keys, start] = item_at(index);
+    wait_for_older_copies<Shape::kDepth - 1>();
+    __syncwarp();
     // Of tokens `key` (the first two) and key + 8 of a product, heads 2c and 2c + 1.
     float scores[kProducts][4];
     if (of_keys) {
-      wait_for_older_copies<Shape::kDepth - 1>();
-      __syncwarp();
       const char* const keys = slot + key * kTokenBytes;
 #pragma unroll
       for (int n = 0; n < kProducts; ++n) {
@@ -224,8 +249,15 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
         }
       }
     } else {
-      wait_for_older_copies<Shape::kDepth - 1>();
-      __syncwarp();
+      const bool last_item = index % 2 == 1;
+      if (last_item) turn_to_next();
+      if (__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[g][i] *= factors[i % 2];
+        }
+      }
       const char* const values = slot + value_token * kTokenBytes;
 #pragma unroll
       for (int n = 0; n < kProducts; n += kInt8 ? 2 : 1) {
@@ -249,26 +281,16 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
           }
         }
       }
-      if (last_row) break;
+      if (last_item) break;
     }
     __syncwarp();
-    ask(item + Shape::kDepth, slot);
+    ask(index + Shape::kDepth, slot);
     slot += Shape::kItemBytes;
     if (slot == ring + Shape::kDepth * Shape::kItemBytes) slot = ring;
-    if (!of_keys) {
-      start += between;
-      continue;
-    }
+    if (!of_keys) continue;
 
-    float factors[2];
-    weigh_scores(scores, largest, total, factors, finite);
-    if (__any_sync(kFullWarp, factors[0] != 1.0f || factors[1] != 1.0f)) {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[g][i] *= factors[i % 2];
-      }
-    }
+    turn_to_next();
+    weigh_scores(scores, largest, total, next_factors, finite);
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
 #pragma unroll
@@ -279,12 +301,12 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
           scale = __shfl_sync(kFullWarp, value_scales[n / 2], token % 32);
           if (start + token > last) scale = 0.0f;  // it may be no number
         }
-        weights[n][t] =
+        next_weights[n][t] =
             transpose_8x8(pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
       }
     }
     load_scales(start + between);
-    if (last_row) {
+    if (start + between > last) {
       sum_over_groups<4>(total);
       wait_for_cluster();
       // Lane 4 r + c tells block r of heads 2c and 2c + 1.
