@@ -73,10 +73,25 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const uint32_t sequence = blockIdx.z, kv_head = blockIdx.y;
   if (a.overlap) wait_for_last_kernel();
 
-  // Before keys, lest it come behind them: so the compiler must not move it, nor the assembler
-  // beyond the barrier of the warp below.
+  // The length and the queries are asked for before keys, lest they come behind them: so the
+  // compiler must not move these loads, nor the assembler beyond the barrier of the warp below.
   int length;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lengths + sequence));
+  // Columns of query lane / 4: kPerLoad from (lane % 4 + 4 j) kPerLoad on. The last query stands in
+  // for those that there are not.
+  uint32_t q[kLoads][kPerLoad / 2];
+  const uint32_t my_query = min(threadIdx.x % 32 / 4, static_cast<uint32_t>(a.group) - 1);
+  const uint32_t my_head = sequence * a.heads + kv_head * a.group + my_query;
+  const T* const query = a.q + uint64_t{my_head} * kWidth + threadIdx.x % 4 * kPerLoad;
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+    for (int i = 0; i < kPerLoad / 8; ++i) {
+      const uint4 words = *reinterpret_cast<const uint4*>(query + j * 4 * kPerLoad + i * 8);
+      q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
+      q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
+    }
+  }
   // The lanes copy 128 bytes of a token, as memory likes it, and read a chunk of 16 bytes of eight
   // tokens at a time. So chunk i of token t lies at i ^ t % 8: then those lie in different banks.
   constexpr int kTokensAtOnce = 4;
@@ -121,8 +136,6 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const int r = lane / 4, c = lane % 4;
   const int first_head = kv_head * a.group;
   const Place place = {static_cast<int>(sequence), static_cast<int>(kv_head), first_head, a.group};
-  // Loads after this one are told from it. Those that are on their way together the assembler may
-  // count as one, and the length would come with the last of them, behind the keys.
   const int last = count_keys(a, length) - 1;
   const int between = a.splits * Shape::kWarps * kItem;  // from a row's tokens to the next
   // The scales of tokens lane, lane + 32, ... of an item.
@@ -132,6 +145,9 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     if constexpr (kInt8) {
 #pragma unroll
       for (int i = 0; i < kScales; ++i) {
+        // Told from the length, which is there then: the assembler may count loads that are on
+        // their way together as one, and the length would come with the last of them, behind the
+        // keys.
         const int64_t token = min(start + 32 * i + lane, max(last, 0));
         const int64_t at = sequence * a.rows_of_sequence + token * a.kv_heads + kv_head;
         key_scales[i] = a.k_scales[at], value_scales[i] = a.v_scales[at];
@@ -139,22 +155,6 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     }
   };
   load_scales(first);
-  // Columns of query r: kPerLoad from (c + 4 j) kPerLoad on.
-  uint32_t q[kLoads][kPerLoad / 2] = {};
-  if (r < place.heads && last >= 0) {
-    const uint32_t head = sequence * a.heads + place.first_head + r;
-    const T* row = a.q + uint64_t{head} * kWidth + c * kPerLoad;
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-#pragma unroll
-      for (int i = 0; i < kPerLoad / 8; ++i) {
-        const uint4 words = *reinterpret_cast<const uint4*>(row + j * 4 * kPerLoad + i * 8);
-        q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
-        q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
-      }
-    }
-  }
-
   // The warp's items: keys of row 0; then keys of a row and values of the one before it, in turn;
   // and values of the last row. There are two for each row, and two even if there are no tokens.
   struct Item {
