@@ -1,11 +1,12 @@
 // One query of each head against a long cache: a block on half of the multiprocessors, which read
 // as fast as all of them would, and a cluster of blocks for a key head.
 //
-// Each warp reads its own items, keys and values, and no warp waits for another. Keys are a row of
-// tokens ahead of values, since more is to be worked out of them: while the weights of a row are,
-// the values before it come. And what comes after the last value, when memory has nothing to do, is
-// short: a warp sends its sums of 16 columns, just as it has them, to that block of the cluster
-// which adds up and writes these columns. The statistics beside them it has sent long before.
+// Each warp reads its own items, keys and values, and no warp waits for another. Its keys are an
+// item ahead of its values: while weights are worked out, which takes longer than adding up values,
+// those of the tokens before come. And what comes after the last value, when memory has nothing to
+// do, is short: a warp sends its sums of 16 columns, just as it has them, to that block of the
+// cluster which adds up and writes these columns. The statistics beside them it has sent long
+// before.
 #pragma once
 
 #include <type_traits>
@@ -155,8 +156,9 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     }
   };
   load_scales(first);
-  // The warp's items: keys of row 0; then keys of a row and values of the one before it, in turn;
-  // and values of the last row. There are two for each row, and two even if there are no tokens.
+  // A row is kItem tokens for each warp that reads the key head. The warp's items are: keys of row
+  // 0; then keys of a row and values of the one before it, in turn; and values of the last row.
+  // There are two for each row in which it has tokens, and two even if it has none.
   struct Item {
     bool of_keys;
     int start;  // its first token
