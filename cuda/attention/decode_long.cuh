@@ -74,10 +74,9 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const uint32_t sequence = blockIdx.z, kv_head = blockIdx.y;
   if (a.overlap) wait_for_last_kernel();
 
-  // The length and the queries are asked for before keys, lest they come behind them: so the
-  // compiler must not move these loads, nor the assembler beyond the barrier of the warp below.
-  int length;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lengths + sequence));
+  // The length and the queries are asked for before keys, lest they come behind them: no compiler
+  // or assembler moves these loads beyond the barrier of the warp below.
+  const int length = a.lengths[sequence];
   // Columns of query lane / 4: kPerLoad from (lane % 4 + 4 j) kPerLoad on. The last query stands in
   // for those that there are not.
   uint32_t q[kLoads][kPerLoad / 2];
