@@ -134,8 +134,6 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
   const int r = lane / 4, c = lane % 4;
-  const int first_head = kv_head * a.group;
-  const Place place = {static_cast<int>(sequence), static_cast<int>(kv_head), first_head, a.group};
   const int last = count_keys(a, length) - 1;
   const int between = a.splits * Shape::kWarps * kItem;  // from a row's tokens to the next
   // The scales of tokens lane, lane + 32, ... of an item.
@@ -350,6 +348,8 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     total_and_sum[1] += statistics[i].x * shared.sums[share + Shape::kSharers * i][result];
   }
   sum_over_lanes<Shape::kSharers>(total_and_sum);
+  const int first_head = kv_head * a.group;
+  const Place place = {static_cast<int>(sequence), static_cast<int>(kv_head), first_head, a.group};
   const int row = result / 8, second = result / 2 % 2;
   const int column = kInt8 ? row * 2 + second : row + second * 8;
   if (share == 0 && head < place.heads) {
