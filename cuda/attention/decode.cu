@@ -56,15 +56,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
   if (r < place.heads) {
     const uint32_t head = place.sequence * a.heads + place.first_head + r;
     const T* row = a.q + uint64_t{head} * kWidth + c * kPerLoad;
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-#pragma unroll
-      for (int i = 0; i < kPerLoad / 8; ++i) {
-        const uint4 words = *reinterpret_cast<const uint4*>(row + j * 4 * kPerLoad + i * 8);
-        q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
-        q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
-      }
-    }
+    load_columns(q, row);
   }
   __syncthreads();
 

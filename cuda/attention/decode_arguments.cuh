@@ -1,4 +1,4 @@
-// What a call of decode_attention is told, and what a block of it works on.
+// What a call of decode_attention is told, what a block of it works on, and how it reads words.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -69,6 +69,21 @@ __device__ __forceinline__ void read_words(uint32_t (&words)[kWords], const char
   } else {
     const uint2 found = *reinterpret_cast<const uint2*>(source);
     words[0] = found.x, words[1] = found.y;
+  }
+}
+
+// Words of two columns of a query: as many columns as a load of the cache brings, and the next at
+// four times that distance, where other lanes' are between. `first` is the lane's first column.
+template <typename T, int kLoads, int kWords>
+__device__ __forceinline__ void load_columns(uint32_t (&q)[kLoads][kWords], const T* first) {
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 words = *reinterpret_cast<const uint4*>(first + j * 8 * kWords + i * 8);
+      q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
+      q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
+    }
   }
 }
 

@@ -83,15 +83,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const uint32_t my_query = min(threadIdx.x % 32 / 4, static_cast<uint32_t>(a.group) - 1);
   const uint32_t my_head = sequence * a.heads + kv_head * a.group + my_query;
   const T* const query = a.q + uint64_t{my_head} * kWidth + threadIdx.x % 4 * kPerLoad;
-#pragma unroll
-  for (int j = 0; j < kLoads; ++j) {
-#pragma unroll
-    for (int i = 0; i < kPerLoad / 8; ++i) {
-      const uint4 words = *reinterpret_cast<const uint4*>(query + j * 4 * kPerLoad + i * 8);
-      q[j][4 * i] = words.x, q[j][4 * i + 1] = words.y;
-      q[j][4 * i + 2] = words.z, q[j][4 * i + 3] = words.w;
-    }
-  }
+  load_columns(q, query);
   // The lanes copy 128 bytes of a token, as memory likes it, and read a chunk of 16 bytes of eight
   // tokens at a time. So chunk i of token t lies at i ^ t % 8: then those lie in different banks.
   constexpr int kTokensAtOnce = 4;
