@@ -53,6 +53,7 @@
   HANDLER(matmul, Matmul)                                                       \
   HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
   HANDLER(matmul_scale, MatmulScale)                                            \
+  HANDLER(matmul_norm_gradient, MatmulNormGradient)                             \
   HANDLER(matmul_head_sums, MatmulHeadSums)                                     \
   HANDLER(matmul_residual, MatmulResidual)                                      \
   HANDLER(embed_forward, EmbedForward)                                          \

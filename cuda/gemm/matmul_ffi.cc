@@ -156,6 +156,41 @@ ffi::Error MatmulHeadSumsImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
   });
 }
 
+// dx takes the place of dtotal.
+ffi::Error MatmulNormGradientImpl(cudaStream_t stream, Buffer dout, Buffer weight, Buffer x,
+                                  Buffer scale, Buffer mean, Buffer rstd, Buffer dtotal, Result dx,
+                                  Result dscale, Result dtotal_sum, Result partial,
+                                  Result row_sums) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(dout, weight, scale, *dx);
+  if (sizes.has_error()) return sizes.error();
+  const auto [calls, rows, width, columns] = *sizes;
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const int64_t of_each = rows * columns;
+  if (count(x) != calls * of_each || count(dtotal) != calls * of_each ||
+      count(mean) != calls * rows || count(rstd) != calls * rows ||
+      count(*dscale) != calls * columns || count(*dtotal_sum) != calls * columns) {
+    return ffi::Error::InvalidArgument("the shapes of x, dtotal and the results do not fit");
+  }
+  if (dtotal.untyped_data() != dx->untyped_data()) {
+    return ffi::Error::InvalidArgument("dx is not in the place of dtotal");
+  }
+  const int64_t of_partial = calls == 0 ? 0 : count(*partial) / calls;
+  const int64_t of_row_sums = calls == 0 ? 0 : count(*row_sums) / calls;
+  return for_each_call(
+      dout, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+        using T = typename decltype(type)::type;
+        if (of_row_sums < MatmulHopper<T>::norm_row_sums(rows, columns)) {
+          return cudaErrorInvalidValue;
+        }
+        return MatmulHopper<T>::norm_gradient(
+            stream, data<T>(dout) + i * rows * width, data<T>(weight) + i * width * columns,
+            data<T>(x) + i * of_each, data<T>(scale) + i * columns, data<float>(mean) + i * rows,
+            data<float>(rstd) + i * rows, data<T>(dx) + i * of_each, data<T>(dscale) + i * columns,
+            data<T>(dtotal_sum) + i * columns, data<float>(partial) + i * of_partial, of_partial,
+            data<float>(row_sums) + i * of_row_sums, rows, width, columns);
+      });
+}
+
 // jax.vmap gives every buffer the same new leading axes. No bias, and no h, have no elements.
 ffi::Error MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer bias, Result out, Result h,
                       bool transpose_a, bool transpose_b, bool gelu, bool tf32) {
@@ -251,6 +286,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulHeadSums, MatmulHeadSumsImpl,
                                   .Ret<Buffer>()   // out
                                   .Ret<Buffer>()   // sums
                                   .Ret<Buffer>(),  // partial
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulNormGradient, MatmulNormGradientImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()   // dout
+                                  .Arg<Buffer>()   // weight
+                                  .Arg<Buffer>()   // x
+                                  .Arg<Buffer>()   // scale
+                                  .Arg<Buffer>()   // mean
+                                  .Arg<Buffer>()   // rstd
+                                  .Arg<Buffer>()   // dtotal
+                                  .Ret<Buffer>()   // dx
+                                  .Ret<Buffer>()   // dscale
+                                  .Ret<Buffer>()   // dtotal_sum
+                                  .Ret<Buffer>()   // partial
+                                  .Ret<Buffer>(),  // row_sums
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulResidual, MatmulResidualImpl,

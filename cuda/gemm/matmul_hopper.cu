@@ -126,6 +126,43 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
 }
 
 template <typename T>
+int64_t MatmulHopper<T>::norm_row_sums(int64_t rows, int64_t columns) {
+  using Tile = PlainTile;
+  constexpr int64_t kClusterRows = Tile::kRows * Tile::kClusterRows;
+  return divide_up(rows, kClusterRows) * kClusterRows * divide_up(columns, Tile::kColumns) * 2;
+}
+
+template <typename T>
+cudaError_t MatmulHopper<T>::norm_gradient(cudaStream_t stream, const T* dout, const T* weight,
+                                           const T* x, const T* scale, const float* mean,
+                                           const float* rstd, T* dtotal, T* dscale, T* dtotal_sum,
+                                           float* partial, int64_t partial_floats, float* row_sums,
+                                           int64_t rows, int64_t width, int64_t columns) {
+  using Tile = PlainTile;
+  if (columns == 0) return cudaSuccess;
+  // A row of partial sums for each warp of those blocks that have a tile of a row between them.
+  constexpr int64_t kWarps = Tile::kCluster * Tile::kMultipliers * 4;
+  const int64_t column_tiles = divide_up(columns, Tile::kColumns);
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(limits.read());
+  const int64_t most_rows = limits.multiprocessors / Tile::kCluster / column_tiles * kWarps;
+  if (partial_floats < 2 * most_rows * columns) return cudaErrorNotSupported;
+  int64_t partial_rows = 0;
+  if (rows > 0) {
+    int clusters = 0;
+    HopperMatmul<T> call{rows, columns, width, dout, weight, dtotal, x, scale, partial};
+    call.norm = {mean, rstd, row_sums};
+    call.clusters = &clusters;
+    JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(row_sums, kMissingRowSum & 0xff,
+                                           norm_row_sums(rows, columns) * sizeof(float), stream));
+    JAXLLM_RETURN_IF_ERROR((launch_matmul<Tile, Epilogue::kNormGradient, false, false>(
+        stream, call, /*row_tiles_at_a_time=*/1)));
+    partial_rows = clusters / column_tiles * kWarps;
+  }
+  return column_sum(stream, partial, {dscale, dtotal_sum}, 1, partial_rows, partial_rows, columns);
+}
+
+template <typename T>
 cudaError_t MatmulHopper<T>::softmax(cudaStream_t stream, const T* x, const T* weight, bool turned,
                                      T* out, const SoftmaxRows& softmax, int64_t rows,
                                      int64_t width, int64_t columns) {

@@ -17,6 +17,7 @@
 #include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_head_sums.cuh"
+#include "gemm/matmul_norm_gradient.cuh"
 #include "gemm/matmul_slopes.cuh"
 #include "gemm/matmul_softmax.cuh"
 #include "gemm/matmul_tiles.cuh"
@@ -39,7 +40,10 @@ enum class Epilogue {
   kScale,      // out = p slopes, and partial sums of its columns
   kResidual,   // out = p + bias + saved
   kHeadSums,   // out = p, sums of p saved over each 64 columns, and partial sums of p's columns
-  kSoftmax,    // out = e^(p - the row's shift), and their sums over the columns of a tile
+  // out += the gradient of a layer norm's input, where p is that of its output, and partial sums of
+  // the columns of p xhat and of out as it was
+  kNormGradient,
+  kSoftmax,  // out = e^(p - the row's shift), and their sums over the columns of a tile
 };
 
 // One call: a of (rows, depth) or turned (depth, rows), b turned (depth, columns) or (columns,
@@ -58,6 +62,8 @@ struct HopperMatmul {
   float* head_sums = nullptr;
   int64_t tokens = 0;
   SoftmaxRows softmax = {};
+  NormRows norm = {};
+  int* clusters = nullptr;  // where to tell how many there are
 };
 
 // Whether a product reads an array of the result's shape, a band at a time.
@@ -101,9 +107,19 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
   if (kReadsSaved<kEpilogue> && tile < arguments.tiles) {
     load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
   }
+  NormColumnSums<Shape> norm_sums;
+  if constexpr (kEpilogue == Epilogue::kNormGradient) {
+    if (tile < arguments.tiles && lane == 0) {
+      load_first_of_x(warp, decode_tile<Shape>(arguments, tile, rank));
+    }
+  }
   while (tile < arguments.tiles) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
     warp.load_biases(origin);
+    RowStatistics statistics;
+    if constexpr (kEpilogue == Epilogue::kNormGradient) {
+      statistics = load_statistics(warp, origin);
+    }
 
     float sums[Shape::kBlocksOf64][Shape::kColumns / 2];
     // A product that need not add would do without these zeros, but the compiler cannot tell that
@@ -166,6 +182,8 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_scaled(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kResidual) {
       finish_residual(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kNormGradient) {
+      finish_norm_gradient(warp, sums, statistics, norm_sums, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kHeadSums) {
       finish_head_sums(warp, sums, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kSoftmax) {
@@ -176,6 +194,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_gelu(warp, sums, origin);
     }
   }
+  if constexpr (kEpilogue == Epilogue::kNormGradient) write_norm_sums(warp, norm_sums, rank);
   if (lane == 0) wait_for_stores();
 }
 
@@ -266,7 +285,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
   }
-  if (kEpilogue == Epilogue::kGelu || kReadsSaved<kEpilogue>) {
+  if (kEpilogue == Epilogue::kGelu || kEpilogue == Epilogue::kNormGradient ||
+      kReadsSaved<kEpilogue>) {
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.saved, rows, columns}, kType, kBandRows, &saved_map));
   }
@@ -288,7 +308,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      static_cast<int>(column_tiles) * Shape::kClusterColumns,
                                      call.head_sums,
                                      static_cast<int>(call.tokens),
-                                     call.softmax};
+                                     call.softmax,
+                                     call.norm};
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {Shape::kCluster, 1, 1};
@@ -305,7 +326,14 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     if (clusters == 0) return cudaErrorNotSupported;
   }
-  config.gridDim = static_cast<unsigned>(std::min<int64_t>(tiles, clusters)) * Shape::kCluster;
+  if (kEpilogue == Epilogue::kNormGradient) {
+    // The tiles of a row wait for each other; and a block's tiles have the same columns.
+    if (column_tiles > clusters) return cudaErrorNotSupported;
+    clusters -= clusters % static_cast<int>(column_tiles);
+  }
+  clusters = static_cast<int>(std::min<int64_t>(tiles, clusters));
+  if (call.clusters != nullptr) *call.clusters = clusters;
+  config.gridDim = clusters * Shape::kCluster;
   return cudaLaunchKernelEx(&config, kernel, a_map, b_map, out_map, saved_map, arguments);
 }
 

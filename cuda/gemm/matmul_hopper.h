@@ -25,6 +25,15 @@ struct SoftmaxRows {
   int32_t* largest;
   const int32_t* is_wanted;  // zero: nothing is done; null for always
 };
+
+// What the end of a product before a layer norm's gradient works with.
+struct NormRows {
+  const float *mean, *rstd;  // of each row
+  // Two sums of each row of a tile, so many for each of four warps, of the tiles of a row one after
+  // the other. One that is not there yet has kMissingRowSum's bits, each of its bytes 0xff.
+  float* sums;
+};
+inline constexpr uint32_t kMissingRowSum = 0xffffffff;
 inline constexpr int64_t kSoftmaxColumns = 192;
 inline constexpr float kSoftmaxMost = 0x1p80f;
 
@@ -68,6 +77,19 @@ struct MatmulHopper {
   static cudaError_t head_sums(cudaStream_t stream, const T* x, const T* weight, const T* saved,
                                T* out, float* sums, float* partial, int64_t tokens, int64_t rows,
                                int64_t width, int64_t columns);
+
+  // dtotal += the gradient of a layer norm's input x, where that of its output is p = dout
+  // weight^T; dscale = the sums over rows of p xhat; dtotal_sum = those of dtotal as it came. dout
+  // (rows, width), weight (columns, width), x and dtotal (rows, columns), mean and rstd (rows),
+  // scale (columns). Two workspaces: `partial`, of partial_floats, and row_sums, of
+  // norm_row_sums(). cudaErrorNotSupported where the tiles of a row are more than run at once.
+  static cudaError_t norm_gradient(cudaStream_t stream, const T* dout, const T* weight, const T* x,
+                                   const T* scale, const float* mean, const float* rstd, T* dtotal,
+                                   T* dscale, T* dtotal_sum, float* partial, int64_t partial_floats,
+                                   float* row_sums, int64_t rows, int64_t width, int64_t columns);
+
+  // The floats of that workspace.
+  static int64_t norm_row_sums(int64_t rows, int64_t columns);
 
   // out = e^(p - shift of the row), of p = x weight, and zero in columns of padding and in the
   // row's label; and of out, before it is rounded, the sums over every kSoftmaxColumns. x (rows,

@@ -69,6 +69,7 @@ struct MatmulArguments {
   float* head_sums;       // (sequences, columns / 64, tokens)
   int tokens;             // of a sequence
   SoftmaxRows softmax;
+  NormRows norm;
 };
 
 // The first row and column of a block's tile, by the number of its cluster's.

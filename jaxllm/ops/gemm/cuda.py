@@ -33,6 +33,8 @@ _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
 HEAD_WIDTH = 64  # of matmul_head_sums
 # With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
 _MIN_TILES = 132
+# More than a Hopper GPU has; it bounds a workspace.
+_MAX_MULTIPROCESSORS = 160
 _MAX_SIZE = 2**31  # the copy engine's coordinates
 
 
@@ -196,6 +198,42 @@ def matmul_head_sums(x, weight, saved, tokens: int):
         jax.ShapeDtypeStruct((rows // _TILE[0], columns), jnp.float32),
     )
     return tuple(ffi.call("matmul_head_sums", results, x, weight, saved))
+
+
+def norm_gradient_unsupported(x, weight, scale) -> str | None:
+    """Why :func:`matmul_norm_gradient` cannot serve the rows ``x`` of a norm before ``weight``."""
+    columns, width = weight.shape
+    if scale.dtype != x.dtype:
+        return f"scale has dtype {scale.dtype} beside x of {x.dtype}"
+    if -(-columns // _TILE[1]) > _MIN_TILES // 2:
+        return f"a row of {columns} columns has more tiles than run at once"
+    dout = jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
+    return fused_unsupported(dout, columns)
+
+
+def matmul_norm_gradient(dout, weight, x, scale, mean, rstd, dtotal):
+    """Adds the gradient of a layer norm's input ``x`` to ``dtotal``.
+
+    That of its output is ``dout @ weight.T``. ``dtotal`` is written over, where nobody else needs
+    it.
+
+    Returns:
+        ``(dx, dscale, dtotal_sum)``; the last is the sum over rows of ``dtotal``.
+    """
+    columns = weight.shape[0]
+    row_tiles, column_tiles = -(-math.prod(x.shape[:-1]) // _TILE[0]), -(-columns // _TILE[1])
+    partial_rows = _MAX_MULTIPROCESSORS // 2 // column_tiles * 16
+    like_scale = jax.ShapeDtypeStruct(scale.shape, scale.dtype)
+    results = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        like_scale,
+        like_scale,
+        jax.ShapeDtypeStruct((2, partial_rows, columns), jnp.float32),
+        # Two numbers for each row of each tile, of pairs of tiles.
+        jax.ShapeDtypeStruct((-(-row_tiles // 2) * 2, column_tiles, 2 * _TILE[0]), jnp.float32),
+    )
+    arrays = (dout, weight, x, scale, mean, rstd, dtotal)
+    return tuple(ffi.call("matmul_norm_gradient", results, *arrays, aliases={6: 0})[:3])
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
