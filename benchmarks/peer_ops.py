@@ -31,7 +31,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "linear": ("torch.compile", "torch eager"),
     "mlp": ("torch.compile", "torch eager"),
     "linear_add_layer_norm": ("torch.compile", "torch eager"),
-    "mlp_add_layer_norm": ("torch.compile", "torch eager"),
+    "pre_norm_mlp": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
@@ -173,11 +173,9 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def linear_add_layer_norm(x, weight, residual, scale, bias, x_bias=None):
         return add_layer_norm(linear(x, weight, x_bias), residual, scale, bias)
 
-    def mlp_add_layer_norm(
-        x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias=None
-    ):
-        y = mlp(x, up_weight, up_bias, down_weight, down_bias)
-        return add_layer_norm(y, residual, scale, bias)
+    def pre_norm_mlp(x, scale, bias, up_weight, up_bias, down_weight, down_bias=None):
+        normed = layer_norm(x, scale, bias)
+        return x + mlp(normed, up_weight, up_bias, down_weight, down_bias)
 
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
@@ -221,7 +219,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
     others = (global_norm, softmax, repeat_kv, embed, rope)
-    products = (matmul, linear, mlp, linear_add_layer_norm, mlp_add_layer_norm)
+    products = (matmul, linear, mlp, linear_add_layer_norm, pre_norm_mlp)
     losses = (cross_entropy, linear_cross_entropy)
     reductions = (reduce_sum, reduce_max, dot, histogram)
     return {

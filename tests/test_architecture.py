@@ -65,7 +65,7 @@ def allowed(module):
         # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's. The
         # layer after attention is of the same backend too.
         same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
-        own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm")]
+        own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm", "norm")]
         return (*own, "jaxllm.ops.attention.packing", *BRIDGE)
     if family and family[1] == "loss" and family[2] in IMPLEMENTATIONS:
         # What makes the logits is a product of the same backend, or XLA's.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,6 @@ from jaxllm.models.blocks import (
     pad_vocab,
     project,
     run_blocks,
-    with_next_norms,
 )
 from jaxllm.models.cache import (
     KVCache,
@@ -277,60 +275,44 @@ def _cached(
             x, cache = attend(cache, i, q, k, v)
             return _add_layer(residual, x.reshape(*x.shape[:2], config.width), out, norm)
 
-        residual, x = _block(residual, x, layer, next_norm, add_attention)
+        x, residual = add_attention(residual, x, **layer["attention"], norm=layer["ln2"])
+        hidden = project(x, **layer["mlp"]["up"], activation="gelu")
+        x, residual = _add_layer(residual, hidden, layer["mlp"]["down"], next_norm)
     return x, cache
 
 
 def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
     """What the head is applied to, of shape (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    # Each block ends with the norm that comes next, fused with its last residual addition: ln1 of
-    # the following block, or ln_f after the last. So the first ln1 stands before all blocks.
-    first_norm, layers = with_next_norms(params["blocks"], "ln1", params["ln_f"])
 
-    def add_attention(residual, x, qkv, out, norm):
-        if "weight" in qkv:
-            return ops.self_attention_add_layer_norm(
-                x,
-                qkv["weight"],
-                qkv["bias"],
-                out["weight"],
-                residual,
-                norm["scale"],
-                norm["bias"],
-                out["bias"],
-                heads=config.heads,
-                causal=True,
-            )
-        x = ops.flash_attention_packed(project(x, **qkv), config.heads, causal=True)
-        return _add_layer(residual, x, out, norm)
+    def block(x, layer):
+        x = _attend(x, layer["ln1"], **layer["attention"], heads=config.heads)
+        return _think(x, layer["ln2"], **layer["mlp"])
 
-    def block(carry, inputs):
-        residual, x = carry
-        layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, add_attention)
-
-    residual = ops.embed(tokens, params["wte"], params["wpe"])
-    x, residual = ops.add_layer_norm(residual, None, **first_norm)
-    _, x = run_blocks(block, (residual, x), layers, remat=remat)
-    return x
+    x = ops.embed(tokens, params["wte"], params["wpe"])
+    x = run_blocks(block, x, params["blocks"], remat=remat)
+    return ops.layer_norm(x, **params["ln_f"])
 
 
-def _block(
-    residual: Array,
-    x: Array,
-    layer: Params,
-    next_norm: Params,
-    add_attention: Callable[..., tuple[Array, Array]],
-) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either.
+def _attend(x: Array, norm: Params, qkv: Params, out: Params, heads: int) -> Array:
+    """The stream plus what the heads read of its norm."""
+    if "weight" in qkv:
+        layers = (qkv["weight"], qkv["bias"], out["weight"], out["bias"])
+        return ops.pre_norm_self_attention(
+            x, norm["scale"], norm["bias"], *layers, heads=heads, causal=True
+        )
+    normed = ops.layer_norm(x, **norm)
+    attended = ops.flash_attention_packed(project(normed, **qkv), heads, causal=True)
+    return x + project(attended, **out)
 
-    ``add_attention`` adds to the stream what the heads read of its normalization, by the projection
-    to queries, keys and values and that after them; it returns the stream's norm, and the stream.
-    """
-    x, residual = add_attention(residual, x, **layer["attention"], norm=layer["ln2"])
-    x, residual = _add_mlp(residual, x, **layer["mlp"], norm=next_norm)
-    return residual, x
+
+def _think(x: Array, norm: Params, up: Params, down: Params) -> Array:
+    """The stream plus the MLP of its norm."""
+    if "weight" in up:
+        layers = (up["weight"], up["bias"], down["weight"], down["bias"])
+        return ops.pre_norm_mlp(x, norm["scale"], norm["bias"], *layers)
+    hidden = project(ops.layer_norm(x, **norm), **up, activation="gelu")
+    return x + project(hidden, **down)
 
 
 def _add_layer(residual: Array, x: Array, linear: Params, norm: Params) -> tuple[Array, Array]:
@@ -341,13 +323,3 @@ def _add_layer(residual: Array, x: Array, linear: Params, norm: Params) -> tuple
         return ops.linear_add_layer_norm(x, weight, residual, **norm, x_bias=bias)
     product = project(x, **{name: array for name, array in linear.items() if name != "bias"})
     return ops.add_layer_norm(product, residual, **norm, x_bias=linear["bias"])
-
-
-def _add_mlp(
-    residual: Array, x: Array, up: Params, down: Params, norm: Params
-) -> tuple[Array, Array]:
-    """Adds an MLP of ``x`` to the stream, likewise."""
-    if "weight" in up:
-        weights = (up["weight"], up["bias"], down["weight"])
-        return ops.mlp_add_layer_norm(x, *weights, residual, **norm, down_bias=down["bias"])
-    return _add_layer(residual, project(x, **up, activation="gelu"), down, norm)

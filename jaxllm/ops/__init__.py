@@ -15,9 +15,9 @@ from jaxllm.ops.attention.api import (
     flash_attention,
     flash_attention_float8,
     flash_attention_packed,
+    pre_norm_self_attention,
     repeat_kv,
     self_attention,
-    self_attention_add_layer_norm,
     softmax,
 )
 from jaxllm.ops.decoding.api import decode_block
@@ -28,7 +28,7 @@ from jaxllm.ops.gemm.api import (
     matmul,
     matvec,
     mlp,
-    mlp_add_layer_norm,
+    pre_norm_mlp,
 )
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -70,8 +70,9 @@ __all__ = [
     "matmul",
     "matvec",
     "mlp",
-    "mlp_add_layer_norm",
     "nms",
+    "pre_norm_mlp",
+    "pre_norm_self_attention",
     "quantize",
     "quantized_matmul",
     "quantized_matvec",
@@ -83,7 +84,6 @@ __all__ = [
     "rope",
     "rope_table",
     "self_attention",
-    "self_attention_add_layer_norm",
     "sigmoid",
     "softmax",
     "swiglu",

@@ -109,3 +109,27 @@ def check_added_norm(
             check_same_dtype(name, bias, "scale", scale)
     norm_bias = next(iter(biases.values()))
     return jnp.zeros_like(scale) if norm_bias is None else norm_bias
+
+
+def check_pre_norm(
+    x: jax.Array, scale: jax.Array, bias_name: str, bias: jax.Array | None
+) -> jax.Array:
+    """Checks the norm of ``x``; returns its bias, zeros where that is None."""
+    why = f"the width of x {x.shape}"
+    check_floating(scale=scale)
+    check_shape("scale", scale, x.shape[-1:], why)
+    if bias is None:
+        return jnp.zeros_like(scale)
+    check_floating(**{bias_name: bias})
+    check_shape(bias_name, bias, x.shape[-1:], why)
+    check_same_dtype(bias_name, bias, "scale", scale)
+    return bias
+
+
+def check_way_back(weight_name: str, weight: jax.Array, x: jax.Array) -> None:
+    """Raises ValueError where a layer's result is not as wide as ``x``, which it is added to."""
+    if weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{weight_name} has shape {weight.shape}; it must be ({weight.shape[0]}, "
+            f"{x.shape[-1]}) for its result to be added to x {x.shape}"
+        )

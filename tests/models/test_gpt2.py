@@ -182,7 +182,7 @@ def test_remat_runs_the_blocks_again(params, batch):
 
 def test_attention_adds_up_the_gradient_of_its_projection_s_bias(params, batch):
     stems = {call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls}
-    assert "self_attention_add_layer_norm_backward" in stems
+    assert "pre_norm_self_attention_backward" in stems
     assert "flash_attention_packed_backward" not in stems
 
 
@@ -203,15 +203,14 @@ def test_padding_has_no_influence(params, batch):
 
 
 def test_a_step_is_made_of_the_fused_ops(params, batch):
-    """Each residual addition is in the product before it, together with the norm after it."""
+    """Each residual addition is in the product before it."""
     stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
     # The blocks are in a scan, and one is traced.
-    attention = ["flash_attention_packed_forward", "linear_add_layer_norm_forward"]
-    forward = ["embed_forward", "layer_norm_forward", *attention, "mlp_add_layer_norm_forward"]
-    attention = ["add_layer_norm_backward", "self_attention_add_layer_norm_backward"]
-    # The stream begins with the first norm, whose backward adds the gradient along it.
-    first = ["add_layer_norm_backward", "embed_backward"]
-    backward = ["mlp_add_layer_norm_backward", *attention, *first]
+    attention = ["layer_norm_forward", "flash_attention_packed_forward", "linear_residual_forward"]
+    forward = ["embed_forward", *attention, "pre_norm_mlp_forward", "layer_norm_forward"]
+    attention = ["pre_norm_self_attention_backward", "linear_norm_backward"]
+    last = ["layer_norm_backward"]
+    backward = [*last, "pre_norm_mlp_backward", *attention, "embed_backward"]
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)

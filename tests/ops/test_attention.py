@@ -16,13 +16,13 @@ from jaxllm.ops import (
     flash_attention,
     flash_attention_float8,
     flash_attention_packed,
+    layer_norm,
     linear,
-    linear_add_layer_norm,
+    pre_norm_self_attention,
     repeat_kv,
     rope,
     rope_table,
     self_attention,
-    self_attention_add_layer_norm,
     softmax,
 )
 from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
@@ -497,20 +497,24 @@ def test_self_attention_keeps_no_more_than_two_ops():
 
 
 def half_block(N, K, H=8, B=2, T=6, D=5, dtype="float32"):
-    """The arrays of ``layer``, and what comes after attention in a block."""
-    keys = jax.random.split(jax.random.key(1), 5)
-    shapes = ((N * H, D), (B, T, D), (D,), (D,), (D,))
-    after = [jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True)]
-    after[0] /= (N * H) ** 0.5
-    return [*layer(N, K, H, B, T, D, dtype), *(array.astype(dtype) for array in after)]
+    """The arrays of ``layer``, and what comes before and after attention in a block."""
+    keys = jax.random.split(jax.random.key(1), 4)
+    shapes = ((N * H, D), (D,), (D,), (D,))
+    more = [jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True)]
+    more[0] /= (N * H) ** 0.5
+    out_weight, *rows = (array.astype(dtype) for array in more)
+    x, weight, bias = layer(N, K, H, B, T, D, dtype)
+    return [x, *rows[:2], weight, bias, out_weight, rows[2]]
 
 
-def half_block_by_two_ops(
-    x, weight, bias, out_weight, residual, *of_norm, attention_scale=None, backend=None, **options
-):
+def half_block_by_ops(
+    x, scale, norm_bias, weight, bias, out_weight, out_bias,
+    attention_scale=None, backend=None, **options,
+):  # fmt: skip
     options |= {"scale": attention_scale, "backend": backend}
-    out = self_attention(x, weight, bias, **options)
-    return linear_add_layer_norm(out, out_weight, residual, *of_norm, backend=backend)
+    normed = layer_norm(x, scale, norm_bias, backend=backend)
+    out = self_attention(normed, weight, bias, **options)
+    return x + linear(out, out_weight, out_bias, backend=backend)
 
 
 @pytest.mark.parametrize("backend", FLASH_BACKENDS)
@@ -522,58 +526,58 @@ def half_block_by_two_ops(
         (2, 1, {"causal": True, "segment_ids": jnp.array([[0, 0, 1, 1, 1, 2]] * 2)}),
     ],
 )
-def test_half_a_block_is_self_attention_and_the_layer_after_it(N, K, options, backend):
+def test_half_a_block_is_the_ops_that_it_is_made_of(N, K, options, backend):
     arrays = half_block(N, K)
     options = {"heads": N, "kv_heads": K, "backend": backend} | options
     found, expected = (
         jax.jit(lambda *a, fn=fn: with_gradients(functools.partial(fn, **options), a))(*arrays)
-        for fn in (self_attention_add_layer_norm, half_block_by_two_ops)
+        for fn in (pre_norm_self_attention, half_block_by_ops)
     )
     assert_close(found, expected, "float32")
 
 
 @pytest.mark.parametrize("names", [("linear",), ("linear", "flash_attention")])
-def test_half_a_block_keeps_what_a_policy_keeps_of_two_ops(names):
+def test_half_a_block_keeps_what_a_policy_keeps_of_its_ops(names):
     arrays = half_block(4, 2)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def program_of(fn):
         def value(*a):
-            return sum(x.sum() for x in fn(*a, heads=4, kv_heads=2, causal=True, backend="xla"))
+            return fn(*a, heads=4, kv_heads=2, causal=True, backend="xla").sum()
 
         saving = jax.checkpoint(value, policy=policy)
-        return str(jax.make_jaxpr(jax.grad(saving, argnums=range(8)))(*arrays))
+        return str(jax.make_jaxpr(jax.grad(saving, argnums=range(7)))(*arrays))
 
-    fused, plain = program_of(self_attention_add_layer_norm), program_of(half_block_by_two_ops)
+    fused, plain = program_of(pre_norm_self_attention), program_of(half_block_by_ops)
     for word in ("dot_general", "exp "):
         assert fused.count(word) == plain.count(word), word
 
 
-def test_half_a_block_keeps_no_more_than_two_ops():
+def test_half_a_block_keeps_no_more_than_its_ops():
     def kept(fn):
         fn = functools.partial(fn, heads=4, kv_heads=2, causal=True)
         return collections.Counter(
             leaf.shape for leaf in jax.tree.leaves(jax.vjp(fn, *half_block(4, 2))[1])
         )
 
-    assert kept(self_attention_add_layer_norm) <= kept(half_block_by_two_ops)
+    assert kept(pre_norm_self_attention) <= kept(half_block_by_ops)
 
 
 def test_what_does_not_fit_half_a_block_is_refused():
-    x, weight, bias, out_weight, residual, scale, norm_bias, out_bias = half_block(4, 2)
-    fn = functools.partial(self_attention_add_layer_norm, x, weight, bias)
-    heads = functools.partial(fn, heads=4, kv_heads=2)
+    x, scale, norm_bias, weight, bias, out_weight, out_bias = half_block(4, 2)
+    fn = functools.partial(pre_norm_self_attention, heads=4, kv_heads=2)
     with pytest.raises(ValueError, match=r"out_weight has shape \(5, 32\); it must be \(32, D_out"):
-        heads(out_weight.T, residual, scale)
-    with pytest.raises(ValueError, match=r"residual has shape \(1, 6, 5\); it must be \(2, 6, 5\)"):
-        heads(out_weight, residual[:1], scale)
+        fn(x, scale, norm_bias, weight, bias, out_weight.T, out_bias)
+    with pytest.raises(ValueError, match=r"out_weight has shape \(32, 4\); it must be \(32, 5\)"):
+        fn(x, scale, norm_bias, weight, bias, out_weight[:, :4])
     with pytest.raises(ValueError, match=r"scale has shape \(4,\); it must be \(5,\)"):
-        heads(out_weight, residual, scale[:4])
-    for name, bias in (("norm_bias", norm_bias), ("out_bias", out_bias)):
-        with pytest.raises(TypeError, match=f"{name} has dtype float16; it must have the dtype of"):
-            heads(out_weight, residual, scale, **{name: bias.astype(jnp.float16)})
+        fn(x, scale[:4], norm_bias, weight, bias, out_weight)
+    with pytest.raises(TypeError, match="norm_bias has dtype float16; it must have the dtype of"):
+        fn(x, scale, norm_bias.astype(jnp.float16), weight, bias, out_weight)
+    with pytest.raises(TypeError, match="out_bias has dtype float16; it must have the dtype of"):
+        fn(x, scale, norm_bias, weight, bias, out_weight, out_bias.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"qkv has shape \(2, 6, 64\); .* of 5 queries and 5 keys"):
-        fn(out_weight, residual, scale, heads=5)
+        pre_norm_self_attention(x, scale, norm_bias, weight, bias, out_weight, heads=5)
 
 
 # The product before attention's backward fits its sums: whole tiles, and enough of them.
@@ -597,7 +601,7 @@ def test_the_product_before_attention_s_backward_has_its_sums(changed, fits, on_
     sizes = FITTING | changed
     arrays = jax.eval_shape(lambda: half_block(**sizes))
     options = {"heads": sizes["N"], "kv_heads": sizes["K"], "causal": True, "backend": "cuda"}
-    fn = functools.partial(self_attention_add_layer_norm, **options)
+    fn = functools.partial(pre_norm_self_attention, **options)
     program = lower_for_cuda(lambda *a: with_gradients(fn, a), *arrays)
     assert program.count("@jaxllm_matmul_head_sums(") == fits
     (call,) = re.findall(r"@jaxllm_self_attention_backward\((.*)", program)
@@ -615,16 +619,16 @@ def test_the_product_before_attention_s_backward_has_its_sums(changed, fits, on_
         ({"T": 1024, "B": 9}, {"causal": True, "attention_scale": -0.1}),
     ],
 )
-def test_half_a_block_has_the_gradients_of_two_ops(changed, options):
+def test_half_a_block_has_the_gradients_of_its_ops(changed, options):
     sizes = FITTING | changed
     arrays = half_block(**sizes)
     if options.get("segments"):
         ids = documents(sizes["B"], sizes["T"])
         options = {"causal": True, "segment_ids": ids}
     options = {"heads": sizes["N"], "backend": "cuda"} | options
-    fn = functools.partial(self_attention_add_layer_norm, **options)
+    fn = functools.partial(pre_norm_self_attention, **options)
     found = with_gradients(fn, arrays)
-    expected = with_gradients(functools.partial(half_block_by_two_ops, **options), arrays)
+    expected = with_gradients(functools.partial(half_block_by_ops, **options), arrays)
     assert_close(found, expected, sizes["dtype"])
     again = with_gradients(fn, arrays)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
@@ -636,9 +640,7 @@ def test_a_mapped_half_block_has_the_gradients_of_each():
     first = half_block(**FITTING)
     second = [2 * x for x in first]
     stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
-    fn = functools.partial(
-        self_attention_add_layer_norm, heads=FITTING["N"], causal=True, backend="cuda"
-    )
+    fn = functools.partial(pre_norm_self_attention, heads=FITTING["N"], causal=True, backend="cuda")
     mapped = jax.vmap(lambda *a: with_gradients(fn, a))(*stacked)
     for i, arrays in enumerate((first, second)):
         found = jax.tree.map(lambda x, i=i: x[i], mapped)

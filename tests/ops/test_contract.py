@@ -343,10 +343,10 @@ KERNEL_CASES = [
         "linear",
         "linear_add_layer_norm",
         "mlp",
-        "mlp_add_layer_norm",
+        "pre_norm_mlp",
         "matmul",
         "quantized_matmul",
-        "self_attention_add_layer_norm",
+        "pre_norm_self_attention",
     )
 ]
 

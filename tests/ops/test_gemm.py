@@ -1,5 +1,6 @@
 """What the contract leaves open of the matrix products: the program they become, and the errors."""
 
+import functools
 import re
 
 import jax
@@ -12,11 +13,12 @@ from jaxllm import ffi
 from jaxllm.ops import (
     add_layer_norm,
     gelu,
+    layer_norm,
     linear,
     linear_add_layer_norm,
     matmul,
     mlp,
-    mlp_add_layer_norm,
+    pre_norm_mlp,
     self_attention,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference, slopes
@@ -225,7 +227,8 @@ def test_shapes_and_dtypes_that_do_not_fit_an_mlp_are_refused():
         mlp(x, up_weight, up_bias, down_weight, down_bias, activation=None)  # type: ignore[arg-type]
 
 
-LARGE = {"rows": 132 * 128, "width": 64, "hidden": 192, "out": 64}
+LARGE_ADDED = {"rows": 132 * 128, "hidden": 192, "out": 64}
+LARGE = LARGE_ADDED | {"width": 64}
 
 
 def mlp_under(backend, arrays):
@@ -425,78 +428,47 @@ def test_a_mapped_mlp_launches_a_fused_product_for_each_call(monkeypatch):
         assert_close(jax.tree.map(lambda x, i=i: x[i], mapped), one, "bfloat16")
 
 
-def added_arrays(dtype="float32", rows=3, out=5, **sizes):
-    """Those of ``mlp_add_layer_norm``, the two last ones the biases of the norm and the MLP."""
-    *layers, down_bias = mlp_arrays(dtype, rows=rows, out=out, **sizes)
+def added_arrays(dtype="float32", rows=3, hidden=6, out=5):
+    """Those of ``linear_add_layer_norm``, the two last ones the biases of norm and layer."""
+    *_, weight, x_bias = mlp_arrays(dtype, hidden=hidden, out=out)
+    x = jax.random.normal(jax.random.key(2), (rows, hidden)).astype(dtype)
     residual, scale, bias = jax.random.normal(jax.random.key(1), (3, rows, out)).astype(dtype)
-    return [*layers, residual, 1 + scale[0], bias[0], down_bias]
+    return [x, weight, residual, 1 + scale[0], bias[0], x_bias]
 
 
-def last_layer_of(x, up_weight, up_bias, down_weight, residual, *of_norm):
-    """Likewise of ``linear_add_layer_norm``: the last layer's input is taken from its weight."""
-    del x, up_weight, up_bias
-    rows, depth = residual.shape[0], down_weight.shape[0]
-    x = jax.random.normal(jax.random.key(2), (rows, depth)).astype(residual.dtype)
-    return [x, down_weight, residual, *of_norm]
-
-
-def two_ops_of_mlp(*arrays, **options):
-    *layers, residual, scale, bias, down_bias = arrays
-    out = mlp(*layers, **options)
-    return add_layer_norm(out, residual, scale, bias, down_bias, **options)
-
-
-def two_ops_of_linear(x, weight, residual, scale, bias, x_bias, **options):
+def two_ops(x, weight, residual, scale, bias, x_bias, **options):
     out = linear(x, weight, **options)
     return add_layer_norm(out, residual, scale, bias, x_bias, **options)
 
 
-def same(*arrays):
-    return list(arrays)
-
-
-ADDED = pytest.mark.parametrize(
-    ("op", "two_ops", "arrays_of"),
-    [
-        (linear_add_layer_norm, two_ops_of_linear, last_layer_of),
-        (mlp_add_layer_norm, two_ops_of_mlp, same),
-    ],
-    ids=["linear", "mlp"],
-)
-
-
-@ADDED
-def test_a_layer_that_is_added_and_normalized_is_two_ops(op, two_ops, arrays_of):
-    arrays = arrays_of(*added_arrays())
+def test_a_layer_that_is_added_and_normalized_is_two_ops():
+    arrays = added_arrays()
     expected = with_gradients(two_ops, arrays)
-    assert_close(with_gradients(op, arrays), expected, "float32")
+    assert_close(with_gradients(linear_add_layer_norm, arrays), expected, "float32")
     # Where nobody asks for gradients, the statistics of the rows are not written.
-    assert_close(jax.jit(op)(*arrays), expected[0], "float32")
+    assert_close(jax.jit(linear_add_layer_norm)(*arrays), expected[0], "float32")
 
 
-@ADDED
-def test_a_layer_that_is_added_needs_no_bias(op, two_ops, arrays_of):
-    *arrays, bias, layer_bias = arrays_of(*added_arrays())
+def test_a_layer_that_is_added_needs_no_bias():
+    *arrays, bias, layer_bias = added_arrays()
     zeros = (jnp.zeros_like(bias), jnp.zeros_like(layer_bias))
-    out, gradients = with_gradients(op, arrays)
+    out, gradients = with_gradients(linear_add_layer_norm, arrays)
     expected, expected_gradients = with_gradients(two_ops, [*arrays, *zeros])
     assert_close((out, gradients), (expected, expected_gradients[:-2]), "float32")
 
 
-@ADDED
-def test_a_layer_that_is_added_keeps_what_two_ops_keep(op, two_ops, arrays_of):
-    arrays = arrays_of(*added_arrays(rows=64))
+def test_a_layer_that_is_added_keeps_what_two_ops_keep():
+    arrays = added_arrays(rows=64)
 
     def kept(fn):
         leaves = jax.tree.leaves(jax.vjp(fn, *arrays)[1])
         return sum(leaf.size for leaf in leaves)
 
-    assert kept(op) <= kept(two_ops)
+    assert kept(linear_add_layer_norm) <= kept(two_ops)
 
 
-@ADDED
-def test_a_policy_that_keeps_products_makes_none_of_them_twice(op, two_ops, arrays_of):
-    arrays = arrays_of(*added_arrays())
+def test_a_policy_that_keeps_products_makes_none_of_them_twice():
+    arrays = added_arrays()
     policy = jax.checkpoint_policies.save_only_these_names("linear")
 
     def products_of(fn):
@@ -505,12 +477,11 @@ def test_a_policy_that_keeps_products_makes_none_of_them_twice(op, two_ops, arra
         argnums = tuple(range(len(arrays)))
         return str(jax.make_jaxpr(jax.grad(saving, argnums))(*arrays)).count("dot_general")
 
-    assert products_of(op) == products_of(two_ops)
+    assert products_of(linear_add_layer_norm) == products_of(two_ops)
 
 
 def test_arguments_that_do_not_fit_a_layer_that_is_added_are_refused():
-    arrays = added_arrays()
-    x, weight, residual, scale, bias, x_bias = last_layer_of(*arrays)
+    x, weight, residual, scale, bias, x_bias = added_arrays()
     with pytest.raises(ValueError, match=r"weight has shape \(5, 6\); it must be \(6, D_out\)"):
         linear_add_layer_norm(x, weight.T, residual, scale)
     with pytest.raises(ValueError, match=r"residual has shape \(2, 5\); it must be \(3, 5\)"):
@@ -525,42 +496,24 @@ def test_arguments_that_do_not_fit_a_layer_that_is_added_are_refused():
         linear_add_layer_norm(x, weight, residual, scale, bias, x_bias.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"x has shape \(\)"):
         linear_add_layer_norm(jnp.float32(1), weight, residual, scale)
-    x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias = arrays
-    with pytest.raises(ValueError, match=r"up_bias has shape \(5,\); it must be \(6,\)"):
-        mlp_add_layer_norm(x, up_weight, down_bias, down_weight, residual, scale)
-    with pytest.raises(ValueError, match=r"down_bias has shape \(4,\); it must be \(5,\)"):
-        mlp_add_layer_norm(*arrays[:-1], down_bias=down_bias[:4])
-    with pytest.raises(ValueError, match="activation is None; it must be 'gelu'"):
-        mlp_add_layer_norm(*arrays, activation=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"x has shape \(\)"):
-        mlp_add_layer_norm(jnp.float32(1), up_weight, up_bias, down_weight, residual, scale)
 
 
-def added_program(op, arrays_of, dtype="bfloat16", norm_dtype=None, sizes=LARGE):
+def added_program(dtype="bfloat16", norm_dtype=None, sizes=LARGE_ADDED):
     def arrays():
-        *some, scale, bias, layer_bias = arrays_of(*added_arrays(dtype, **sizes))
+        *some, scale, bias, layer_bias = added_arrays(dtype, **sizes)
         return *some, *(x.astype(norm_dtype or dtype) for x in (scale, bias, layer_bias))
 
     return lower_for_cuda(
-        lambda *a: with_gradients(lambda *b: op(*b, backend="cuda"), a), *jax.eval_shape(arrays)
+        lambda *a: with_gradients(lambda *b: linear_add_layer_norm(*b, backend="cuda"), a),
+        *jax.eval_shape(arrays),
     )
 
 
 def test_hopper_adds_a_residual_with_the_product(on_hopper):
-    program = added_program(linear_add_layer_norm, last_layer_of)
+    program = added_program()
     found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
     assert found == ["add_layer_norm_backward", "layer_norm_forward", "matmul_residual"]
     assert len(re.findall("dot_general", program)) == 2
-    program = added_program(mlp_add_layer_norm, same)
-    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
-    assert found == [
-        "add_layer_norm_backward",
-        "layer_norm_forward",
-        "matmul_bias_gelu",
-        "matmul_residual",
-        "matmul_scale",
-    ]
-    assert len(re.findall("dot_general", program)) == 3
 
 
 @pytest.mark.parametrize(
@@ -573,20 +526,18 @@ def test_hopper_adds_a_residual_with_the_product(on_hopper):
     ],
 )
 def test_other_residuals_are_added_by_the_norm(on_hopper, dtype, norm_dtype, changed):
-    sizes = LARGE | changed
-    program = added_program(linear_add_layer_norm, last_layer_of, dtype, norm_dtype, sizes)
+    sizes = LARGE_ADDED | changed
+    program = added_program(dtype, norm_dtype, sizes)
     found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
     assert found == ["add_layer_norm_backward", "add_layer_norm_forward"]
     assert len(re.findall("dot_general", program)) == 3
 
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
-@ADDED
-def test_other_backends_add_a_residual_in_their_norm(backend, op, two_ops, arrays_of):
-    del two_ops
-    arrays = jax.eval_shape(lambda: arrays_of(*added_arrays("bfloat16")))
+def test_other_backends_add_a_residual_in_their_norm(backend):
+    arrays = jax.eval_shape(lambda: added_arrays("bfloat16"))
     program = lower_for_cuda(
-        lambda *a: with_gradients(lambda *b: op(*b, backend=backend), a), *arrays
+        lambda *a: with_gradients(lambda *b: linear_add_layer_norm(*b, backend=backend), a), *arrays
     )
     assert "@jaxllm_" not in program
     assert ("triton" in program) == (backend == "pallas")
@@ -607,23 +558,172 @@ def test_other_backends_add_a_residual_in_their_norm(backend, op, two_ops, array
         (17000, 3072, 776),
     ],
 )
-@ADDED
-def test_a_residual_is_added_to_any_rows_and_widths(
-    monkeypatch, dtype, rows, hidden, out, op, two_ops, arrays_of
-):
+def test_a_residual_is_added_to_any_rows_and_widths(monkeypatch, dtype, rows, hidden, out):
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
-    arrays = arrays_of(*added_arrays(dtype, rows=rows, width=64, hidden=hidden, out=out))
-    if reason := cuda.fused_unsupported(arrays[0], 64):
+    arrays = added_arrays(dtype, rows=rows, hidden=hidden, out=out)
+    if reason := cuda.fused_unsupported(arrays[0], out):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
 
     def run(fn, backend, arrays):
         return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
 
-    fused = run(op, "cuda", arrays)
-    again = run(op, "cuda", arrays)
+    fused = run(linear_add_layer_norm, "cuda", arrays)
+    again = run(linear_add_layer_norm, "cuda", arrays)
     expected = run(two_ops, "xla", [x.astype("float32") for x in arrays])
     assert_close(fused, expected, dtype, run(two_ops, "xla", arrays))
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
+# ---- pre_norm_mlp
+
+
+def pre_norm_arrays(dtype="float32", rows=3, width=5, hidden=6):
+    x, *layers = mlp_arrays(dtype, rows=rows, width=width, hidden=hidden, out=width)
+    scale, bias = jax.random.normal(jax.random.key(1), (2, width)).astype(dtype)
+    return [x, 1 + scale, bias, *layers]
+
+
+def pre_norm_mlp_by_ops(x, scale, bias, *layers, **options):
+    return x + mlp(layer_norm(x, scale, bias, **options), *layers, **options)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_a_pre_norm_mlp_is_the_ops_that_it_is_made_of(backend):
+    arrays = pre_norm_arrays()
+    op = functools.partial(pre_norm_mlp, backend=backend)
+    expected = with_gradients(pre_norm_mlp_by_ops, arrays)
+    assert_close(with_gradients(op, arrays), expected, "float32")
+    # Where nobody asks for gradients, the statistics of the rows are not written.
+    assert_close(jax.jit(op)(*arrays), expected[0], "float32")
+
+
+def test_a_pre_norm_mlp_needs_no_bias_of_norm_and_result():
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias = pre_norm_arrays()
+
+    def bare(x, scale, up_weight, up_bias, down_weight):
+        return pre_norm_mlp(x, scale, None, up_weight, up_bias, down_weight)
+
+    zeros = (jnp.zeros_like(bias), jnp.zeros_like(down_bias))
+    arrays = [x, scale, zeros[0], up_weight, up_bias, down_weight, zeros[1]]
+    out, gradients = with_gradients(pre_norm_mlp_by_ops, arrays)
+    found = with_gradients(bare, [x, scale, up_weight, up_bias, down_weight])
+    assert_close(found, (out, (*gradients[:2], *gradients[3:6])), "float32")
+
+
+def test_a_pre_norm_mlp_keeps_what_its_ops_keep():
+    arrays = pre_norm_arrays(rows=64)
+
+    def kept(fn):
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(fn, *arrays)[1]))
+
+    assert kept(pre_norm_mlp) <= kept(pre_norm_mlp_by_ops)
+
+
+def test_a_policy_that_keeps_products_makes_none_of_a_pre_norm_mlp_twice():
+    arrays = pre_norm_arrays()
+    policy = jax.checkpoint_policies.save_only_these_names("linear")
+
+    def products_of(fn):
+        saving = jax.checkpoint(lambda *arrays: (fn(*arrays) ** 2).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(saving, range(7)))(*arrays)).count("dot_general")
+
+    assert products_of(pre_norm_mlp) <= products_of(pre_norm_mlp_by_ops)
+
+
+def test_arguments_that_do_not_fit_a_pre_norm_mlp_are_refused():
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias = pre_norm_arrays()
+    up = (up_weight, up_bias)
+    with pytest.raises(ValueError, match=r"scale has shape \(4,\); it must be \(5,\)"):
+        pre_norm_mlp(x, scale[:4], bias, *up, down_weight)
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\); it must be \(5,\)"):
+        pre_norm_mlp(x, scale, bias[:4], *up, down_weight)
+    with pytest.raises(TypeError, match="bias has dtype float16; it must have the dtype of scale"):
+        pre_norm_mlp(x, scale, bias.astype(jnp.float16), *up, down_weight)
+    with pytest.raises(ValueError, match=r"up_bias has shape \(5,\); it must be \(6,\)"):
+        pre_norm_mlp(x, scale, bias, up_weight, down_bias, down_weight)
+    with pytest.raises(ValueError, match=r"down_weight has shape \(6, 4\); it must be \(6, 5\)"):
+        pre_norm_mlp(x, scale, bias, *up, down_weight[:, :4])
+    with pytest.raises(ValueError, match=r"down_bias has shape \(4,\); it must be \(5,\)"):
+        pre_norm_mlp(x, scale, bias, *up, down_weight, down_bias[:4])
+    with pytest.raises(ValueError, match="activation is None; it must be 'gelu'"):
+        pre_norm_mlp(x, scale, bias, *up, down_weight, activation=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        pre_norm_mlp(jnp.float32(1), scale, bias, *up, down_weight)
+
+
+PRE_NORM = {"rows": 132 * 128, "width": 64, "hidden": 192}
+
+
+def pre_norm_program(dtype="bfloat16", norm_dtype=None, sizes=PRE_NORM):
+    def arrays():
+        x, scale, bias, *layers = pre_norm_arrays(dtype, **sizes)
+        return x, *(a.astype(norm_dtype or dtype) for a in (scale, bias)), *layers
+
+    return lower_for_cuda(
+        lambda *a: with_gradients(lambda *b: pre_norm_mlp(*b, backend="cuda"), a),
+        *jax.eval_shape(arrays),
+    )
+
+
+def test_hopper_goes_on_from_a_product_to_the_gradient_of_the_norm(on_hopper):
+    program = pre_norm_program()
+    found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
+    assert found == [
+        "layer_norm_forward",
+        "matmul_bias_gelu",
+        "matmul_norm_gradient",
+        "matmul_residual",
+        "matmul_scale",
+    ]
+    # The gradients of two weights, and of the norm's bias.
+    assert len(re.findall("dot_general", program)) == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm_dtype", "changed"),
+    [("float32", None, {}), ("bfloat16", "float32", {}), ("float16", None, {"rows": 131 * 128})],
+)
+def test_other_norms_have_their_gradient_from_a_kernel_of_their_own(
+    on_hopper, dtype, norm_dtype, changed
+):
+    program = pre_norm_program(dtype, norm_dtype, PRE_NORM | changed)
+    assert "@jaxllm_matmul_norm_gradient" not in program
+    assert program.count("@jaxllm_add_layer_norm_backward(") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("rows", "width", "hidden"),
+    [
+        (1, 8, 8),
+        (127, 264, 64),
+        (129, 256, 72),
+        (300, 248, 520),
+        (2500, 1544, 1032),
+        # Several tiles to each multiplier of a multiprocessor, one after another.
+        (40000, 200, 72),
+        (17000, 776, 3072),
+        # As many tiles to a row as run at once.
+        (300, cuda.TILES_AT_ONCE * 192, 64),
+    ],
+)
+def test_a_norm_s_gradient_is_added_to_any_rows_and_widths(monkeypatch, dtype, rows, width, hidden):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
+    if reason := cuda.norm_gradient_unsupported(arrays[0], arrays[5], arrays[1]):
+        assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
+        return
+
+    def run(fn, backend, arrays):
+        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
+
+    fused = run(pre_norm_mlp, "cuda", arrays)
+    again = run(pre_norm_mlp, "cuda", arrays)
+    expected = run(pre_norm_mlp_by_ops, "xla", [x.astype("float32") for x in arrays])
+    assert_close(fused, expected, dtype, run(pre_norm_mlp_by_ops, "xla", arrays))
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
         assert error(a, b) == 0
 
@@ -647,7 +747,7 @@ def test_a_residual_is_added_before_the_one_rounding(with_bias):
 @pytest.mark.gpu
 def test_a_mapped_layer_is_added_to_each_residual(monkeypatch):
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
-    first = last_layer_of(*added_arrays("bfloat16", rows=130, width=8, hidden=64, out=264))
+    first = added_arrays("bfloat16", rows=130, hidden=64, out=264)
     second = [2 * x for x in first]
     stacked = [jnp.stack(pair) for pair in zip(first, second, strict=True)]
 

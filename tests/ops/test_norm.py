@@ -9,7 +9,6 @@ from jaxllm.ops import (
     add_layer_norm,
     add_rms_norm,
     linear_add_layer_norm,
-    mlp_add_layer_norm,
 )
 from jaxllm.testing import assert_close, lower_for_cuda
 
@@ -31,10 +30,6 @@ OPS = {
     "linear_add_layer_norm": (
         linear_add_layer_norm,
         [(3, 5, 32), (32, WIDTH), ROWS, WEIGHT, WEIGHT, WEIGHT],
-    ),
-    "mlp_add_layer_norm": (
-        mlp_add_layer_norm,
-        [(3, 5, 32), (32, 48), (48,), (48, WIDTH), ROWS, WEIGHT, WEIGHT, WEIGHT],
     ),
 }
 

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Integer, Num
 from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops import streams
 from jaxllm.ops.attention import (
     cuda,
     cuda_decode,
@@ -27,16 +26,17 @@ from jaxllm.ops.attention import (
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
-    check_added_norm,
     check_floating,
     check_integer,
     check_layer,
+    check_pre_norm,
     check_same_dtype,
     check_shape,
+    check_way_back,
 )
 from jaxllm.ops.gemm import products
-from jaxllm.ops.gemm.api import LINEAR_ADD_LAYER_NORM
-from jaxllm.ops.norm.api import ADD_LAYER_NORM
+from jaxllm.ops.gemm.api import LINEAR
+from jaxllm.ops.norm.api import LAYER_NORM
 
 FLASH_ATTENTION = Op(
     "flash_attention",
@@ -67,9 +67,9 @@ SELF_ATTENTION = Op(
     cuda=cuda,
     preference=FLASH_ATTENTION.preference,
 )
-# Its forward is that of the op above and of linear_add_layer_norm.
-SELF_ATTENTION_ADD_LAYER_NORM = Op(
-    "self_attention_add_layer_norm",
+# Made of others, but for what its backward gets from the product after attention.
+PRE_NORM_SELF_ATTENTION = Op(
+    "pre_norm_self_attention",
     reference=reference,
     xla=xla,
     pallas=pallas_flash,
@@ -272,15 +272,14 @@ def self_attention(
     return _self_attention(x, weight, bias, segments, options, resolve(backend))
 
 
-def self_attention_add_layer_norm(
+def pre_norm_self_attention(
     x: Float[Array, "B T D"],
+    scale: Float[Array, " D"],
+    norm_bias: Float[Array, " D"] | None,
     weight: Float[Array, "D P"],
     bias: Float[Array, " P"],
-    out_weight: Float[Array, "N*H D_out"],
-    residual: Float[Array, "B T D_out"],
-    scale: Float[Array, " D_out"],
-    norm_bias: Float[Array, " D_out"] | None = None,
-    out_bias: Float[Array, " D_out"] | None = None,
+    out_weight: Float[Array, "N*H D"],
+    out_bias: Float[Array, " D"] | None = None,
     *,
     heads: int,
     kv_heads: int | None = None,
@@ -290,31 +289,30 @@ def self_attention_add_layer_norm(
     segment_ids: Integer[Array, "B T"] | None = None,
     eps: float = 1e-5,
     backend: Backend | None = None,
-) -> tuple[Float[Array, "B T D_out"], Float[Array, "B T D_out"]]:
-    r"""Self-attention and the layer after it, added to the residual stream, and the sum's norm.
+) -> Float[Array, "B T D"]:
+    r"""The first half of a pre-norm block: the residual stream plus attention to its layer norm.
 
     .. math::
-        h = attention(x W + b)\, W_{out} + b_{out} + residual
-        \qquad out = \mathrm{layer\_norm}(h)
+        out = x + attention(n W + b)\, W_{out} + b_{out} \qquad n = \mathrm{layer\_norm}(x)
 
-    The first half of a block, as :func:`jaxllm.ops.mlp_add_layer_norm` is the second: as
-    ``linear_add_layer_norm(self_attention(x, weight, bias, heads, ...), out_weight, residual,
-    scale, norm_bias, out_bias)``, whose backends it has, with all that those two fuse. And as one
-    op it has what attention's backward needs beside the gradient of attention's output, its product
-    with that output in each head and its sums over rows, of the very product that makes it: under
-    ``"cuda"``, on a Hopper GPU, in 16 bits, for many sequences of a multiple of 128 tokens, and
-    heads that are 64 wide and share no keys.
+    As :func:`jaxllm.ops.pre_norm_mlp` is the second: as ``x + linear(self_attention(layer_norm(x,
+    scale, norm_bias), weight, bias, heads, ...), out_weight, out_bias)``, with all that
+    :func:`self_attention` fuses. As one op it can do more, as it does under ``"cuda"`` for large
+    products in 16 bits on a Hopper GPU: the kernel of the product after attention adds bias and
+    stream, before the one rounding; and that of the product that is the gradient of :math:`n` goes
+    on to the gradient of :math:`x`, along the norm and along the stream. And attention's backward
+    has what it needs beside the gradient of attention's output, its product with that output in
+    each head and its sums over rows, of the very product that makes it: for many sequences of a
+    multiple of 128 tokens, and heads that are 64 wide and share no keys.
 
     Args:
-        x: As in :func:`self_attention`.
-        weight: As in :func:`self_attention`.
-        bias: As in :func:`self_attention`.
-        out_weight: The matrix after attention, in the dtype of ``x``.
-        residual: The stream, as wide as ``out_weight``, in the dtype of ``x``.
+        x: The stream; float32, bfloat16 or float16 for the kernels.
         scale: The norm's factor of each column, in the dtype of ``x`` or float32.
         norm_bias: The norm's offset of each column, in the dtype of ``scale``; None for no offset.
-        out_bias: One offset a column of ``out_weight``, in the dtype of ``scale``; None for no
-            offset.
+        weight: As in :func:`self_attention`.
+        bias: As in :func:`self_attention`.
+        out_weight: The matrix after attention, back to the stream's width, in the dtype of ``x``.
+        out_bias: One offset a column of ``out_weight``, in the dtype of ``x``; None for no offset.
         heads: As in :func:`self_attention`, as are the arguments that follow.
         kv_heads: How many heads of keys and values there are.
         causal: Whether a query sees no later keys.
@@ -325,14 +323,16 @@ def self_attention_add_layer_norm(
         backend: As in :func:`self_attention`.
 
     Returns:
-        ``(out, h)`` in the dtype of ``x``: the normalized rows, and the new stream.
+        The new stream, in the dtype of ``x``.
 
     Raises:
-        TypeError: As in :func:`self_attention` and :func:`jaxllm.ops.linear_add_layer_norm`.
-        ValueError: As in :func:`self_attention` and :func:`jaxllm.ops.linear_add_layer_norm`.
+        TypeError: As in :func:`self_attention` and :func:`jaxllm.ops.layer_norm`.
+        ValueError: As in :func:`self_attention` and :func:`jaxllm.ops.layer_norm`, or
+            ``out_weight`` has not as many columns as ``x``.
         BackendError: The backend that was asked for cannot serve the call.
 
-    Source: llm.c's ``matmul_forward``, ``attention_forward`` and ``fused_residual_forward5``.
+    Source: llm.c's ``layernorm_forward``, ``matmul_forward``, ``attention_forward`` and their
+    gradients.
     """
     segments, options = _check_self_attention(
         x, weight, bias, heads, kv_heads, causal, attention_scale, window, segment_ids
@@ -340,13 +340,12 @@ def self_attention_add_layer_norm(
     *_, N, K = options
     columns = weight.shape[1] // (N + 2 * K) * N
     attended = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
-    check_layer("out_weight", out_weight, "out_bias", None, attended, "what attention reads")
-    norm_bias = check_added_norm(
-        "out_weight", out_weight, x, residual, scale, norm_bias=norm_bias, out_bias=out_bias
-    )
-    of_sum = (out_weight, residual, out_bias, scale, norm_bias)
-    return _self_attention_add_layer_norm(
-        x, weight, bias, *of_sum, segments, options, as_float("eps", eps), resolve(backend)
+    check_layer("out_weight", out_weight, "out_bias", out_bias, attended, "what attention reads")
+    check_way_back("out_weight", out_weight, x)
+    norm_bias = check_pre_norm(x, scale, "norm_bias", norm_bias)
+    layers = (weight, bias, out_weight, out_bias)
+    return _pre_norm_self_attention(
+        x, scale, norm_bias, *layers, segments, options, as_float("eps", eps), resolve(backend)
     )
 
 
@@ -777,45 +776,45 @@ def _self_attention_backward(options, backend, residuals, dout):
 _self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(9, 10, 11))
-def _self_attention_add_layer_norm(
-    x, weight, bias, out_weight, residual, out_bias, scale, norm_bias, segment_ids, options, eps,
-    backend,
-):  # fmt: skip
-    attended = _self_attention(x, weight, bias, segment_ids, options, backend)
-    arrays = (attended, out_weight, residual, out_bias, scale, norm_bias)
-    how = {"eps": eps, "statistics": False}
-    return dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, **how)[:2]
+@functools.partial(varying.custom_vjp, nondiff_argnums=(8, 9, 10))
+def _pre_norm_self_attention(
+    x, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids, options, eps, backend
+):
+    of_norm = (x, scale, norm_bias)
+    normed, *_ = dispatch(LAYER_NORM, "forward", backend, *of_norm, eps=eps, statistics=False)
+    attended = _self_attention(normed, weight, bias, segment_ids, options, backend)
+    arrays = (attended, out_weight, out_bias, x)
+    return dispatch(LINEAR, "residual_forward", backend, *arrays)
 
 
-def _self_attention_add_layer_norm_forward(
-    x, weight, bias, out_weight, residual, out_bias, scale, norm_bias, segment_ids, options, eps,
-    backend,
-):  # fmt: skip
-    attended, kept = _self_attention_forward(x, weight, bias, segment_ids, options, backend)
-    arrays = (attended, out_weight, residual, out_bias, scale, norm_bias)
-    outputs = dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps)
-    out, total, *statistics = checkpoint_name(outputs, "linear")
-    return (out, total), (kept, out_weight, (total, out_bias, scale, *statistics))
+def _pre_norm_self_attention_forward(
+    x, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids, options, eps, backend
+):
+    outputs = dispatch(LAYER_NORM, "forward", backend, x, scale, norm_bias, eps=eps)
+    normed, *statistics = checkpoint_name(outputs, "linear")
+    attended, kept = _self_attention_forward(normed, weight, bias, segment_ids, options, backend)
+    arrays = (attended, out_weight, out_bias, x)
+    out = checkpoint_name(dispatch(LINEAR, "residual_forward", backend, *arrays), "linear")
+    return out, (x, scale, statistics, kept, out_weight, out_bias)
 
 
-def _self_attention_add_layer_norm_backward(options, eps, backend, residuals, cotangents):
-    (x, weight, qkv, attended, lse, segment_ids), out_weight, of_norm = residuals
-    dtotal, *of_sum = dispatch(ADD_LAYER_NORM, "backward", backend, *of_norm, *cotangents)
-    dout_weight, of_layer = products.weight_gradient_first(attended, dtotal)
-    arrays = (qkv, attended, lse, of_layer, out_weight, segment_ids, None)
+def _pre_norm_self_attention_backward(options, eps, backend, residuals, dout):
+    del eps
+    x, scale, statistics, kept, out_weight, out_bias = residuals
+    normed, weight, qkv, attended, lse, segment_ids = kept
+    dout_weight, dout = products.weight_gradient_first(attended, dout)
+    arrays = (qkv, attended, lse, dout, out_weight, segment_ids, None)
     dqkv, dbias = dispatch(
-        SELF_ATTENTION_ADD_LAYER_NORM, "backward", backend, *arrays, **_static(options)
+        PRE_NORM_SELF_ATTENTION, "backward", backend, *arrays, **_static(options)
     )
-    of_projection = products.factor_gradients(x, weight, dqkv)
-    return *of_projection, dbias, dout_weight, dtotal, *of_sum, None
+    dweight, dqkv = products.weight_gradient_first(normed, dqkv)
+    arrays = (dqkv, weight, dbias, x, scale, *statistics, dout)
+    dx, *of_norm, dout_bias = dispatch(LINEAR, "norm_backward", backend, *arrays)
+    dout_bias = None if out_bias is None else dout_bias
+    return dx, *of_norm, dweight, dbias, dout_weight, dout_bias, None
 
 
-streams.defvjp(
-    _self_attention_add_layer_norm,
-    _self_attention_add_layer_norm_forward,
-    _self_attention_add_layer_norm_backward,
-)
+_pre_norm_self_attention.defvjp(_pre_norm_self_attention_forward, _pre_norm_self_attention_backward)
 
 
 @functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))

@@ -122,18 +122,18 @@ def _half_block(name: str, *sizes: int, **options: Any) -> Case:
     rows, columns = B * T, Normal((D,))
     return dataclasses.replace(
         layer,
-        op="self_attention_add_layer_norm",
+        op="pre_norm_self_attention",
         inputs={
-            **layer.inputs,
-            "out_weight": Normal((of_q, D), std=of_q**-0.5),
-            "residual": Normal((B, T, D)),
+            "x": layer.inputs["x"],
             "scale": Normal((D,), mean=1.0),
             "norm_bias": columns,
+            **{name: value for name, value in layer.inputs.items() if name != "x"},
+            "out_weight": Normal((of_q, D), std=of_q**-0.5),
             "out_bias": columns,
         },
         static=layer.static if scale is None else {**layer.static, "attention_scale": scale},
-        # Beside: out_weight and residual in, the stream and its norm out. Backward: the stream,
-        # out_weight and the two gradients in, the gradients of the residual and of out_weight out.
+        # Beside: out_weight and the stream in, the norm and the new stream out. Backward: the
+        # stream, out_weight and the gradient in, those of the stream and of out_weight out.
         forward_elements=layer.forward_elements + of_q * D + 3 * rows * D,
         backward_elements=layer.backward_elements + 2 * of_q * D + 4 * rows * D - rows * of_q,
         forward_flops=layer.forward_flops + 2 * rows * of_q * D,

@@ -43,7 +43,7 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
 self_attention_unsupported = flash_attention_packed_unsupported
-self_attention_add_layer_norm_unsupported = flash_attention_packed_unsupported
+pre_norm_self_attention_unsupported = flash_attention_packed_unsupported
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
@@ -66,7 +66,7 @@ def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
 
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
 self_attention_slower = flash_attention_packed_slower
-self_attention_add_layer_norm_slower = flash_attention_packed_slower
+pre_norm_self_attention_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -135,7 +135,7 @@ def self_attention_backward(qkv, out, lse, dout, *extras, **options):
     return _self_attention_backward(qkv, out, lse, dout, (nothing, nothing), *extras, **options)
 
 
-def self_attention_add_layer_norm_backward(
+def pre_norm_self_attention_backward(
     qkv, out, lse, dtotal, weight, *extras, heads, kv_heads, **options
 ):
     """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""

@@ -69,7 +69,7 @@ def backward_with_bias(packed: Callable) -> Callable:
 
 
 def backward_through_layer(with_bias: Callable) -> Callable:
-    """``self_attention_add_layer_norm_backward`` by a ``self_attention_backward``."""
+    """``pre_norm_self_attention_backward`` by a ``self_attention_backward``."""
 
     def through(qkv, out, lse, dtotal, weight, *rest, **options) -> tuple[Array, Array]:
         """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""

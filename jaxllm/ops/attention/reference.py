@@ -47,7 +47,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.ops.attention import packing
-from jaxllm.ops.gemm.reference import linear_add_layer_norm
+from jaxllm.ops.gemm.reference import linear_residual_forward
+from jaxllm.ops.norm.reference import layer_norm_forward
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
 
@@ -183,16 +184,17 @@ def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
 
 
-def self_attention_add_layer_norm(
-    x, weight, bias, out_weight, residual, scale, norm_bias, out_bias=None,
+def pre_norm_self_attention(
+    x, scale, norm_bias, weight, bias, out_weight, out_bias,
     *, attention_scale=None, eps, **options,
 ):  # fmt: skip
-    """The definition of ``self_attention_add_layer_norm``, for JAX to differentiate."""
-    out = self_attention(x, weight, bias, scale=attention_scale, **options)
-    return linear_add_layer_norm(out, out_weight, residual, scale, norm_bias, out_bias, eps=eps)
+    """The definition of ``pre_norm_self_attention``, for JAX to differentiate."""
+    normed, *_ = layer_norm_forward(x, scale, norm_bias, eps=eps)
+    attended = self_attention(normed, weight, bias, scale=attention_scale, **options)
+    return linear_residual_forward(attended, out_weight, out_bias, x)
 
 
-self_attention_add_layer_norm_backward = packing.backward_through_layer(self_attention_backward)
+pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 
 def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **options):

@@ -94,8 +94,8 @@ flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
 self_attention_unsupported = flash_attention_packed_unsupported
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
-self_attention_add_layer_norm_unsupported = flash_attention_packed_unsupported
-self_attention_add_layer_norm_backward = packing.backward_through_layer(self_attention_backward)
+pre_norm_self_attention_unsupported = flash_attention_packed_unsupported
+pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 
 def _mask_type(causal: bool) -> cudnn.MaskType:

@@ -21,15 +21,17 @@ from jaxllm.ops.checks import (
     check_added_norm,
     check_floating,
     check_layer,
+    check_pre_norm,
     check_same_dtype,
     check_shape,
+    check_way_back,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
 
 LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
 MLP = Op("mlp", reference=reference, pallas=pallas, cuda=cuda)
 LINEAR_ADD_LAYER_NORM = Op("linear_add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
-MLP_ADD_LAYER_NORM = Op("mlp_add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
+PRE_NORM_MLP = Op("pre_norm_mlp", reference=reference, pallas=pallas, cuda=cuda)
 MATMUL = Op("matmul", reference=reference, pallas=pallas, cuda=cuda)
 MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
 
@@ -264,63 +266,62 @@ def linear_add_layer_norm(
     return _linear_add_layer_norm(*arrays, as_float("eps", eps), resolve(backend))
 
 
-def mlp_add_layer_norm(
+def pre_norm_mlp(
     x: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
     up_weight: Float[Array, "D F"],
     up_bias: Float[Array, " F"],
-    down_weight: Float[Array, "F D_out"],
-    residual: Float[Array, "*rows D_out"],
-    scale: Float[Array, " D_out"],
-    bias: Float[Array, " D_out"] | None = None,
-    down_bias: Float[Array, " D_out"] | None = None,
+    down_weight: Float[Array, "F D"],
+    down_bias: Float[Array, " D"] | None = None,
     *,
     activation: Literal["gelu"] = "gelu",
     eps: float = 1e-5,
     backend: Backend | None = None,
-) -> tuple[Float[Array, "*rows D_out"], Float[Array, "*rows D_out"]]:
-    r"""A multilayer perceptron whose result is added to the residual stream, and the sum's norm.
+) -> Float[Array, "*rows D"]:
+    r"""The second half of a pre-norm block: the residual stream plus an MLP of its layer norm.
 
     .. math::
-        h = f(x W_{up} + b_{up})\, W_{down} + b_{down} + residual
-        \qquad out = \mathrm{layer\_norm}(h)
+        out = x + f(n W_{up} + b_{up})\, W_{down} + b_{down} \qquad n = \mathrm{layer\_norm}(x)
 
-    To :func:`mlp` what :func:`linear_add_layer_norm` is to :func:`linear`: as
-    ``add_layer_norm(mlp(x, up_weight, up_bias, down_weight), residual, scale, bias, down_bias)``,
-    with all that ``mlp`` fuses, and bias and residual added in the kernel of the last product.
+    As ``x + mlp(layer_norm(x, scale, bias), up_weight, up_bias, down_weight, down_bias)``, with all
+    that :func:`mlp` fuses. As one op it can do more, as it does under ``"cuda"`` for large products
+    in 16 bits on a Hopper GPU: the kernel of the last product adds bias and stream, before the one
+    rounding; and in the backward pass the kernel of the product that is the gradient of
+    :math:`n` goes on to that of :math:`x`, along the norm and along the stream, so that the
+    gradient of :math:`n` is never written. The backward pass keeps what those of the parts do.
 
     Args:
-        x: As in :func:`mlp`.
+        x: The stream; float32, bfloat16 or float16 for the kernels.
+        scale: The norm's factor of each column, in the dtype of ``x`` or float32.
+        bias: The norm's offset of each column, in the dtype of ``scale``; None for no offset.
         up_weight: As in :func:`mlp`.
         up_bias: As in :func:`mlp`.
-        down_weight: As in :func:`mlp`.
-        residual: The stream, as wide as ``down_weight``, in the dtype of ``x``.
-        scale: As in :func:`linear_add_layer_norm`.
-        bias: As in :func:`linear_add_layer_norm`.
-        down_bias: One offset a column of the MLP's result, in the dtype of ``scale``; None for no
-            offset.
+        down_weight: The matrix from the hidden width back to the stream's, in the dtype of ``x``.
+        down_bias: As in :func:`mlp`.
         activation: As in :func:`mlp`.
         eps: Added to the variance.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        ``(out, h)`` in the dtype of ``x``: the normalized rows, and the new stream.
+        The new stream, in the dtype of ``x``.
 
     Raises:
-        TypeError: As in :func:`mlp` and :func:`linear_add_layer_norm`.
-        ValueError: As in :func:`mlp` and :func:`linear_add_layer_norm`.
+        TypeError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`.
+        ValueError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, or ``down_weight`` has not
+            as many columns as ``x``.
         BackendError: The backend that was asked for cannot serve the call.
 
-    Source: llm.c's ``matmul_forward_cublaslt`` and ``fused_residual_forward5``.
+    Source: llm.c's ``layernorm_forward``, ``matmul_forward_cublaslt`` and their gradients.
     """
     check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
-    check_layer("down_weight", down_weight, "down_bias", None, hidden, "the hidden layer")
-    bias = check_added_norm(
-        "down_weight", down_weight, x, residual, scale, bias=bias, down_bias=down_bias
-    )
+    check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
+    check_way_back("down_weight", down_weight, x)
+    bias = check_pre_norm(x, scale, "bias", bias)
     _check_option("activation", activation, "gelu")
-    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
-    return _mlp_add_layer_norm(*arrays, activation, as_float("eps", eps), resolve(backend))
+    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
+    return _pre_norm_mlp(*arrays, activation, as_float("eps", eps), resolve(backend))
 
 
 def matvec(
@@ -454,29 +455,33 @@ streams.defvjp(
 )
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(8, 9, 10))
-def _mlp_add_layer_norm(
-    x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias, activation, eps, backend
+@functools.partial(varying.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _pre_norm_mlp(
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
 ):
-    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
+    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
     options = {"activation": activation, "eps": eps, "statistics": False}
-    return dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)[:2]
+    return dispatch(PRE_NORM_MLP, "forward", backend, *arrays, **options)[0]
 
 
-def _mlp_add_layer_norm_forward(
-    x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias, activation, eps, backend
+def _pre_norm_mlp_forward(
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
 ):
-    layers = (x, up_weight, up_bias, down_weight)
-    arrays = (*layers, residual, down_bias, scale, bias)
+    layers = (up_weight, up_bias, down_weight)
+    arrays = (x, scale, bias, *layers, down_bias)
     options = {"activation": activation, "eps": eps}
-    outputs = dispatch(MLP_ADD_LAYER_NORM, "forward", backend, *arrays, **options)
-    out, total, mean, rstd, *kept = checkpoint_name(outputs, "linear")
-    return (out, total), (*layers, *kept, total, down_bias, scale, mean, rstd)
+    outputs = dispatch(PRE_NORM_MLP, "forward", backend, *arrays, **options)
+    # The same name again: a policy that keeps products makes none of it twice.
+    out, normed, mean, rstd, *kept = checkpoint_name(outputs, "linear")
+    return out, ((x, normed, mean, rstd, scale, *layers, *kept), down_bias)
 
 
-def _mlp_add_layer_norm_backward(activation, eps, backend, residuals, cotangents):
-    arrays = (*residuals, *cotangents)
-    return dispatch(MLP_ADD_LAYER_NORM, "backward", backend, *arrays, activation=activation)
+def _pre_norm_mlp_backward(activation, eps, backend, residuals, dout):
+    del eps
+    arrays, down_bias = residuals
+    gradients = dispatch(PRE_NORM_MLP, "backward", backend, *arrays, dout, activation=activation)
+    *others, ddown_bias = gradients
+    return *others, None if down_bias is None else ddown_bias
 
 
-streams.defvjp(_mlp_add_layer_norm, _mlp_add_layer_norm_forward, _mlp_add_layer_norm_backward)
+_pre_norm_mlp.defvjp(_pre_norm_mlp_forward, _pre_norm_mlp_backward)

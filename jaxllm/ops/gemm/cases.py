@@ -135,22 +135,23 @@ def _linear_add_layer_norm(
     )
 
 
-def _mlp_add_layer_norm(
+def _pre_norm_mlp(
     name: str, *shape: int, hidden: int, bias: bool = True, large: bool = False
 ) -> Case:
     mlp = _mlp(name, *shape, hidden=hidden, large=large)
-    inputs = {name: value for name, value in mlp.inputs.items() if name != "down_bias"}
+    x, *layers = mlp.inputs.items()
+    if not bias:
+        layers = [layer for layer in layers if layer[0] != "down_bias"]
+    norm = {"scale": Normal(shape[-1:], mean=1.0), "bias": Normal(shape[-1:])}
     y = math.prod(shape)
-    # Beside what mlp moves: the residual in and the sum out; the sum and its gradient in, that of
-    # the residual out.
+    # Beside what mlp moves: the norm out and the stream in; the norm, the stream and its gradient
+    # in.
     return dataclasses.replace(
         mlp,
-        op="mlp_add_layer_norm",
-        inputs=inputs
-        | {"residual": Normal(shape)}
-        | _norm(shape[-1], after="down_bias" if bias else None),
+        op="pre_norm_mlp",
+        inputs=dict([x]) | norm | dict(layers),
         forward_elements=mlp.forward_elements + 2 * y,
-        backward_elements=mlp.backward_elements + 3 * y,
+        backward_elements=mlp.backward_elements + 2 * y,
         saves_more=True,
     )
 
@@ -221,14 +222,14 @@ CASES = (
     _linear_add_layer_norm("float32_weights", 7, 24, out=40, weights="float32"),
     _linear_add_layer_norm("one_row", 33, out=17),
     _linear_add_layer_norm("no_rows", 0, 16, out=8),
-    _mlp_add_layer_norm("gpt2_124m", 32768, 768, hidden=3072, large=True),
-    _mlp_add_layer_norm("odd_large", 5003, 777, hidden=1003, large=True),
-    _mlp_add_layer_norm("aligned_large", 5003, 1000, hidden=1992, large=True),
-    _mlp_add_layer_norm("small_tile", 2, 64, 64, hidden=128),
-    _mlp_add_layer_norm("odd", 3, 5, 37, hidden=19),
-    _mlp_add_layer_norm("no_bias", 7, 24, hidden=40, bias=False),
-    _mlp_add_layer_norm("one_row", 33, hidden=17),
-    _mlp_add_layer_norm("no_rows", 0, 16, hidden=8),
+    _pre_norm_mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
+    _pre_norm_mlp("odd_large", 5003, 777, hidden=1003, large=True),
+    _pre_norm_mlp("aligned_large", 5003, 1000, hidden=1992, large=True),
+    _pre_norm_mlp("small_tile", 2, 64, 64, hidden=128),
+    _pre_norm_mlp("odd", 3, 5, 37, hidden=19),
+    _pre_norm_mlp("no_bias", 7, 24, hidden=40, bias=False),
+    _pre_norm_mlp("one_row", 33, hidden=17),
+    _pre_norm_mlp("no_rows", 0, 16, hidden=8),
     _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
     _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
     _matvec("llama3_1b_head", 1, 2048, 128256, large=True),

@@ -33,16 +33,18 @@ _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
 HEAD_WIDTH = 64  # of matmul_head_sums
 # With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
 _MIN_TILES = 132
-# More than a Hopper GPU has; it bounds a workspace.
-_MAX_MULTIPROCESSORS = 160
+# Of a row of tiles, those that are sure to run at once: pairs of blocks, of which a GPU with few
+# multiprocessors has 57.
+TILES_AT_ONCE = 48
+_MAX_MULTIPROCESSORS = 160  # more than a Hopper GPU has; it bounds a workspace
 _MAX_SIZE = 2**31  # the copy engine's coordinates
 
 
-def mlp_add_layer_norm_unsupported(x, *arrays, **_) -> str | None:
+def pre_norm_mlp_unsupported(x, *arrays, **_) -> str | None:
     """As the norm says, which gets no slope and does not know what one is kept in."""
     kept = slopes.dtype_of(x.dtype)
     others = (array for array in arrays if array is None or array.dtype != kept)
-    return norms.add_layer_norm_unsupported(x, *others)
+    return norms.layer_norm_unsupported(x, *others)
 
 
 def linear_forward(x, weight, bias, *, activation):
@@ -66,7 +68,10 @@ def mlp_forward_options(x, up_weight, up_bias, down_weight, *_, **__) -> dict[st
     return {"keeps_slope": reason is None}
 
 
-mlp_add_layer_norm_forward_options = mlp_forward_options
+def pre_norm_mlp_forward_options(x, scale, bias, *layers, **_) -> dict[str, bool]:
+    """As :func:`mlp_forward_options`."""
+    del scale, bias
+    return mlp_forward_options(x, *layers)
 
 
 def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, *, activation, keeps_slope=False):
@@ -118,18 +123,48 @@ def linear_add_layer_norm_backward(*arrays):
     return products.linear_add_layer_norm_backward(norms, arrays)
 
 
-def mlp_add_layer_norm_forward(
-    x, up_weight, up_bias, *of_sum, activation, eps, keeps_slope=False, statistics=True
-):
-    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
-    hidden, *kept = _hidden_layer(x, up_weight, up_bias, activation, keeps_slope)
-    options = {"eps": eps, "statistics": statistics}
-    return *linear_add_layer_norm_forward(hidden, *of_sum, **options), *kept, hidden
+def linear_residual_forward(x, weight, bias, residual):
+    """Returns ``x @ weight + bias + residual``."""
+    if fused_unsupported(x, weight.shape[1]):
+        return products.residual_forward(x, weight, bias, residual)
+    return _matmul_residual(x, weight, bias, residual)
 
 
-def mlp_add_layer_norm_backward(*arrays, activation):
-    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
-    return products.mlp_add_layer_norm_backward(norms, mlp_backward, arrays, activation)
+def linear_norm_backward(dout, weight, dbias, x, scale, *of_rows):
+    """As :func:`jaxllm.ops.gemm.products.norm_backward`; ``dbias`` is of the layer."""
+    of_norm = (x, scale, *of_rows)
+    if norm_gradient_unsupported(dout, weight, scale):
+        return products.norm_backward(activations, norms, dout, weight, *of_norm)
+    dx, dscale, dtotal_sum = _matmul_norm_gradient(dout, weight, *of_norm)
+    # The norm's bias reaches the layer's output by its weight.
+    return dx, dscale, jnp.dot(weight, dbias), dtotal_sum
+
+
+def pre_norm_mlp_forward(
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias,
+    *, activation, eps, keeps_slope=False, statistics=True,
+):  # fmt: skip
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
+    of_norm = norms.layer_norm_forward(x, scale, bias, eps=eps, statistics=statistics)
+    hidden, *kept = _hidden_layer(of_norm[0], up_weight, up_bias, activation, keeps_slope)
+    out = linear_residual_forward(hidden, down_weight, down_bias, x)
+    return out, *of_norm, *kept, hidden
+
+
+def pre_norm_mlp_backward(
+    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden, dout,
+    *, activation,
+):  # fmt: skip
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
+    if slope is None:
+        arrays = (x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden)
+        return products.pre_norm_mlp_backward(activations, norms, (*arrays, dout), activation)
+    ddown_weight, dout = products.weight_gradient_first(hidden, dout)
+    dh, dup_bias = _matmul_scale(dout, down_weight, slope)
+    dup_weight, dh = products.weight_gradient_first(normed, dh)
+    of_norm = (x, scale, mean, rstd, dout)
+    dx, dscale, dbias, ddown_bias = linear_norm_backward(dh, up_weight, dup_bias, *of_norm)
+    return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
 
 
 def fused_unsupported(x, columns: int) -> str | None:
@@ -200,18 +235,17 @@ def matmul_head_sums(x, weight, saved, tokens: int):
     return tuple(ffi.call("matmul_head_sums", results, x, weight, saved))
 
 
-def norm_gradient_unsupported(x, weight, scale) -> str | None:
-    """Why :func:`matmul_norm_gradient` cannot serve the rows ``x`` of a norm before ``weight``."""
-    columns, width = weight.shape
-    if scale.dtype != x.dtype:
-        return f"scale has dtype {scale.dtype} beside x of {x.dtype}"
-    if -(-columns // _TILE[1]) > _MIN_TILES // 2:
+def norm_gradient_unsupported(dout, weight, scale) -> str | None:
+    """Why the kernel does not make the gradient of a norm before the layer of ``weight``."""
+    columns = weight.shape[0]
+    if scale.dtype != dout.dtype:
+        return f"scale has dtype {scale.dtype} beside a gradient of {dout.dtype}"
+    if -(-columns // _TILE[1]) > TILES_AT_ONCE:
         return f"a row of {columns} columns has more tiles than run at once"
-    dout = jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype)
     return fused_unsupported(dout, columns)
 
 
-def matmul_norm_gradient(dout, weight, x, scale, mean, rstd, dtotal):
+def _matmul_norm_gradient(dout, weight, x, scale, mean, rstd, dtotal):
     """Adds the gradient of a layer norm's input ``x`` to ``dtotal``.
 
     That of its output is ``dout @ weight.T``. ``dtotal`` is written over, where nobody else needs

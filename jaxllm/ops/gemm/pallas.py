@@ -62,22 +62,36 @@ def linear_add_layer_norm_backward(*arrays, interpret=False):
     return products.linear_add_layer_norm_backward(norms, arrays, interpret=interpret)
 
 
-def mlp_add_layer_norm_unsupported(x, up_weight, up_bias, down_weight, *_, **__) -> str | None:
+def linear_residual_forward(*arrays, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.residual_forward`, which is XLA's."""
+    del interpret
+    return products.residual_forward(*arrays)
+
+
+def linear_norm_backward(dout, weight, dbias, *of_norm, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
+    del dbias
+    arrays = (dout, weight, *of_norm)
+    return products.norm_backward(activations, norms, *arrays, interpret=interpret)
+
+
+def pre_norm_mlp_unsupported(x, *arrays, **_) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
-    why = linear_add_layer_norm_unsupported(x, down_weight)
+    why = norms.add_layer_norm_unsupported(x)
+    up_weight = next(array for array in arrays if array is not None and array.ndim == 2)
     return mlp_unsupported(x, up_weight) if why is None else why
 
 
-def mlp_add_layer_norm_forward(*arrays, interpret=False, **options):
-    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
+def pre_norm_mlp_forward(*arrays, interpret=False, **options):
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
     modules = (activations, norms)
-    return products.mlp_add_layer_norm_forward(*modules, *arrays, **options, interpret=interpret)
+    return products.pre_norm_mlp_forward(*modules, arrays, **options, interpret=interpret)
 
 
-def mlp_add_layer_norm_backward(*arrays, activation, interpret=False):
-    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
-    arguments = (norms, mlp_backward, arrays, activation)
-    return products.mlp_add_layer_norm_backward(*arguments, interpret=interpret)
+def pre_norm_mlp_backward(*arrays, activation, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
+    arguments = (activations, norms, arrays, activation)
+    return products.pre_norm_mlp_backward(*arguments, interpret=interpret)
 
 
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers

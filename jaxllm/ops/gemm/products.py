@@ -132,36 +132,78 @@ def linear_add_layer_norm_backward(norms: Any, arrays, **options):
     return *factor_gradients(x, weight, dtotal), dtotal, *others
 
 
-def mlp_add_layer_norm_forward(
+def residual_forward(x, weight, bias, residual):
+    """Returns ``x @ weight + bias + residual``; the product is rounded, and then the sum."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    total = jnp.dot(x, weight).astype(wide) + residual.astype(wide)
+    return (total if bias is None else total + bias.astype(wide)).astype(residual.dtype)
+
+
+def norm_backward(kernels: Any, norms: Any, dout, weight, x, scale, mean, rstd, dtotal, **options):
+    """The backward of a layer norm before a layer, along with that of a residual around both.
+
+    Args:
+        kernels: The module of a backend's activations.
+        norms: That of its norms.
+        dout: The gradient of the layer's output, without its bias.
+        weight: The layer's.
+        x: What the norm reads, and the residual.
+        scale: The norm's.
+        mean: Of ``x``, as the norm's forward returns it.
+        rstd: Likewise.
+        dtotal: The gradient of what ``x`` is added to.
+        **options: The backend's.
+
+    Returns:
+        ``(dx, dscale, dbias, dtotal_sum)``: the last is the sum of ``dtotal`` over rows, the
+        gradient of a bias in that sum.
+    """
+    dnormed = lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
+    of_norm = (x, None, scale, mean, rstd, dnormed, dtotal)
+    dx, _, dscale, dbias = norms.add_layer_norm_backward(*of_norm, **options)
+    return dx, dscale, dbias, kernels.bias_add_backward(dtotal, **options)
+
+
+def pre_norm_mlp_forward(
     kernels: Any,
     norms: Any,
-    x,
-    up_weight,
-    up_bias,
-    *of_sum,
+    arrays,
+    *,
     activation,
     eps,
     keeps_slope=False,
     statistics=True,
     **options,
 ):
-    """Returns ``(out, total, mean, rstd, h, slope, hidden)``, as the two ops it is made of."""
-    hidden, *kept = hidden_layer(kernels, x, up_weight, up_bias, activation, keeps_slope, **options)
-    of_norm = {"eps": eps, "statistics": statistics, **options}
-    return *linear_add_layer_norm_forward(norms, hidden, *of_sum, **of_norm), *kept, hidden
+    """Returns ``(out, normed, mean, rstd, h, slope, hidden)``, as the ops it is made of."""
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias = arrays
+    of_norm = norms.layer_norm_forward(x, scale, bias, eps=eps, statistics=statistics, **options)
+    up = (of_norm[0], up_weight, up_bias)
+    hidden, *kept = hidden_layer(kernels, *up, activation, keeps_slope, **options)
+    return residual_forward(hidden, down_weight, down_bias, x), *of_norm, *kept, hidden
 
 
-def mlp_add_layer_norm_backward(norms: Any, mlp_backward: Callable, arrays, activation, **options):
-    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's.
+def pre_norm_mlp_backward(kernels: Any, norms: Any, arrays, activation, **options):
+    """Returns the gradients of ``x``, of the norm's scale and bias, and of both layers."""
+    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, *kept, hidden, dout = arrays
+    ddown_weight, dout = weight_gradient_first(hidden, dout)
+    dhidden = lax.dot_general(dout, down_weight, (((dout.ndim - 1,), (1,)), ((), ())))
+    of_hidden = (*kept, up_bias, dhidden, activation)
+    dh, dup_bias = hidden_layer_backward(kernels, *of_hidden, **options)
+    dup_weight, dh = weight_gradient_first(normed, dh)
+    dx, dscale, dbias, ddown_bias = norm_backward(
+        kernels, norms, dh, up_weight, x, scale, mean, rstd, dout, **options
+    )
+    return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
 
-    ``mlp_backward`` is the backend's; ``arrays`` are what it takes, without that bias and the
-    gradient of its output, and what the norm's backward takes.
-    """
-    x, up_weight, up_bias, down_weight, h, slope, hidden, *of_norm = arrays
-    dtotal, *others = norms.add_layer_norm_backward(*of_norm, **options)
-    layers = (x, up_weight, up_bias, down_weight, None, h, slope, hidden, dtotal)
-    *of_layers, _ = mlp_backward(*layers, activation=activation, **options)
-    return *of_layers, dtotal, *others
+
+def hidden_layer_backward(kernels: Any, h, slope, bias, dhidden, activation, **options):
+    """Returns the gradients of the hidden layer's product and of its bias."""
+    del activation  # there is one
+    if slope is None:
+        return kernels.bias_gelu_backward(h, bias, dhidden, **options)
+    dh = (dhidden * slopes.unpack(slope, like=dhidden)).astype(dhidden.dtype)
+    return dh, kernels.bias_add_backward(dh, **options)
 
 
 def matmul_slower(*_, **__) -> str:

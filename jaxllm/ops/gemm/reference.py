@@ -60,22 +60,29 @@ def linear_add_layer_norm_backward(*arrays):
     return products.linear_add_layer_norm_backward(norms, arrays)
 
 
-def mlp_add_layer_norm(
-    x, up_weight, up_bias, down_weight, residual, scale, bias, down_bias=None, *, activation, eps
-):
-    """The definition of ``mlp_add_layer_norm``, for JAX to differentiate."""
-    arrays = (x, up_weight, up_bias, down_weight, residual, down_bias, scale, bias)
-    return mlp_add_layer_norm_forward(*arrays, activation=activation, eps=eps)[:2]
+linear_residual_forward = products.residual_forward
 
 
-def mlp_add_layer_norm_forward(*arrays, **options):
-    """As :func:`jaxllm.ops.gemm.products.mlp_add_layer_norm_forward`."""
-    return products.mlp_add_layer_norm_forward(activations, norms, *arrays, **options)
+def linear_norm_backward(dout, weight, dbias, *of_norm):
+    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
+    del dbias
+    return products.norm_backward(activations, norms, dout, weight, *of_norm)
 
 
-def mlp_add_layer_norm_backward(*arrays, activation):
-    """Returns the gradients of ``mlp``'s arrays without the last bias, and of the norm's."""
-    return products.mlp_add_layer_norm_backward(norms, mlp_backward, arrays, activation)
+def pre_norm_mlp(x, scale, bias, up_weight, up_bias, down_weight, down_bias, *, activation, eps):
+    """The definition of ``pre_norm_mlp``, for JAX to differentiate."""
+    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
+    return pre_norm_mlp_forward(*arrays, activation=activation, eps=eps)[0]
+
+
+def pre_norm_mlp_forward(*arrays, **options):
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
+    return products.pre_norm_mlp_forward(activations, norms, arrays, **options)
+
+
+def pre_norm_mlp_backward(*arrays, activation):
+    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
+    return products.pre_norm_mlp_backward(activations, norms, arrays, activation)
 
 
 def matmul(a, b, bias=None, **options):
