@@ -131,13 +131,12 @@ def linear_residual_forward(x, weight, bias, residual):
 
 
 def linear_norm_backward(dout, weight, dbias, x, scale, *of_rows):
-    """As :func:`jaxllm.ops.gemm.products.norm_backward`; ``dbias`` is of the layer."""
+    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
     of_norm = (x, scale, *of_rows)
     if norm_gradient_unsupported(dout, weight, scale):
-        return products.norm_backward(activations, norms, dout, weight, *of_norm)
+        return products.norm_backward(activations, norms, dout, weight, dbias, *of_norm)
     dx, dscale, dtotal_sum = _matmul_norm_gradient(dout, weight, *of_norm)
-    # The norm's bias reaches the layer's output by its weight.
-    return dx, dscale, jnp.dot(weight, dbias), dtotal_sum
+    return dx, dscale, products.norm_bias_gradient(weight, dbias, scale), dtotal_sum
 
 
 def pre_norm_mlp_forward(

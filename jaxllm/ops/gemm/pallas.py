@@ -68,10 +68,8 @@ def linear_residual_forward(*arrays, interpret=False):
     return products.residual_forward(*arrays)
 
 
-def linear_norm_backward(dout, weight, dbias, *of_norm, interpret=False):
+def linear_norm_backward(*arrays, interpret=False):
     """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
-    del dbias
-    arrays = (dout, weight, *of_norm)
     return products.norm_backward(activations, norms, *arrays, interpret=interpret)
 
 

@@ -139,14 +139,17 @@ def residual_forward(x, weight, bias, residual):
     return (total if bias is None else total + bias.astype(wide)).astype(residual.dtype)
 
 
-def norm_backward(kernels: Any, norms: Any, dout, weight, x, scale, mean, rstd, dtotal, **options):
+def norm_backward(
+    kernels: Any, norms: Any, dout, weight, dbias, x, scale, mean, rstd, dtotal, **options
+):
     """The backward of a layer norm before a layer, along with that of a residual around both.
 
     Args:
         kernels: The module of a backend's activations.
         norms: That of its norms.
-        dout: The gradient of the layer's output, without its bias.
+        dout: The gradient of the layer's output, or of its product, before an activation.
         weight: The layer's.
+        dbias: The sum of ``dout`` over rows.
         x: What the norm reads, and the residual.
         scale: The norm's.
         mean: Of ``x``, as the norm's forward returns it.
@@ -155,13 +158,19 @@ def norm_backward(kernels: Any, norms: Any, dout, weight, x, scale, mean, rstd, 
         **options: The backend's.
 
     Returns:
-        ``(dx, dscale, dbias, dtotal_sum)``: the last is the sum of ``dtotal`` over rows, the
-        gradient of a bias in that sum.
+        ``(dx, dscale, dnorm_bias, dtotal_sum)``: the last is the sum of ``dtotal`` over rows, the
+        gradient of a bias in that sum. The norm's bias reaches the product by the weight.
     """
     dnormed = lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
     of_norm = (x, None, scale, mean, rstd, dnormed, dtotal)
-    dx, _, dscale, dbias = norms.add_layer_norm_backward(*of_norm, **options)
-    return dx, dscale, dbias, kernels.bias_add_backward(dtotal, **options)
+    dx, _, dscale, _ = norms.add_layer_norm_backward(*of_norm, **options)
+    dnorm_bias = norm_bias_gradient(weight, dbias, scale)
+    return dx, dscale, dnorm_bias, kernels.bias_add_backward(dtotal, **options)
+
+
+def norm_bias_gradient(weight, dbias, scale):
+    """Returns the gradient of the bias of a norm before a layer, given that of the layer's."""
+    return jnp.dot(weight, dbias).astype(scale.dtype)
 
 
 def pre_norm_mlp_forward(
@@ -192,7 +201,7 @@ def pre_norm_mlp_backward(kernels: Any, norms: Any, arrays, activation, **option
     dh, dup_bias = hidden_layer_backward(kernels, *of_hidden, **options)
     dup_weight, dh = weight_gradient_first(normed, dh)
     dx, dscale, dbias, ddown_bias = norm_backward(
-        kernels, norms, dh, up_weight, x, scale, mean, rstd, dout, **options
+        kernels, norms, dh, up_weight, dup_bias, x, scale, mean, rstd, dout, **options
     )
     return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
 

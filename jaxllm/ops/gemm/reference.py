@@ -63,13 +63,14 @@ def linear_add_layer_norm_backward(*arrays):
 linear_residual_forward = products.residual_forward
 
 
-def linear_norm_backward(dout, weight, dbias, *of_norm):
+def linear_norm_backward(*arrays):
     """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
-    del dbias
-    return products.norm_backward(activations, norms, dout, weight, *of_norm)
+    return products.norm_backward(activations, norms, *arrays)
 
 
-def pre_norm_mlp(x, scale, bias, up_weight, up_bias, down_weight, down_bias, *, activation, eps):
+def pre_norm_mlp(
+    x, scale, bias, up_weight, up_bias, down_weight, down_bias=None, *, activation, eps
+):
     """The definition of ``pre_norm_mlp``, for JAX to differentiate."""
     arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
     return pre_norm_mlp_forward(*arrays, activation=activation, eps=eps)[0]
