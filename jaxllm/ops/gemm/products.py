@@ -194,10 +194,10 @@ def pre_norm_mlp_forward(
 
 def pre_norm_mlp_backward(kernels: Any, norms: Any, arrays, activation, **options):
     """Returns the gradients of ``x``, of the norm's scale and bias, and of both layers."""
-    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, *kept, hidden, dout = arrays
+    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden, dout = arrays
     ddown_weight, dout = weight_gradient_first(hidden, dout)
     dhidden = lax.dot_general(dout, down_weight, (((dout.ndim - 1,), (1,)), ((), ())))
-    of_hidden = (*kept, up_bias, dhidden, activation)
+    of_hidden = (h, slope, up_bias, dhidden, activation)
     dh, dup_bias = hidden_layer_backward(kernels, *of_hidden, **options)
     dup_weight, dh = weight_gradient_first(normed, dh)
     dx, dscale, dbias, ddown_bias = norm_backward(
