@@ -59,11 +59,21 @@ def backward(unpacked: Callable) -> Callable:
 def backward_with_bias(packed: Callable) -> Callable:
     """``self_attention_backward`` by a ``flash_attention_packed_backward``."""
 
-    def summed(*arrays, **options: Any) -> tuple[Array, Array]:
+    def summed(
+        qkv, out, lse, dout, *rest, heads: int, kv_heads: int, **options: Any
+    ) -> tuple[Array, Array]:
         """Returns ``(dqkv, dbias)``."""
-        dqkv = packed(*arrays, **options)
+        dqkv = packed(qkv, out, lse, dout, *rest, heads=heads, kv_heads=kv_heads, **options)
+        dq, dk, _ = split(dqkv, heads, kv_heads)
+        # A vector added to all keys changes no probability, and the probabilities of a query add up
+        # to one. So two sums are known without the roundings of those gradients.
+        *_, H = dk.shape
+        dv = dout.reshape(*dout.shape[:2], kv_heads, heads // kv_heads, H)
         wide = jnp.promote_types(dqkv.dtype, jnp.float32)
-        return dqkv, dqkv.sum(axis=(0, 1), dtype=wide).astype(dqkv.dtype)
+        of_queries = dq.sum(axis=(0, 1), dtype=wide).ravel()
+        of_values = dv.sum(axis=(0, 1, 3), dtype=wide).ravel()
+        dbias = jnp.concatenate([of_queries, jnp.zeros_like(of_values), of_values])
+        return dqkv, dbias.astype(dqkv.dtype)
 
     return summed
 
