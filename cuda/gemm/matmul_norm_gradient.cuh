@@ -17,7 +17,7 @@ namespace {
 
 // ---- The bands of a tile. A warp's four slots take four each, of x twice and of out: those of x
 // in order in the first pass, and of x and out from the last to the first in the second, which
-// finds the last two of x still there.
+// finds the last two of x still there. Tiles of another number of bands would need another plan.
 
 template <class Shape, typename T>
 struct NormBands {

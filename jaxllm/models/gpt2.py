@@ -266,16 +266,14 @@ def _cached(
     else:
         residual = ops.embed(tokens, params["wte"]) + positions
     x = ops.layer_norm(residual, **layers[0]["ln1"])
+    B, T, _ = x.shape
     for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-
-        def add_attention(residual, x, qkv, out, norm, i=i):
-            nonlocal cache
-            parts = jnp.split(project(x, **qkv), 3, axis=-1)
-            q, k, v = (x.reshape(*x.shape[:2], config.heads, config.head_width) for x in parts)
-            x, cache = attend(cache, i, q, k, v)
-            return _add_layer(residual, x.reshape(*x.shape[:2], config.width), out, norm)
-
-        x, residual = add_attention(residual, x, **layer["attention"], norm=layer["ln2"])
+        attention = layer["attention"]
+        parts = jnp.split(project(x, **attention["qkv"]), 3, axis=-1)
+        q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in parts)
+        attended, cache = attend(cache, i, q, k, v)
+        attended = attended.reshape(B, T, config.width)
+        x, residual = _add_layer(residual, attended, attention["out"], layer["ln2"])
         hidden = project(x, **layer["mlp"]["up"], activation="gelu")
         x, residual = _add_layer(residual, hidden, layer["mlp"]["down"], next_norm)
     return x, cache
