@@ -125,9 +125,9 @@ __global__ void embed_chunk_sums_kernel(const int32_t* tokens, const int32_t* pl
 
 // A warp writes 32 units of the table's gradient, for kRows slots that follow each other. So do
 // their places, and the warp streams through them with kAhead rows of dout on their way, whatever
-// slots they belong to.
+// slots they belong to. kAdds: the gradient is added to what is there.
 constexpr int kRows = 4, kAhead = 4, kRowWarps = 4;
-template <int kVector, typename T>
+template <int kVector, bool kAdds, typename T>
 __global__ void __launch_bounds__(32 * kRowWarps, 9)
     embed_backward_kernel(const int32_t* starts, const int32_t* places, const T* dout,
                           const float* partial, T* dtoken_table, EmbedShape shape) {
@@ -147,8 +147,11 @@ __global__ void __launch_bounds__(32 * kRowWarps, 9)
     const auto finish_row = [&](int row) {
       const unsigned slot = first_slot + row, slots = shape.slots;
       const int64_t token = int64_t{slot % slots} * shape.buckets + slot / slots;
-      if (slot < all_slots && token < shape.vocabulary) {
-        sum.store(dtoken_table, group * shape.vocabulary + token);
+      const bool is_written = !kAdds || start_of(row) < start_of(row + 1);
+      if (slot < all_slots && token < shape.vocabulary && is_written) {
+        const int64_t table_row = group * shape.vocabulary + token;
+        if constexpr (kAdds) sum.add(sum.load(dtoken_table, table_row));
+        sum.store(dtoken_table, table_row);
       }
       sum.clear();
     };
@@ -272,8 +275,8 @@ cudaError_t Embed<T>::forward(cudaStream_t stream, const int32_t* tokens, const 
 
 template <typename T>
 cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const T* dout,
-                               T* dtoken_table, T* dposition_table, const EmbedWorkspace& workspace,
-                               const EmbedShape& shape) {
+                               T* dtoken_table, bool adds, T* dposition_table,
+                               const EmbedWorkspace& workspace, const EmbedShape& shape) {
   if (shape.groups * shape.width == 0) return cudaSuccess;
   if (shape.buckets > kMaxKeys || shape.slots > kMaxKeys) return cudaErrorInvalidValue;
   const auto groups = static_cast<unsigned>(std::min(shape.groups, kMaxBlocks));
@@ -306,9 +309,10 @@ cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const
               tokens, places, dout, partial, shape);
         }
         const int64_t blocks = divide_up(shape.buckets * shape.slots, kRows * kRowWarps);
-        embed_backward_kernel<kVector, T>
-            <<<dim3(blocks, slabs, groups), dim3(32, kRowWarps), 0, stream>>>(
-                starts, places, dout, partial, dtoken_table, shape);
+        const auto kernel = adds ? embed_backward_kernel<kVector, true, T>
+                                 : embed_backward_kernel<kVector, false, T>;
+        kernel<<<dim3(blocks, slabs, groups), dim3(32, kRowWarps), 0, stream>>>(
+            starts, places, dout, partial, dtoken_table, shape);
         return cudaGetLastError();
       },
       dout, dtoken_table, dposition_table);

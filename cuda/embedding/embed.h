@@ -44,11 +44,12 @@ struct Embed {
                              const T* position_table, T* out, const EmbedShape& shape);
 
   // dtoken_table[v] is the sum of dout over the places of token v, dposition_table[t] the sum over
-  // the sequences of dout[b, t]; every row of both is written. The order of the additions depends
-  // on the tokens and the shape alone.
+  // the sequences of dout[b, t]; every row of both is written. With `adds` dtoken_table is added to
+  // instead, and rows of tokens without a place stay as they are. The order of the additions
+  // depends on the tokens and the shape alone.
   static cudaError_t backward(cudaStream_t stream, const int32_t* tokens, const T* dout,
-                              T* dtoken_table, T* dposition_table, const EmbedWorkspace& workspace,
-                              const EmbedShape& shape);
+                              T* dtoken_table, bool adds, T* dposition_table,
+                              const EmbedWorkspace& workspace, const EmbedShape& shape);
 };
 
 }  // namespace jaxllm

@@ -43,13 +43,18 @@ ffi::Error EmbedForwardImpl(cudaStream_t stream, Buffer tokens, Buffer token_tab
   });
 }
 
-ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Result dtoken_table,
-                             Result dposition_table, Result tile_counts, Result pairs,
-                             Result places, Result starts, Result partial, int64_t buckets,
-                             int64_t slots) {
+// dtoken_table takes the place of dtable, what it is to be added to, if that has elements.
+ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Buffer dtable,
+                             Result dtoken_table, Result dposition_table, Result tile_counts,
+                             Result pairs, Result places, Result starts, Result partial,
+                             int64_t buckets, int64_t slots) {
   ffi::ErrorOr<EmbedShape> shape =
       shape_of(dtoken_table->dimensions(), dposition_table->dimensions(), dout.dimensions());
   if (shape.has_error()) return shape.error();
+  const bool adds = dtable.element_count() > 0;
+  if (adds && dtable.untyped_data() != dtoken_table->untyped_data()) {
+    return ffi::Error::InvalidArgument("dtoken_table is not in the place of dtable");
+  }
   shape->buckets = buckets;
   shape->slots = slots;
   const EmbedWorkspace workspace{data<int32_t>(tile_counts), data<int32_t>(pairs),
@@ -58,7 +63,7 @@ ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Re
   return dispatch_floating(dout.element_type(), [&](auto type) {
     using T = typename decltype(type)::type;
     return to_ffi_error(Embed<T>::backward(stream, data<int32_t>(tokens), data<T>(dout),
-                                           data<T>(dtoken_table), data<T>(dposition_table),
+                                           data<T>(dtoken_table), adds, data<T>(dposition_table),
                                            workspace, *shape));
   });
 }
@@ -79,6 +84,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EmbedBackward, EmbedBackwardImpl,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<Buffer>()  // tokens
                                   .Arg<Buffer>()  // dout
+                                  .Arg<Buffer>()  // dtable
                                   .Ret<Buffer>()  // dtoken_table
                                   .Ret<Buffer>()  // dposition_table
                                   .Ret<Buffer>()  // tile_counts

@@ -160,11 +160,16 @@ def expectation(op, name, dtype):
     return inputs, exact, value_and_gradients(definition(case), inputs)
 
 
+# What ops take from others and hand on, which changes no value: the definitions know nothing of it.
+HANDED_ON = ("normed", "returns_table")
+
+
 def defaults(case):
-    """The op's keyword arguments, defaults included, but for the backend."""
+    """The op's keyword arguments, defaults included, but for the backend and what is handed on."""
     signature = inspect.signature(getattr(jaxllm.ops, case.op))
     static = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-    return {name: v for name, v in (static | dict(case.static)).items() if name != "backend"}
+    left_out = ("backend", *HANDED_ON)
+    return {name: v for name, v in (static | dict(case.static)).items() if name not in left_out}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,38 @@ def test_dtypes_that_do_not_fit_are_refused():
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize(("width", "tokens"), [(3, 40), (768, 500), (8, 0)])
+def test_the_gradient_along_a_table_that_is_handed_on_is_added_to(backend, dtype, width, tokens):
+    vocabulary = 300
+    keys = jax.random.split(jax.random.key(0), 4)
+    table = jax.random.normal(keys[0], (vocabulary, width), dtype)
+    positions = jax.random.normal(keys[1], (max(tokens, 1), width), dtype)
+    # Some tokens many times, most never.
+    rows = jax.random.randint(keys[2], (2, tokens), 0, 40) ** 2 % vocabulary
+    head = jax.random.normal(keys[3], (vocabulary, width), dtype)
+
+    def handed_on(table, positions):
+        out, again = embed(rows, table, positions, returns_table=True, backend=backend)
+        return (out**2).sum() + (again * head).sum()
+
+    def by_itself(table, positions):
+        out = embed(rows, table, positions, backend="xla")
+        return (out**2).sum() + (table * head).sum()
+
+    found = jax.jit(jax.grad(handed_on, (0, 1)))(table, positions)
+    wide = jax.jit(jax.grad(by_itself, (0, 1)))
+    expected = wide(table.astype("float32"), positions.astype("float32"))
+    testing.assert_close(found, expected, dtype, wide(table, positions))
+
+
+def test_a_table_handed_on_is_the_table():
+    out, table = embed(jnp.array([[2, 0]]), TABLE, POSITIONS, returns_table=True)
+    np.testing.assert_array_equal(out, embed(jnp.array([[2, 0]]), TABLE, POSITIONS))
+    np.testing.assert_array_equal(table, TABLE)
+
+
 def skewed_tokens(count, vocabulary):
     """Tokens as text has them: the few that are frequent make up most of it."""
     uniform = jax.random.uniform(jax.random.key(0), (count,), minval=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -17,13 +18,32 @@ from jaxllm.ops.embedding import cuda, pallas, reference
 EMBED = Op("embed", reference=reference, pallas=pallas, cuda=cuda)
 
 
+@overload
 def embed(
     tokens: Integer[Array, "*B T"],
     token_table: Float[Array, "V D"],
     position_table: Float[Array, "P D"] | None = None,
     *,
+    returns_table: Literal[False] = False,
     backend: Backend | None = None,
-) -> Float[Array, "*B T D"]:
+) -> Float[Array, "*B T D"]: ...
+@overload
+def embed(
+    tokens: Integer[Array, "*B T"],
+    token_table: Float[Array, "V D"],
+    position_table: Float[Array, "P D"] | None = None,
+    *,
+    returns_table: Literal[True],
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]: ...
+def embed(
+    tokens: Integer[Array, "*B T"],
+    token_table: Float[Array, "V D"],
+    position_table: Float[Array, "P D"] | None = None,
+    *,
+    returns_table: bool = False,
+    backend: Backend | None = None,
+) -> Float[Array, "*B T D"] | tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
     r"""Looks up each token's row of a table and adds the row of its position.
 
     .. math::
@@ -39,10 +59,14 @@ def embed(
         token_table: One row a token; float32, bfloat16 or float16 for the kernels.
         position_table: One row a position, of which the first T are read, in the dtype of
             ``token_table``; None for no positions.
+        returns_table: Whether to return ``token_table`` too, for whatever else reads it, such as a
+            head that is tied to it. The gradient that comes back along it is added to in its place,
+            which saves passes over memory.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        The embeddings, in the dtype of ``token_table``.
+        The embeddings, in the dtype of ``token_table``; with ``returns_table`` a pair of them and
+        of ``token_table``.
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype, a table is not floating-point, or
@@ -68,7 +92,10 @@ def embed(
         )
     if position_table is not None:
         _check_position_table(tokens, token_table, position_table)
-    return _embed(tokens.astype(jnp.int32), token_table, position_table, resolve(backend))
+    arrays = (tokens.astype(jnp.int32), token_table, position_table)
+    if returns_table:
+        return _embed_and_table(*arrays, resolve(backend))
+    return _embed(*arrays, resolve(backend))
 
 
 def _check_position_table(tokens: Array, token_table: Array, position_table: Array) -> None:
@@ -98,7 +125,24 @@ def _embed_forward(tokens, token_table, position_table, backend):
 
 
 def _embed_backward(backend, residuals, dout):
-    return None, *dispatch(EMBED, "backward", backend, *residuals, dout)
+    return None, *dispatch(EMBED, "backward", backend, *residuals, dout, None)
 
 
 _embed.defvjp(_embed_forward, _embed_backward)
+
+
+@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
+def _embed_and_table(tokens, token_table, position_table, backend):
+    return _embed_forward(tokens, token_table, position_table, backend)[0], token_table
+
+
+def _embed_and_table_forward(tokens, token_table, position_table, backend):
+    out, residuals = _embed_forward(tokens, token_table, position_table, backend)
+    return (out, token_table), residuals
+
+
+def _embed_and_table_backward(backend, residuals, cotangents):
+    return None, *dispatch(EMBED, "backward", backend, *residuals, *cotangents)
+
+
+_embed_and_table.defvjp(_embed_and_table_forward, _embed_and_table_backward)

@@ -37,8 +37,8 @@ def embed_forward(tokens, token_table, position_table):
     return ffi.call("embed_forward", (result,), tokens, token_table, position_table)[0]
 
 
-def embed_backward(tokens, token_table, position_table, dout):
-    """Returns ``(dtoken_table, dposition_table)``; of the tables only shape and dtype are used."""
+def embed_backward(tokens, token_table, position_table, dout, dtable):
+    """As :func:`jaxllm.ops.embedding.reference.embed_backward`; ``dtable`` is written over."""
     vocabulary, width = token_table.shape
     positions = 0 if position_table is None else position_table.shape[0]
     buckets = _MIN_BUCKETS
@@ -54,7 +54,10 @@ def embed_backward(tokens, token_table, position_table, dout):
         jax.ShapeDtypeStruct((buckets * slots + 1,), jnp.int32),
         jax.ShapeDtypeStruct((tokens.size // _CHUNK, width), jnp.float32),
     )
-    dtoken_table, dposition_table, *_ = ffi.call(
-        "embed_backward", results, tokens, dout, buckets=buckets, slots=slots
-    )
+    aliases = {} if dtable is None else {2: 0}
+    if dtable is None:
+        dtable = jnp.zeros((0, width), token_table.dtype)
+    options = {"buckets": buckets, "slots": slots, "aliases": aliases}
+    gradients = ffi.call("embed_backward", results, tokens, dout, dtable, **options)
+    dtoken_table, dposition_table, *_ = gradients
     return dtoken_table, None if position_table is None else dposition_table

@@ -61,9 +61,11 @@ def embed_forward(tokens, token_table, position_table, *, interpret=False):
     return out.reshape(*tokens.shape, width)
 
 
-def embed_backward(tokens, token_table, position_table, dout, *, interpret=False):
-    """Returns ``(dtoken_table, dposition_table)``; of the tables only shape and dtype are used."""
+def embed_backward(tokens, token_table, position_table, dout, dtable, *, interpret=False):
+    """As :func:`jaxllm.ops.embedding.reference.embed_backward`."""
     dtoken_table = _sum_by_token(tokens.reshape(-1), token_table, dout, interpret)
+    if dtable is not None:
+        dtoken_table = dtoken_table + dtable
     if position_table is None:
         return dtoken_table, None
     dpositions = dout.astype(jnp.float32).sum(axis=tuple(range(dout.ndim - 2)))

@@ -34,11 +34,23 @@ def embed_forward(tokens, token_table, position_table):
     return (_wide(out) + _wide(positions)).astype(token_table.dtype)
 
 
-def embed_backward(tokens, token_table, position_table, dout):
-    """Returns ``(dtoken_table, dposition_table)``; of the tables only shape and dtype are used."""
+def embed_backward(tokens, token_table, position_table, dout, dtable):
+    """The gradients of the tables.
+
+    Args:
+        tokens: As the forward has them.
+        token_table: Of the tables only shape and dtype are used.
+        position_table: Likewise; or None.
+        dout: The gradient of the output.
+        dtable: The gradient of ``token_table`` from elsewhere, to be added to; or None.
+
+    Returns:
+        ``(dtoken_table, dposition_table)``.
+    """
     dout = _wide(dout)
     rows = jnp.clip(tokens, 0, token_table.shape[0] - 1)
-    dtoken_table = jnp.zeros(token_table.shape, dout.dtype).at[rows].add(dout)
+    others = jnp.zeros(token_table.shape, dout.dtype) if dtable is None else _wide(dtable)
+    dtoken_table = others.at[rows].add(dout)
     dtoken_table = dtoken_table.astype(token_table.dtype)
     if position_table is None:
         return dtoken_table, None
