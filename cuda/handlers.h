@@ -53,9 +53,13 @@
   HANDLER(matmul, Matmul)                                                       \
   HANDLER(matmul_bias_gelu, MatmulBiasGelu)                                     \
   HANDLER(matmul_scale, MatmulScale)                                            \
+  HANDLER(layer_with_norm, LayerWithNorm)                                       \
+  HANDLER(layer_without_norm, LayerWithoutNorm)                                 \
+  HANDLER(matmul_norm, MatmulNorm)                                              \
   HANDLER(matmul_norm_gradient, MatmulNormGradient)                             \
   HANDLER(matmul_head_sums, MatmulHeadSums)                                     \
   HANDLER(matmul_residual, MatmulResidual)                                      \
+  HANDLER(weight_gradients, WeightGradients)                                    \
   HANDLER(embed_forward, EmbedForward)                                          \
   HANDLER(embed_backward, EmbedBackward)                                        \
   HANDLER(reduce_sum_forward, ReduceSumForward)                                 \

@@ -73,6 +73,27 @@ __device__ __forceinline__ constexpr int sum_index(int slab, int j, int half) {
   return 4 * (8 * slab + j) + 2 * half;
 }
 
+// Puts the biases where the product will be added to them.
+template <class Shape, typename T>
+__device__ __forceinline__ void begin_with_biases(
+    const BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2]) {
+#pragma unroll
+  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 bias = warp.bias(slab, j);
+#pragma unroll
+      for (auto& of_block : sums) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          of_block[sum_index(slab, j, half)] = bias.x;
+          of_block[sum_index(slab, j, half) + 1] = bias.y;
+        }
+      }
+    }
+  }
+}
+
 // A slot for a band, once the copy engine has read what it had. So many slots take turns as divide
 // the bands of a tile: the turns go on from tile to tile.
 template <class Shape, typename T>
@@ -95,7 +116,7 @@ __device__ __forceinline__ void store_band(const BandWarp<Shape, T>& warp, const
   }
 }
 
-// Stores out = p + bias, where `sums` has the product p.
+// Stores out = p + bias, where `sums` has that.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_bias(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
@@ -109,9 +130,8 @@ __device__ __forceinline__ void finish_bias(
       uint32_t words[2 * kBatch];
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
-        const int j = first + i / 2, at = sum_index(slab, j, i % 2);
-        const float2 bias = warp.bias(slab, j);
-        words[i] = pack<T>(sums[block][at] + bias.x, sums[block][at + 1] + bias.y);
+        const int at = sum_index(slab, first + i / 2, i % 2);
+        words[i] = pack<T>(sums[block][at], sums[block][at + 1]);
       }
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }
@@ -119,7 +139,8 @@ __device__ __forceinline__ void finish_bias(
   }
 }
 
-// The same in float32, past the slots: four lanes of a row write 32 bytes of it, a sector.
+// Stores p + bias in float32, where `sums` has p, past the slots: four lanes of a row write 32
+// bytes of it, a sector.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_wide(
     const BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
@@ -200,13 +221,15 @@ __device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
 
 constexpr int kBandsAhead = kSlots - 1;
 
-// Before the first tile.
-template <class Shape, typename T>
+// Has a tile's first `kCount` bands of the other array brought in.
+template <int kCount, class Shape, typename T>
 __device__ __forceinline__ void load_first_saved(BandWarp<Shape, T>& warp,
                                                  const TileOrigin& origin) {
-  static_assert(kBandsAhead <= Shape::kBands);
+  static_assert(kCount <= Shape::kBands && kCount <= kSlots);
   if (warp.lane > 0) return;
-  for (int band = 0; band < kBandsAhead; ++band) load_saved(warp, band, origin, band);
+  for (int band = 0; band < kCount; ++band) {
+    load_saved(warp, (warp.bands_done + band) % kSlots, origin, band);
+  }
 }
 
 // Puts change(j, half, saved) in the place of each pair of neighbours of a band that was saved: of
@@ -257,8 +280,8 @@ __device__ __forceinline__ void store_and_load_ahead(BandWarp<Shape, T>& warp, i
   __syncwarp();
 }
 
-// Stores out = p + bias + residual, where `sums` has the product p. Sees to it that the bands of
-// the residual of the warp's `next` tile come in too.
+// Stores out = p + bias + residual, where `sums` has p + bias. Sees to it that the bands of the
+// residual of the warp's `next` tile come in too.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_residual(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
@@ -270,9 +293,7 @@ __device__ __forceinline__ void finish_residual(
     warp.shared.saved[warp.multiplier][warp.warp][slot].wait(position / kSlots & 1);
     change_band(warp, warp.slot(slot), [&](int j, int half, float2 residual) {
       const int at = sum_index(slab, j, half);
-      const float2 bias = warp.bias(slab, j);
-      return float2{sums[block][at] + bias.x + residual.x,
-                    sums[block][at + 1] + bias.y + residual.y};
+      return float2{sums[block][at] + residual.x, sums[block][at + 1] + residual.y};
     });
     store_and_load_ahead(warp, slot, band, origin, next, has_next);
   }

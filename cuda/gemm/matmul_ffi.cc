@@ -3,6 +3,7 @@
 #include "common/ffi.h"
 #include "gemm/matmul.h"
 #include "gemm/matmul_hopper.h"
+#include "gemm/norm_layer.h"
 #include "handlers.h"
 
 namespace jaxllm {
@@ -156,20 +157,109 @@ ffi::Error MatmulHeadSumsImpl(cudaStream_t stream, Buffer x, Buffer weight, Buff
   });
 }
 
-// dx takes the place of dtotal.
-ffi::Error MatmulNormGradientImpl(cudaStream_t stream, Buffer dout, Buffer weight, Buffer x,
-                                  Buffer scale, Buffer mean, Buffer rstd, Buffer dtotal, Result dx,
-                                  Result dscale, Result dtotal_sum, Result partial,
-                                  Result row_sums) {
-  const ffi::ErrorOr<Sizes> sizes = sizes_of(dout, weight, scale, *dx);
+// The sizes of a layer whose weight's columns run along the last axis, and the calls of jax.vmap.
+ffi::ErrorOr<Sizes> sizes_of_layer(const Buffer& scale, const Buffer& norm_bias,
+                                   const Buffer& weight, const Buffer& bias) {
+  const auto of_scale = scale.dimensions(), of_weight = weight.dimensions();
+  if (of_scale.size() == 0 || of_weight.size() == 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("scale or weight is a scalar"));
+  }
+  const int64_t width = of_scale.back(), columns = of_weight.back();
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const int64_t calls = width == 0 ? 0 : count(scale) / width;
+  if (count(norm_bias) != calls * width || count(weight) != calls * width * columns ||
+      count(bias) != calls * columns) {
+    return ffi::Unexpected(
+        ffi::Error::InvalidArgument("the shapes of scale, norm_bias, weight and bias do not fit"));
+  }
+  return Sizes{calls, 0, width, columns};
+}
+
+ffi::Error LayerWithNormImpl(cudaStream_t stream, Buffer scale, Buffer norm_bias, Buffer weight,
+                             Buffer bias, Result with_weight, Result with_bias) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of_layer(scale, norm_bias, weight, bias);
+  if (sizes.has_error()) return sizes.error();
+  const auto [calls, rows, width, columns] = *sizes;
+  return for_each_call(weight, calls, [&, width = width, columns = columns](auto type, int64_t i) {
+    using T = typename decltype(type)::type;
+    const int64_t row = i * width, column = i * columns, matrix = i * width * columns;
+    const NormAndLayer<T> layer{data<T>(scale) + row,
+                                data<T>(norm_bias) + row,
+                                data<T>(weight) + matrix,
+                                data<T>(bias) + column,
+                                width,
+                                columns};
+    return NormLayer<T>::forward(stream, layer, data<T>(with_weight) + matrix,
+                                 data<T>(with_bias) + column);
+  });
+}
+
+ffi::Error LayerWithoutNormImpl(cudaStream_t stream, Buffer scale, Buffer norm_bias, Buffer weight,
+                                Buffer dweight, Buffer dbias, Result of_scale, Result of_bias,
+                                Result of_weight) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of_layer(scale, norm_bias, weight, dbias);
+  if (sizes.has_error()) return sizes.error();
+  const auto [calls, rows, width, columns] = *sizes;
+  if (dweight.element_count() != weight.element_count()) {
+    return ffi::Error::InvalidArgument("dweight has not the shape of weight");
+  }
+  return for_each_call(weight, calls, [&, width = width, columns = columns](auto type, int64_t i) {
+    using T = typename decltype(type)::type;
+    const int64_t row = i * width, column = i * columns, matrix = i * width * columns;
+    const NormAndLayer<T> layer{data<T>(scale) + row,
+                                data<T>(norm_bias) + row,
+                                data<T>(weight) + matrix,
+                                nullptr,
+                                width,
+                                columns};
+    return NormLayer<T>::backward(stream, layer, data<T>(dweight) + matrix, data<T>(dbias) + column,
+                                  data<T>(of_scale) + row, data<T>(of_bias) + row,
+                                  data<T>(of_weight) + matrix);
+  });
+}
+
+// What comes of the residual, which is kept normalized, and of the product.
+ffi::Error MatmulNormImpl(cudaStream_t stream, Buffer x, Buffer weight, Buffer bias, Buffer xhat,
+                          Buffer mean, Buffer rstd, Result out, Result new_mean, Result new_rstd,
+                          Result row_sums, float eps) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(x, weight, bias, *out);
   if (sizes.has_error()) return sizes.error();
   const auto [calls, rows, width, columns] = *sizes;
   const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
   const int64_t of_each = rows * columns;
-  if (count(x) != calls * of_each || count(dtotal) != calls * of_each ||
-      count(mean) != calls * rows || count(rstd) != calls * rows ||
-      count(*dscale) != calls * columns || count(*dtotal_sum) != calls * columns) {
-    return ffi::Error::InvalidArgument("the shapes of x, dtotal and the results do not fit");
+  if (count(xhat) != calls * of_each || count(mean) != calls * rows ||
+      count(rstd) != calls * rows || count(*new_mean) != calls * rows ||
+      count(*new_rstd) != calls * rows) {
+    return ffi::Error::InvalidArgument("the shapes of xhat, mean, rstd and the results do not fit");
+  }
+  const int64_t of_row_sums = calls == 0 ? 0 : count(*row_sums) / calls;
+  return for_each_call(
+      x, calls, [&, rows = rows, width = width, columns = columns](auto type, int64_t i) {
+        using T = typename decltype(type)::type;
+        if (of_row_sums < MatmulHopper<T>::norm_row_sums(rows, columns)) {
+          return cudaErrorInvalidValue;
+        }
+        return MatmulHopper<T>::norm(
+            stream, data<T>(x) + i * rows * width, data<T>(weight) + i * width * columns,
+            data<T>(bias) + i * columns, data<T>(xhat) + i * of_each, data<float>(mean) + i * rows,
+            data<float>(rstd) + i * rows, eps, data<T>(out) + i * of_each,
+            data<float>(new_mean) + i * rows, data<float>(new_rstd) + i * rows,
+            data<float>(row_sums) + i * of_row_sums, rows, width, columns);
+      });
+}
+
+// dx takes the place of dtotal.
+ffi::Error MatmulNormGradientImpl(cudaStream_t stream, Buffer dout, Buffer weight, Buffer xhat,
+                                  Buffer rstd, Buffer dtotal, Result dx, Result dtotal_sum,
+                                  Result partial, Result row_sums) {
+  const ffi::ErrorOr<Sizes> sizes = sizes_of(dout, weight, *dtotal_sum, *dx);
+  if (sizes.has_error()) return sizes.error();
+  const auto [calls, rows, width, columns] = *sizes;
+  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
+  const int64_t of_each = rows * columns;
+  if (count(xhat) != calls * of_each || count(dtotal) != calls * of_each ||
+      count(rstd) != calls * rows) {
+    return ffi::Error::InvalidArgument("the shapes of xhat, rstd, dtotal and dx do not fit");
   }
   if (dtotal.untyped_data() != dx->untyped_data()) {
     return ffi::Error::InvalidArgument("dx is not in the place of dtotal");
@@ -184,8 +274,7 @@ ffi::Error MatmulNormGradientImpl(cudaStream_t stream, Buffer dout, Buffer weigh
         }
         return MatmulHopper<T>::norm_gradient(
             stream, data<T>(dout) + i * rows * width, data<T>(weight) + i * width * columns,
-            data<T>(x) + i * of_each, data<T>(scale) + i * columns, data<float>(mean) + i * rows,
-            data<float>(rstd) + i * rows, data<T>(dx) + i * of_each, data<T>(dscale) + i * columns,
+            data<T>(xhat) + i * of_each, data<float>(rstd) + i * rows, data<T>(dx) + i * of_each,
             data<T>(dtotal_sum) + i * columns, data<float>(partial) + i * of_partial, of_partial,
             data<float>(row_sums) + i * of_row_sums, rows, width, columns);
       });
@@ -288,17 +377,51 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulHeadSums, MatmulHeadSumsImpl,
                                   .Ret<Buffer>(),  // partial
                               {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerWithNorm, LayerWithNormImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()   // scale
+                                  .Arg<Buffer>()   // norm_bias
+                                  .Arg<Buffer>()   // weight
+                                  .Arg<Buffer>()   // bias
+                                  .Ret<Buffer>()   // with_weight
+                                  .Ret<Buffer>(),  // with_bias
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerWithoutNorm, LayerWithoutNormImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()   // scale
+                                  .Arg<Buffer>()   // norm_bias
+                                  .Arg<Buffer>()   // weight
+                                  .Arg<Buffer>()   // dweight
+                                  .Arg<Buffer>()   // dbias
+                                  .Ret<Buffer>()   // of_scale
+                                  .Ret<Buffer>()   // of_bias
+                                  .Ret<Buffer>(),  // of_weight
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulNorm, MatmulNormImpl,
+                              stream_binding()
+                                  .Arg<Buffer>()  // x
+                                  .Arg<Buffer>()  // weight
+                                  .Arg<Buffer>()  // bias
+                                  .Arg<Buffer>()  // xhat
+                                  .Arg<Buffer>()  // mean
+                                  .Arg<Buffer>()  // rstd
+                                  .Ret<Buffer>()  // out
+                                  .Ret<Buffer>()  // new_mean
+                                  .Ret<Buffer>()  // new_rstd
+                                  .Ret<Buffer>()  // row_sums
+                                  .Attr<float>("eps"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MatmulNormGradient, MatmulNormGradientImpl,
                               stream_binding()
                                   .Arg<Buffer>()   // dout
                                   .Arg<Buffer>()   // weight
-                                  .Arg<Buffer>()   // x
-                                  .Arg<Buffer>()   // scale
-                                  .Arg<Buffer>()   // mean
+                                  .Arg<Buffer>()   // xhat
                                   .Arg<Buffer>()   // rstd
                                   .Arg<Buffer>()   // dtotal
                                   .Ret<Buffer>()   // dx
-                                  .Ret<Buffer>()   // dscale
                                   .Ret<Buffer>()   // dtotal_sum
                                   .Ret<Buffer>()   // partial
                                   .Ret<Buffer>(),  // row_sums

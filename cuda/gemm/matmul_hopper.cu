@@ -12,7 +12,7 @@ using PlainTile = TileShape<192, 4, 2, 1>;
 using NarrowTile = TileShape<128, 5, 2, 1>;
 using ResidualTile = PlainTile;
 constexpr int kRowTilesAtATime = 16;  // of clusters
-constexpr int kPlainRowTilesAtATime = 8;
+constexpr int kTilesOfOneRowAtATime = 1;
 
 template <class Shape, Epilogue kEpilogue, typename T>
 cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
@@ -25,13 +25,17 @@ cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
     matmul.saved = static_cast<const T*>(call.h);
   }
   const auto launch = [&](auto turn_a, auto turn_b) {
-    return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul, kPlainRowTilesAtATime);
+    return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul, kRowTilesAtATime);
   };
   // In b as it comes the depth is across the rows.
   constexpr std::false_type along;
   constexpr std::true_type across;
   if (call.transpose_a) return call.transpose_b ? launch(across, along) : launch(across, across);
   return call.transpose_b ? launch(along, along) : launch(along, across);
+}
+
+cudaError_t forget_row_sums(cudaStream_t stream, float* sums, int64_t count) {
+  return cudaMemsetAsync(sums, kMissingRowSum & 0xff, count * sizeof(float), stream);
 }
 
 // The time that tiles of a shape take: the turns of the GPU to do them, times the columns of each.
@@ -107,7 +111,7 @@ cudaError_t MatmulHopper<T>::residual(cudaStream_t stream, const T* x, const T* 
   if (rows == 0 || columns == 0) return cudaSuccess;
   const HopperMatmul<T> call{rows, columns, width, x, weight, out, residual, bias, nullptr};
   return launch_matmul<ResidualTile, Epilogue::kResidual, false, true>(stream, call,
-                                                                       kPlainRowTilesAtATime);
+                                                                       kRowTilesAtATime);
 }
 
 template <typename T>
@@ -122,23 +126,36 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
   call.head_sums = sums;
   call.tokens = tokens;
   return launch_matmul<ResidualTile, Epilogue::kHeadSums, false, false>(stream, call,
-                                                                        kPlainRowTilesAtATime);
+                                                                        kRowTilesAtATime);
 }
 
 template <typename T>
 int64_t MatmulHopper<T>::norm_row_sums(int64_t rows, int64_t columns) {
-  using Tile = PlainTile;
+  using Tile = ResidualTile;
   constexpr int64_t kClusterRows = Tile::kRows * Tile::kClusterRows;
   return divide_up(rows, kClusterRows) * kClusterRows * divide_up(columns, Tile::kColumns) * 2;
 }
 
 template <typename T>
+cudaError_t MatmulHopper<T>::norm(cudaStream_t stream, const T* x, const T* weight, const T* bias,
+                                  const T* xhat, const float* mean, const float* rstd, float eps,
+                                  T* out, float* new_mean, float* new_rstd, float* row_sums,
+                                  int64_t rows, int64_t width, int64_t columns) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  HopperMatmul<T> call{rows, columns, width, x, weight, out, xhat, bias, nullptr};
+  call.norm = {mean, rstd, row_sums, new_mean, new_rstd, eps};
+  JAXLLM_RETURN_IF_ERROR(forget_row_sums(stream, row_sums, norm_row_sums(rows, columns)));
+  return launch_matmul<ResidualTile, Epilogue::kNorm, false, true>(stream, call,
+                                                                   kTilesOfOneRowAtATime);
+}
+
+template <typename T>
 cudaError_t MatmulHopper<T>::norm_gradient(cudaStream_t stream, const T* dout, const T* weight,
-                                           const T* x, const T* scale, const float* mean,
-                                           const float* rstd, T* dtotal, T* dscale, T* dtotal_sum,
-                                           float* partial, int64_t partial_floats, float* row_sums,
-                                           int64_t rows, int64_t width, int64_t columns) {
-  using Tile = PlainTile;
+                                           const T* xhat, const float* rstd, T* dtotal,
+                                           T* dtotal_sum, float* partial, int64_t partial_floats,
+                                           float* row_sums, int64_t rows, int64_t width,
+                                           int64_t columns) {
+  using Tile = ResidualTile;
   if (columns == 0) return cudaSuccess;
   // A row of partial sums for each warp of those blocks that have a tile of a row between them.
   constexpr int64_t kWarps = Tile::kCluster * Tile::kMultipliers * 4;
@@ -146,20 +163,19 @@ cudaError_t MatmulHopper<T>::norm_gradient(cudaStream_t stream, const T* dout, c
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
   const int64_t most_rows = limits.multiprocessors / Tile::kCluster / column_tiles * kWarps;
-  if (partial_floats < 2 * most_rows * columns) return cudaErrorNotSupported;
+  if (partial_floats < most_rows * columns) return cudaErrorNotSupported;
   int64_t partial_rows = 0;
   if (rows > 0) {
     int clusters = 0;
-    HopperMatmul<T> call{rows, columns, width, dout, weight, dtotal, x, scale, partial};
-    call.norm = {mean, rstd, row_sums};
+    HopperMatmul<T> call{rows, columns, width, dout, weight, dtotal, xhat, nullptr, partial};
+    call.norm = {nullptr, rstd, row_sums};
     call.clusters = &clusters;
-    JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(row_sums, kMissingRowSum & 0xff,
-                                           norm_row_sums(rows, columns) * sizeof(float), stream));
+    JAXLLM_RETURN_IF_ERROR(forget_row_sums(stream, row_sums, norm_row_sums(rows, columns)));
     JAXLLM_RETURN_IF_ERROR((launch_matmul<Tile, Epilogue::kNormGradient, false, false>(
-        stream, call, /*row_tiles_at_a_time=*/1)));
+        stream, call, kTilesOfOneRowAtATime)));
     partial_rows = clusters / column_tiles * kWarps;
   }
-  return column_sum(stream, partial, {dscale, dtotal_sum}, 1, partial_rows, partial_rows, columns);
+  return column_sum(stream, partial, {dtotal_sum}, 1, partial_rows, partial_rows, columns);
 }
 
 template <typename T>
@@ -176,7 +192,7 @@ cudaError_t MatmulHopper<T>::softmax(cudaStream_t stream, const T* x, const T* w
     call.softmax = softmax;
     const auto launch = turned ? launch_matmul<PlainTile, Epilogue::kSoftmax, false, false, T>
                                : launch_matmul<PlainTile, Epilogue::kSoftmax, false, true, T>;
-    return launch(stream, call, kPlainRowTilesAtATime);
+    return launch(stream, call, kRowTilesAtATime);
   }
 }
 

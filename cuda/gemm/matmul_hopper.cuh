@@ -7,9 +7,10 @@
 // rounding, storing), the other has the tensor cores.
 //
 // gemm/matmul_tiles.cuh has the tiles and the copier, gemm/matmul_bands.cuh the end of a tile, and
-// gemm/matmul_slopes.cuh, gemm/matmul_head_sums.cuh and gemm/matmul_softmax.cuh that of the
-// products that GELU's slope goes from and to, of the one before attention's backward, and of the
-// head's.
+// gemm/matmul_slopes.cuh, gemm/matmul_norm.cuh, gemm/matmul_norm_gradient.cuh,
+// gemm/matmul_head_sums.cuh and gemm/matmul_softmax.cuh that of the products that GELU's slope goes
+// from and to, of those before a norm and before its gradient, of the one before attention's
+// backward, and of the head's.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_head_sums.cuh"
+#include "gemm/matmul_norm.cuh"
 #include "gemm/matmul_norm_gradient.cuh"
 #include "gemm/matmul_slopes.cuh"
 #include "gemm/matmul_softmax.cuh"
@@ -40,8 +42,9 @@ enum class Epilogue {
   kScale,      // out = p slopes, and partial sums of its columns
   kResidual,   // out = p + bias + saved
   kHeadSums,   // out = p, sums of p saved over each 64 columns, and partial sums of p's columns
-  // out += the gradient of a layer norm's input, where p is that of its output, and partial sums of
-  // the columns of p xhat and of out as it was
+  kNorm,       // out = the layer norm, without scale and bias, of p + bias + saved / rstd
+  // out += the gradient of a layer norm's input, where p is that of its output without scale and
+  // bias, and partial sums of the columns of out as it was
   kNormGradient,
   kSoftmax,  // out = e^(p - the row's shift), and their sums over the columns of a tile
 };
@@ -66,9 +69,22 @@ struct HopperMatmul {
   int* clusters = nullptr;  // where to tell how many there are
 };
 
-// Whether a product reads an array of the result's shape, a band at a time.
+// How many bands of an array of the result's shape a tile begins with; none if it reads no such.
 template <Epilogue kEpilogue>
-constexpr bool kReadsSaved = kEpilogue == Epilogue::kResidual || kEpilogue == Epilogue::kHeadSums;
+constexpr int kFirstSaved =
+    kEpilogue == Epilogue::kResidual || kEpilogue == Epilogue::kHeadSums   ? kBandsAhead
+    : kEpilogue == Epilogue::kNorm || kEpilogue == Epilogue::kNormGradient ? kSlots
+                                                                           : 0;
+
+// Whether the product is added to the biases, and none are left for the end of a tile.
+template <Epilogue kEpilogue>
+constexpr bool kBeginsWithBiases =
+    kEpilogue == Epilogue::kBias || kEpilogue == Epilogue::kGeluSlope ||
+    kEpilogue == Epilogue::kResidual || kEpilogue == Epilogue::kNorm;
+
+// Whether the tiles of a row wait for one another.
+template <Epilogue kEpilogue>
+constexpr bool kSumsRows = kEpilogue == Epilogue::kNorm || kEpilogue == Epilogue::kNormGradient;
 
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
@@ -104,28 +120,23 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     tile += clusters;
     skip_tile();
   }
-  if (kReadsSaved<kEpilogue> && tile < arguments.tiles) {
-    load_first_saved(warp, decode_tile<Shape>(arguments, tile, rank));
-  }
-  NormColumnSums<Shape> norm_sums;
-  if constexpr (kEpilogue == Epilogue::kNormGradient) {
-    if (tile < arguments.tiles && lane == 0) {
-      load_first_of_x(warp, decode_tile<Shape>(arguments, tile, rank));
+  if constexpr (kFirstSaved<kEpilogue> > 0) {
+    if (tile < arguments.tiles) {
+      load_first_saved<kFirstSaved<kEpilogue>>(warp, decode_tile<Shape>(arguments, tile, rank));
     }
   }
+  ColumnSums<Shape> sums_of_out;
   while (tile < arguments.tiles) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
     warp.load_biases(origin);
-    RowStatistics statistics;
-    if constexpr (kEpilogue == Epilogue::kNormGradient) {
-      statistics = load_statistics(warp, origin);
-    }
+    float rstd = 0.0f;
+    if constexpr (kSumsRows<kEpilogue>) rstd = load_rstd(warp, origin);
 
     float sums[Shape::kBlocksOf64][Shape::kColumns / 2];
     // A product that need not add would do without these zeros, but the compiler cannot tell that
     // it does not read them: it would keep all sums of a tile until the next, and have few
     // registers to finish the tile with.
-    if constexpr (kEpilogue == Epilogue::kGeluSlope) {
+    if constexpr (kBeginsWithBiases<kEpilogue>) {
       begin_with_biases(warp, sums);
     } else {
 #pragma unroll
@@ -182,8 +193,10 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_scaled(warp, sums, origin);
     } else if constexpr (kEpilogue == Epilogue::kResidual) {
       finish_residual(warp, sums, origin, next, tile < arguments.tiles);
+    } else if constexpr (kEpilogue == Epilogue::kNorm) {
+      finish_norm(warp, sums, rstd, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kNormGradient) {
-      finish_norm_gradient(warp, sums, statistics, norm_sums, origin, next, tile < arguments.tiles);
+      finish_norm_gradient(warp, sums, rstd, sums_of_out, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kHeadSums) {
       finish_head_sums(warp, sums, origin, next, tile < arguments.tiles);
     } else if constexpr (kEpilogue == Epilogue::kSoftmax) {
@@ -194,7 +207,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
       finish_gelu(warp, sums, origin);
     }
   }
-  if constexpr (kEpilogue == Epilogue::kNormGradient) write_norm_sums(warp, norm_sums, rank);
+  if constexpr (kEpilogue == Epilogue::kNormGradient) write_sums_of_out(warp, sums_of_out, rank);
   if (lane == 0) wait_for_stores();
 }
 
@@ -285,8 +298,7 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.out, rows, columns}, kType, kBandRows, &out_map));
   }
-  if (kEpilogue == Epilogue::kGelu || kEpilogue == Epilogue::kNormGradient ||
-      kReadsSaved<kEpilogue>) {
+  if (kEpilogue == Epilogue::kGelu || kFirstSaved<kEpilogue> > 0) {
     JAXLLM_RETURN_IF_ERROR(
         encode_matrix_map({call.saved, rows, columns}, kType, kBandRows, &saved_map));
   }
@@ -326,8 +338,8 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
     JAXLLM_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
     if (clusters == 0) return cudaErrorNotSupported;
   }
-  if (kEpilogue == Epilogue::kNormGradient) {
-    // The tiles of a row wait for each other; and a block's tiles have the same columns.
+  if (kSumsRows<kEpilogue>) {
+    // All tiles of a row run at once; and a block's tiles have the same columns.
     if (column_tiles > clusters) return cudaErrorNotSupported;
     clusters -= clusters % static_cast<int>(column_tiles);
   }

@@ -26,12 +26,15 @@ struct SoftmaxRows {
   const int32_t* is_wanted;  // zero: nothing is done; null for always
 };
 
-// What the end of a product before a layer norm's gradient works with.
+// What the end of a product before a layer norm, or before its gradient, works with.
 struct NormRows {
-  const float *mean, *rstd;  // of each row
+  const float *mean, *rstd;  // of each row; the gradient has no use for the mean
   // Two sums of each row of a tile, so many for each of four warps, of the tiles of a row one after
   // the other. One that is not there yet has kMissingRowSum's bits, each of its bytes 0xff.
   float* sums;
+  // Of the rows that the norm has made.
+  float *new_mean = nullptr, *new_rstd = nullptr;
+  float eps = 0.0f;
 };
 inline constexpr uint32_t kMissingRowSum = 0xffffffff;
 inline constexpr int64_t kSoftmaxColumns = 192;
@@ -78,17 +81,25 @@ struct MatmulHopper {
                                T* out, float* sums, float* partial, int64_t tokens, int64_t rows,
                                int64_t width, int64_t columns);
 
-  // dtotal += the gradient of a layer norm's input x, where that of its output is p = dout
-  // weight^T; dscale = the sums over rows of p xhat; dtotal_sum = those of dtotal as it came. dout
-  // (rows, width), weight (columns, width), x and dtotal (rows, columns), mean and rstd (rows),
-  // scale (columns). Two workspaces: `partial`, of partial_floats, and row_sums, of
+  // out = xhat', new_mean and new_rstd = what x weight + bias + xhat / rstd + mean is once it is
+  // normalized: xhat' = rstd' (that - mean'), rstd' = 1 / sqrt(variance + eps). x (rows, width),
+  // weight (width, columns), xhat (rows, columns), mean and rstd (rows). A workspace: row_sums, of
   // norm_row_sums(). cudaErrorNotSupported where the tiles of a row are more than run at once.
-  static cudaError_t norm_gradient(cudaStream_t stream, const T* dout, const T* weight, const T* x,
-                                   const T* scale, const float* mean, const float* rstd, T* dtotal,
-                                   T* dscale, T* dtotal_sum, float* partial, int64_t partial_floats,
-                                   float* row_sums, int64_t rows, int64_t width, int64_t columns);
+  static cudaError_t norm(cudaStream_t stream, const T* x, const T* weight, const T* bias,
+                          const T* xhat, const float* mean, const float* rstd, float eps, T* out,
+                          float* new_mean, float* new_rstd, float* row_sums, int64_t rows,
+                          int64_t width, int64_t columns);
 
-  // The floats of that workspace.
+  // dtotal += the gradient of a layer norm's input, where that of its output, without scale and
+  // bias, is p = dout weight^T; dtotal_sum = the sums over rows of dtotal as it came. dout (rows,
+  // width), weight (columns, width), xhat and dtotal (rows, columns), rstd (rows). Two workspaces:
+  // `partial`, of partial_floats, and row_sums, as above.
+  static cudaError_t norm_gradient(cudaStream_t stream, const T* dout, const T* weight,
+                                   const T* xhat, const float* rstd, T* dtotal, T* dtotal_sum,
+                                   float* partial, int64_t partial_floats, float* row_sums,
+                                   int64_t rows, int64_t width, int64_t columns);
+
+  // The floats of the workspace of row sums.
   static int64_t norm_row_sums(int64_t rows, int64_t columns);
 
   // out = e^(p - shift of the row), of p = x weight, and zero in columns of padding and in the

@@ -22,27 +22,6 @@ __device__ __forceinline__ uint4* slopes_of_band(const BandWarp<Shape, T>& warp,
   return reinterpret_cast<uint4*>(tile + (warp.warp * Shape::kBands + band) * kBytes) + warp.lane;
 }
 
-// Puts the biases where the product will be added to them.
-template <class Shape, typename T>
-__device__ __forceinline__ void begin_with_biases(
-    const BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2]) {
-#pragma unroll
-  for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 bias = warp.bias(slab, j);
-#pragma unroll
-      for (auto& of_block : sums) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          of_block[sum_index(slab, j, half)] = bias.x;
-          of_block[sum_index(slab, j, half) + 1] = bias.y;
-        }
-      }
-    }
-  }
-}
-
 // A branch that is always taken. Within one basic block the assembler orders as it likes: it would
 // begin with the squares of many batches, for which there are no registers.
 __device__ __forceinline__ void end_basic_block(int at_least_zero) {

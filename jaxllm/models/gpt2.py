@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,8 @@ def forward(
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat), head_of(params))
+    hidden, table = _hidden(params, tokens, config, remat)
+    return logits(hidden, head_of({**params, "wte": table}))
 
 
 def loss(
@@ -188,10 +190,10 @@ def loss(
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat)
+    hidden, table = _hidden(params, tokens, config, remat)
     # The inputs of four products and two norms, queries, keys and values, and GELU's slope.
     kept = 0 if remat else config.layers * 16 * config.width
-    return head_loss(params, hidden, labels, config.vocab_size, kept)
+    return head_loss({**params, "wte": table}, hidden, labels, config.vocab_size, kept)
 
 
 def empty_cache(config: GPT2Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
@@ -279,38 +281,50 @@ def _cached(
     return x, cache
 
 
-def _hidden(params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy) -> Array:
-    """What the head is applied to, of shape (B, T, D)."""
+def _hidden(
+    params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy
+) -> tuple[Array, Array]:
+    """What the head is applied to, of shape (B, T, D), and the token table for the head."""
     check_tokens(tokens, config.max_seq_len)
 
-    def block(x, layer):
-        x = _attend(x, layer["ln1"], **layer["attention"], heads=config.heads)
-        return _think(x, layer["ln2"], **layer["mlp"])
+    def block(stream: Stream, layer: Params) -> Stream:
+        stream = _attend(stream, layer["ln1"], **layer["attention"], heads=config.heads)
+        return _think(stream, layer["ln2"], **layer["mlp"])
 
-    x = ops.embed(tokens, params["wte"], params["wpe"])
-    x = run_blocks(block, x, params["blocks"], remat=remat)
-    return ops.layer_norm(x, **params["ln_f"])
+    x, table = ops.embed(tokens, params["wte"], params["wpe"], returns_table=True)
+    blocks = params["blocks"]
+    first = blocks[0] if isinstance(blocks, list) else blocks
+    # The ops that take an int8 weight do not hand on a norm.
+    normed = ops.normed_rows(x) if "weight" in first["mlp"]["up"] else None
+    x, _ = run_blocks(block, (x, normed), blocks, remat=remat)
+    return ops.layer_norm(x, **params["ln_f"]), table
 
 
-def _attend(x: Array, norm: Params, qkv: Params, out: Params, heads: int) -> Array:
+Stream = tuple[Array, ops.NormedRows | None]  # between the halves of blocks
+
+
+def _attend(stream: Stream, norm: Params, qkv: Params, out: Params, heads: int) -> Stream:
     """The stream plus what the heads read of its norm."""
+    x, normed = stream
     if "weight" in qkv:
         layers = (qkv["weight"], qkv["bias"], out["weight"], out["bias"])
-        return ops.pre_norm_self_attention(
-            x, norm["scale"], norm["bias"], *layers, heads=heads, causal=True
-        )
-    normed = ops.layer_norm(x, **norm)
-    attended = ops.flash_attention_packed(project(normed, **qkv), heads, causal=True)
-    return x + project(attended, **out)
+        arrays = (x, norm["scale"], norm["bias"], *layers)
+        sums: Any = ops.pre_norm_self_attention(*arrays, heads=heads, causal=True, normed=normed)
+        return sums
+    qkv_rows = project(ops.layer_norm(x, **norm), **qkv)
+    attended = ops.flash_attention_packed(qkv_rows, heads, causal=True)
+    return x + project(attended, **out), None
 
 
-def _think(x: Array, norm: Params, up: Params, down: Params) -> Array:
+def _think(stream: Stream, norm: Params, up: Params, down: Params) -> Stream:
     """The stream plus the MLP of its norm."""
+    x, normed = stream
     if "weight" in up:
         layers = (up["weight"], up["bias"], down["weight"], down["bias"])
-        return ops.pre_norm_mlp(x, norm["scale"], norm["bias"], *layers)
+        sums: Any = ops.pre_norm_mlp(x, norm["scale"], norm["bias"], *layers, normed=normed)
+        return sums
     hidden = project(ops.layer_norm(x, **norm), **up, activation="gelu")
-    return x + project(hidden, **down)
+    return x + project(hidden, **down), None
 
 
 def _add_layer(residual: Array, x: Array, linear: Params, norm: Params) -> tuple[Array, Array]:

@@ -31,7 +31,7 @@ from jaxllm.ops.gemm.api import (
     pre_norm_mlp,
 )
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
-from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, normed_rows, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
 from jaxllm.ops.quantization.api import (
     dequantize,
@@ -41,9 +41,11 @@ from jaxllm.ops.quantization.api import (
 )
 from jaxllm.ops.reduction.api import dot, histogram, reduce_max, reduce_sum
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
+from jaxllm.ops.streams import NormedRows
 from jaxllm.ops.vision.api import nms
 
 __all__ = [
+    "NormedRows",
     "RopeScaling",
     "adamw_update",
     "add",
@@ -71,6 +73,7 @@ __all__ = [
     "matvec",
     "mlp",
     "nms",
+    "normed_rows",
     "pre_norm_mlp",
     "pre_norm_self_attention",
     "quantize",

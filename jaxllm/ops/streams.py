@@ -1,13 +1,47 @@
-"""The derivative of ops that return a norm's output and the stream that it normalizes."""
+"""The residual stream beside its norm: how ops hand both on, and the derivative of such ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jaxtyping import Array, Float
+
+from jaxllm.ops.checks import check_same_dtype, check_shape
+
+
+class NormedRows(NamedTuple):
+    """Rows of zero mean and unit variance, and what the stream was that they were made of.
+
+    The stream is ``rows / rstd + mean``, and ``rows`` its layer norm without scale and bias. An op
+    that returns the stream may return this beside it, and the op that takes the stream next take
+    it too: then the stream is normalized where it is made, and need not be written. For the
+    derivative it does not exist: gradients go along the stream.
+
+    Attributes:
+        rows: In the dtype of the stream.
+        mean: Of each row, float32.
+        rstd: One over its deviation, float32.
+    """
+
+    rows: Float[Array, "*rows D"]
+    mean: Float[Array, "*rows"]
+    rstd: Float[Array, "*rows"]
+
+
+def check_normed(normed: NormedRows | None, x: Array) -> None:
+    """Raises TypeError or ValueError where ``normed`` cannot be that of ``x``."""
+    if normed is None:
+        return
+    if not isinstance(normed, NormedRows):
+        raise TypeError(f"normed is of type {type(normed).__name__}; it must be a NormedRows")
+    check_shape("normed.rows", normed.rows, x.shape, "the shape of x")
+    check_same_dtype("normed.rows", normed.rows, "x", x)
+    for name, statistic in (("normed.mean", normed.mean), ("normed.rstd", normed.rstd)):
+        check_shape(name, statistic, x.shape[:-1], f"one number for each row of x {x.shape}")
 
 
 def defvjp(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:

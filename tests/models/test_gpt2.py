@@ -203,14 +203,15 @@ def test_padding_has_no_influence(params, batch):
 
 
 def test_a_step_is_made_of_the_fused_ops(params, batch):
-    """Each residual addition is in the product before it."""
+    """Each residual addition, and the norm after it, is in the product before it."""
     stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
     # The blocks are in a scan, and one is traced.
-    attention = ["layer_norm_forward", "flash_attention_packed_forward", "linear_residual_forward"]
-    forward = ["embed_forward", *attention, "pre_norm_mlp_forward", "layer_norm_forward"]
-    attention = ["pre_norm_self_attention_backward", "linear_norm_backward"]
-    last = ["layer_norm_backward"]
-    backward = [*last, "pre_norm_mlp_backward", *attention, "embed_backward"]
+    attention = ["linear_normed_forward", "flash_attention_packed_forward", "linear_norm_forward"]
+    first, last = ["embed_forward", "layer_norm_forward"], ["layer_norm_forward"]
+    forward = [*first, *attention, "pre_norm_mlp_forward", *last]
+    attention = ["pre_norm_self_attention_backward", "linear_weight_gradients"]
+    first, last = ["embed_backward"], ["layer_norm_backward"]
+    backward = [*last, "pre_norm_mlp_backward", *attention, "linear_normed_backward", *first]
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)
@@ -233,7 +234,7 @@ def test_auto_makes_the_kernels_of_cuda_on_hopper(on_hopper):
         return Counter(re.findall(r"@jaxllm_(\w+)", program))
 
     found = kernels("auto")
-    products = ("bias_gelu", "scale", "residual", "head_sums")
+    products = ("bias_gelu", "scale", "norm", "norm_gradient", "head_sums")
     assert {f"matmul_{name}" for name in products} < set(found)
     assert found == kernels("cuda")
 

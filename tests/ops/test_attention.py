@@ -18,6 +18,7 @@ from jaxllm.ops import (
     flash_attention_packed,
     layer_norm,
     linear,
+    normed_rows,
     pre_norm_self_attention,
     repeat_kv,
     rope,
@@ -549,19 +550,46 @@ def test_half_a_block_keeps_what_a_policy_keeps_of_its_ops(names):
         return str(jax.make_jaxpr(jax.grad(saving, argnums=range(7)))(*arrays))
 
     fused, plain = program_of(pre_norm_self_attention), program_of(half_block_by_ops)
-    # One product more: the gradient of the norm's bias.
-    for word, more in (("dot_general", 1), ("exp ", 0)):
+    # Two more, of a vector and a matrix: the norm's bias in the layer's, and its gradient.
+    for word, more in (("dot_general", 2), ("exp ", 0)):
         assert fused.count(word) == plain.count(word) + more, word
 
 
 def test_half_a_block_keeps_no_more_than_its_ops():
     def kept(fn):
         fn = functools.partial(fn, heads=4, kv_heads=2, causal=True)
-        return collections.Counter(
-            leaf.shape for leaf in jax.tree.leaves(jax.vjp(fn, *half_block(4, 2))[1])
-        )
+        leaves = jax.tree.leaves(jax.vjp(fn, *half_block(4, 2, B=4, T=16))[1])
+        return sum(leaf.size for leaf in leaves)
 
     assert kept(pre_norm_self_attention) <= kept(half_block_by_ops)
+
+
+def two_half_blocks(fn, x, *arrays, **options):
+    return fn(fn(x, *arrays, **options), *arrays, **options)
+
+
+def two_normed_half_blocks(x, *arrays, **options):
+    normed = normed_rows(x)
+    for _ in range(2):
+        x, normed = pre_norm_self_attention(x, *arrays, normed=normed, **options)
+    return x, normed
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_half_blocks_hand_on_the_stream_normalized(backend):
+    arrays = half_block(4, 2)
+    options = {"heads": 4, "kv_heads": 2, "causal": True}
+
+    def by_ops(*arrays):
+        return two_half_blocks(half_block_by_ops, *arrays, **options)
+
+    def handed_on(*arrays):
+        return two_normed_half_blocks(*arrays, backend=backend, **options)
+
+    expected = with_gradients(by_ops, arrays)
+    assert_close(with_gradients(lambda *a: handed_on(*a)[0], arrays), expected, "float32")
+    x, normed = handed_on(*arrays)
+    assert_close(tuple(normed), tuple(normed_rows(x)), "float32")
 
 
 def test_what_does_not_fit_half_a_block_is_refused():
@@ -577,6 +605,16 @@ def test_what_does_not_fit_half_a_block_is_refused():
         fn(x, scale, norm_bias.astype(jnp.float16), weight, bias, out_weight)
     with pytest.raises(TypeError, match="out_bias has dtype float16; it must have the dtype of"):
         fn(x, scale, norm_bias, weight, bias, out_weight, out_bias.astype(jnp.float16))
+    normed = normed_rows(x)
+    with pytest.raises(TypeError, match="normed is of type tuple; it must be a NormedRows"):
+        fn(x, scale, norm_bias, weight, bias, out_weight, normed=tuple(normed))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"normed.rows has shape \(1, 6, 5\); it must be \(2, 6, 5\)"
+    ):
+        fn(x, scale, norm_bias, weight, bias, out_weight, normed=normed_rows(x[:1]))
+    with pytest.raises(ValueError, match=r"normed.rstd has shape \(2,\); it must be \(2, 6\)"):
+        short = normed._replace(rstd=normed.rstd[:, 0])
+        fn(x, scale, norm_bias, weight, bias, out_weight, normed=short)
     with pytest.raises(ValueError, match=r"qkv has shape \(2, 6, 64\); .* of 5 queries and 5 keys"):
         pre_norm_self_attention(x, scale, norm_bias, weight, bias, out_weight, heads=5)
 
@@ -633,6 +671,26 @@ def test_half_a_block_has_the_gradients_of_its_ops(changed, options):
     expected = with_gradients(by_ops, [x.astype("float32") for x in arrays])
     assert_close(found, expected, sizes["dtype"], with_gradients(by_ops, arrays))
     again = with_gradients(fn, arrays)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_blocks_on_hopper_hand_on_the_stream_normalized(dtype):
+    sizes = FITTING | {"D": 768, "N": 12, "K": 12, "dtype": dtype}
+    arrays = half_block(**sizes)
+    options = {"heads": 12, "causal": True}
+
+    def run(arrays, **more):
+        fn = functools.partial(two_normed_half_blocks, **options, **more)
+        return with_gradients(lambda *a: fn(*a)[0], arrays), tuple(fn(*arrays)[1])
+
+    found, again = run(arrays, backend="cuda"), run(arrays, backend="cuda")
+    expected = run([x.astype("float32") for x in arrays], backend="xla")
+    same_dtype = run(arrays, backend="xla")
+    for part in range(2):
+        assert_close(found[part], expected[part], dtype, same_dtype[part])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 

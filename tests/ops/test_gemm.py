@@ -18,10 +18,11 @@ from jaxllm.ops import (
     linear_add_layer_norm,
     matmul,
     mlp,
+    normed_rows,
     pre_norm_mlp,
     self_attention,
 )
-from jaxllm.ops.gemm import cuda, pallas, reference, slopes
+from jaxllm.ops.gemm import cuda, pallas, products, reference, slopes
 from jaxllm.testing import DTYPES, assert_close, cotangents_like, error, lower_for_cuda
 
 
@@ -627,10 +628,11 @@ def test_a_policy_that_keeps_products_makes_none_of_a_pre_norm_mlp_twice():
 
     def products_of(fn):
         saving = jax.checkpoint(lambda *arrays: (fn(*arrays) ** 2).sum(), policy=policy)
-        return str(jax.make_jaxpr(jax.grad(saving, range(7)))(*arrays)).count("dot_general")
+        program = str(jax.make_jaxpr(jax.grad(saving, range(7)))(*arrays))
+        # Those of two matrices: the norm's bias is multiplied by one, and that is made again.
+        return len(re.findall(r"f32\[\d+,\d+\] = dot_general", program))
 
-    # One more, for GPUs and for other devices: the gradient of the norm's bias.
-    assert products_of(pre_norm_mlp) <= products_of(pre_norm_mlp_by_ops) + 2
+    assert products_of(pre_norm_mlp) == products_of(pre_norm_mlp_by_ops)
 
 
 def test_arguments_that_do_not_fit_a_pre_norm_mlp_are_refused():
@@ -673,48 +675,141 @@ def test_hopper_goes_on_from_a_product_to_the_gradient_of_the_norm(on_hopper):
     found = sorted(set(re.findall(r"@jaxllm_(\w+)", program)))
     assert found == [
         "layer_norm_forward",
+        "layer_with_norm",
+        "layer_without_norm",
         "matmul_bias_gelu",
         "matmul_norm_gradient",
         "matmul_residual",
         "matmul_scale",
     ]
-    # The gradients of two weights, and of the norm's bias.
-    assert len(re.findall("dot_general", program)) == 3
+    # The gradients of two weights.
+    assert len(re.findall("dot_general", program)) == 2
+
+
+def test_hopper_goes_on_from_a_product_to_the_norm(on_hopper):
+    x, *arrays = jax.eval_shape(lambda: pre_norm_arrays("bfloat16", **PRE_NORM))
+    program = lower_for_cuda(lambda *a: twice_normed(*a, backend="cuda"), x, *arrays)
+    assert program.count("@jaxllm_matmul_norm(") == 2
+    # The first norm alone is a kernel of its own, and nobody reads the stream between the blocks.
+    assert program.count("@jaxllm_layer_norm_forward(") == 1
+    assert "@jaxllm_matmul_residual" not in program
+
+
+def test_a_norm_in_float32_is_made_part_of_a_layer_by_xla(on_hopper):
+    program = pre_norm_program(norm_dtype="float32")
+    assert "@jaxllm_matmul_norm_gradient(" in program
+    assert "@jaxllm_layer_with" not in program
+
+
+@pytest.mark.parametrize(("dtype", "changed"), [("float32", {}), ("float16", {"rows": 131 * 128})])
+def test_other_norms_have_their_gradient_from_a_kernel_of_their_own(on_hopper, dtype, changed):
+    program = pre_norm_program(dtype, sizes=PRE_NORM | changed)
+    assert "@jaxllm_matmul_norm_gradient" not in program
+    assert program.count("@jaxllm_layer_norm_backward(") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("width", "columns"), [(1, 8), (5, 24), (768, 2304), (1000, 1032)])
+def test_a_norm_becomes_part_of_a_layer_of_any_size(dtype, width, columns):
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = [(width,), (width,), (width, columns), (columns,)]
+    # Scale and bias of the norm, weight and bias of the layer, and the gradients of the latter.
+    shapes += shapes[2:]
+    arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    wide = [x.astype("float32") for x in arrays]
+    found = jax.jit(cuda._layer_with_norm)(*arrays[:4])
+    assert_close(found, tuple(products.with_norm(*wide[:4])), dtype)
+    del arrays[3]
+    found = jax.jit(cuda._layer_without_norm)(*arrays)
+    scale, norm_bias, weight, _, *gradients = wide
+    expected = products.without_norm(scale, norm_bias, weight, *gradients)
+    assert_close(found, expected, dtype, products.without_norm(*arrays))
+
+
+def rows_of_two_layers(dtype, rows, *widths):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (rows, width), dtype)
+        for key, width in zip(keys, widths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "norm_dtype", "changed"),
-    [("float32", None, {}), ("bfloat16", "float32", {}), ("float16", None, {"rows": 131 * 128})],
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"rows": 8191}, False),
+        ({"dtype": "float32"}, False),
+        ({"widths": (768, 2300, 768, 768)}, False),
+        # A kernel for each has enough tiles; or the tiles would stand half empty.
+        ({"widths": (1536, 4608, 1536, 1536)}, False),
+        ({"widths": (384, 1152, 384, 384)}, False),
+    ],
 )
-def test_other_norms_have_their_gradient_from_a_kernel_of_their_own(
-    on_hopper, dtype, norm_dtype, changed
-):
-    program = pre_norm_program(dtype, norm_dtype, PRE_NORM | changed)
-    assert "@jaxllm_matmul_norm_gradient" not in program
-    assert program.count("@jaxllm_add_layer_norm_backward(") == 1
+def test_one_kernel_makes_the_gradients_of_two_small_weights(on_hopper, changed, fits):
+    sizes = {"dtype": "bfloat16", "rows": 8192, "widths": (768, 2304, 768, 768)} | changed
+    arrays = jax.eval_shape(
+        lambda: rows_of_two_layers(sizes["dtype"], sizes["rows"], *sizes["widths"])
+    )
+    program = lower_for_cuda(cuda.linear_weight_gradients, *arrays)
+    assert program.count("@jaxllm_weight_gradients(") == fits
+    assert program.count("dot_general") == (0 if fits else 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("rows", "width", "hidden"),
+    ("rows", "widths"),
     [
-        (1, 8, 8),
-        (127, 264, 64),
-        (129, 256, 72),
-        (300, 248, 520),
-        (2500, 1544, 1032),
-        # Several tiles to each multiplier of a multiprocessor, one after another.
-        (40000, 200, 72),
-        (17000, 776, 3072),
-        # As many tiles to a row as run at once.
-        (300, cuda.TILES_AT_ONCE * 192, 64),
+        (1, (8, 8, 8, 8)),
+        (63, (256, 192, 264, 200)),
+        (1000, (768, 2304, 768, 768)),
+        (8192, (1032, 776, 8, 1544)),
+        (33000, (768, 2304, 768, 768)),
+        # As many tiles as multiprocessors, next to none of a length but rests, and one tile.
+        (5000, (2816, 1152, 2816, 1152)),
+        (4100, (2560, 1920, 8, 8)),
     ],
 )
+def test_one_kernel_makes_the_gradients_of_two_weights_of_any_size(
+    monkeypatch, dtype, rows, widths
+):
+    for name, value in (("MAX_GRADIENT_TILES", 132), ("MIN_FILLED", 0), ("MIN_GRADIENT_ROWS", 0)):
+        monkeypatch.setattr(cuda, f"_{name}", value)
+    arrays = rows_of_two_layers(dtype, rows, *widths)
+    if reason := cuda.weight_gradients_unsupported(*arrays):
+        assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
+        return
+    found, again = (jax.jit(cuda.linear_weight_gradients)(*arrays)[:2] for _ in range(2))
+    wide = [x.astype("float32") for x in arrays]
+    expected = products.weight_gradients(*wide)[:2]
+    assert_close(found, expected, dtype, products.weight_gradients(*arrays)[:2])
+    for a, b in zip(found, again, strict=True):
+        assert error(a, b) == 0
+
+
+NORM_SIZES = [
+    (1, 8, 8),
+    (127, 264, 64),
+    (129, 256, 72),
+    (300, 248, 520),
+    (2500, 1544, 1032),
+    # Several tiles to each multiplier of a multiprocessor, one after another.
+    (40000, 200, 72),
+    (17000, 776, 3072),
+    # As many tiles to a row as run at once.
+    (300, cuda.TILES_AT_ONCE * 192, 64),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "width", "hidden"), NORM_SIZES)
 def test_a_norm_s_gradient_is_added_to_any_rows_and_widths(monkeypatch, dtype, rows, width, hidden):
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
     arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
-    if reason := cuda.norm_gradient_unsupported(arrays[0], arrays[5], arrays[1]):
+    if reason := cuda.norm_unsupported(jnp.zeros((rows, hidden), dtype), width):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
 
@@ -727,6 +822,71 @@ def test_a_norm_s_gradient_is_added_to_any_rows_and_widths(monkeypatch, dtype, r
     assert_close(fused, expected, dtype, run(pre_norm_mlp_by_ops, "xla", arrays))
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
         assert error(a, b) == 0
+
+
+def twice(op, x, *arrays, **options):
+    """A stack of two half blocks, and what the stream is before and after them."""
+    return op(op(x, *arrays, **options), *arrays, **options)
+
+
+def twice_normed(x, *arrays, **options):
+    normed = normed_rows(x, **options)
+    for _ in range(2):
+        x, normed = pre_norm_mlp(x, *arrays, normed=normed, **options)
+    return x, tuple(normed)
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_pre_norm_mlps_hand_on_the_stream_normalized(backend):
+    arrays = pre_norm_arrays()
+    expected = with_gradients(functools.partial(twice, pre_norm_mlp_by_ops), arrays)
+    found = with_gradients(lambda *a: twice_normed(*a, backend=backend)[0], arrays)
+    assert_close(found, expected, "float32")
+    x, normed = twice_normed(*arrays, backend=backend)
+    assert_close(normed, tuple(normed_rows(x, backend="xla")), "float32")
+
+
+def test_of_a_stream_s_norm_there_is_no_gradient():
+    arrays = pre_norm_arrays()
+    gradients = jax.grad(lambda *a: sum(x.sum() for x in twice_normed(*a)[1]), range(7))(*arrays)
+    assert all(error(x, jnp.zeros_like(x)) == 0 for x in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "width", "hidden"), NORM_SIZES)
+def test_a_product_goes_on_to_the_norm_of_any_rows_and_widths(
+    monkeypatch, dtype, rows, width, hidden
+):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
+    if reason := cuda.norm_unsupported(jnp.zeros((rows, hidden), dtype), width):
+        assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
+        return
+
+    def run(arrays, backend):
+        return jax.jit(functools.partial(twice_normed, backend=backend))(*arrays)
+
+    found, again = run(arrays, "cuda"), run(arrays, "cuda")
+    expected = run([x.astype("float32") for x in arrays], "xla")
+    assert_close(found, expected, dtype, run(arrays, "xla"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 100.0, -1000.0])
+def test_a_stream_far_from_zero_is_normalized_where_it_is_made(monkeypatch, offset):
+    monkeypatch.setattr(cuda, "_MIN_TILES", 0)
+    if ffi.no_hopper_reason():
+        return  # nothing to test on this GPU
+    x, scale, bias, *up, down_weight, down_bias = pre_norm_arrays("bfloat16", 300, 776, 72)
+    arrays = [x, scale, bias, *up, down_weight, down_bias + jnp.bfloat16(offset)]
+    expected = twice_normed(*(x.astype("float32") for x in arrays), backend="xla")[1]
+    rows, mean, rstd = twice_normed(*arrays, backend="cuda")[1]
+    assert_close(rows, expected[0], "bfloat16")
+    np.testing.assert_allclose(mean, expected[1], rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(rstd, expected[2], rtol=1e-2)
 
 
 @pytest.mark.gpu

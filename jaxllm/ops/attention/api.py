@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Integer, Num
 from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
+from jaxllm.ops import streams
 from jaxllm.ops.attention import (
     cuda,
     cuda_decode,
@@ -36,7 +37,7 @@ from jaxllm.ops.checks import (
 )
 from jaxllm.ops.gemm import products
 from jaxllm.ops.gemm.api import LINEAR
-from jaxllm.ops.norm.api import LAYER_NORM
+from jaxllm.ops.norm.api import normalize
 
 FLASH_ATTENTION = Op(
     "flash_attention",
@@ -288,8 +289,9 @@ def pre_norm_self_attention(
     window: int | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     eps: float = 1e-5,
+    normed: streams.NormedRows | None = None,
     backend: Backend | None = None,
-) -> Float[Array, "B T D"]:
+) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], streams.NormedRows]:
     r"""The first half of a pre-norm block: the residual stream plus attention to its layer norm.
 
     .. math::
@@ -299,8 +301,9 @@ def pre_norm_self_attention(
     scale, norm_bias), weight, bias, heads, ...), out_weight, out_bias)``, with all that
     :func:`self_attention` fuses. As one op it can do more, as it does under ``"cuda"`` for large
     products in 16 bits on a Hopper GPU: the kernel of the product after attention adds bias and
-    stream, before the one rounding; and that of the product that is the gradient of :math:`n` goes
-    on to the gradient of :math:`x`, along the norm and along the stream. And attention's backward
+    stream, before the one rounding, and with ``normed`` normalizes the sum; and that of the
+    product that is the gradient of the normalized rows goes on to the gradient of :math:`x`, along
+    the norm and along the stream. And attention's backward
     has what it needs beside the gradient of attention's output, its product with that output in
     each head and its sums over rows, of the very product that makes it: for many sequences of a
     multiple of 128 tokens, and heads that are 64 wide and share no keys.
@@ -320,15 +323,16 @@ def pre_norm_self_attention(
         window: How many keys a query sees.
         segment_ids: A query sees the keys of its own segment alone.
         eps: Added to the variance.
+        normed: As in :func:`jaxllm.ops.pre_norm_mlp`.
         backend: As in :func:`self_attention`.
 
     Returns:
-        The new stream, in the dtype of ``x``.
+        As :func:`jaxllm.ops.pre_norm_mlp` does.
 
     Raises:
-        TypeError: As in :func:`self_attention` and :func:`jaxllm.ops.layer_norm`.
-        ValueError: As in :func:`self_attention` and :func:`jaxllm.ops.layer_norm`, or
-            ``out_weight`` has not as many columns as ``x``.
+        TypeError: As in :func:`self_attention` and :func:`jaxllm.ops.pre_norm_mlp`.
+        ValueError: As in :func:`self_attention` and :func:`jaxllm.ops.layer_norm`, ``out_weight``
+            has not as many columns as ``x``, or ``normed`` is not of the shape of ``x``.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: llm.c's ``layernorm_forward``, ``matmul_forward``, ``attention_forward`` and their
@@ -343,10 +347,11 @@ def pre_norm_self_attention(
     check_layer("out_weight", out_weight, "out_bias", out_bias, attended, "what attention reads")
     check_way_back("out_weight", out_weight, x)
     norm_bias = check_pre_norm(x, scale, "norm_bias", norm_bias)
-    layers = (weight, bias, out_weight, out_bias)
-    return _pre_norm_self_attention(
-        x, scale, norm_bias, *layers, segments, options, as_float("eps", eps), resolve(backend)
-    )
+    streams.check_normed(normed, x)
+    arrays = (x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segments)
+    static = (options, as_float("eps", eps), resolve(backend))
+    out, next_normed = _pre_norm_self_attention(*arrays, *static)
+    return out if normed is None else (out, next_normed)
 
 
 def _check_self_attention(
@@ -758,12 +763,18 @@ def _self_attention(x, weight, bias, segment_ids, options, backend):
 
 
 def _self_attention_forward(x, weight, bias, segment_ids, options, backend):
+    qkv = jnp.dot(x, weight) + bias
+    out, kept = _attend_to_projection(qkv, segment_ids, options, backend)
+    return out, (x, weight, *kept)
+
+
+def _attend_to_projection(qkv, segment_ids, options, backend):
     # Under the names of the two ops, so that a policy keeps of this one what it keeps of those.
-    qkv = checkpoint_name(jnp.dot(x, weight) + bias, "linear")
+    qkv = checkpoint_name(qkv, "linear")
     arrays = (qkv, segment_ids, None)
     outputs = dispatch(FLASH_ATTENTION_PACKED, "forward", backend, *arrays, **_static(options))
     out, lse = checkpoint_name(outputs, "flash_attention")
-    return out, (x, weight, qkv, out, lse, segment_ids)
+    return out, (qkv, out, lse, segment_ids)
 
 
 def _self_attention_backward(options, backend, residuals, dout):
@@ -776,42 +787,53 @@ def _self_attention_backward(options, backend, residuals, dout):
 _self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(8, 9, 10))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(9, 10, 11))
 def _pre_norm_self_attention(
-    x, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids, options, eps, backend
-):
-    of_norm = (x, scale, norm_bias)
-    normed, *_ = dispatch(LAYER_NORM, "forward", backend, *of_norm, eps=eps, statistics=False)
-    attended = _self_attention(normed, weight, bias, segment_ids, options, backend)
-    arrays = (attended, out_weight, out_bias, x)
-    return dispatch(LINEAR, "residual_forward", backend, *arrays)
+    x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids,
+    options, eps, backend,
+):  # fmt: skip
+    arrays = (x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids)
+    return _pre_norm_self_attention_forward(*arrays, options, eps, backend)[0]
 
 
 def _pre_norm_self_attention_forward(
-    x, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids, options, eps, backend
-):
-    outputs = dispatch(LAYER_NORM, "forward", backend, x, scale, norm_bias, eps=eps)
-    normed, *statistics = checkpoint_name(outputs, "linear")
-    attended, kept = _self_attention_forward(normed, weight, bias, segment_ids, options, backend)
+    x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids,
+    options, eps, backend,
+):  # fmt: skip
+    rows, _, rstd = normed or checkpoint_name(normalize(x, eps, backend), "linear")
+    arrays = (rows, weight, bias, scale, norm_bias)
+    qkv = dispatch(LINEAR, "normed_forward", backend, *arrays)
+    attended, of_attention = _attend_to_projection(qkv, segment_ids, options, backend)
     arrays = (attended, out_weight, out_bias, x)
-    out = checkpoint_name(dispatch(LINEAR, "residual_forward", backend, *arrays), "linear")
-    return out, (x, scale, statistics, kept, out_weight, out_bias)
+    if normed is None:
+        out, next_normed = dispatch(LINEAR, "residual_forward", backend, *arrays), None
+    else:
+        outputs = dispatch(LINEAR, "norm_forward", backend, *arrays, normed, eps=eps)
+        out, next_normed = outputs[0], streams.NormedRows(*outputs[1])
+    of_norm = (rows, rstd, scale, norm_bias)
+    layers = (weight, bias, out_weight, out_bias)
+    outputs = checkpoint_name((out, next_normed), "linear")
+    return outputs, (of_norm, layers, of_attention)
 
 
-def _pre_norm_self_attention_backward(options, eps, backend, residuals, dout):
+def _pre_norm_self_attention_backward(options, eps, backend, residuals, cotangents):
     del eps
-    x, scale, statistics, kept, out_weight, out_bias = residuals
-    normed, weight, qkv, attended, lse, segment_ids = kept
-    dout_weight, dout = products.weight_gradient_first(attended, dout)
+    dout, _ = cotangents
+    of_norm, (weight, bias, out_weight, out_bias), of_attention = residuals
+    qkv, attended, lse, segment_ids = of_attention
     arrays = (qkv, attended, lse, dout, out_weight, segment_ids, None)
     dqkv, dbias = dispatch(
         PRE_NORM_SELF_ATTENTION, "backward", backend, *arrays, **_static(options)
     )
-    dweight, dqkv = products.weight_gradient_first(normed, dqkv)
-    arrays = (dqkv, weight, dbias, x, scale, *statistics, dout)
-    dx, *of_norm, dout_bias = dispatch(LINEAR, "norm_backward", backend, *arrays)
+    rows, *_ = of_norm
+    arrays = (rows, dqkv, attended, dout)
+    gradients = dispatch(LINEAR, "weight_gradients", backend, *arrays)
+    dweight, dout_weight, dqkv, dout = gradients
+    arrays = (dqkv, weight, bias, dweight, dbias, *of_norm, dout)
+    gradients = dispatch(LINEAR, "normed_backward", backend, *arrays)
+    dx, dscale, dnorm_bias, dweight, dout_bias = gradients
     dout_bias = None if out_bias is None else dout_bias
-    return dx, *of_norm, dweight, dbias, dout_weight, dout_bias, None
+    return dx, None, dscale, dnorm_bias, dweight, dbias, dout_weight, dout_bias, None
 
 
 _pre_norm_self_attention.defvjp(_pre_norm_self_attention_forward, _pre_norm_self_attention_backward)

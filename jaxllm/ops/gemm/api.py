@@ -277,19 +277,22 @@ def pre_norm_mlp(
     *,
     activation: Literal["gelu"] = "gelu",
     eps: float = 1e-5,
+    normed: streams.NormedRows | None = None,
     backend: Backend | None = None,
-) -> Float[Array, "*rows D"]:
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], streams.NormedRows]:
     r"""The second half of a pre-norm block: the residual stream plus an MLP of its layer norm.
 
     .. math::
         out = x + f(n W_{up} + b_{up})\, W_{down} + b_{down} \qquad n = \mathrm{layer\_norm}(x)
 
     As ``x + mlp(layer_norm(x, scale, bias), up_weight, up_bias, down_weight, down_bias)``, with all
-    that :func:`mlp` fuses. As one op it can do more, as it does under ``"cuda"`` for large products
-    in 16 bits on a Hopper GPU: the kernel of the last product adds bias and stream, before the one
-    rounding; and in the backward pass the kernel of the product that is the gradient of
-    :math:`n` goes on to that of :math:`x`, along the norm and along the stream, so that the
-    gradient of :math:`n` is never written. The backward pass keeps what those of the parts do.
+    that :func:`mlp` fuses. The norm's scale and bias are multiplied into the layer after it. As one
+    op it can do more, as it does under ``"cuda"`` for large products in 16 bits on a Hopper GPU:
+    the kernel of the last product adds bias and stream, before the one rounding, and with
+    ``normed`` normalizes the sum; and in the backward pass the kernel of the product that
+    is the gradient of the normalized rows goes on to that of :math:`x`, along the norm and along
+    the stream, so that the former is never written. The backward pass keeps what those of the parts
+    do, but for :math:`x`, of which it keeps the normalized rows.
 
     Args:
         x: The stream; float32, bfloat16 or float16 for the kernels.
@@ -301,15 +304,21 @@ def pre_norm_mlp(
         down_bias: As in :func:`mlp`.
         activation: As in :func:`mlp`.
         eps: Added to the variance.
+        normed: What the op that made ``x`` has returned beside it, or :func:`normed_rows` of it, of
+            the same ``eps``: then the op returns the like of its result too, and a kernel need not
+            write the result itself, if nobody but the next op reads it. None, and ``x`` is
+            normalized here.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        The new stream, in the dtype of ``x``.
+        The new stream, in the dtype of ``x``; where there is a ``normed``, a pair of it and of its
+        :class:`NormedRows`. Gradients go along the stream alone.
 
     Raises:
-        TypeError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`.
-        ValueError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, or ``down_weight`` has not
-            as many columns as ``x``.
+        TypeError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, or ``normed`` is no
+            :class:`NormedRows`, or differs from ``x`` in dtype.
+        ValueError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, ``down_weight`` has not as
+            many columns as ``x``, or ``normed`` is not of the shape of ``x``.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: llm.c's ``layernorm_forward``, ``matmul_forward_cublaslt`` and their gradients.
@@ -319,9 +328,11 @@ def pre_norm_mlp(
     check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
     check_way_back("down_weight", down_weight, x)
     bias = check_pre_norm(x, scale, "bias", bias)
+    streams.check_normed(normed, x)
     _check_option("activation", activation, "gelu")
-    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
-    return _pre_norm_mlp(*arrays, activation, as_float("eps", eps), resolve(backend))
+    arrays = (x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias)
+    out, next_normed = _pre_norm_mlp(*arrays, activation, as_float("eps", eps), resolve(backend))
+    return out if normed is None else (out, next_normed)
 
 
 def matvec(
@@ -455,33 +466,35 @@ streams.defvjp(
 )
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(7, 8, 9))
+@functools.partial(varying.custom_vjp, nondiff_argnums=(8, 9, 10))
 def _pre_norm_mlp(
-    x, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
+    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
 ):
-    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
-    options = {"activation": activation, "eps": eps, "statistics": False}
-    return dispatch(PRE_NORM_MLP, "forward", backend, *arrays, **options)[0]
+    arrays = (x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias)
+    return _pre_norm_mlp_forward(*arrays, activation, eps, backend)[0]
 
 
 def _pre_norm_mlp_forward(
-    x, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
+    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
 ):
-    layers = (up_weight, up_bias, down_weight)
-    arrays = (x, scale, bias, *layers, down_bias)
+    of_up = (scale, bias, up_weight, up_bias)
+    arrays = (x, normed, *of_up, down_weight, down_bias)
     options = {"activation": activation, "eps": eps}
     outputs = dispatch(PRE_NORM_MLP, "forward", backend, *arrays, **options)
     # The same name again: a policy that keeps products makes none of it twice.
-    out, normed, mean, rstd, *kept = checkpoint_name(outputs, "linear")
-    return out, ((x, normed, mean, rstd, scale, *layers, *kept), down_bias)
+    out, next_normed, rows, rstd, *kept = checkpoint_name(outputs, "linear")
+    if next_normed is not None:
+        next_normed = streams.NormedRows(*next_normed)
+    return (out, next_normed), ((rows, rstd, *of_up, down_weight, *kept), down_bias)
 
 
-def _pre_norm_mlp_backward(activation, eps, backend, residuals, dout):
+def _pre_norm_mlp_backward(activation, eps, backend, residuals, cotangents):
     del eps
+    dout, _ = cotangents
     arrays, down_bias = residuals
     gradients = dispatch(PRE_NORM_MLP, "backward", backend, *arrays, dout, activation=activation)
-    *others, ddown_bias = gradients
-    return *others, None if down_bias is None else ddown_bias
+    dx, *others, ddown_bias = gradients
+    return dx, None, *others, None if down_bias is None else ddown_bias
 
 
 _pre_norm_mlp.defvjp(_pre_norm_mlp_forward, _pre_norm_mlp_backward)

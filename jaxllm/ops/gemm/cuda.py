@@ -10,14 +10,23 @@ that factor is above 1/8 (x above about -1.1). The third adds a bias and a resid
 that a norm follows. The norm then reads one array instead of two, and writes one instead of two.
 The fourth makes the gradient of attention's output, and adds up what attention's backward would
 read it for.
+
+The stream between the halves of pre-norm blocks is kept normalized, and is itself never written:
+the product that adds to a half goes on to the norm of the sum, and in the backward pass the one
+that is the gradient of a norm's output to that of the stream. The norm's scale and bias are made
+part of the layer after it by a kernel of a few microseconds, and their gradients come of that of
+the layer's weight by another. The gradients of attention's two weights, of which each has too few
+tiles to fill a GPU, are made by one kernel that shares out the tokens.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm import ffi
 from jaxllm.ops.activation import cuda as activations
@@ -38,12 +47,18 @@ _MIN_TILES = 132
 TILES_AT_ONCE = 48
 _MAX_MULTIPROCESSORS = 160  # more than a Hopper GPU has; it bounds a workspace
 _MAX_SIZE = 2**31  # the copy engine's coordinates
+_GRADIENT_TILE = (256, 192)  # of a weight, as in cuda/gemm/weight_gradients.cuh
+# Of as many as this there are two blocks or more for each, on an H200, and cuBLAS, which gives each
+# weight a kernel and each tile a whole number of blocks, leaves multiprocessors idle.
+_MAX_GRADIENT_TILES = 66
+_MIN_FILLED = 7 / 8
+_MIN_GRADIENT_ROWS = 8192
 
 
 def pre_norm_mlp_unsupported(x, *arrays, **_) -> str | None:
     """As the norm says, which gets no slope and does not know what one is kept in."""
     kept = slopes.dtype_of(x.dtype)
-    others = (array for array in arrays if array is None or array.dtype != kept)
+    others = (array for array in jax.tree.leaves(arrays) if array.dtype != kept)
     return norms.layer_norm_unsupported(x, *others)
 
 
@@ -68,9 +83,9 @@ def mlp_forward_options(x, up_weight, up_bias, down_weight, *_, **__) -> dict[st
     return {"keeps_slope": reason is None}
 
 
-def pre_norm_mlp_forward_options(x, scale, bias, *layers, **_) -> dict[str, bool]:
+def pre_norm_mlp_forward_options(x, normed, scale, bias, *layers, **_) -> dict[str, bool]:
     """As :func:`mlp_forward_options`."""
-    del scale, bias
+    del normed, scale, bias
     return mlp_forward_options(x, *layers)
 
 
@@ -130,39 +145,114 @@ def linear_residual_forward(x, weight, bias, residual):
     return _matmul_residual(x, weight, bias, residual)
 
 
-def linear_norm_backward(dout, weight, dbias, x, scale, *of_rows):
-    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
-    of_norm = (x, scale, *of_rows)
-    if norm_gradient_unsupported(dout, weight, scale):
-        return products.norm_backward(activations, norms, dout, weight, dbias, *of_norm)
-    dx, dscale, dtotal_sum = _matmul_norm_gradient(dout, weight, *of_norm)
-    return dx, dscale, products.norm_bias_gradient(weight, dbias, scale), dtotal_sum
+def linear_normed_forward(rows, weight, bias, scale, norm_bias):
+    """As :func:`jaxllm.ops.gemm.products.normed_forward`; the norm's are made part of the layer."""
+    if fused_unsupported(rows, weight.shape[1]):
+        return products.normed_forward(rows, weight, bias, scale, norm_bias)
+    weight, bias = _layer_with_norm(scale, norm_bias, weight, bias)
+    flat = rows.reshape(-1, rows.shape[-1])
+    options = {"out_dtype": rows.dtype, "precision": None}
+    out, _ = _matmul(flat, weight, False, False, bias, **options)
+    return out.reshape(*rows.shape[:-1], -1)
+
+
+def linear_norm_forward(x, weight, bias, residual, normed, *, eps):
+    """As :func:`jaxllm.ops.gemm.products.norm_forward`; of the residual the kernel reads its norm.
+
+    What it normalizes it does not write: XLA makes that of the norm, if anybody wants it.
+    """
+    if norm_unsupported(x, weight.shape[1]):
+        return products.norm_forward(norms, x, weight, bias, residual, eps=eps)
+    rows, mean, rstd = next_normed = _matmul_norm(x, weight, bias, *normed, eps=eps)
+    out = rows.astype(jnp.float32) / rstd[..., None] + mean[..., None]
+    return out.astype(residual.dtype), next_normed
+
+
+def linear_normed_backward(
+    dout, weight, bias, dweight, dbias, rows, rstd, scale, norm_bias, dtotal
+):
+    """As :func:`jaxllm.ops.gemm.products.normed_backward`."""
+    if norm_unsupported(dout, weight.shape[0]):
+        arrays = (dout, weight, bias, dweight, dbias, rows, rstd, scale, norm_bias, dtotal)
+        return products.normed_backward(activations, norms, *arrays)
+    # XLA merges this call with the forward's.
+    with_weight, _ = _layer_with_norm(scale, norm_bias, weight, bias)
+    dx, dtotal_sum = _matmul_norm_gradient(dout, with_weight, rows, rstd, dtotal)
+    return dx, *_layer_without_norm(scale, norm_bias, weight, dweight, dbias), dtotal_sum
+
+
+def linear_weight_gradients(x, dout, other_x, other_dout):
+    """As :func:`jaxllm.ops.gemm.products.weight_gradients`, by one kernel."""
+    arrays = (x, dout, other_x, other_dout)
+    if weight_gradients_unsupported(*arrays):
+        return products.weight_gradients(*arrays)
+    shapes = _weight_shapes(*arrays)
+    partial = (_MAX_MULTIPROCESSORS + 2 * sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
+    results = (
+        *(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes),
+        jax.ShapeDtypeStruct(partial, jnp.float32),
+    )
+    dweight, other_dweight, _ = ffi.call("weight_gradients", results, *arrays)
+    return lax.optimization_barrier((dweight, other_dweight, dout, other_dout))
+
+
+def weight_gradients_unsupported(x, dout, other_x, other_dout) -> str | None:
+    """Why the gradients of two weights are XLA's products; None if one kernel makes both."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x has dtype {x.dtype}; the kernel takes bfloat16 and float16"
+    shapes = _weight_shapes(x, dout, other_x, other_dout)
+    if any(size % 8 or size == 0 for shape in shapes for size in shape):
+        return f"weights of {shapes} have sides that are no multiples of 8, 16 bytes"
+    rows = math.prod(x.shape[:-1])
+    if not _MIN_GRADIENT_ROWS <= rows < _MAX_SIZE:
+        return f"x has {rows} rows, too few to be shared among blocks, or 2^31 or more"
+    tiles = sum(map(_gradient_tiles, shapes))
+    if tiles > _MAX_GRADIENT_TILES:
+        return f"the weights have {tiles} tiles of {_GRADIENT_TILE}, enough for XLA's products"
+    filled = sum(map(math.prod, shapes)) / (tiles * math.prod(_GRADIENT_TILE))
+    if filled < _MIN_FILLED:
+        return f"the weights fill {filled:.2f} of their tiles of {_GRADIENT_TILE}"
+    return ffi.no_hopper_reason()
+
+
+def _weight_shapes(x, dout, other_x, other_dout) -> tuple[tuple[int, int], ...]:
+    return (x.shape[-1], dout.shape[-1]), (other_x.shape[-1], other_dout.shape[-1])
+
+
+def _gradient_tiles(shape: tuple[int, int]) -> int:
+    return math.prod(-(-size // tile) for size, tile in zip(shape, _GRADIENT_TILE, strict=True))
 
 
 def pre_norm_mlp_forward(
-    x, scale, bias, up_weight, up_bias, down_weight, down_bias,
-    *, activation, eps, keeps_slope=False, statistics=True,
+    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias,
+    *, activation, eps, keeps_slope=False,
 ):  # fmt: skip
     """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
-    of_norm = norms.layer_norm_forward(x, scale, bias, eps=eps, statistics=statistics)
-    hidden, *kept = _hidden_layer(of_norm[0], up_weight, up_bias, activation, keeps_slope)
-    out = linear_residual_forward(hidden, down_weight, down_bias, x)
-    return out, *of_norm, *kept, hidden
+    rows, _, rstd = normed or products.normalize(norms, x, eps=eps)
+    up = _layer_with_norm(scale, bias, up_weight, up_bias)
+    hidden, *kept = _hidden_layer(rows, *up, activation, keeps_slope)
+    down = (hidden, down_weight, down_bias, x)
+    if normed is None:
+        out, next_normed = linear_residual_forward(*down), None
+    else:
+        out, next_normed = linear_norm_forward(*down, normed, eps=eps)
+    return out, next_normed, rows, rstd, *kept, hidden
 
 
 def pre_norm_mlp_backward(
-    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden, dout,
+    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, dout,
     *, activation,
 ):  # fmt: skip
     """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
     if slope is None:
-        arrays = (x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden)
-        return products.pre_norm_mlp_backward(activations, norms, (*arrays, dout), activation)
+        layers = (up_weight, up_bias, down_weight)
+        arrays = (rows, rstd, scale, bias, *layers, h, slope, hidden, dout)
+        return products.pre_norm_mlp_backward(activations, norms, arrays, activation)
     ddown_weight, dout = products.weight_gradient_first(hidden, dout)
     dh, dup_bias = _matmul_scale(dout, down_weight, slope)
-    dup_weight, dh = products.weight_gradient_first(normed, dh)
-    of_norm = (x, scale, mean, rstd, dout)
-    dx, dscale, dbias, ddown_bias = linear_norm_backward(dh, up_weight, dup_bias, *of_norm)
+    dweight, dh = products.weight_gradient_first(rows, dh)
+    arrays = (dh, up_weight, up_bias, dweight, dup_bias, rows, rstd, scale, bias, dout)
+    dx, dscale, dbias, dup_weight, ddown_bias = linear_normed_backward(*arrays)
     return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
 
 
@@ -234,39 +324,84 @@ def matmul_head_sums(x, weight, saved, tokens: int):
     return tuple(ffi.call("matmul_head_sums", results, x, weight, saved))
 
 
-def norm_gradient_unsupported(dout, weight, scale) -> str | None:
-    """Why the kernel does not make the gradient of a norm before the layer of ``weight``."""
-    columns = weight.shape[0]
-    if scale.dtype != dout.dtype:
-        return f"scale has dtype {scale.dtype} beside a gradient of {dout.dtype}"
+def norm_unsupported(x, columns: int) -> str | None:
+    """Why a product is not made by a kernel that goes on to a norm of its rows, or its gradient."""
     if -(-columns // _TILE[1]) > TILES_AT_ONCE:
         return f"a row of {columns} columns has more tiles than run at once"
-    return fused_unsupported(dout, columns)
+    return fused_unsupported(x, columns)
 
 
-def _matmul_norm_gradient(dout, weight, x, scale, mean, rstd, dtotal):
-    """Adds the gradient of a layer norm's input ``x`` to ``dtotal``.
+def _layer_with_norm(scale, norm_bias, weight, bias) -> tuple[Any, Any]:
+    """As :func:`jaxllm.ops.gemm.products.with_norm`, in one kernel."""
+    if _norm_layer_unsupported(scale, weight):
+        return products.with_norm(scale, norm_bias, weight, bias)
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (weight, bias)]
+    return tuple(ffi.call("layer_with_norm", results, scale, norm_bias, weight, bias))
 
-    That of its output is ``dout @ weight.T``. ``dtotal`` is written over, where nobody else needs
-    it.
+
+def _layer_without_norm(scale, norm_bias, weight, dweight, dbias):
+    """As :func:`jaxllm.ops.gemm.products.without_norm`, in one kernel."""
+    arrays = (scale, norm_bias, weight, dweight, dbias)
+    if _norm_layer_unsupported(scale, weight):
+        return products.without_norm(*arrays)
+    results = [
+        jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (scale, norm_bias, weight)
+    ]
+    return tuple(ffi.call("layer_without_norm", results, *arrays))
+
+
+def _norm_layer_unsupported(scale, weight) -> str | None:
+    if scale.dtype != weight.dtype:
+        return f"scale has dtype {scale.dtype} beside a weight of {weight.dtype}"
+    if weight.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"weight has dtype {weight.dtype}; the kernel takes bfloat16 and float16"
+    if weight.shape[1] % 8:
+        return f"weight has {weight.shape[1]} columns, no multiple of 8, 16 bytes"
+    return None
+
+
+def _matmul_norm(x, weight, bias, rows, mean, rstd, *, eps):
+    """Returns ``x @ weight + bias + rows / rstd + mean``, normalized, and its mean and rstd."""
+    if bias is None:
+        bias = jnp.zeros(weight.shape[1:], x.dtype)
+    statistic = jax.ShapeDtypeStruct(rstd.shape, jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        statistic,
+        statistic,
+        _row_sums(rows),
+    )
+    arrays = (x, weight, bias, rows, mean, rstd)
+    return tuple(ffi.call("matmul_norm", results, *arrays, eps=eps)[:3])
+
+
+def _matmul_norm_gradient(dout, weight, rows, rstd, dtotal):
+    """Adds the gradient of a layer norm's input to ``dtotal``.
+
+    That of its output, ``rows``, is ``dout @ weight.T``. ``dtotal`` is written over, where nobody
+    else needs it.
 
     Returns:
-        ``(dx, dscale, dtotal_sum)``; the last is the sum over rows of ``dtotal``.
+        ``(dx, dtotal_sum)``; the latter is the sum over rows of ``dtotal``.
     """
     columns = weight.shape[0]
-    row_tiles, column_tiles = -(-math.prod(x.shape[:-1]) // _TILE[0]), -(-columns // _TILE[1])
-    partial_rows = _MAX_MULTIPROCESSORS // 2 // column_tiles * 16
-    like_scale = jax.ShapeDtypeStruct(scale.shape, scale.dtype)
+    partial_rows = _MAX_MULTIPROCESSORS // 2 // -(-columns // _TILE[1]) * 16
     results = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-        like_scale,
-        like_scale,
-        jax.ShapeDtypeStruct((2, partial_rows, columns), jnp.float32),
-        # Two numbers for each row of each tile, of pairs of tiles.
-        jax.ShapeDtypeStruct((-(-row_tiles // 2) * 2, column_tiles, 2 * _TILE[0]), jnp.float32),
+        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        jax.ShapeDtypeStruct((columns,), dout.dtype),
+        jax.ShapeDtypeStruct((partial_rows, columns), jnp.float32),
+        _row_sums(rows),
     )
-    arrays = (dout, weight, x, scale, mean, rstd, dtotal)
-    return tuple(ffi.call("matmul_norm_gradient", results, *arrays, aliases={6: 0})[:3])
+    arrays = (dout, weight, rows, rstd, dtotal)
+    return tuple(ffi.call("matmul_norm_gradient", results, *arrays, aliases={4: 0})[:2])
+
+
+def _row_sums(rows) -> jax.ShapeDtypeStruct:
+    """A workspace: two numbers for each row of each tile, of pairs of tiles."""
+    *outer, columns = rows.shape
+    row_tiles, column_tiles = -(-math.prod(outer) // _TILE[0]), -(-columns // _TILE[1])
+    shape = (-(-row_tiles // 2) * 2, column_tiles, 2 * _TILE[0])
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:

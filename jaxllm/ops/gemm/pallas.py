@@ -68,15 +68,34 @@ def linear_residual_forward(*arrays, interpret=False):
     return products.residual_forward(*arrays)
 
 
-def linear_norm_backward(*arrays, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
-    return products.norm_backward(activations, norms, *arrays, interpret=interpret)
+def linear_normed_forward(*arrays, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.normed_forward`."""
+    del interpret
+    return products.normed_forward(*arrays)
 
 
-def pre_norm_mlp_unsupported(x, *arrays, **_) -> str | None:
+def linear_norm_forward(x, weight, bias, residual, normed, *, eps, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.norm_forward`."""
+    del normed
+    arrays = (x, weight, bias, residual)
+    return products.norm_forward(norms, *arrays, eps=eps, interpret=interpret)
+
+
+def linear_weight_gradients(*arrays, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.weight_gradients`, by XLA's products."""
+    del interpret
+    return products.weight_gradients(*arrays)
+
+
+def linear_normed_backward(*arrays, interpret=False):
+    """As :func:`jaxllm.ops.gemm.products.normed_backward`."""
+    return products.normed_backward(activations, norms, *arrays, interpret=interpret)
+
+
+def pre_norm_mlp_unsupported(x, of_rows, scale, bias, up_weight, *_, **__) -> str | None:
     """Why the kernels cannot serve a call, in either direction; None if they can."""
-    why = norms.add_layer_norm_unsupported(x)
-    up_weight = next(array for array in arrays if array is not None and array.ndim == 2)
+    del of_rows, scale, bias
+    why = norms.layer_norm_unsupported(x)
     return mlp_unsupported(x, up_weight) if why is None else why
 
 

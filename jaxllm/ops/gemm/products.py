@@ -13,6 +13,16 @@ Where a residual is added to a layer's product and the sum is normalized, the no
 but the products: the gradient of the sum is that of the product, of the residual, and, added up
 over rows, of the layer's bias.
 
+Where a norm precedes a layer, its scale :math:`s` and bias :math:`t` belong to the layer:
+:math:`(s \hat x + t) W + b = \hat x W' + b'` with :math:`W' = diag(s) W` and :math:`b' = b + t W`.
+What is kept, and what the kernels see of the norm, is :math:`\hat x` alone. With
+:math:`M = \hat x^T dh` the gradients are
+
+.. math::
+    dW = diag(s) M + t\, db^T \qquad ds = \sum_{columns} W \odot M \qquad dt = W db
+
+so that no sum over rows is left of the norm's.
+
 Without an activation XLA adds the bias in the GEMM's epilogue, but only a bias that is an array of
 its own: one that is cut out of an array of all layers costs a pass over the output. With an
 activation the GEMM writes ``h``, without the bias, which is what the backward keeps, and one kernel
@@ -78,6 +88,17 @@ def weight_gradient_first(x, dout):
     return lax.optimization_barrier((lax.dot_general(x, dout, ((rows, rows), ((), ()))), dout))
 
 
+def weight_gradients(x, dout, other_x, other_dout):
+    """As :func:`weight_gradient_first` for two layers with as many rows.
+
+    Returns:
+        ``(dweight, other_dweight, dout, other_dout)``.
+    """
+    other_dweight, other_dout = weight_gradient_first(other_x, other_dout)
+    dweight, dout = weight_gradient_first(x, dout)
+    return dweight, other_dweight, dout, other_dout
+
+
 def mlp_forward(
     kernels: Any,
     x,
@@ -139,38 +160,102 @@ def residual_forward(x, weight, bias, residual):
     return (total if bias is None else total + bias.astype(wide)).astype(residual.dtype)
 
 
-def norm_backward(
-    kernels: Any, norms: Any, dout, weight, dbias, x, scale, mean, rstd, dtotal, **options
+def norm_forward(norms: Any, x, weight, bias, residual, *, eps, **options):
+    """Returns ``out = x @ weight + bias + residual``, and its rows normalized, mean and rstd."""
+    out = residual_forward(x, weight, bias, residual)
+    return out, normalize(norms, out, eps=eps, **options)
+
+
+def normalize(norms: Any, x, *, eps, **options):
+    """Returns the rows of ``x`` normalized, without scale and bias, and their mean and rstd."""
+    ones = jnp.ones(x.shape[-1:], x.dtype)
+    return norms.layer_norm_forward(x, ones, jnp.zeros_like(ones), eps=eps, **options)
+
+
+def normed_forward(rows, weight, bias, scale, norm_bias):
+    """Returns a layer of what a norm puts out, whose scale and bias ``rows`` are without."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    normed = rows.astype(wide) * scale.astype(wide) + norm_bias.astype(wide)
+    # The bias is added in the GEMM's epilogue only if it is the layer's own array.
+    return jnp.dot(normed.astype(rows.dtype), weight) + bias
+
+
+def normed_backward(
+    kernels: Any,
+    norms: Any,
+    dout,
+    weight,
+    bias,
+    dweight,
+    dbias,
+    rows,
+    rstd,
+    scale,
+    norm_bias,
+    dtotal,
+    **options,
 ):
-    """The backward of a layer norm before a layer, along with that of a residual around both.
+    """The backward of a layer after a norm, of that norm, and of a residual around both.
 
     Args:
         kernels: The module of a backend's activations.
         norms: That of its norms.
         dout: The gradient of the layer's output, or of its product, before an activation.
         weight: The layer's.
-        dbias: The sum of ``dout`` over rows.
-        x: What the norm reads, and the residual.
+        bias: The layer's, so that what the forward made of both need not be made again.
+        dweight: ``rows.T @ dout``, the gradient of the weight with the norm's scale.
+        dbias: The sum of ``dout`` over rows, the gradient of the layer's bias.
+        rows: What the norm made, without scale and bias, of the residual.
+        rstd: Of the residual.
         scale: The norm's.
-        mean: Of ``x``, as the norm's forward returns it.
-        rstd: Likewise.
-        dtotal: The gradient of what ``x`` is added to.
+        norm_bias: The norm's.
+        dtotal: The gradient of what the residual is added to.
         **options: The backend's.
 
     Returns:
-        ``(dx, dscale, dnorm_bias, dtotal_sum)``: the last is the sum of ``dtotal`` over rows, the
-        gradient of a bias in that sum. The norm's bias reaches the product by the weight.
+        ``(dx, dscale, dnorm_bias, dweight, dtotal_sum)``: ``dx`` is the gradient of the residual,
+        and the last the sum of ``dtotal`` over rows, the gradient of a bias in that sum.
     """
-    dnormed = lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
-    of_norm = (x, None, scale, mean, rstd, dnormed, dtotal)
-    dx, _, dscale, _ = norms.add_layer_norm_backward(*of_norm, **options)
-    dnorm_bias = norm_bias_gradient(weight, dbias, scale)
-    return dx, dscale, dnorm_bias, kernels.bias_add_backward(dtotal, **options)
+    with_weight, _ = with_norm(scale, norm_bias, weight, bias)
+    drows = lax.dot_general(dout, with_weight, (((dout.ndim - 1,), (1,)), ((), ())))
+    ones = jnp.ones(rows.shape[-1:], rows.dtype)
+    # Of rows that are normalized the mean is zero and rstd one, but for what eps keeps of them; and
+    # the chain rule through the norm is linear in rstd.
+    statistics = (jnp.zeros_like(rstd), jnp.ones_like(rstd))
+    dnormed, *_ = norms.layer_norm_backward(rows, ones, *statistics, drows, **options)
+    wide = jnp.promote_types(dtotal.dtype, jnp.float32)
+    dx = dtotal.astype(wide) + rstd[..., None].astype(wide) * dnormed.astype(wide)
+    of_layer = without_norm(scale, norm_bias, weight, dweight, dbias)
+    return dx.astype(dtotal.dtype), *of_layer, kernels.bias_add_backward(dtotal, **options)
 
 
-def norm_bias_gradient(weight, dbias, scale):
-    """Returns the gradient of the bias of a norm before a layer, given that of the layer's."""
-    return jnp.dot(weight, dbias).astype(scale.dtype)
+def with_norm(scale, norm_bias, weight, bias) -> tuple[Any, Any]:
+    """Returns a layer's weight and bias with the scale and the bias of the norm before it."""
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    scaled = scale.astype(wide)[:, None] * weight.astype(wide)
+    offset = jnp.dot(norm_bias.astype(weight.dtype), weight, preferred_element_type=wide)
+    # XLA would make them anew in each kernel that reads them.
+    layer = (scaled.astype(weight.dtype), (bias.astype(wide) + offset).astype(weight.dtype))
+    return lax.optimization_barrier(layer)
+
+
+def without_norm(scale, norm_bias, weight, dweight, dbias):
+    """The gradients of a layer and of the norm before it, given those of :func:`with_norm`'s.
+
+    Returns:
+        ``(dscale, dnorm_bias, dweight)``; that of the layer's bias is ``dbias``.
+    """
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+    wide_dweight, wide_dbias = dweight.astype(wide), dbias.astype(wide)
+    dscale = jnp.sum(weight.astype(wide) * wide_dweight, axis=1)
+    of_weight = scale.astype(wide)[:, None] * wide_dweight
+    of_weight += norm_bias.astype(wide)[:, None] * wide_dbias
+    dnorm_bias = jnp.dot(weight, dbias)
+    return (
+        dscale.astype(scale.dtype),
+        dnorm_bias.astype(scale.dtype),
+        of_weight.astype(weight.dtype),
+    )
 
 
 def pre_norm_mlp_forward(
@@ -181,28 +266,39 @@ def pre_norm_mlp_forward(
     activation,
     eps,
     keeps_slope=False,
-    statistics=True,
     **options,
 ):
-    """Returns ``(out, normed, mean, rstd, h, slope, hidden)``, as the ops it is made of."""
-    x, scale, bias, up_weight, up_bias, down_weight, down_bias = arrays
-    of_norm = norms.layer_norm_forward(x, scale, bias, eps=eps, statistics=statistics, **options)
-    up = (of_norm[0], up_weight, up_bias)
-    hidden, *kept = hidden_layer(kernels, *up, activation, keeps_slope, **options)
-    return residual_forward(hidden, down_weight, down_bias, x), *of_norm, *kept, hidden
+    """The second half of a pre-norm block.
+
+    Returns:
+        ``(out, next_normed, rows, rstd, h, slope, hidden)``: ``next_normed`` is ``out`` as
+        :func:`normalize` returns it, None where ``x`` does not come so; ``rows`` and ``rstd`` are
+        those of ``x``, the others as :func:`mlp_forward` returns them.
+    """
+    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias = arrays
+    rows, _, rstd = normed or normalize(norms, x, eps=eps, **options)
+    up = with_norm(scale, bias, up_weight, up_bias)
+    hidden, *kept = hidden_layer(kernels, rows, *up, activation, keeps_slope, **options)
+    down = (hidden, down_weight, down_bias, x)
+    if normed is None:
+        out, next_normed = residual_forward(*down), None
+    else:
+        out, next_normed = norm_forward(norms, *down, eps=eps, **options)
+    return out, next_normed, rows, rstd, *kept, hidden
 
 
 def pre_norm_mlp_backward(kernels: Any, norms: Any, arrays, activation, **options):
     """Returns the gradients of ``x``, of the norm's scale and bias, and of both layers."""
-    x, normed, mean, rstd, scale, up_weight, up_bias, down_weight, h, slope, hidden, dout = arrays
+    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, dout = arrays
     ddown_weight, dout = weight_gradient_first(hidden, dout)
     dhidden = lax.dot_general(dout, down_weight, (((dout.ndim - 1,), (1,)), ((), ())))
-    of_hidden = (h, slope, up_bias, dhidden, activation)
+    _, offset = with_norm(scale, bias, up_weight, up_bias)
+    of_hidden = (h, slope, offset, dhidden, activation)
     dh, dup_bias = hidden_layer_backward(kernels, *of_hidden, **options)
-    dup_weight, dh = weight_gradient_first(normed, dh)
-    dx, dscale, dbias, ddown_bias = norm_backward(
-        kernels, norms, dh, up_weight, dup_bias, x, scale, mean, rstd, dout, **options
-    )
+    dweight, dh = weight_gradient_first(rows, dh)
+    arrays = (dh, up_weight, up_bias, dweight, dup_bias, rows, rstd, scale, bias, dout)
+    gradients = normed_backward(kernels, norms, *arrays, **options)
+    dx, dscale, dbias, dup_weight, ddown_bias = gradients
     return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
 
 

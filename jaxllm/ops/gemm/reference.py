@@ -60,20 +60,29 @@ def linear_add_layer_norm_backward(*arrays):
     return products.linear_add_layer_norm_backward(norms, arrays)
 
 
+linear_normed_forward = products.normed_forward
 linear_residual_forward = products.residual_forward
+linear_weight_gradients = products.weight_gradients
 
 
-def linear_norm_backward(*arrays):
-    """As :func:`jaxllm.ops.gemm.products.norm_backward`."""
-    return products.norm_backward(activations, norms, *arrays)
+def linear_norm_forward(x, weight, bias, residual, normed, *, eps):
+    """As :func:`jaxllm.ops.gemm.products.norm_forward`."""
+    del normed
+    return products.norm_forward(norms, x, weight, bias, residual, eps=eps)
+
+
+def linear_normed_backward(*arrays):
+    """As :func:`jaxllm.ops.gemm.products.normed_backward`."""
+    return products.normed_backward(activations, norms, *arrays)
 
 
 def pre_norm_mlp(
     x, scale, bias, up_weight, up_bias, down_weight, down_bias=None, *, activation, eps
 ):
     """The definition of ``pre_norm_mlp``, for JAX to differentiate."""
-    arrays = (x, scale, bias, up_weight, up_bias, down_weight, down_bias)
-    return pre_norm_mlp_forward(*arrays, activation=activation, eps=eps)[0]
+    normed = norms.layer_norm(x, scale, bias, eps=eps)
+    hidden = linear(normed, up_weight, up_bias, activation=activation)
+    return products.residual_forward(hidden, down_weight, down_bias, x)
 
 
 def pre_norm_mlp_forward(*arrays, **options):

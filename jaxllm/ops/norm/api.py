@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -62,6 +63,38 @@ def layer_norm(
     """
     bias = _check_weights(x, scale, bias)
     return _layer_norm(x, scale, bias, as_float("eps", eps), resolve(backend))
+
+
+def normed_rows(
+    x: Float[Array, "*rows D"], *, eps: float = 1e-5, backend: Backend | None = None
+) -> streams.NormedRows:
+    """Normalizes the stream that a stack of pre-norm blocks begins with.
+
+    Args:
+        x: The stream; float32, bfloat16 or float16 for the kernels.
+        eps: As in :func:`layer_norm`.
+        backend: As in :func:`layer_norm`.
+
+    Returns:
+        What :func:`jaxllm.ops.pre_norm_self_attention` and :func:`jaxllm.ops.pre_norm_mlp` take as
+        ``normed``. It has no derivative: gradients go along ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``x`` is a scalar, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+    """
+    check_floating(x=x)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to normalize over")
+    return normalize(lax.stop_gradient(x), as_float("eps", eps), resolve(backend))
+
+
+def normalize(x: Array, eps: float, backend: Backend) -> streams.NormedRows:
+    """The rows of ``x`` normalized, without scale and bias, by a resolved backend."""
+    ones = jnp.ones(x.shape[-1:], x.dtype)
+    arrays = (x, ones, jnp.zeros_like(ones))
+    return streams.NormedRows(*dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps))
 
 
 def rms_norm(

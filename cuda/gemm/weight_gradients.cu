@@ -1,0 +1,59 @@
+#include "gemm/weight_gradients.cuh"
+
+namespace jaxllm {
+
+template <typename T>
+cudaError_t weight_gradients(cudaStream_t stream, const WeightGradient<T> (&gradients)[2],
+                             int64_t tokens, float* partial, int64_t partial_floats) {
+  using Tile = GradientTile;
+  constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto kernel = weight_gradients_kernel<T>;
+  constexpr int kBytes = sizeof(GradientShared<T>);
+  static_assert(kBytes <= 232448);
+  int multiprocessors = 0;
+  JAXLLM_RETURN_IF_ERROR(
+      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
+  if (tokens <= 0) return cudaErrorNotSupported;
+
+  GradientMaps maps;
+  GradientPlan plan = {};
+  GradientOutputs<T> outputs;
+  for (int i = 0; i < 2; ++i) {
+    const auto [x, dout, dweight, rows, columns] = gradients[i];
+    JAXLLM_RETURN_IF_ERROR(encode_matrix_map({x, tokens, rows}, kType, Tile::kDepth, &maps.x[i]));
+    JAXLLM_RETURN_IF_ERROR(
+        encode_matrix_map({dout, tokens, columns}, kType, Tile::kDepth, &maps.dout[i]));
+    outputs.dweight[i] = dweight;
+    outputs.rows[i] = static_cast<int>(rows);
+    outputs.columns[i] = static_cast<int>(columns);
+    const int64_t row_tiles = divide_up(rows, Tile::kRows);
+    const int64_t tiles = row_tiles * divide_up(columns, Tile::kColumns);
+    if (tiles > multiprocessors) return cudaErrorNotSupported;
+    plan.row_tiles[i] = static_cast<int>(row_tiles);
+    plan.second_tile = plan.tiles;
+    plan.tiles += static_cast<int>(tiles);
+  }
+  plan.steps = static_cast<int>(divide_up(tokens, Tile::kDepth));
+  plan.lengths = multiprocessors / plan.tiles;
+  if (plan.lengths == 0) return cudaErrorNotSupported;
+  plan.length = static_cast<int>(divide_up(int64_t{plan.tiles} * plan.steps, multiprocessors));
+  // Of few steps a block may take more than its share.
+  plan.lengths = std::min(plan.lengths, static_cast<int>(divide_up(plan.steps, plan.length)));
+  plan.rest = std::max(0, plan.steps - plan.lengths * plan.length);
+  if (partial_floats < int64_t{plan.parts()} * plan.tiles * Tile::kSize) {
+    return cudaErrorNotSupported;
+  }
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, plan.blocks(), Tile::kThreads, kBytes, 1,
+                                       /*overlap=*/false, maps, plan, partial));
+  const int sum_blocks = plan.tiles * (Tile::kSize / 8 / kSumThreads);
+  return launch_kernel(stream, sum_gradient_parts_kernel<T>, sum_blocks, kSumThreads, 0, 1,
+                       /*overlap=*/true, static_cast<const float*>(partial), plan, outputs);
+}
+
+template cudaError_t weight_gradients(cudaStream_t, const WeightGradient<__nv_bfloat16> (&)[2],
+                                      int64_t, float*, int64_t);
+template cudaError_t weight_gradients(cudaStream_t, const WeightGradient<__half> (&)[2], int64_t,
+                                      float*, int64_t);
+
+}  // namespace jaxllm
