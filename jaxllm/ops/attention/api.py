@@ -800,8 +800,8 @@ def _pre_norm_self_attention_forward(
     x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids,
     options, eps, backend,
 ):  # fmt: skip
-    rows, _, rstd = normed or checkpoint_name(normalize(x, eps, backend), "linear")
-    arrays = (rows, weight, bias, scale, norm_bias)
+    of_x = normed or checkpoint_name(normalize(x, eps, backend), "linear")
+    arrays = (x, weight, bias, of_x, scale, norm_bias)
     qkv = dispatch(LINEAR, "normed_forward", backend, *arrays)
     attended, of_attention = _attend_to_projection(qkv, segment_ids, options, backend)
     arrays = (attended, out_weight, out_bias, x)
@@ -810,7 +810,7 @@ def _pre_norm_self_attention_forward(
     else:
         outputs = dispatch(LINEAR, "norm_forward", backend, *arrays, normed, eps=eps)
         out, next_normed = outputs[0], streams.NormedRows(*outputs[1])
-    of_norm = (rows, rstd, scale, norm_bias)
+    of_norm = (of_x.rows, of_x.rstd, scale, norm_bias)
     layers = (weight, bias, out_weight, out_bias)
     outputs = checkpoint_name((out, next_normed), "linear")
     return outputs, (of_norm, layers, of_attention)

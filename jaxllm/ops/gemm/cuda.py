@@ -145,11 +145,12 @@ def linear_residual_forward(x, weight, bias, residual):
     return _matmul_residual(x, weight, bias, residual)
 
 
-def linear_normed_forward(rows, weight, bias, scale, norm_bias):
+def linear_normed_forward(x, weight, bias, normed, scale, norm_bias):
     """As :func:`jaxllm.ops.gemm.products.normed_forward`; the norm's are made part of the layer."""
-    if fused_unsupported(rows, weight.shape[1]):
-        return products.normed_forward(rows, weight, bias, scale, norm_bias)
+    if fused_unsupported(x, weight.shape[1]):
+        return products.normed_forward(x, weight, bias, normed, scale, norm_bias)
     weight, bias = _layer_with_norm(scale, norm_bias, weight, bias)
+    rows, *_ = normed
     flat = rows.reshape(-1, rows.shape[-1])
     options = {"out_dtype": rows.dtype, "precision": None}
     out, _ = _matmul(flat, weight, False, False, bias, **options)

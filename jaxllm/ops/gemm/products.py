@@ -172,12 +172,15 @@ def normalize(norms: Any, x, *, eps, **options):
     return norms.layer_norm_forward(x, ones, jnp.zeros_like(ones), eps=eps, **options)
 
 
-def normed_forward(rows, weight, bias, scale, norm_bias):
-    """Returns a layer of what a norm puts out, whose scale and bias ``rows`` are without."""
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    normed = rows.astype(wide) * scale.astype(wide) + norm_bias.astype(wide)
+def normed_forward(x, weight, bias, normed, scale, norm_bias):
+    """Returns a layer of the norm of ``x``, given what :func:`normalize` returns of it."""
+    _, mean, rstd = normed
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    # Of x, and not of the normalized rows, which have been rounded.
+    rows = (x.astype(wide) - mean[..., None]) * rstd[..., None]
+    out = (rows * scale.astype(wide) + norm_bias.astype(wide)).astype(x.dtype)
     # The bias is added in the GEMM's epilogue only if it is the layer's own array.
-    return jnp.dot(normed.astype(rows.dtype), weight) + bias
+    return jnp.dot(out, weight) + bias
 
 
 def normed_backward(
