@@ -191,8 +191,8 @@ def loss(
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
     hidden, table = _hidden(params, tokens, config, remat)
-    # The inputs of four products and two norms, queries, keys and values, and GELU's slope.
-    kept = 0 if remat else config.layers * 16 * config.width
+    # The inputs of four products, two of which are norms', queries, keys and values, GELU's slope.
+    kept = 0 if remat else config.layers * 14 * config.width
     return head_loss({**params, "wte": table}, hidden, labels, config.vocab_size, kept)
 
 
