@@ -550,16 +550,17 @@ def test_half_a_block_keeps_what_a_policy_keeps_of_its_ops(names):
         return str(jax.make_jaxpr(jax.grad(saving, argnums=range(7)))(*arrays))
 
     fused, plain = program_of(pre_norm_self_attention), program_of(half_block_by_ops)
-    # Two more, of a vector and a matrix: the norm's bias in the layer's, and its gradient.
-    for word, more in (("dot_general", 2), ("exp ", 0)):
+    # One product more: the gradient of the norm's bias.
+    for word, more in (("dot_general", 1), ("exp ", 0)):
         assert fused.count(word) == plain.count(word) + more, word
 
 
 def test_half_a_block_keeps_no_more_than_its_ops():
     def kept(fn):
         fn = functools.partial(fn, heads=4, kv_heads=2, causal=True)
-        leaves = jax.tree.leaves(jax.vjp(fn, *half_block(4, 2, B=4, T=16))[1])
-        return sum(leaf.size for leaf in leaves)
+        leaves = jax.tree.leaves(jax.vjp(fn, *half_block(4, 2))[1])
+        # Vectors are arguments, which are there anyway.
+        return collections.Counter(leaf.shape for leaf in leaves if leaf.ndim > 1)
 
     assert kept(pre_norm_self_attention) <= kept(half_block_by_ops)
 

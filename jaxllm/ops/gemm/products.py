@@ -15,7 +15,7 @@ over rows, of the layer's bias.
 
 Where a norm precedes a layer, its scale :math:`s` and bias :math:`t` belong to the layer:
 :math:`(s \hat x + t) W + b = \hat x W' + b'` with :math:`W' = diag(s) W` and :math:`b' = b + t W`.
-What is kept, and what the kernels see of the norm, is :math:`\hat x` alone. With
+What is kept, and what fused kernels see of the norm, is :math:`\hat x` alone. With
 :math:`M = \hat x^T dh` the gradients are
 
 .. math::
@@ -23,10 +23,10 @@ What is kept, and what the kernels see of the norm, is :math:`\hat x` alone. Wit
 
 so that no sum over rows is left of the norm's.
 
-Without an activation XLA adds the bias in the GEMM's epilogue, but only a bias that is an array of
-its own: one that is cut out of an array of all layers costs a pass over the output. With an
-activation the GEMM writes ``h``, without the bias, which is what the backward keeps, and one kernel
-makes ``out`` of it.
+Without an activation XLA adds the bias in the GEMM's epilogue, but only a bias that is an argument
+of the program: one that is computed, or cut out of an array of all layers, costs a pass over the
+output. With an activation the GEMM writes ``h``, without the bias, which is what the backward
+keeps, and one kernel makes ``out`` of it.
 
 Products are written in the dtype of their factors: a GEMM accumulates in float32 whatever it
 writes, and a float32 result would cost a pass over memory to round it. What XLA multiplies float32
@@ -173,13 +173,15 @@ def normalize(norms: Any, x, *, eps, **options):
 
 
 def normed_forward(x, weight, bias, normed, scale, norm_bias):
-    """Returns a layer of the norm of ``x``, given what :func:`normalize` returns of it."""
+    """Returns a layer of the norm of ``x``, given what :func:`normalize` returns of it.
+
+    The layer's bias stays as it is, an argument, so that the GEMM adds it.
+    """
     _, mean, rstd = normed
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # Of x, and not of the normalized rows, which have been rounded.
     rows = (x.astype(wide) - mean[..., None]) * rstd[..., None]
     out = (rows * scale.astype(wide) + norm_bias.astype(wide)).astype(x.dtype)
-    # The bias is added in the GEMM's epilogue only if it is the layer's own array.
     return jnp.dot(out, weight) + bias
 
 
@@ -205,7 +207,7 @@ def normed_backward(
         norms: That of its norms.
         dout: The gradient of the layer's output, or of its product, before an activation.
         weight: The layer's.
-        bias: The layer's, so that what the forward made of both need not be made again.
+        bias: The layer's, for kernels that make it part of what the forward made.
         dweight: ``rows.T @ dout``, the gradient of the weight with the norm's scale.
         dbias: The sum of ``dout`` over rows, the gradient of the layer's bias.
         rows: What the norm made, without scale and bias, of the residual.
@@ -219,15 +221,14 @@ def normed_backward(
         ``(dx, dscale, dnorm_bias, dweight, dtotal_sum)``: ``dx`` is the gradient of the residual,
         and the last the sum of ``dtotal`` over rows, the gradient of a bias in that sum.
     """
-    with_weight, _ = with_norm(scale, norm_bias, weight, bias)
-    drows = lax.dot_general(dout, with_weight, (((dout.ndim - 1,), (1,)), ((), ())))
-    ones = jnp.ones(rows.shape[-1:], rows.dtype)
+    del bias
+    dnormed = lax.dot_general(dout, weight, (((dout.ndim - 1,), (1,)), ((), ())))
     # Of rows that are normalized the mean is zero and rstd one, but for what eps keeps of them; and
     # the chain rule through the norm is linear in rstd.
     statistics = (jnp.zeros_like(rstd), jnp.ones_like(rstd))
-    dnormed, *_ = norms.layer_norm_backward(rows, ones, *statistics, drows, **options)
+    drows, *_ = norms.layer_norm_backward(rows, scale, *statistics, dnormed, **options)
     wide = jnp.promote_types(dtotal.dtype, jnp.float32)
-    dx = dtotal.astype(wide) + rstd[..., None].astype(wide) * dnormed.astype(wide)
+    dx = dtotal.astype(wide) + rstd[..., None].astype(wide) * drows.astype(wide)
     of_layer = without_norm(scale, norm_bias, weight, dweight, dbias)
     return dx.astype(dtotal.dtype), *of_layer, kernels.bias_add_backward(dtotal, **options)
 
