@@ -446,7 +446,6 @@ def test_a_layer_that_is_added_and_normalized_is_two_ops():
     arrays = added_arrays()
     expected = with_gradients(two_ops, arrays)
     assert_close(with_gradients(linear_add_layer_norm, arrays), expected, "float32")
-    # Where nobody asks for gradients, the statistics of the rows are not written.
     assert_close(jax.jit(linear_add_layer_norm)(*arrays), expected[0], "float32")
 
 
@@ -596,7 +595,6 @@ def test_a_pre_norm_mlp_is_the_ops_that_it_is_made_of(backend):
     op = functools.partial(pre_norm_mlp, backend=backend)
     expected = with_gradients(pre_norm_mlp_by_ops, arrays)
     assert_close(with_gradients(op, arrays), expected, "float32")
-    # Where nobody asks for gradients, the statistics of the rows are not written.
     assert_close(jax.jit(op)(*arrays), expected[0], "float32")
 
 
