@@ -41,9 +41,13 @@ cudaError_t weight_gradients(cudaStream_t stream, const WeightGradient<T> (&grad
   // Of few steps a block may take more than its share.
   plan.lengths = std::min(plan.lengths, static_cast<int>(divide_up(plan.steps, plan.length)));
   plan.rest = std::max(0, plan.steps - plan.lengths * plan.length);
-  if (partial_floats < int64_t{plan.parts()} * plan.tiles * Tile::kSize) {
-    return cudaErrorNotSupported;
+  if (plan.rest > 0) {
+    plan.rest_blocks = multiprocessors - plan.tiles * plan.lengths;
+    plan.whole_rests = std::min(plan.length / plan.rest, plan.tiles / plan.rest_blocks);
+    plan.share = static_cast<int>(
+        divide_up(int64_t{plan.tiles - plan.first_cut()} * plan.rest, plan.rest_blocks));
   }
+  if (partial_floats < int64_t{plan.parts()} * Tile::kSize) return cudaErrorNotSupported;
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, plan.blocks(), Tile::kThreads, kBytes, 1,
                                        /*overlap=*/false, maps, plan, partial));
   const int sum_blocks = plan.tiles * (Tile::kSize / 8 / kSumThreads);

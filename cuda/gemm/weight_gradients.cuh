@@ -2,11 +2,13 @@
 // multiprocessors, and whose depth they share.
 //
 // Every block has work of the same length. Of a tile's depth, as many blocks take a whole length as
-// there are blocks for each tile; these go through the operands side by side, and what one has
-// brought into the L2 cache the others find there. The rests of all tiles, laid end to end, are cut
-// into lengths for the blocks that remain. What a block has of a tile goes to memory in float32, in
-// the order of the tensor cores' accumulators, and a second kernel adds these parts in a fixed
-// order.
+// there are blocks for each tile. What is left of it, its rest, is for the blocks that remain, each
+// of which takes the rests of some tiles one after the other; and the rests of the last tiles, laid
+// end to end, are cut into equal shares for these blocks. So many blocks go through the same tokens
+// side by side at any time, and what one has brought into the L2 cache the others find there.
+//
+// What a block has of a tile goes to memory in float32, in the order of the tensor cores'
+// accumulators, and a second kernel adds these parts in a fixed order.
 //
 // In a block one thread copies and two warpgroups multiply, each for half of a tile's rows.
 #pragma once
@@ -63,38 +65,51 @@ struct GradientPlan {
   int steps;        // of a tile
   int length;       // steps of a block
   int lengths;      // of them in each tile's depth, for as many blocks
-  int rest;         // steps of a tile that remain; fewer than a length: they are cut once at most
+  int rest;         // steps of a tile that remain, fewer than a length
+  int rest_blocks;  // blocks for the rests
+  int whole_rests;  // of so many tiles, one after the other, a block of these has the whole rest
+  int share;        // steps that it has of the rests of the tiles after those
   int second_tile;  // the first of the second gradient
   int row_tiles[2];
 
-  __host__ __device__ int blocks() const {
-    return tiles * lengths + (tiles * rest + length - 1) / length;
-  }
-  __host__ __device__ int parts() const { return lengths + (rest > 0 ? 2 : 0); }
+  __host__ __device__ int blocks() const { return tiles * lengths + rest_blocks; }
+  // The first of the tiles whose rests are cut.
+  __host__ __device__ int first_cut() const { return rest_blocks * whole_rests; }
+  // Parts are numbered: the lengths of all tiles, then whole rests, then what rests are cut into. A
+  // cut goes on to the next tile, the next block or both, so that no two have the same sum of them.
+  __host__ __device__ int length_part(int tile, int length) const { return length * tiles + tile; }
+  __host__ __device__ int rest_part(int tile) const { return tiles * lengths + tile; }
+  __host__ __device__ int cut_part(int tile, int block) const { return rest_part(tile) + block; }
+  __host__ __device__ int parts() const { return tiles * (lengths + 1) + rest_blocks; }
 };
 
-// The part of a tile that a block makes.
+// The part of a tile that a block makes, and its number.
 struct GradientPart {
-  int tile, part, first_step, end_step;
+  int tile, number, first_step, end_step;
 };
 
 // Calls work(part) for each part of this block.
 template <class Work>
 __device__ __forceinline__ void for_each_part(const GradientPlan& plan, const Work& work) {
-  const int rest_block = static_cast<int>(blockIdx.x) - plan.tiles * plan.lengths;
-  if (rest_block < 0) {
-    const int part = blockIdx.x / plan.tiles, first = part * plan.length;
-    work(GradientPart{static_cast<int>(blockIdx.x) % plan.tiles, part, first,
+  const int block = static_cast<int>(blockIdx.x) - plan.tiles * plan.lengths;
+  if (block < 0) {
+    const int tile = blockIdx.x % plan.tiles, length = blockIdx.x / plan.tiles;
+    const int first = length * plan.length;
+    work(GradientPart{tile, plan.length_part(tile, length), first,
                       min(first + plan.length, plan.steps)});
     return;
   }
   const int first_of_rest = plan.lengths * plan.length;
-  const int end = min((rest_block + 1) * plan.length, plan.tiles * plan.rest);
-  for (int at = rest_block * plan.length; at < end;) {
-    const int tile = at / plan.rest, skipped = at % plan.rest;
+  for (int i = 0; i < plan.whole_rests; ++i) {
+    const int tile = i * plan.rest_blocks + block;
+    work(GradientPart{tile, plan.rest_part(tile), first_of_rest, plan.steps});
+  }
+  const int end = min((block + 1) * plan.share, (plan.tiles - plan.first_cut()) * plan.rest);
+  for (int at = block * plan.share; at < end;) {
+    const int tile = plan.first_cut() + at / plan.rest, skipped = at % plan.rest;
     const int steps = min(plan.rest - skipped, end - at);
     const int first = first_of_rest + skipped;
-    work(GradientPart{tile, plan.lengths + (skipped > 0), first, first + steps});
+    work(GradientPart{tile, plan.cut_part(tile, block), first, first + steps});
     at += steps;
   }
 }
@@ -200,7 +215,7 @@ __device__ __forceinline__ void multiply_parts(GradientShared<T>& shared, const 
     wait_for_products<0>(sums[0], sums[1]);
     release(last);
 
-    float* const out = partial + (int64_t{part.part} * plan.tiles + part.tile) * Tile::kSize;
+    float* const out = partial + int64_t{part.number} * Tile::kSize;
 #pragma unroll
     for (int block = 0; block < Tile::kBlocksOf64; ++block) {
 #pragma unroll
@@ -266,20 +281,25 @@ __global__ void __launch_bounds__(kSumThreads)
   const int warp = eight_rows / 2 % 4, half = eight_rows % 2;
   const GradientOrigin origin = find_tile(plan, tile);
   const int row = origin.row + eight_rows * 8 + row_in_eight, column = origin.column + 8 * j;
-  int parts = plan.lengths;
-  if (plan.rest > 0) {
-    const int first = tile * plan.rest, last = first + plan.rest - 1;
-    parts += 1 + (first / plan.length != last / plan.length);
+  int parts = plan.lengths, first_of_rest = plan.rest_part(tile);
+  if (tile < plan.first_cut()) {
+    ++parts;
+  } else if (plan.rest > 0) {
+    const int first = (tile - plan.first_cut()) * plan.rest, last = first + plan.rest - 1;
+    first_of_rest = plan.cut_part(tile, first / plan.share);
+    parts += 1 + last / plan.share - first / plan.share;
   }
   const int rows = outputs.rows[origin.gradient], columns = outputs.columns[origin.gradient];
   wait_for_last_kernel();
   if (row >= rows || column >= columns) return;
 
-  const float* from = partial + int64_t{tile} * Tile::kSize +
-                      part_offset(multiplier, warp, block, j, half) + 8 * row_in_eight;
+  partial += part_offset(multiplier, warp, block, j, half) + 8 * row_in_eight;
   float sums[8] = {};
 #pragma unroll 4
-  for (int part = 0; part < parts; ++part, from += int64_t{plan.tiles} * Tile::kSize) {
+  for (int part = 0; part < parts; ++part) {
+    const int number =
+        part < plan.lengths ? plan.length_part(tile, part) : first_of_rest + part - plan.lengths;
+    const float* const from = partial + int64_t{number} * Tile::kSize;
     const float4 low = reinterpret_cast<const float4*>(from)[0];
     const float4 high = reinterpret_cast<const float4*>(from)[1];
     const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};

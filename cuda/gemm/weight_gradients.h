@@ -18,7 +18,7 @@ struct WeightGradient {
 };
 
 // Makes two gradients, of as many tokens each, in one kernel. `partial` is a workspace of
-// partial_floats; of (multiprocessors + 2 tiles) 256 192 there are enough, with tiles of 256 x 192.
+// partial_floats; of (multiprocessors + tiles) 256 192 there are enough, with tiles of 256 x 192.
 // Sides are multiples of eight elements and pointers of 16 bytes, and the tiles are no more than
 // the GPU has multiprocessors, or this returns cudaErrorNotSupported; so it does on other GPUs than
 // Hopper's.

@@ -188,7 +188,7 @@ def linear_weight_gradients(x, dout, other_x, other_dout):
     if weight_gradients_unsupported(*arrays):
         return products.weight_gradients(*arrays)
     shapes = _weight_shapes(*arrays)
-    partial = (_MAX_MULTIPROCESSORS + 2 * sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
+    partial = (_MAX_MULTIPROCESSORS + sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
     results = (
         *(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes),
         jax.ShapeDtypeStruct(partial, jnp.float32),
