@@ -38,7 +38,7 @@ cudaError_t weight_gradients(cudaStream_t stream, const WeightGradient<T> (&grad
   plan.lengths = multiprocessors / plan.tiles;
   if (plan.lengths == 0) return cudaErrorNotSupported;
   plan.length = static_cast<int>(divide_up(int64_t{plan.tiles} * plan.steps, multiprocessors));
-  // Of few steps a block may take more than its share.
+  // Of few steps a block may take more than an equal part.
   plan.lengths = std::min(plan.lengths, static_cast<int>(divide_up(plan.steps, plan.length)));
   plan.rest = std::max(0, plan.steps - plan.lengths * plan.length);
   if (plan.rest > 0) {

@@ -59,6 +59,11 @@ struct GradientMaps {
   CUtensorMap x[2], dout[2];
 };
 
+// The parts that a tile's rest has: so many, numbered from the first on.
+struct RestParts {
+  int first, count;
+};
+
 // How tiles and their depth, counted in steps, are divided among blocks.
 struct GradientPlan {
   int tiles;
@@ -79,8 +84,17 @@ struct GradientPlan {
   // cut goes on to the next tile, the next block or both, so that no two have the same sum of them.
   __host__ __device__ int length_part(int tile, int length) const { return length * tiles + tile; }
   __host__ __device__ int rest_part(int tile) const { return tiles * lengths + tile; }
-  __host__ __device__ int cut_part(int tile, int block) const { return rest_part(tile) + block; }
+  __host__ __device__ int cut_part(int tile, int rest_block) const {
+    return rest_part(tile) + rest_block;
+  }
   __host__ __device__ int parts() const { return tiles * (lengths + 1) + rest_blocks; }
+
+  __host__ __device__ RestParts rest_parts(int tile) const {
+    if (tile < first_cut()) return {rest_part(tile), 1};
+    if (rest == 0) return {rest_part(tile), 0};
+    const int first = (tile - first_cut()) * rest, last = first + rest - 1;
+    return {cut_part(tile, first / share), last / share - first / share + 1};
+  }
 };
 
 // The part of a tile that a block makes, and its number.
@@ -91,8 +105,8 @@ struct GradientPart {
 // Calls work(part) for each part of this block.
 template <class Work>
 __device__ __forceinline__ void for_each_part(const GradientPlan& plan, const Work& work) {
-  const int block = static_cast<int>(blockIdx.x) - plan.tiles * plan.lengths;
-  if (block < 0) {
+  const int rest_block = static_cast<int>(blockIdx.x) - plan.tiles * plan.lengths;
+  if (rest_block < 0) {
     const int tile = blockIdx.x % plan.tiles, length = blockIdx.x / plan.tiles;
     const int first = length * plan.length;
     work(GradientPart{tile, plan.length_part(tile, length), first,
@@ -101,15 +115,15 @@ __device__ __forceinline__ void for_each_part(const GradientPlan& plan, const Wo
   }
   const int first_of_rest = plan.lengths * plan.length;
   for (int i = 0; i < plan.whole_rests; ++i) {
-    const int tile = i * plan.rest_blocks + block;
+    const int tile = i * plan.rest_blocks + rest_block;
     work(GradientPart{tile, plan.rest_part(tile), first_of_rest, plan.steps});
   }
-  const int end = min((block + 1) * plan.share, (plan.tiles - plan.first_cut()) * plan.rest);
-  for (int at = block * plan.share; at < end;) {
+  const int end = min((rest_block + 1) * plan.share, (plan.tiles - plan.first_cut()) * plan.rest);
+  for (int at = rest_block * plan.share; at < end;) {
     const int tile = plan.first_cut() + at / plan.rest, skipped = at % plan.rest;
     const int steps = min(plan.rest - skipped, end - at);
     const int first = first_of_rest + skipped;
-    work(GradientPart{tile, plan.cut_part(tile, block), first, first + steps});
+    work(GradientPart{tile, plan.cut_part(tile, rest_block), first, first + steps});
     at += steps;
   }
 }
@@ -281,14 +295,8 @@ __global__ void __launch_bounds__(kSumThreads)
   const int warp = eight_rows / 2 % 4, half = eight_rows % 2;
   const GradientOrigin origin = find_tile(plan, tile);
   const int row = origin.row + eight_rows * 8 + row_in_eight, column = origin.column + 8 * j;
-  int parts = plan.lengths, first_of_rest = plan.rest_part(tile);
-  if (tile < plan.first_cut()) {
-    ++parts;
-  } else if (plan.rest > 0) {
-    const int first = (tile - plan.first_cut()) * plan.rest, last = first + plan.rest - 1;
-    first_of_rest = plan.cut_part(tile, first / plan.share);
-    parts += 1 + last / plan.share - first / plan.share;
-  }
+  const RestParts rests = plan.rest_parts(tile);
+  const int parts = plan.lengths + rests.count;
   const int rows = outputs.rows[origin.gradient], columns = outputs.columns[origin.gradient];
   wait_for_last_kernel();
   if (row >= rows || column >= columns) return;
@@ -298,7 +306,7 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll 4
   for (int part = 0; part < parts; ++part) {
     const int number =
-        part < plan.lengths ? plan.length_part(tile, part) : first_of_rest + part - plan.lengths;
+        part < plan.lengths ? plan.length_part(tile, part) : rests.first + part - plan.lengths;
     const float* const from = partial + int64_t{number} * Tile::kSize;
     const float4 low = reinterpret_cast<const float4*>(from)[0];
     const float4 high = reinterpret_cast<const float4*>(from)[1];
