@@ -765,8 +765,8 @@ def test_one_kernel_makes_the_gradients_of_two_small_weights(on_hopper, changed,
         (1000, (768, 2304, 768, 768)),
         (8192, (1032, 776, 8, 1544)),
         (33000, (768, 2304, 768, 768)),
-        # On an H200: as many tiles as multiprocessors; and blocks that have three tiles' rests each,
-        # those of eight other tiles being cut.
+        # On an H200: as many tiles as multiprocessors; and blocks that have the rests of three
+        # tiles each, those of eight other tiles being cut.
         (5000, (2816, 1152, 2816, 1152)),
         (4100, (2560, 1920, 8, 8)),
     ],
