@@ -265,6 +265,22 @@ __host__ __device__ __forceinline__ constexpr int accumulator_column(int thread)
   return 2 * (thread % 4);
 }
 
+// ---- Matrices of 8 x 8 numbers of 16 bits, four at once. A lane names a row of one of them, 16
+// bytes of shared memory, and has of each the word that an accumulator's layout gives it.
+
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Two floats as a register of an operand; the first is in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

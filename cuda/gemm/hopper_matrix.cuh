@@ -71,22 +71,6 @@ __device__ __forceinline__ void wait_until_older_stores_have_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- Matrices of 8 x 8 numbers of 16 bits, four at once. A lane names a row of one of them, 16
-// bytes of shared memory, and has of each the word that an accumulator's layout gives it.
-
-__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(row)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
 // ---- Products: as multiply() in common/hopper.cuh, 64 x 16 times 16 x 192.
 
 #define JAXLLM_FLOATS_8(d, i)                                                                 \
