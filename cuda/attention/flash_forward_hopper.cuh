@@ -8,10 +8,15 @@
 // exponentials while another multiplies. A turn is the scores of the next tile and p v of the
 // present one: while the latter runs, the threads have the maxima of the former to take.
 //
+// In bfloat16 m stays what it was, and o with it, as long as no row's weights in a tile have a sum
+// beyond 2^16: it has the exponents of float32, and numbers above one as precise as those below.
+// Few tiles after the first are beyond, and their weights are computed anew.
+//
 // Source: Shah et al., "FlashAttention-3" (arXiv:2407.08608).
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
@@ -207,10 +212,12 @@ struct SoftmaxRows {
     }
   }
 
-  // Turns scores into weights, rounded, and corrects the output for the new maxima. All in one
-  // pass: an exponential takes eight clocks, in which there is room for the rest.
-  __device__ __forceinline__ void weigh(const float (&s)[kKeys / 2], float scale_log2,
-                                        uint32_t (&p)[kKeys / 4], float (&o)[kWidth / 2]) {
+  // Turns scores into weights, rounded, adds these up, and corrects the output for new maxima. All
+  // in one pass: an exponential takes eight clocks, in which there is room for the rest.
+  template <bool kCorrects>
+  __device__ __forceinline__ void exponentiate(const float (&s)[kKeys / 2], float scale_log2,
+                                               uint32_t (&p)[kKeys / 4], float (&o)[kWidth / 2],
+                                               float (&sums)[2]) const {
     float sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kKeys / 2; i += 4) {
@@ -224,16 +231,50 @@ struct SoftmaxRows {
         }
         p[i / 2 + row] = pack<T>(weight[0], weight[1]);
       }
-      constexpr int kStep = 4 * kWidth / kKeys;
+      if constexpr (kCorrects) {
+        constexpr int kStep = 4 * kWidth / kKeys;
 #pragma unroll
-      for (int j = 0; j < kStep; ++j) {
-        const int k = i / 4 * kStep + j;
-        o[k] *= correction[k / 2 % 2];
+        for (int j = 0; j < kStep; ++j) {
+          const int k = i / 4 * kStep + j;
+          o[k] *= correction[k / 2 % 2];
+        }
       }
     }
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      total[row] = fmaf(total[row], correction[row], sum[row][0] + sum[row][1]);
+    for (int row = 0; row < 2; ++row) sums[row] = sum[row][0] + sum[row][1];
+  }
+
+  // The weights of a tile whose maxima have been taken, and have an effect on the output.
+  __device__ __forceinline__ void weigh_anew(const float (&s)[kKeys / 2], float scale_log2,
+                                             uint32_t (&p)[kKeys / 4], float (&o)[kWidth / 2]) {
+    float sums[2];
+    exponentiate<true>(s, scale_log2, p, o, sums);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) total[row] = fmaf(total[row], correction[row], sums[row]);
+  }
+
+  // The weights of the first tile, whose maxima have been taken.
+  __device__ __forceinline__ void weigh_first(const float (&s)[kKeys / 2], float scale_log2,
+                                              uint32_t (&p)[kKeys / 4], float (&o)[kWidth / 2]) {
+    exponentiate<false>(s, scale_log2, p, o, total);
+  }
+
+  // The weights of a later tile, by the maxima of those before; or, where these will not do, by its
+  // own.
+  __device__ __forceinline__ void weigh(const float (&s)[kKeys / 2], float scale_log2,
+                                        uint32_t (&p)[kKeys / 4], float (&o)[kWidth / 2]) {
+    constexpr float kMost = 65536.0f;
+    float sums[2];
+    exponentiate<false>(s, scale_log2, p, o, sums);
+    // Also where a sum is no number, and where a row has had no keys.
+    const bool is_beyond =
+        !(fmaxf(sums[0], sums[1]) <= kMost) || fminf(largest[0], largest[1]) == -INFINITY;
+    if (__any_sync(0xffffffff, is_beyond)) {
+      raise(s, scale_log2);
+      weigh_anew(s, scale_log2, p, o);
+    } else {
+      total[0] += sums[0];
+      total[1] += sums[1];
     }
   }
 };
@@ -256,6 +297,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
   constexpr int kWidth = Shape::kWidth;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kSlabBytes = kKeys * kSlabRowBytes;
+  constexpr bool kKeepsMaxima = std::is_same_v<T, __nv_bfloat16>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int thread = threadIdx.x % kWarpgroup;
   const bool is_first_lane = thread % 32 == 0;
@@ -395,13 +437,21 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
       softmax.raise(s, scale_log2);
       // The loop turns between the maxima and the wait for the products beside them: within one
       // basic block the assembler would put the wait first.
+      bool is_first = true;
       for (;;) {
         wait_for_products<0>(o, s);
         if (key_tile < range.end - 1) {
           release(shared.v_empty[v_ring.stage]);
           v_ring.advance();
         }
-        softmax.weigh(s, scale_log2, p, o);
+        if (!kKeepsMaxima) {
+          softmax.weigh_anew(s, scale_log2, p, o);
+        } else if (is_first) {
+          softmax.weigh_first(s, scale_log2, p, o);
+          is_first = false;
+        } else {
+          softmax.weigh(s, scale_log2, p, o);
+        }
         if (key_tile == range.begin) break;
 
         --key_tile;
@@ -413,7 +463,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
         release(shared.k_empty[k_ring.stage]);
         k_ring.advance();
         mask(key_tile);
-        softmax.raise(s, scale_log2);
+        if (!kKeepsMaxima) softmax.raise(s, scale_log2);
         pin(s);
       }
       shared.q_empty.arrive();
