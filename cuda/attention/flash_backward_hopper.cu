@@ -112,6 +112,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const int split = pairs ? half : key_tiles;
   const int64_t items = attention.batch * attention.kv_heads * split;
   if (items > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
+  // As many as fill the grid twice. Where there are more, the L2 cache has not got what they read.
+  const int heads_at_a_time = pairs ? 1 : divide_up(2 * multiprocessors, key_tiles);
 
   auto* const queries_seen = reinterpret_cast<TileRange*>(workspace + parts.queries_seen_at());
   auto* const keys_seen = reinterpret_cast<TileRange*>(workspace + parts.keys_seen_at());
@@ -142,6 +144,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       // To begin with what was written or read last: by the product that makes the sums the last
       // sequences; the kernel over the rows ends with the first.
       /*from_last=*/has_sums,
+      heads_at_a_time,
       {attention.query_segments, attention.key_segments, attention.segment_ranges, keys_seen,
        queries_seen},
       has_bias ? bias.partial : nullptr,

@@ -11,8 +11,8 @@
 // of the step before, also where that belongs to another tile of keys. dq is summed over the tiles
 // of keys in global memory, in float32, by the copy engine. Each tile of dq counts its additions,
 // and each adder waits for its rank, so that the order, and with it each bit, is always the same.
-// For narrow heads the last of them fetches what the others have summed, and two warps that have
-// nothing else to do add its own part and round; else a third kernel rounds.
+// For narrow heads the last of them adds what the others have summed to its own part and rounds,
+// in registers; else a third kernel rounds.
 //
 // Five products, where a kernel of its own for dq would need seven: that would have to run at 90%
 // of the tensor cores' peak to be as fast as this at 65%. The price is 4 bytes through the L2 cache
@@ -162,12 +162,18 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   const uint64_t turned_k_operand = depth_across_rows(
       shared_address(shared.k) + (kByColumn ? multiplier * kKeySlabBytes : 0), kKeySlabBytes);
 
+  // Where this lane's row of four matrices of ds begins: of its warp's 16 keys by 16 queries.
+  const int lane = thread % 32;
+  const uint32_t ds_rows =
+      shared_address(shared.ds) +
+      slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+
   RingPosition<Shape::kKeyStages> k_ring;
   // Of q and dout. With two stages the stage is also the parity of a step, and so that of the
   // barriers of ds and dq, which have one buffer. The same holds for k and v, by tiles.
   RingPosition<Shape::kStages> ring;
   static_assert(Shape::kStages == 2);
-  float s[kQueries / 2], dp[kQueries / 2], dq[32];
+  float s[kQueries / 2], dq[32];
   float dk[kWidth / 2], dv[kWidth / 2];
   uint32_t p_operand[kQueries / 4], ds_left_operand[kQueries / 4];
 
@@ -175,8 +181,8 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     __syncwarp();
     if (is_first_lane) barrier.arrive();
   };
-  // rows x queries^T: s = k q^T, dp = v dout^T.
-  const auto start_scores = [&](float (&result)[kQueries / 2], uint64_t rows, const T* queries) {
+  // rows x queries^T, of as many queries as `result` has columns: s = k q^T, dp = v dout^T.
+  const auto start_scores = [&](auto& result, uint64_t rows, const T* queries) {
     const uint64_t columns = depth_along_rows(shared_address(queries));
     fence_products();
 #pragma unroll
@@ -219,13 +225,21 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int low = key + 8 * r < band.keys ? band.first_query(key + 8 * r) - origin : INT_MAX;
+#pragma unroll
+        for (int i = 0; i < kQueries / 2; i += 4) {
+#pragma unroll
+          for (int b = 0; b < 2; ++b) {
+            if (2 * i + b < low) s[i + 2 * r + b] = -INFINITY;
+          }
+        }
+        // Of a causal mask without a window nothing is left.
+        if (first_query + kQueries - 1 <= band.last_query(first_key)) continue;
         const int high = band.last_query(key + 8 * r) - origin;
 #pragma unroll
         for (int i = 0; i < kQueries / 2; i += 4) {
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
-            const int query = 2 * i + b;
-            if (query < low || query > high) s[i + 2 * r + b] = -INFINITY;
+            if (2 * i + b > high) s[i + 2 * r + b] = -INFINITY;
           }
         }
       }
@@ -300,6 +314,7 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   };
 
   RingPosition<2> tiles;
+  RingPosition<1> rounded_ring;
   // Whether s has the scores of the step that comes next: the one before has seen to it, be it of
   // the tile before.
   bool has_scores = false;
@@ -321,14 +336,16 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     // becomes p, and while s is, dq is handed on. `from`: 0 or, where the first half of the queries
     // see none of this multiplier's keys, where the second begins.
     const auto walk = [&](auto from, int query_tile, bool is_first, bool is_last) {
-      constexpr int kFrom = decltype(from)::value / 2;  // in the accumulators
+      constexpr int kFirst = decltype(from)::value;
+      constexpr int kFrom = kFirst / 2;  // in the accumulators
+      float dp[kQueries / 2 - kFrom];
       if constexpr (!Shape::kEarlyScores) {
         shared.q_full[ring.stage].wait(ring.parity);
         start_scores(s, k_operand, shared.q[ring.stage]);
       }
       const int stage = ring.stage;
       shared.dout_full[stage].wait(ring.parity);
-      start_scores(dp, v_operand, shared.dout[stage]);
+      start_scores(dp, v_operand, shared.dout[stage] + kFirst * kSlabWidth);
       if constexpr (!Shape::kEarlyScores) wait_for_products<1>(s);
       mask(tile.key_tile, query_tile);
 #pragma unroll
@@ -356,31 +373,31 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
         if (is_last) arrive(shared.v_empty);
       }
 #pragma unroll
-      for (int j = 0; j < kFrom; ++j) dp[j] = 0.0f;
-#pragma unroll
       for (int j = kFrom; j < kQueries / 2; j += 4) {
         const float2 delta = *reinterpret_cast<const float2*>(shared.delta[stage] + 2 * j + column);
 #pragma unroll
         for (int r = 0; r < 4; r += 2) {
-          dp[j + r] = s[j + r] * (dp[j + r] - delta.x);
-          dp[j + r + 1] = s[j + r + 1] * (dp[j + r + 1] - delta.y);
+          float* const ds = dp + (j - kFrom + r);
+          ds[0] = s[j + r] * (ds[0] - delta.x);
+          ds[1] = s[j + r + 1] * (ds[1] - delta.y);
         }
       }
       if constexpr (!Shape::kEarlyDv) pack<T>(s, p_operand);
-      pack<T>(dp, ds_left_operand);
+#pragma unroll
+      for (int j = 0; j < kQueries / 4; ++j) {
+        const int i = 2 * j - kFrom;
+        ds_left_operand[j] = i < 0 ? 0 : pack<T>(dp[i], dp[i + 1]);
+      }
       if constexpr (!Shape::kEarlyDv) start_gradient(from, dv, p_operand, shared.dout[stage]);
       if constexpr (Shape::kStoresFromDs) {
         if (is_first) await_stores();
       }
       // Both multipliers' rows of ds go to shared memory: dq sums over all of them.
 #pragma unroll
-      for (int j = 0; j < kQueries / 4; ++j) {
-        const int first_query = j / 2 * 8;
-        char* const slab =
-            reinterpret_cast<char*>(shared.ds) + first_query / kSlabWidth * kKeySlabBytes;
-        *reinterpret_cast<uint32_t*>(
-            slab + slab_offset(key_in_tile + j % 2 * 8, first_query % kSlabWidth + column)) =
-            ds_left_operand[j];
+      for (int j = 0; j < kQueries / 4; j += 4) {
+        const int chunk = j / 2;  // of eight queries
+        store_matrices((ds_rows + chunk / 8 * kKeySlabBytes) ^ chunk % 8 * 16,
+                       *reinterpret_cast<const uint32_t (*)[4]>(ds_left_operand + j));
       }
       fence_async_proxy();
       arrive(shared.ds_full);
@@ -409,18 +426,30 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       arrive(shared.ds_empty);
       shared.q_empty[stage].arrive();
       shared.dout_empty[stage].arrive();
-      shared.dq_empty.wait(stage ^ 1);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
-            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-      }
-      fence_async_proxy();
+      bool is_rounded = false;
       if constexpr (Shape::kRoundsDq) {
-        shared.dq_full.arrive();
-      } else {
-        arrive(shared.dq_full);
+        const DqRank rank = rank_of_step<kSegments>(a, band, tile, query_tile);
+        is_rounded = rank.is_last();
+        if (is_rounded) {
+          shared.rounded_empty.wait(rounded_ring.parity ^ 1);
+          shared.before_full.wait(rounded_ring.parity);
+          rounded_ring.advance();
+          round_dq(shared, dq, a.scale, /*is_alone=*/rank.rank == 0, multiplier);
+          fence_async_proxy();
+          shared.before_empty.arrive();
+          shared.rounded_full.arrive();
+        }
       }
+      shared.dq_empty.wait(stage ^ 1);
+      if (!is_rounded) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          reinterpret_cast<float4*>(shared.dq[multiplier])[j * kWarpgroup + thread] =
+              make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        }
+        fence_async_proxy();
+      }
+      arrive(shared.dq_full);
       if constexpr (Shape::kEarlyScores) wait_for_products<0>(s);
     };
     if (!has_scores) {
@@ -492,10 +521,12 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     }
     shared.ds_full.init(Shape::kWarps);
     shared.ds_empty.init(Shape::kWarps);
-    shared.dq_full.init(Shape::kRoundsDq ? Shape::kReaders : Shape::kWarps);
-    shared.dq_empty.init(Shape::kRoundsDq ? 1 + Shape::kRounders : 1);
+    shared.dq_full.init(Shape::kWarps);
+    shared.dq_empty.init(1);
     shared.before_full.init(1);
-    shared.before_empty.init(Shape::kRounders);
+    shared.before_empty.init(Shape::kReaders);
+    shared.rounded_full.init(Shape::kReaders);
+    shared.rounded_empty.init(Shape::kStorers);
     for (int stage = 0; stage < 2; ++stage) {
       shared.tile_full[stage].init(1);
       shared.tile_empty[stage].init(Shape::kTileReaders);
@@ -511,8 +542,8 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     if (threadIdx.x == 0) copy_backward<kSegments>(shared, a, q_map, k_map, v_map, dout_map);
     if (threadIdx.x == 32) add_dq<kSegments>(shared, a);
     if constexpr (Shape::kRoundsDq) {
-      const int rounder = static_cast<int>(threadIdx.x) - (kWarpgroup - Shape::kRounders);
-      if (rounder >= 0) round_dq<kSegments>(shared, a, dq_map, rounder);
+      const int storer = static_cast<int>(threadIdx.x) - (kWarpgroup - Shape::kStorers);
+      if (storer >= 0) store_rounded_dq<kSegments>(shared, a, dq_map, storer);
     }
   } else {
     take_registers<Shape::kMultiplierRegisters>();

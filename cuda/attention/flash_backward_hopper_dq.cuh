@@ -1,5 +1,5 @@
-// The sums of dq over the tiles of keys, in their order, and their rounding: what two threads of
-// the main kernel's copying warpgroup do, and two of its warps.
+// The sums of dq over the tiles of keys, in their order, and their rounding: what a thread and two
+// warps of the main kernel's copying warpgroup do, and the multipliers in a tile's last turn.
 #pragma once
 
 #include "attention/flash_backward_hopper_plan.cuh"
@@ -24,10 +24,23 @@ __device__ __forceinline__ void discard_line(const void* line) {
   asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kCacheLineBytes) : "memory");
 }
 
+// Of a block's addition to a tile of dq, and of the last.
+struct DqRank {
+  int rank, last_rank;
+
+  __device__ __forceinline__ bool is_last() const { return rank == last_rank; }
+};
+
+template <bool kSegments, typename Tiles>
+__device__ __forceinline__ DqRank rank_of_step(const BackwardArguments& a, const Tiles& band,
+                                               const BackwardTile& tile, int query_tile) {
+  const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
+  return {rank_of(tile.key_tile, seen, a.split), seen.size() - 1};
+}
+
 // A tile of dq that a block adds to.
-struct DqStep {
+struct DqStep : DqRank {
   int sequence, head, query_tile;
-  int rank, last_rank;  // of the block's addition, and of the last
 };
 
 // The number of a step's tile of dq among those of all sequences and heads.
@@ -51,16 +64,15 @@ __device__ __forceinline__ void for_each_dq_step(BackwardShared<T, kWidth>& shar
     for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int query_tile = tile.queries.begin; query_tile < tile.queries.end; ++query_tile) {
-        const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
-        visit(DqStep{tile.sequence, head, query_tile, rank_of(tile.key_tile, seen, a.split),
-                     seen.size() - 1});
+        visit(DqStep{rank_of_step<kSegments>(a, band, tile, query_tile), tile.sequence, head,
+                     query_tile});
       }
     }
   }
 }
 
 // Adds each tile of dq to global memory when it is its turn; or, where it is the last and is
-// rounded here, fetches the sum of those before it.
+// rounded here, fetches the sum of those before it for the multipliers.
 template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
                                        const BackwardArguments& a) {
@@ -75,7 +87,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
       fence_async_proxy_global();
     };
     if constexpr (Shape::kRoundsDq) {
-      if (step.rank == step.last_rank) {
+      if (step.is_last()) {
         shared.before_empty.wait(before_ring.parity ^ 1);
         before_ring.advance();
         if (step.rank > 0) {
@@ -116,11 +128,11 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
 template <typename T, int kWidth>
 __device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& shared,
                                                const BackwardArguments& a, const DqStep& step,
-                                               int rounder) {
+                                               int storer) {
   using Shape = BackwardShape<kWidth>;
-  static_assert(Shape::kSlabs == 1 && Shape::kSumsOfDq == Shape::kRounders / 32);
+  static_assert(Shape::kSlabs == 1 && Shape::kSumsOfDq == Shape::kStorers / 32);
   constexpr int kColumns = kPackSize<T>, kLanes = kWidth / kColumns;
-  const int warp = rounder / 32, lane = rounder % 32;
+  const int warp = storer / 32, lane = storer % 32;
   const int column = lane % kLanes * kColumns;
   const auto* const tile = reinterpret_cast<const char*>(shared.rounded_dq);
   float sums[kColumns] = {};
@@ -143,83 +155,64 @@ __device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& 
 // Drops a tile's sum, which is in shared memory now and which nobody else reads.
 template <typename T, int kWidth>
 __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqStep& step,
-                                           int rounder) {
+                                           int storer) {
   using Shape = BackwardShape<kWidth>;
   constexpr int kSize = Shape::kQueries * kWidth, kLine = kCacheLineBytes / sizeof(float);
   const float* const sum = a.dq_sums + dq_tile<kWidth>(a, step) * kSize;
 #pragma unroll 1
-  for (int i = rounder * kLine; i < kSize; i += Shape::kRounders * kLine) {
+  for (int i = storer * kLine; i < kSize; i += Shape::kStorers * kLine) {
     discard_line(sum + i);
   }
 }
 
-// Rounds the tiles of dq to which this block adds last. A tile's parts lie as the multipliers'
-// accumulators did.
+// Adds what the others have summed, unless they are none, to a multiplier's part of a tile of dq,
+// and leaves it in shared memory rounded.
+template <typename T, int kWidth>
+__device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, const float (&dq)[32],
+                                         float scale, bool is_alone, int multiplier) {
+  static_assert(BackwardShape<kWidth>::kSlabs == 1);
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const auto* const before = reinterpret_cast<const float4*>(shared.dq_before[multiplier]) + thread;
+  const uint32_t rows = shared_address(shared.rounded_dq) +
+                        slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* const own = dq + 4 * (j + i);
+      float4 other = {};
+      if (!is_alone) other = before[(j + i) * kWarpgroup];
+      words[2 * i] = pack<T>((own[0] + other.x) * scale, (own[1] + other.y) * scale);
+      words[2 * i + 1] = pack<T>((own[2] + other.z) * scale, (own[3] + other.w) * scale);
+    }
+    store_matrices(rows ^ 16 * j, words);
+  }
+}
+
+// Stores the tiles of dq that the multipliers have rounded, and adds up their columns.
 template <bool kSegments, typename T, int kWidth>
-__device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared,
-                                         const BackwardArguments& a, const CUtensorMap& dq_map,
-                                         int rounder) {
+__device__ __forceinline__ void store_rounded_dq(BackwardShared<T, kWidth>& shared,
+                                                 const BackwardArguments& a,
+                                                 const CUtensorMap& dq_map, int storer) {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kAtOnce = 2;  // of the chunks of eight columns
-  RingPosition<1> ring, before_ring;
-  const auto round_if_last = [&](const DqStep& step) {
-    shared.dq_full.wait(ring.parity);
+  RingPosition<1> ring;
+  const auto store_if_last = [&](const DqStep& step) {
+    if (!step.is_last()) return;
+    shared.rounded_full.wait(ring.parity);
     ring.advance();
-    if (step.rank != step.last_rank) {
-      shared.dq_empty.arrive();
-      return;
-    }
-    // The earlier tile has left shared memory.
-    if (rounder == 0) wait_until_stores_have_read();
-    named_barrier_sync(kRoundBarrier, Shape::kRounders);
-    shared.before_full.wait(before_ring.parity);
-    before_ring.advance();
-    if (step.rank > 0) forget_sum<T, kWidth>(a, step, rounder);
-#pragma unroll 1
-    for (int i = 0; i < Shape::kMultipliers * kWarpgroup / Shape::kRounders; ++i) {
-      const int part = i % 2, thread = i / 2 * Shape::kRounders + rounder;
-      const auto* const sums = reinterpret_cast<const float4*>(shared.dq[part]) + thread;
-      const auto* const before = reinterpret_cast<const float4*>(shared.dq_before[part]) + thread;
-      // The second part is the next slab, or the rows that come next.
-      char* const target = reinterpret_cast<char*>(shared.rounded_dq) + part * 64 * kSlabRowBytes;
-      const uint32_t offset = slab_offset(accumulator_row(thread), accumulator_column(thread));
-#pragma unroll
-      for (int first = 0; first < 8; first += kAtOnce) {
-        float4 sum[kAtOnce], other[kAtOnce] = {};
-#pragma unroll
-        for (int c = 0; c < kAtOnce; ++c) {
-          sum[c] = sums[(first + c) * kWarpgroup];
-          if (step.rank > 0) other[c] = before[(first + c) * kWarpgroup];
-        }
-#pragma unroll
-        for (int c = 0; c < kAtOnce; ++c) {
-          const auto round = [&](float x, float of_x, float y, float of_y) {
-            return pack<T>((x + of_x) * a.scale, (y + of_y) * a.scale);
-          };
-          // Of a row's chunks the swizzle exchanges some.
-          char* const chunk = target + (offset ^ (first + c) * 16);
-          *reinterpret_cast<uint32_t*>(chunk) = round(sum[c].x, other[c].x, sum[c].y, other[c].y);
-          *reinterpret_cast<uint32_t*>(chunk + kEightRowsBytes) =
-              round(sum[c].z, other[c].z, sum[c].w, other[c].w);
-        }
-      }
-    }
-    shared.before_empty.arrive();
-    shared.dq_empty.arrive();
-    fence_async_proxy();
-    named_barrier_sync(kRoundBarrier, Shape::kRounders);
-    if (rounder == 0) {
-      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        store_box(dq_map, shared.rounded_dq + slab * Shape::kQueries * kSlabWidth,
-                  {slab * kSlabWidth, step.head, step.query_tile * Shape::kQueries, step.sequence});
-      }
+    if (storer == 0) {
+      store_box(dq_map, shared.rounded_dq,
+                {0, step.head, step.query_tile * Shape::kQueries, step.sequence});
       commit_stores();
     }
-    // Nobody waits for it until the block's next step.
-    if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, rounder);
+    if (step.rank > 0) forget_sum<T, kWidth>(a, step, storer);
+    if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, storer);
+    if (storer == 0) wait_until_stores_have_read();
+    shared.rounded_empty.arrive();
   };
-  for_each_dq_step<kSegments>(shared, a, round_if_last);
-  if (rounder == 0) wait_for_stores();
+  for_each_dq_step<kSegments>(shared, a, store_if_last);
+  if (storer == 0) wait_for_stores();
 }
 
 }  // namespace jaxllm::hopper

@@ -38,12 +38,12 @@ struct BackwardShape {
   // What threads read themselves each of them gives back, lest racecheck see a race: it does not
   // follow the others of a warp to the one that arrives for it. That is as fast.
   static constexpr int kReaders = kMultipliers * kWarpgroup;
-  // Whether this kernel rounds dq, by so many threads, or one that comes after it. The turns at a
-  // tile of dq get longer by it: the shorter a step is, the less there is to hide that behind. On
-  // an H200 it is 4% faster for 384 causal heads of 1024 queries, 64 wide; and 14% slower for 32
-  // causal key heads of 4096 tokens, 128 wide, each of four heads.
+  // Whether this kernel rounds dq, and so many threads store it, or one that comes after it. On an
+  // H200, when those threads rounded it too, that was 4% faster for 384 causal heads of 1024
+  // queries, 64 wide; and 14% slower for 32 causal key heads of 4096 tokens, 128 wide, each of four
+  // heads.
   static constexpr bool kRoundsDq = kWidth == 64;
-  static constexpr int kRounders = 64;
+  static constexpr int kStorers = 64;
   // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
   static constexpr int kPartOfDq = 64 * 64;
   static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
@@ -53,8 +53,8 @@ struct BackwardShape {
   static_assert(!kStoresFromDs || kQueries == 2 * kWidth);
   // Who gives k and v back: every warp that has multiplied them, or who has stored what went over.
   static constexpr int kKeyReleases = kStoresFromDs ? kWarps : kMultipliers;
-  // Who is told of a tile: the multipliers, the thread that adds dq, and those that round it.
-  static constexpr int kTileReaders = kReaders + 1 + (kRoundsDq ? kRounders : 0);
+  // Who is told of a tile: the multipliers, the thread that adds dq, and those that store it.
+  static constexpr int kTileReaders = kReaders + 1 + (kRoundsDq ? kStorers : 0);
   // The gradient of a bias has a partial sum of dq for every 64 queries: so many for a tile.
   static constexpr int kSumsOfDq = kQueries / 64;
 };
@@ -86,7 +86,7 @@ struct BackwardShared {
   Barrier q_full[Shape::kStages], q_empty[Shape::kStages];
   Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
   Barrier ds_full, ds_empty, dq_full, dq_empty;
-  Barrier before_full, before_empty;
+  Barrier before_full, before_empty, rounded_full, rounded_empty;
   // The block's tiles, one ahead of those who are at work on the one before.
   Barrier tile_full[2], tile_empty[2];
   BackwardTile tiles[2];
@@ -100,13 +100,14 @@ struct BackwardArguments {
   // and upwards.
   int split;
   bool pairs;
-  float* lse;      // (batch, heads, padded queries), times log2(e); inf where no key is seen
-  float* delta;    // the same shape; where it is known, nobody writes it
-  float* dq_sums;  // (batch, heads, tiles of queries) of tiles in the order of accumulators
-  int* ranks;      // (batch, heads, tiles of queries): how often a tile of dq was added to
-  int* tickets;    // the next ticket
-  int items;       // as many tickets
-  bool from_last;  // the last head of the last sequence has the first of them
+  float* lse;           // (batch, heads, padded queries), times log2(e); inf where no key is seen
+  float* delta;         // the same shape; where it is known, nobody writes it
+  float* dq_sums;       // (batch, heads, tiles of queries) of tiles in the order of accumulators
+  int* ranks;           // (batch, heads, tiles of queries): how often a tile of dq was added to
+  int* tickets;         // the next ticket
+  int items;            // as many tickets
+  bool from_last;       // the last head of the last sequence has the first of them
+  int heads_at_a_time;  // so many have them by turns
   Segments segments;
   // The partial sums of a bias's gradient, or null. Of dq (batch, tiles of queries, kSumsOfDq,
   // heads, width); of dout, of each tile of queries, (batch, tiles of queries, group, kv_heads,
@@ -140,7 +141,8 @@ struct BackwardItem {
 //
 // One tile a ticket: the last of a head first. Under a causal mask they start at their own
 // diagonal, the last with the fewest queries before it, so that a tile never catches up with one
-// before it.
+// before it. The tiles of several heads alternate: by the time that a block begins one, the tile
+// before it, of the same head, is well ahead of it wherever it is.
 //
 // Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
 // share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
@@ -149,9 +151,13 @@ struct BackwardItem {
 __host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
                                                            int key_tiles, int ticket) {
   const int per_head = a.pairs ? a.split : key_tiles;
-  const int earlier = ticket / per_head;
-  const int head = a.from_last ? a.items / per_head - 1 - earlier : earlier;
-  const int tile = per_head - 1 - ticket % per_head;
+  const int heads = a.items / per_head;
+  const int first = ticket / (per_head * a.heads_at_a_time) * a.heads_at_a_time;
+  const int among = a.heads_at_a_time < heads - first ? a.heads_at_a_time : heads - first;
+  const int within = ticket - first * per_head;
+  const int earlier = first + within % among;
+  const int head = a.from_last ? heads - 1 - earlier : earlier;
+  const int tile = per_head - 1 - within / among;
   const int partner = key_tiles - 1 - tile;
   return {
       head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
@@ -191,6 +197,5 @@ constexpr int kCacheLineBytes = 128;
 
 constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
 constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
-constexpr int kRoundBarrier = 4;  // the tile of dq that is rounded may be written, or is
 
 }  // namespace jaxllm::hopper
