@@ -10,6 +10,7 @@ struct TileRange {
   int begin, end;
 
   __host__ __device__ int size() const { return end > begin ? end - begin : 0; }
+  __host__ __device__ bool contains(int tile) const { return begin <= tile && tile < end; }
 };
 
 // The mask of a call: query t sees the keys first_key(t) <= s <= last_key(t), and 0 <= s < keys.
@@ -52,11 +53,18 @@ struct TiledBand : Band {
     return {low > 0 ? low / kQueries : 0, end < query_tiles() ? end : query_tiles()};
   }
 
-  // Whether the queries from `query` see all the keys from `key`; `count` of each. Queries beyond
-  // the last one do not matter.
-  __host__ __device__ bool is_inside(int query, int query_count, int key, int key_count) const {
-    return key + key_count <= keys && key + key_count - 1 <= last_key(query) &&
-           key >= first_key(query + query_count - 1);
+  // The tiles of which `count` queries from `query` on see every key.
+  __host__ __device__ TileRange whole_keys_of(int query, int count) const {
+    const int low = first_key(query + count - 1), high = last_key(query);
+    return {low > 0 ? (low + kKeys - 1) / kKeys : 0, (high < keys ? high + 1 : keys) / kKeys};
+  }
+
+  // The tiles of which every query sees `count` keys from `key` on. Queries beyond the last one do
+  // not matter.
+  __host__ __device__ TileRange whole_queries_of(int key, int count) const {
+    if (key + count > keys) return {0, 0};
+    const int low = first_query(key + count - 1);
+    return {low > 0 ? (low + kQueries - 1) / kQueries : 0, (last_query(key) + 1) / kQueries};
   }
 };
 

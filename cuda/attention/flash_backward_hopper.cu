@@ -1,4 +1,6 @@
 // The launchers of the gradient on Hopper: the workspace, and its kernels one after the other.
+#include <algorithm>
+
 #include "attention/flash_backward_hopper.cuh"
 #include "attention/flash_backward_hopper_rows.cuh"
 
@@ -112,8 +114,15 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const int split = pairs ? half : key_tiles;
   const int64_t items = attention.batch * attention.kv_heads * split;
   if (items > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
-  // As many as fill the grid twice. Where there are more, the L2 cache has not got what they read.
-  const int heads_at_a_time = pairs ? 1 : divide_up(2 * multiprocessors, key_tiles);
+  // As many as fill the grid twice; but no more than have what they read and add up in the L2 cache
+  // together, in bytes.
+  constexpr int64_t kCachedBytes = 32 << 20;
+  const int64_t bytes_of_head = kWidth * (attention.heads / attention.kv_heads * attention.queries *
+                                              (2 * sizeof(T) + sizeof(float)) +
+                                          attention.keys * 2 * sizeof(T));
+  const int64_t filling = divide_up(2 * multiprocessors, std::max(key_tiles, 1));
+  const int64_t cached = kCachedBytes / std::max<int64_t>(bytes_of_head, 1);
+  const int64_t heads_at_a_time = pairs ? 1 : std::clamp<int64_t>(cached, 1, filling);
 
   auto* const queries_seen = reinterpret_cast<TileRange*>(workspace + parts.queries_seen_at());
   auto* const keys_seen = reinterpret_cast<TileRange*>(workspace + parts.keys_seen_at());
@@ -144,7 +153,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       // To begin with what was written or read last: by the product that makes the sums the last
       // sequences; the kernel over the rows ends with the first.
       /*from_last=*/has_sums,
-      heads_at_a_time,
+      static_cast<int>(heads_at_a_time),
       {attention.query_segments, attention.key_segments, attention.segment_ranges, keys_seen,
        queries_seen},
       has_bias ? bias.partial : nullptr,

@@ -215,13 +215,14 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
     commit_products();
   };
   SegmentRows query_segments, key_segments;
+  TileRange whole_queries;
   const auto mask = [&](int key_tile, int query_tile) {
     const int first_key = key_tile * Shape::kKeys + multiplier * 64;
     const int first_query = query_tile * kQueries;
     const int key = key_tile * Shape::kKeys + key_in_tile;
     // From here on relative to the thread's first column.
     const int origin = first_query + column;
-    if (!band.is_inside(first_query, kQueries, first_key, 64)) {
+    if (!whole_queries.contains(query_tile)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int low = key + 8 * r < band.keys ? band.first_query(key + 8 * r) - origin : INT_MAX;
@@ -324,6 +325,7 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       query_segments = queries_of_sequence(a.segments, band, tile.sequence);
       key_segments = keys_of_sequence(a.segments, band, tile.sequence);
     }
+    whole_queries = band.whole_queries_of(tile.key_tile * Shape::kKeys + multiplier * 64, 64);
     const int steps = group * tile.queries.size();
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
@@ -428,13 +430,13 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
       shared.dout_empty[stage].arrive();
       bool is_rounded = false;
       if constexpr (Shape::kRoundsDq) {
-        const DqRank rank = rank_of_step<kSegments>(a, band, tile, query_tile);
-        is_rounded = rank.is_last();
+        const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
+        is_rounded = tile.key_tile == last_to_add(seen, a.split);
         if (is_rounded) {
           shared.rounded_empty.wait(rounded_ring.parity ^ 1);
           shared.before_full.wait(rounded_ring.parity);
           rounded_ring.advance();
-          round_dq(shared, dq, a.scale, /*is_alone=*/rank.rank == 0, multiplier);
+          round_dq(shared, dq, a.scale, /*is_alone=*/seen.size() == 1, multiplier);
           fence_async_proxy();
           shared.before_empty.arrive();
           shared.rounded_full.arrive();

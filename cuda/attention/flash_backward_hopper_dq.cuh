@@ -24,23 +24,11 @@ __device__ __forceinline__ void discard_line(const void* line) {
   asm volatile("discard.global.L2 [%0], %1;" ::"l"(line), "n"(kCacheLineBytes) : "memory");
 }
 
-// Of a block's addition to a tile of dq, and of the last.
-struct DqRank {
-  int rank, last_rank;
-
-  __device__ __forceinline__ bool is_last() const { return rank == last_rank; }
-};
-
-template <bool kSegments, typename Tiles>
-__device__ __forceinline__ DqRank rank_of_step(const BackwardArguments& a, const Tiles& band,
-                                               const BackwardTile& tile, int query_tile) {
-  const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
-  return {rank_of(tile.key_tile, seen, a.split), seen.size() - 1};
-}
-
 // A tile of dq that a block adds to.
-struct DqStep : DqRank {
+struct DqStep {
   int sequence, head, query_tile;
+  int rank;      // of the block's addition
+  bool is_last;  // and whether it is the last
 };
 
 // The number of a step's tile of dq among those of all sequences and heads.
@@ -64,8 +52,9 @@ __device__ __forceinline__ void for_each_dq_step(BackwardShared<T, kWidth>& shar
     for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (int query_tile = tile.queries.begin; query_tile < tile.queries.end; ++query_tile) {
-        visit(DqStep{rank_of_step<kSegments>(a, band, tile, query_tile), tile.sequence, head,
-                     query_tile});
+        const TileRange seen = keys_seen<kSegments>(a, band, tile.sequence, query_tile);
+        visit(DqStep{tile.sequence, head, query_tile, rank_of(tile.key_tile, seen, a.split),
+                     tile.key_tile == last_to_add(seen, a.split)});
       }
     }
   }
@@ -87,7 +76,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
       fence_async_proxy_global();
     };
     if constexpr (Shape::kRoundsDq) {
-      if (step.is_last()) {
+      if (step.is_last) {
         shared.before_empty.wait(before_ring.parity ^ 1);
         before_ring.advance();
         if (step.rank > 0) {
@@ -198,7 +187,7 @@ __device__ __forceinline__ void store_rounded_dq(BackwardShared<T, kWidth>& shar
   using Shape = BackwardShape<kWidth>;
   RingPosition<1> ring;
   const auto store_if_last = [&](const DqStep& step) {
-    if (!step.is_last()) return;
+    if (!step.is_last) return;
     shared.rounded_full.wait(ring.parity);
     ring.advance();
     if (storer == 0) {

@@ -192,6 +192,11 @@ __host__ __device__ __forceinline__ int rank_of(int key_tile, const TileRange& s
   return lows + key_tile - (split > seen.begin ? split : seen.begin);
 }
 
+// The tile of keys that adds last.
+__host__ __device__ __forceinline__ int last_to_add(const TileRange& seen, int split) {
+  return seen.end > split ? seen.end - 1 : seen.begin;
+}
+
 // What the L2 cache drops at a time. The workspace begins at a multiple of it.
 constexpr int kCacheLineBytes = 128;
 

@@ -353,6 +353,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
     const TileRange all = shared.keys_seen;
     const int first_query = place.query_tile * Shape::kQueries + multiplier * 64;
     const TileRange range = own_part(band, all, first_query);
+    const TileRange whole = band.whole_keys_of(first_query, 64);
     const int row = first_query + accumulator_row(thread);
 
     SegmentRows key_segments;
@@ -368,7 +369,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
       const int first_key = key_tile * kKeys;
       // From here on relative to the thread's first column.
       const int origin = first_key + accumulator_column(thread);
-      if (!band.is_inside(first_query, 64, first_key, kKeys)) {
+      if (!whole.contains(key_tile)) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int high = min(band.last_key(row + 8 * r), band.keys - 1) - origin;
