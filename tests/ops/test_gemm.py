@@ -684,6 +684,15 @@ def test_hopper_goes_on_from_a_product_to_the_gradient_of_the_norm(on_hopper):
     assert len(re.findall("dot_general", program)) == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "fits"), [(65536, 768, True), (65535, 768, False), (65536, 1024, False)]
+)
+def test_one_kernel_makes_the_gradients_of_an_mlp_with_many_rows(on_hopper, rows, width, fits):
+    program = pre_norm_program(sizes={"rows": rows, "width": width, "hidden": 4 * width})
+    assert program.count("@jaxllm_weight_gradients(") == fits
+    assert program.count("dot_general") == (0 if fits else 2)
+
+
 def test_hopper_goes_on_from_a_product_to_the_norm(on_hopper):
     x, *arrays = jax.eval_shape(lambda: pre_norm_arrays("bfloat16", **PRE_NORM))
     program = lower_for_cuda(lambda *a: twice_normed(*a, backend="cuda"), x, *arrays)
@@ -788,6 +797,21 @@ def test_one_kernel_makes_the_gradients_of_two_weights_of_any_size(
         assert error(a, b) == 0
 
 
+def check_pre_norm_mlp(dtype, **sizes):
+    """It is as exact as its ops, and the same bit for bit when it is run again."""
+    arrays = pre_norm_arrays(dtype, **sizes)
+
+    def run(fn, backend, arrays):
+        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
+
+    fused = run(pre_norm_mlp, "cuda", arrays)
+    again = run(pre_norm_mlp, "cuda", arrays)
+    expected = run(pre_norm_mlp_by_ops, "xla", [x.astype("float32") for x in arrays])
+    assert_close(fused, expected, dtype, run(pre_norm_mlp_by_ops, "xla", arrays))
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
 NORM_SIZES = [
     (1, 8, 8),
     (127, 264, 64),
@@ -807,20 +831,25 @@ NORM_SIZES = [
 @pytest.mark.parametrize(("rows", "width", "hidden"), NORM_SIZES)
 def test_a_norm_s_gradient_is_added_to_any_rows_and_widths(monkeypatch, dtype, rows, width, hidden):
     monkeypatch.setattr(cuda, "_MIN_TILES", 0)
-    arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
     if reason := cuda.norm_unsupported(jnp.zeros((rows, hidden), dtype), width):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
+    check_pre_norm_mlp(dtype, rows=rows, width=width, hidden=hidden)
 
-    def run(fn, backend, arrays):
-        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
 
-    fused = run(pre_norm_mlp, "cuda", arrays)
-    again = run(pre_norm_mlp, "cuda", arrays)
-    expected = run(pre_norm_mlp_by_ops, "xla", [x.astype("float32") for x in arrays])
-    assert_close(fused, expected, dtype, run(pre_norm_mlp_by_ops, "xla", arrays))
-    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
-        assert error(a, b) == 0
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "width", "hidden"), [(2500, 1544, 1032), (17000, 776, 3072)])
+def test_one_kernel_makes_the_gradients_of_both_weights_of_an_mlp(
+    monkeypatch, dtype, rows, width, hidden
+):
+    for name in ("MIN_TILES", "MIN_FILLED", "MIN_GRADIENT_ROWS", "MANY_GRADIENT_ROWS"):
+        monkeypatch.setattr(cuda, f"_{name}", 0)
+    if ffi.no_hopper_reason() is None:
+        assert "@jaxllm_weight_gradients(" in pre_norm_program(
+            dtype, sizes={"rows": rows, "width": width, "hidden": hidden}
+        )
+    check_pre_norm_mlp(dtype, rows=rows, width=width, hidden=hidden)
 
 
 def twice(op, x, *arrays, **options):

@@ -51,6 +51,9 @@ _GRADIENT_TILE = (256, 192)  # of a weight, as in cuda/gemm/weight_gradients.cuh
 # Of as many as this there are two blocks or more for each, on an H200, and cuBLAS, which gives each
 # weight a kernel and each tile a whole number of blocks, leaves multiprocessors idle.
 _MAX_GRADIENT_TILES = 66
+# Of so many rows it is the faster for twice as many tiles too: the sums of its parts take as long
+# whatever the rows are.
+_MANY_GRADIENT_ROWS = 65536
 _MIN_FILLED = 7 / 8
 _MIN_GRADIENT_ROWS = 8192
 
@@ -182,10 +185,10 @@ def linear_normed_backward(
     return dx, *_layer_without_norm(scale, norm_bias, weight, dweight, dbias), dtotal_sum
 
 
-def linear_weight_gradients(x, dout, other_x, other_dout):
+def linear_weight_gradients(x, dout, other_x, other_dout, *, max_tiles=None):
     """As :func:`jaxllm.ops.gemm.products.weight_gradients`, by one kernel."""
     arrays = (x, dout, other_x, other_dout)
-    if weight_gradients_unsupported(*arrays):
+    if weight_gradients_unsupported(*arrays, max_tiles=max_tiles):
         return products.weight_gradients(*arrays)
     shapes = _weight_shapes(*arrays)
     partial = (_MAX_MULTIPROCESSORS + sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
@@ -197,7 +200,7 @@ def linear_weight_gradients(x, dout, other_x, other_dout):
     return lax.optimization_barrier((dweight, other_dweight, dout, other_dout))
 
 
-def weight_gradients_unsupported(x, dout, other_x, other_dout) -> str | None:
+def weight_gradients_unsupported(x, dout, other_x, other_dout, *, max_tiles=None) -> str | None:
     """Why the gradients of two weights are XLA's products; None if one kernel makes both."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {x.dtype}; the kernel takes bfloat16 and float16"
@@ -208,7 +211,7 @@ def weight_gradients_unsupported(x, dout, other_x, other_dout) -> str | None:
     if not _MIN_GRADIENT_ROWS <= rows < _MAX_SIZE:
         return f"x has {rows} rows, too few to be shared among blocks, or 2^31 or more"
     tiles = sum(map(_gradient_tiles, shapes))
-    if tiles > _MAX_GRADIENT_TILES:
+    if tiles > (max_tiles or _MAX_GRADIENT_TILES):
         return f"the weights have {tiles} tiles of {_GRADIENT_TILE}, enough for XLA's products"
     filled = sum(map(math.prod, shapes)) / (tiles * math.prod(_GRADIENT_TILE))
     if filled < _MIN_FILLED:
@@ -249,9 +252,16 @@ def pre_norm_mlp_backward(
         layers = (up_weight, up_bias, down_weight)
         arrays = (rows, rstd, scale, bias, *layers, h, slope, hidden, dout)
         return products.pre_norm_mlp_backward(activations, norms, arrays, activation)
-    ddown_weight, dout = products.weight_gradient_first(hidden, dout)
-    dh, dup_bias = _matmul_scale(dout, down_weight, slope)
-    dweight, dh = products.weight_gradient_first(rows, dh)
+    many = math.prod(rows.shape[:-1]) >= _MANY_GRADIENT_ROWS
+    options = {"max_tiles": 2 * _MAX_GRADIENT_TILES}
+    if many and not weight_gradients_unsupported(rows, hidden, hidden, dout, **options):
+        dh, dup_bias = _matmul_scale(dout, down_weight, slope)
+        gradients = linear_weight_gradients(rows, dh, hidden, dout, **options)
+        dweight, ddown_weight, dh, dout = gradients
+    else:
+        ddown_weight, dout = products.weight_gradient_first(hidden, dout)
+        dh, dup_bias = _matmul_scale(dout, down_weight, slope)
+        dweight, dh = products.weight_gradient_first(rows, dh)
     arrays = (dh, up_weight, up_bias, dweight, dup_bias, rows, rstd, scale, bias, dout)
     dx, dscale, dbias, dup_weight, ddown_bias = linear_normed_backward(*arrays)
     return dx, dscale, dbias, dup_weight, dup_bias, ddown_weight, ddown_bias
