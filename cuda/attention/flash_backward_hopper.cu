@@ -115,13 +115,12 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const int64_t items = attention.batch * attention.kv_heads * split;
   if (items > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
   // As many as fill the grid twice; but no more than have what they read and add up in the L2 cache
-  // together, in bytes. Of documents the tiles at work have but a part of that.
-  constexpr int64_t kCachedBytes = 32 << 20;
+  // together. Of documents the tiles at work have but a part of that.
   const int64_t bytes_of_head = kWidth * (attention.heads / attention.kv_heads * attention.queries *
                                               (2 * sizeof(T) + sizeof(float)) +
                                           attention.keys * 2 * sizeof(T));
-  const int64_t filling = divide_up(2 * multiprocessors, std::max(key_tiles, 1));
-  const int64_t cached = kCachedBytes / std::max<int64_t>(bytes_of_head, 1);
+  const int64_t filling = divide_up(2 * multiprocessors, key_tiles);
+  const int64_t cached = kCachedBytes / bytes_of_head;
   const int64_t heads_at_a_time = pairs       ? 1
                                   : kSegments ? filling
                                               : std::clamp<int64_t>(cached, 1, filling);

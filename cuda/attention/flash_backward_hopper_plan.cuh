@@ -8,6 +8,7 @@
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
 #include "common/hopper.cuh"
+#include "common/tile_order.cuh"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -141,23 +142,21 @@ struct BackwardItem {
 //
 // One tile a ticket: the last of a head first. Under a causal mask they start at their own
 // diagonal, the last with the fewest queries before it, so that a tile never catches up with one
-// before it. The tiles of several heads alternate: by the time that a block begins one, the tile
-// before it, of the same head, is well ahead of it wherever it is.
+// before it. The tiles of several heads alternate, so that a block begins one some time after the
+// tile before it, of the same head, was begun, and waits less at what that adds: on an H200 384
+// causal heads of 1024 queries, 64 wide, take 335 us for 345.
 //
 // Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
 // share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
 // length whatever n is. Its second tile waits for first tiles of later tickets too: the launcher
 // makes sure that all pairs of a head run at once, and a block takes one pair alone.
-__host__ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a,
-                                                           int key_tiles, int ticket) {
+__device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a, int key_tiles,
+                                                  int ticket) {
   const int per_head = a.pairs ? a.split : key_tiles;
   const int heads = a.items / per_head;
-  const int first = ticket / (per_head * a.heads_at_a_time) * a.heads_at_a_time;
-  const int among = a.heads_at_a_time < heads - first ? a.heads_at_a_time : heads - first;
-  const int within = ticket - first * per_head;
-  const int earlier = first + within % among;
-  const int head = a.from_last ? heads - 1 - earlier : earlier;
-  const int tile = per_head - 1 - within / among;
+  const TilePlace place = place_tile(ticket, heads, per_head, a.heads_at_a_time);
+  const int head = a.from_last ? heads - 1 - place.row : place.row;
+  const int tile = per_head - 1 - place.column;
   const int partner = key_tiles - 1 - tile;
   return {
       head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};

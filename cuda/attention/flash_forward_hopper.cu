@@ -43,8 +43,7 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const int64_t query_tiles = divide_up(attention.queries, Shape::kQueries);
   const int64_t tiles = query_tiles * attention.batch * attention.heads;
   if (tiles > kMaxTiles) return cudaErrorNotSupported;
-  // Keys and values of the heads at work at one time, in bytes of the L2 cache.
-  constexpr int64_t kCachedBytes = 32 << 20;
+  // As many as have their keys and values in the L2 cache together.
   const int64_t group = attention.heads / attention.kv_heads;
   const int64_t groups_at_a_time = std::clamp<int64_t>(
       kCachedBytes / std::max<int64_t>(2 * attention.keys * Shape::kWidth * sizeof(T), 1), 1,

@@ -10,7 +10,7 @@
 //
 // In bfloat16 m stays what it was, and o with it, as long as no row's weights in a tile have a sum
 // beyond 2^16: it has the exponents of float32, and numbers above one as precise as those below.
-// Few tiles after the first are beyond, and their weights are computed anew.
+// The weights of a tile that is beyond are computed anew.
 //
 // Source: Shah et al., "FlashAttention-3" (arXiv:2407.08608).
 #pragma once
@@ -22,6 +22,7 @@
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
 #include "common/hopper.cuh"
+#include "common/tile_order.cuh"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -95,11 +96,10 @@ struct ForwardArguments {
 // the last sequences first, which it is likeliest to have from the product that wrote them. Heads
 // that share keys are neighbours.
 __device__ __forceinline__ ForwardTile decode_tile(const ForwardArguments& a, int tile) {
-  const int first_head = tile / (a.heads_at_a_time * a.query_tiles) * a.heads_at_a_time;
-  const int heads = min(a.heads_at_a_time, a.batch * a.heads - first_head);
-  const int rest = tile - first_head * a.query_tiles;
-  const int head = a.batch * a.heads - 1 - (first_head + rest % heads);
-  return {a.query_tiles - 1 - rest / heads, head % a.heads, head / a.heads};
+  const int heads = a.batch * a.heads;
+  const TilePlace place = place_tile(tile, heads, a.query_tiles, a.heads_at_a_time);
+  const int head = heads - 1 - place.row;
+  return {a.query_tiles - 1 - place.column, head % a.heads, head / a.heads};
 }
 
 // Numbers of the named barriers; 0 is __syncthreads'.

@@ -15,6 +15,8 @@
 namespace jaxllm {
 
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
+// Of the L2 cache, for what the heads at work at one time have in common.
+inline constexpr int64_t kCachedBytes = 32 << 20;
 
 inline bool is_served(const HopperAttention& a) {
   const auto fits = [](int64_t count) { return 0 <= count && count < HopperAttention::kUnbounded; };

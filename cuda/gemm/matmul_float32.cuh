@@ -15,7 +15,7 @@
 #include "activation/functions.cuh"
 #include "common/launch.h"
 #include "common/mma.cuh"
-#include "gemm/tile_order.cuh"
+#include "common/tile_order.cuh"
 
 namespace jaxllm {
 namespace {

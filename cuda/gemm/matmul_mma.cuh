@@ -13,8 +13,8 @@
 #include "activation/functions.cuh"
 #include "common/launch.h"
 #include "common/mma.cuh"
+#include "common/tile_order.cuh"
 #include "common/vector.cuh"
-#include "gemm/tile_order.cuh"
 
 namespace jaxllm {
 namespace {

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "common/hopper.cuh"
+#include "common/tile_order.cuh"
 #include "gemm/hopper_matrix.cuh"
 #include "gemm/matmul_hopper.h"
 #include "gemm/slope_codes.cuh"
-#include "gemm/tile_order.cuh"
 
 namespace jaxllm {
 namespace {

@@ -1,4 +1,4 @@
-// In which order blocks take the tiles of a matrix product.
+// In which order blocks take the tiles of a matrix product, or of heads.
 #pragma once
 
 #include <cuda_runtime.h>
