@@ -162,11 +162,7 @@ __device__ __forceinline__ void multiply_backward(BackwardShared<T, kWidth>& sha
   const uint64_t turned_k_operand = depth_across_rows(
       shared_address(shared.k) + (kByColumn ? multiplier * kKeySlabBytes : 0), kKeySlabBytes);
 
-  // Where this lane's row of four matrices of ds begins: of its warp's 16 keys by 16 queries.
-  const int lane = thread % 32;
-  const uint32_t ds_rows =
-      shared_address(shared.ds) +
-      slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+  const uint32_t ds_rows = shared_address(shared.ds) + offset_of_matrices(multiplier, thread);
 
   RingPosition<Shape::kKeyStages> k_ring;
   // Of q and dout. With two stages the stage is also the parity of a step, and so that of the

@@ -154,16 +154,22 @@ __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqS
   }
 }
 
+// Where, in a slab, a thread's row begins of the four matrices that its warp has of the first 16
+// columns of a multiplier's 64 rows. For columns 8 j to 8 j + 15, j even, the address ^ 16 j.
+__device__ __forceinline__ uint32_t offset_of_matrices(int multiplier, int thread) {
+  const int lane = thread % 32;
+  return slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+}
+
 // Adds what the others have summed, unless they are none, to a multiplier's part of a tile of dq,
 // and leaves it in shared memory rounded.
 template <typename T, int kWidth>
 __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, const float (&dq)[32],
                                          float scale, bool is_alone, int multiplier) {
   static_assert(BackwardShape<kWidth>::kSlabs == 1);
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int thread = threadIdx.x % kWarpgroup;
   const auto* const before = reinterpret_cast<const float4*>(shared.dq_before[multiplier]) + thread;
-  const uint32_t rows = shared_address(shared.rounded_dq) +
-                        slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+  const uint32_t rows = shared_address(shared.rounded_dq) + offset_of_matrices(multiplier, thread);
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     uint32_t words[4];
