@@ -189,6 +189,19 @@ def with_gradients(fn, arrays):
     return out, pull(cotangents_like(out))
 
 
+def check_fused(op, by_ops, arrays, dtype):
+    """The CUDA kernels are as exact as the ops one by one, and run twice give the same bits."""
+
+    def run(fn, backend, arrays):
+        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
+
+    fused, again = (run(op, "cuda", arrays) for _ in range(2))
+    expected = run(by_ops, "xla", [x.astype("float32") for x in arrays])
+    assert_close(fused, expected, dtype, run(by_ops, "xla", arrays))
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
+        assert error(a, b) == 0
+
+
 def test_mlp_is_two_layers():
     arrays = mlp_arrays()
     expected = with_gradients(two_layers, arrays)
@@ -564,16 +577,7 @@ def test_a_residual_is_added_to_any_rows_and_widths(monkeypatch, dtype, rows, hi
     if reason := cuda.fused_unsupported(arrays[0], out):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
-
-    def run(fn, backend, arrays):
-        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
-
-    fused = run(linear_add_layer_norm, "cuda", arrays)
-    again = run(linear_add_layer_norm, "cuda", arrays)
-    expected = run(two_ops, "xla", [x.astype("float32") for x in arrays])
-    assert_close(fused, expected, dtype, run(two_ops, "xla", arrays))
-    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
-        assert error(a, b) == 0
+    check_fused(linear_add_layer_norm, two_ops, arrays, dtype)
 
 
 # ---- pre_norm_mlp
@@ -797,21 +801,6 @@ def test_one_kernel_makes_the_gradients_of_two_weights_of_any_size(
         assert error(a, b) == 0
 
 
-def check_pre_norm_mlp(dtype, **sizes):
-    """It is as exact as its ops, and the same bit for bit when it is run again."""
-    arrays = pre_norm_arrays(dtype, **sizes)
-
-    def run(fn, backend, arrays):
-        return with_gradients(lambda *a: fn(*a, backend=backend), arrays)
-
-    fused = run(pre_norm_mlp, "cuda", arrays)
-    again = run(pre_norm_mlp, "cuda", arrays)
-    expected = run(pre_norm_mlp_by_ops, "xla", [x.astype("float32") for x in arrays])
-    assert_close(fused, expected, dtype, run(pre_norm_mlp_by_ops, "xla", arrays))
-    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(again), strict=True):
-        assert error(a, b) == 0
-
-
 NORM_SIZES = [
     (1, 8, 8),
     (127, 264, 64),
@@ -834,7 +823,8 @@ def test_a_norm_s_gradient_is_added_to_any_rows_and_widths(monkeypatch, dtype, r
     if reason := cuda.norm_unsupported(jnp.zeros((rows, hidden), dtype), width):
         assert ffi.no_hopper_reason() == reason  # nothing to test on this GPU
         return
-    check_pre_norm_mlp(dtype, rows=rows, width=width, hidden=hidden)
+    arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
+    check_fused(pre_norm_mlp, pre_norm_mlp_by_ops, arrays, dtype)
 
 
 @pytest.mark.gpu
@@ -849,7 +839,8 @@ def test_one_kernel_makes_the_gradients_of_both_weights_of_an_mlp(
         assert "@jaxllm_weight_gradients(" in pre_norm_program(
             dtype, sizes={"rows": rows, "width": width, "hidden": hidden}
         )
-    check_pre_norm_mlp(dtype, rows=rows, width=width, hidden=hidden)
+    arrays = pre_norm_arrays(dtype, rows=rows, width=width, hidden=hidden)
+    check_fused(pre_norm_mlp, pre_norm_mlp_by_ops, arrays, dtype)
 
 
 def twice(op, x, *arrays, **options):
