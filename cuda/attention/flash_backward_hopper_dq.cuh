@@ -1,5 +1,5 @@
 // The sums of dq over the tiles of keys, in their order, and their rounding: what a thread and two
-// warps of the main kernel's copying warpgroup do, and the multipliers in a tile's last turn.
+// warps of the main kernel's copying warpgroup do, and who has multiplied dq in a tile's last turn.
 #pragma once
 
 #include "attention/flash_backward_hopper_plan.cuh"
@@ -61,50 +61,55 @@ __device__ __forceinline__ void for_each_dq_step(BackwardShared<T, kWidth>& shar
 }
 
 // Adds each tile of dq to global memory when it is its turn; or, where it is the last and is
-// rounded here, fetches the sum of those before it for the multipliers.
+// rounded here, fetches the sum of those before it.
 template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
                                        const BackwardArguments& a) {
   using Shape = BackwardShape<kWidth>;
-  RingPosition<1> ring, before_ring;
+  constexpr int kParts = Shape::kParts, kSize = Shape::kQueries * kWidth / kParts;
+  constexpr int kBytes = kSize * sizeof(float);
+  float* const own = shared.dq[0];
+  RingPosition<1> ring;
   const auto add = [&](const DqStep& step) {
     const int64_t tile = dq_tile<kWidth>(a, step);
-    float* const sum = a.dq_sums + tile * (Shape::kQueries * kWidth);
-    const auto await_rank = [&] {
+    float* const sum = a.dq_sums + tile * (kParts * kSize);
+    // Before the tile is there, lest it wait for what has long been true to be read.
+    if (step.rank > 0) {
       while (load_acquire(a.ranks + tile) != step.rank) {
       }
       fence_async_proxy_global();
-    };
-    if constexpr (Shape::kRoundsDq) {
-      if (step.is_last) {
-        shared.before_empty.wait(before_ring.parity ^ 1);
-        before_ring.advance();
+    }
+    if (Shape::kRoundsDq && step.is_last) {
+      for (int part = 0; part < kParts; ++part) {
+        const int offset = part * kSize;
         if (step.rank > 0) {
-          await_rank();
-          shared.before_full.arrive_and_expect(sizeof(shared.dq_before));
-          load_bytes(shared.dq_before, sum, sizeof(shared.dq_before), shared.before_full);
+          shared.sum_full[part].arrive_and_expect(kBytes);
+          load_bytes(own + offset, sum + offset, kBytes, shared.sum_full[part]);
         } else {
-          shared.before_full.arrive();
+          shared.sum_full[part].arrive();
         }
-        shared.dq_full.wait(ring.parity);
-        ring.advance();
-        shared.dq_empty.arrive();
-        return;
       }
+      for (int part = 0; part < kParts; ++part) {
+        shared.dq_full[part].wait(ring.parity);
+        shared.dq_empty[part].arrive();
+      }
+      ring.advance();
+      return;
     }
-    // Before the tile is there, lest it wait for what has long been true to be read.
-    await_rank();
-    shared.dq_full.wait(ring.parity);
+    for (int part = 0; part < kParts; ++part) {
+      const int offset = part * kSize;
+      shared.dq_full[part].wait(ring.parity);
+      // The first writes, so that nobody has to write zeros before.
+      if (step.rank == 0) {
+        store_bytes(sum + offset, own + offset, kBytes);
+      } else {
+        add_floats(sum + offset, own + offset, kBytes);
+      }
+      commit_stores();
+    }
     ring.advance();
-    // The first writes, so that nobody has to write zeros before.
-    if (step.rank == 0) {
-      store_bytes(sum, shared.dq, sizeof(shared.dq));
-    } else {
-      add_floats(sum, shared.dq[0], sizeof(shared.dq));
-    }
-    commit_stores();
     wait_until_stores_have_read();
-    shared.dq_empty.arrive();
+    for (int part = 0; part < kParts; ++part) shared.dq_empty[part].arrive();
     wait_for_stores();
     fence_async_proxy_global();
     store_release(a.ranks + tile, step.rank + 1);
@@ -155,21 +160,31 @@ __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqS
 }
 
 // Where, in a slab, a thread's row begins of the four matrices that its warp has of the first 16
-// columns of a multiplier's 64 rows. For columns 8 j to 8 j + 15, j even, the address ^ 16 j.
-__device__ __forceinline__ uint32_t offset_of_matrices(int multiplier, int thread) {
+// columns of the first or second 64 rows. For columns 8 j to 8 j + 15, j even, the address ^ 16 j.
+__device__ __forceinline__ uint32_t offset_of_matrices(int half, int thread) {
   const int lane = thread % 32;
-  return slab_offset(multiplier * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+  return slab_offset(half * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
 }
 
-// Adds what the others have summed, unless they are none, to a multiplier's part of a tile of dq,
-// and leaves it in shared memory rounded.
+// Hands a half of a tile of dq to who adds it.
+__device__ __forceinline__ void store_accumulators(const float (&dq)[32], float* half) {
+  const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    reinterpret_cast<float4*>(half)[j * kWarpgroup + thread] =
+        make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
+}
+
+// Adds what the others have summed, unless they are none, to half a tile of dq, and leaves it in
+// shared memory rounded.
 template <typename T, int kWidth>
 __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, const float (&dq)[32],
-                                         float scale, bool is_alone, int multiplier) {
+                                         float scale, bool is_alone, int half) {
   static_assert(BackwardShape<kWidth>::kSlabs == 1);
   const int thread = threadIdx.x % kWarpgroup;
-  const auto* const before = reinterpret_cast<const float4*>(shared.dq_before[multiplier]) + thread;
-  const uint32_t rows = shared_address(shared.rounded_dq) + offset_of_matrices(multiplier, thread);
+  const auto* const sum = reinterpret_cast<const float4*>(shared.dq[half]) + thread;
+  const uint32_t rows = shared_address(shared.rounded_dq) + offset_of_matrices(half, thread);
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     uint32_t words[4];
@@ -177,7 +192,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, cons
     for (int i = 0; i < 2; ++i) {
       const float* const own = dq + 4 * (j + i);
       float4 other = {};
-      if (!is_alone) other = before[(j + i) * kWarpgroup];
+      if (!is_alone) other = sum[(j + i) * kWarpgroup];
       words[2 * i] = pack<T>((own[0] + other.x) * scale, (own[1] + other.y) * scale);
       words[2 * i + 1] = pack<T>((own[2] + other.z) * scale, (own[3] + other.w) * scale);
     }
@@ -185,7 +200,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, cons
   }
 }
 
-// Stores the tiles of dq that the multipliers have rounded, and adds up their columns.
+// Stores the tiles of dq that are rounded, and adds up their columns.
 template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void store_rounded_dq(BackwardShared<T, kWidth>& shared,
                                                  const BackwardArguments& a,

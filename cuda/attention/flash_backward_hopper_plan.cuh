@@ -19,26 +19,29 @@ namespace jaxllm::hopper {
 
 template <int kWidth>
 struct BackwardShape {
+  // Narrow heads leave a fourth warpgroup room for a tile of dq, wide ones do not: see
+  // multiply_narrow and multiply_wide.
+  static constexpr bool kIsNarrow = kWidth == 64;
   static constexpr int kMultipliers = 2;
   static constexpr int kKeys = kMultipliers * 64;
-  // What registers allow: of the five accumulators two grow with the queries, two with the width.
-  static constexpr int kQueries = kWidth == 64 ? 128 : 64;
-  static constexpr int kStages = 2;
-  // What more runs beside each other, as far as registers go (with both, or the other of the two,
-  // the assembler runs out of them, and then it lets every product wait for the one before):
-  // dv += p dout beside the arithmetic of ds, or the next step's s beside the handing on of dq.
-  static constexpr bool kEarlyDv = kWidth == 128;
-  static constexpr bool kEarlyScores = kWidth == 64;
-  // A tile's last step is beside the next one's first, which has its keys by then.
-  static constexpr int kKeyStages = kEarlyScores ? 2 : 1;
+  // What registers allow.
+  static constexpr int kQueries = kIsNarrow ? 128 : 64;
   static constexpr int kSlabs = kWidth / kSlabWidth;
-  static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  // Together the 168 that a thread has when the kernel begins. Those who add and store dq need more
-  // than 24: with 40, on an H200, 384 causal heads of 1024 queries, 64 wide, take 326 us for 332.
-  // The multipliers of wide heads need all of 240.
-  static constexpr int kCopierRegisters = kWidth == 64 ? 40 : 24;
-  static constexpr int kMultiplierRegisters = kWidth == 64 ? 232 : 240;
-  static_assert(kCopierRegisters + kMultipliers * kMultiplierRegisters == (kMultipliers + 1) * 168);
+  // Buffers of dout, of q, whose next scores are multiplied earlier, and of k and v.
+  static constexpr int kStages = 2;
+  static constexpr int kQueryStages = kIsNarrow ? 3 : 2;
+  static constexpr int kKeyStages = kIsNarrow ? 2 : 1;
+  // The copier's warpgroup, the multipliers and, for narrow heads, that of dq. Together the
+  // registers that they have when the kernel begins. Those who add and store dq need more than 24,
+  // the multipliers of narrow heads more than 192.
+  static constexpr int kWarpgroups = 1 + kMultipliers + (kIsNarrow ? 1 : 0);
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  static constexpr int kCopierRegisters = kIsNarrow ? 48 : 24;
+  static constexpr int kMultiplierRegisters = kIsNarrow ? 200 : 240;
+  static constexpr int kDqRegisters = 64;
+  static_assert(kCopierRegisters + kMultipliers * kMultiplierRegisters +
+                    (kIsNarrow ? kDqRegisters : 0) ==
+                kWarpgroups * (kIsNarrow ? 128 : 168));
   static constexpr int kWarps = kMultipliers * 4;
   // What threads read themselves each of them gives back, lest racecheck see a race: it does not
   // follow the others of a warp to the one that arrives for it. That is as fast.
@@ -47,19 +50,22 @@ struct BackwardShape {
   // H200, when those threads rounded it too, that was 4% faster for 384 causal heads of 1024
   // queries, 64 wide; and 14% slower for 32 causal key heads of 4096 tokens, 128 wide, each of four
   // heads.
-  static constexpr bool kRoundsDq = kWidth == 64;
+  static constexpr bool kRoundsDq = kIsNarrow;
   static constexpr int kStorers = 64;
-  // A tile of dq is two parts of 64 queries by 64 columns, one for each multiplier.
-  static constexpr int kPartOfDq = 64 * 64;
-  static_assert(kQueries * kWidth == kMultipliers * kPartOfDq);
-  // dk and dv leave through the shared memory of ds, and that of k and v is free for the next
-  // tile's when the products are done with them; or through the latter.
-  static constexpr bool kStoresFromDs = kEarlyScores;
-  static_assert(!kStoresFromDs || kQueries == 2 * kWidth);
-  // Who gives k and v back: every warp that has multiplied them, or who has stored what went over.
-  static constexpr int kKeyReleases = kStoresFromDs ? kWarps : kMultipliers;
-  // Who is told of a tile: the multipliers, the thread that adds dq, and those that store it.
-  static constexpr int kTileReaders = kReaders + 1 + (kRoundsDq ? kStorers : 0);
+  // Half a tile of dq: 64 queries by 64 columns. Narrow heads have halves of queries, of which ds
+  // and dq are handed on one by one, wide ones of columns, handed on together.
+  static constexpr int kHalfOfDq = 64 * 64;
+  static_assert(kQueries * kWidth == 2 * kHalfOfDq);
+  static constexpr int kParts = kIsNarrow ? 2 : 1;
+  // The warps that multiply dq and hand it on.
+  static constexpr int kDqWarps = kIsNarrow ? 4 : kWarps;
+  // Who gives k back: of narrow heads who multiplies dq, of wide ones, as all give v back, who has
+  // stored the multiplier's gradient that went over it.
+  static constexpr int kKeyReleases = kIsNarrow ? kDqWarps : kMultipliers;
+  static constexpr int kValueReleases = kMultipliers;
+  // Who is told of a tile: the multipliers, the thread that adds dq, and those that multiply and
+  // store it.
+  static constexpr int kTileReaders = kReaders + 1 + (kIsNarrow ? kWarpgroup + kStorers : 0);
   // The gradient of a bias has a partial sum of dq for every 64 queries: so many for a tile.
   static constexpr int kSumsOfDq = kQueries / 64;
 };
@@ -76,22 +82,23 @@ template <typename T, int kWidth>
 struct BackwardShared {
   using Shape = BackwardShape<kWidth>;
   T k[Shape::kKeyStages][Shape::kKeys * kWidth];
-  T v[Shape::kKeys * kWidth];
-  T q[Shape::kStages][Shape::kQueries * kWidth];
+  T v[Shape::kKeyStages][Shape::kKeys * kWidth];
+  T q[Shape::kQueryStages][Shape::kQueries * kWidth];
   T dout[Shape::kStages][Shape::kQueries * kWidth];
   T ds[Shape::kKeys * Shape::kQueries];
-  float dq[Shape::kMultipliers][Shape::kPartOfDq];
-  // Where dq is rounded: the sum of all parts of a tile but the last, and the tile. Elsewhere next
-  // to nothing.
-  float dq_before[Shape::kMultipliers][Shape::kRoundsDq ? Shape::kPartOfDq : 4];
+  // What is added to the sum of dq; or, where dq is rounded here and a tile's last part is made,
+  // the sum of all others.
+  float dq[2][Shape::kHalfOfDq];
   T rounded_dq[Shape::kRoundsDq ? Shape::kQueries * kWidth : 8];
-  alignas(16) float lse[Shape::kStages][Shape::kQueries];
+  alignas(16) float lse[Shape::kQueryStages][Shape::kQueries];
   alignas(16) float delta[Shape::kStages][Shape::kQueries];
-  Barrier k_full[Shape::kKeyStages], k_empty[Shape::kKeyStages], v_full, v_empty;
-  Barrier q_full[Shape::kStages], q_empty[Shape::kStages];
+  Barrier k_full[Shape::kKeyStages], k_empty[Shape::kKeyStages];
+  Barrier v_full[Shape::kKeyStages], v_empty[Shape::kKeyStages];
+  Barrier q_full[Shape::kQueryStages], q_empty[Shape::kQueryStages];
   Barrier dout_full[Shape::kStages], dout_empty[Shape::kStages];
-  Barrier ds_full, ds_empty, dq_full, dq_empty;
-  Barrier before_full, before_empty, rounded_full, rounded_empty;
+  Barrier ds_full[Shape::kParts], ds_empty[Shape::kParts];
+  Barrier dq_full[Shape::kParts], dq_empty[Shape::kParts], sum_full[Shape::kParts];
+  Barrier rounded_full, rounded_empty;
   // The block's tiles, one ahead of those who are at work on the one before.
   Barrier tile_full[2], tile_empty[2];
   BackwardTile tiles[2];
@@ -203,7 +210,7 @@ __host__ __device__ __forceinline__ int last_to_add(const TileRange& seen, int s
 // What the L2 cache drops at a time. The workspace begins at a multiple of it.
 constexpr int kCacheLineBytes = 128;
 
-constexpr int kAllBarrier = 1;    // both multipliers are done with a tile of keys
+constexpr int kAllBarrier = 1;    // both multipliers of a wide head are done with a tile of keys
 constexpr int kStoreBarrier = 2;  // + multiplier: its gradients are in shared memory
 
 }  // namespace jaxllm::hopper

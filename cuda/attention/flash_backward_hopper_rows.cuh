@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kRowThreads)
     flash_attention_backward_dq_kernel(const __grid_constant__ BackwardArguments a,
                                        HeadRows<T> dq) {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kReaders = Shape::kMultipliers * Shape::kPartOfDq / 16;
+  constexpr int kReaders = Shape::kMultipliers * Shape::kHalfOfDq / 16;
   static_assert(kReaders % kRowThreads == 0);
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int query_tile = blockIdx.x;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const int reader = first + threadIdx.x;
     const int chunk = reader % 8, quad = reader / 8 % 32, multiplier = reader / 256;
     const float* const source =
-        parts + multiplier * Shape::kPartOfDq + (chunk * kWarpgroup + quad * 4) * 4;
+        parts + multiplier * Shape::kHalfOfDq + (chunk * kWarpgroup + quad * 4) * 4;
     float values[2][8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
