@@ -3,7 +3,11 @@
 // out.
 #pragma once
 
+#include <climits>
+#include <cmath>
+
 #include "attention/flash_backward_hopper_dq.cuh"
+#include "common/fast_math.cuh"
 
 namespace jaxllm::hopper {
 

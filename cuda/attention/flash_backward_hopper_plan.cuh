@@ -2,8 +2,6 @@
 // shared memory, the tiles of keys that it takes and the ranks of its additions to dq.
 #pragma once
 
-#include <climits>
-
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"

@@ -3,6 +3,8 @@
 // its columns. dv += p dout runs beside the arithmetic of ds.
 #pragma once
 
+#include <cmath>
+
 #include "attention/flash_backward_hopper_multiply.cuh"
 
 namespace jaxllm::hopper {
