@@ -136,8 +136,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2
 
 // dp becomes ds = p (dp - delta), where `delta` has that of the first query.
 template <int kSize>
-__device__ __forceinline__ void weigh_by(const float (&p)[kSize], float (&dp)[kSize],
-                                         const float* delta) {
+__device__ __forceinline__ void differentiate_softmax(const float (&p)[kSize], float (&dp)[kSize],
+                                                      const float* delta) {
   const int column = accumulator_column(threadIdx.x % kWarpgroup);
 #pragma unroll
   for (int j = 0; j < kSize; j += 4) {

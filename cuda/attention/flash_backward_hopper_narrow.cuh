@@ -6,8 +6,8 @@
 // A step is a tile of 128 queries, taken in two halves. While the tensor cores multiply dk of a
 // half and s and dp of the next, the exponentials of its scores are computed:
 //
-//   weigh:   start dp    await s    s -> p      start dv                    await dp, dv
-//   spread:  start the next s       dp -> ds    ds to shared memory         start dk
+//   start_dv:  dp started    s awaited    s -> p      dv started               dp, dv awaited
+//   start_dk:  next s started             dp -> ds    ds to shared memory      dk started
 //
 // Under a causal mask, a tile's last 64 keys are not seen by the first half of the queries on the
 // diagonal: their multiplier begins with the second.
@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
 
     // dv += p dout of a half, whose dp it leaves. `pending`: how many groups of products have been
     // started after its scores and dp's; or less than none where they are known to be there.
-    const auto weigh = [&](auto pending, float (&s)[32], int q_stage, int half) {
+    const auto start_dv = [&](auto pending, float (&s)[32], int q_stage, int half) {
       constexpr int kPending = decltype(pending)::value;
       const T* const dout = shared.dout[ring.stage] + half * kHalfTile;
       start_scores<Shape>(dp, v_rows, dout);
@@ -127,8 +127,8 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
       wait_for_products<0>(dp);
     };
     // dk += ds q of a half, and its ds for dq.
-    const auto spread = [&](const float (&p)[32], int q_stage, int half, bool is_first) {
-      weigh_by(p, dp, shared.delta[ring.stage] + half * kHalf);
+    const auto start_dk = [&](const float (&p)[32], int q_stage, int half, bool is_first) {
+      differentiate_softmax(p, dp, shared.delta[ring.stage] + half * kHalf);
       pack<T>(dp, ds_left_operand);
       if (is_first) await_stores(key_stage);
       store_ds<Shape>(ds_left_operand, ds_rows + half * kKeySlabBytes);
@@ -156,8 +156,8 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
         arrive_as_warp(shared.ds_full[0]);
       } else {
         start_scores<Shape>(s[1], k_rows, shared.q[q_stage] + kHalfTile);
-        spread(s[0], q_stage, 0, is_first);
-        weigh(std::integral_constant<int, 1>{}, s[1], q_stage, 1);
+        start_dk(s[0], q_stage, 0, is_first);
+        start_dv(std::integral_constant<int, 1>{}, s[1], q_stage, 1);
       }
       // After the very last step nobody reads the scores: they cost less than a branch around a
       // product.
@@ -165,9 +165,9 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
         if constexpr (kLast) shared.k_full[key_ring.stage].wait(key_ring.parity);
         shared.q_full[q_ring.stage].wait(q_ring.parity);
       }
-      if constexpr (kHalved) spread(s[0], q_stage, 1, is_first);
+      if constexpr (kHalved) start_dk(s[0], q_stage, 1, is_first);
       start_scores<Shape>(s[0], next_k_rows, shared.q[q_ring.stage] + is_next_halved * kHalfTile);
-      if constexpr (!kHalved) spread(s[1], q_stage, 1, false);
+      if constexpr (!kHalved) start_dk(s[1], q_stage, 1, false);
       const int stage = ring.stage;
       ring.advance();
       if (++query_tile == tile.queries.end) query_tile = tile.queries.begin;
@@ -175,7 +175,8 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
         wait_for_products<0>(s[0], dk, dv);
       } else {
         shared.dout_full[ring.stage].wait(ring.parity);
-        weigh(std::integral_constant<int, kHalved ? 0 : 1>{}, s[0], q_ring.stage, is_next_halved);
+        start_dv(std::integral_constant<int, kHalved ? 0 : 1>{}, s[0], q_ring.stage,
+                 is_next_halved);
       }
       shared.q_empty[q_stage].arrive();
       shared.dout_empty[stage].arrive();
@@ -184,7 +185,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
       constexpr std::true_type yes;
       constexpr std::false_type no;
       shared.dout_full[ring.stage].wait(ring.parity);
-      weigh(std::integral_constant<int, -1>{}, s[0], q_ring.stage, begins_halved);
+      start_dv(std::integral_constant<int, -1>{}, s[0], q_ring.stage, begins_halved);
       for (int step = 0; step < steps - 1; ++step) {
         if (begins_halved && query_tile == tile.queries.begin) {
           walk(yes, no, step == 0);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_wide(BackwardShared<T, kWidth>& shared,
       start_gradient<Shape>(dv, p_operand, shared.dout[stage]);
       wait_for_products<1>(dp);
       shared.ds_empty[0].wait(stage ^ 1);
-      weigh_by(s, dp, shared.delta[stage]);
+      differentiate_softmax(s, dp, shared.delta[stage]);
       pack<T>(dp, ds_left_operand);
       store_ds<Shape>(ds_left_operand, ds_rows);
       fence_async_proxy();
