@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
     }
 
     // dv += p dout of a half, whose dp it leaves. `pending`: how many groups of products have been
-    // started after its scores and dp's; or less than none where they are known to be there.
+    // started since its scores were; less than none where the scores are known to be there.
     const auto start_dv = [&](auto pending, float (&s)[32], int q_stage, int half) {
       constexpr int kPending = decltype(pending)::value;
       const T* const dout = shared.dout[ring.stage] + half * kHalfTile;
