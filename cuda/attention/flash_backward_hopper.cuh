@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
       shared.k_full[stage].init(1);
       shared.k_empty[stage].init(Shape::kKeyReleases);
       shared.v_full[stage].init(1);
-      shared.v_empty[stage].init(Shape::kValueReleases);
+      shared.v_empty[stage].init(Shape::kMultipliers);
     }
     for (int stage = 0; stage < Shape::kQueryStages; ++stage) {
       shared.q_full[stage].init(1);

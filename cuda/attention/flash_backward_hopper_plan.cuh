@@ -17,8 +17,8 @@ namespace jaxllm::hopper {
 
 template <int kWidth>
 struct BackwardShape {
-  // Narrow heads leave a fourth warpgroup room for a tile of dq, wide ones do not: see
-  // multiply_narrow and multiply_wide.
+  // Narrow heads leave a fourth warpgroup registers for dq, wide ones do not: see multiply_narrow
+  // and multiply_wide.
   static constexpr bool kIsNarrow = kWidth == 64;
   static constexpr int kMultipliers = 2;
   static constexpr int kKeys = kMultipliers * 64;
@@ -57,10 +57,9 @@ struct BackwardShape {
   static constexpr int kParts = kIsNarrow ? 2 : 1;
   // The warps that multiply dq and hand it on.
   static constexpr int kDqWarps = kIsNarrow ? 4 : kWarps;
-  // Who gives k back: of narrow heads who multiplies dq, of wide ones, as all give v back, who has
-  // stored the multiplier's gradient that went over it.
+  // Who gives k back: of narrow heads who multiplies dq; of wide ones, as all give v back, the
+  // thread of each multiplier that has stored the gradient which went over it.
   static constexpr int kKeyReleases = kIsNarrow ? kDqWarps : kMultipliers;
-  static constexpr int kValueReleases = kMultipliers;
   // Who is told of a tile: the multipliers, the thread that adds dq, and those that multiply and
   // store it.
   static constexpr int kTileReaders = kReaders + 1 + (kIsNarrow ? kWarpgroup + kStorers : 0);
