@@ -48,7 +48,13 @@ __device__ __forceinline__ void start_gradient(float (&sum)[kSize],
   commit_products();
 }
 
-// Which scores of a multiplier's 64 keys of a tile count.
+// The first of a multiplier's 64 keys of a tile.
+template <typename Shape>
+__device__ __forceinline__ int first_key_of(const BackwardTile& tile, int multiplier) {
+  return tile.key_tile * Shape::kKeys + multiplier * 64;
+}
+
+// Which scores of them count.
 template <bool kSegments, typename Tiles>
 struct ScoreMask {
   const Tiles& band;
@@ -150,6 +156,13 @@ __device__ __forceinline__ void differentiate_softmax(const float (&p)[kSize], f
   }
 }
 
+// Where a thread's row begins of a chunk of eight columns and the next, in a tile that is laid out
+// as k and v are; `rows` is where that of the first does.
+template <typename Shape>
+__device__ __forceinline__ uint32_t row_of_chunk(uint32_t rows, int chunk) {
+  return (rows + chunk / 8 * Shape::kKeys * kSlabRowBytes) ^ chunk % 8 * 16;
+}
+
 // Writes 64 rows of ds to shared memory, where dq sums over the keys of both multipliers; `rows` is
 // where this thread's begin.
 template <typename Shape, int kWords>
@@ -157,7 +170,7 @@ __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kWords], uint32_t 
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
     const int chunk = j / 2;  // of eight queries
-    store_matrices((rows + chunk / 8 * Shape::kKeys * kSlabRowBytes) ^ chunk % 8 * 16,
+    store_matrices(row_of_chunk<Shape>(rows, chunk),
                    *reinterpret_cast<const uint32_t (*)[4]>(ds + j));
   }
 }
@@ -176,7 +189,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], f
       const float* const pair = gradient + 4 * chunk + 2 * i;
       words[i] = pack<T>(pair[0] * factor, pair[1] * factor);
     }
-    store_matrices((rows + chunk / 8 * Shape::kKeys * kSlabRowBytes) ^ chunk % 8 * 16, words);
+    store_matrices(row_of_chunk<Shape>(rows, chunk), words);
   }
 }
 
@@ -186,7 +199,7 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void copy_gradients(const CUtensorMap& dk_map, const T* dk_tile,
                                                const CUtensorMap& dv_map, const T* dv_tile,
                                                const BackwardTile& tile, int multiplier, int keys) {
-  const int first_key = tile.key_tile * Shape::kKeys + multiplier * 64;
+  const int first_key = first_key_of<Shape>(tile, multiplier);
   if (first_key >= keys) return;
   for (int slab = 0; slab < Shape::kSlabs; ++slab) {
     const Box box{slab * kSlabWidth, tile.kv_head, first_key, tile.sequence};

@@ -25,7 +25,7 @@ template <typename Shape, typename Tiles>
 __device__ __forceinline__ bool begins_with_second_half(const Tiles& band, const BackwardTile& tile,
                                                         int multiplier) {
   const int second_half = tile.queries.begin * Shape::kQueries + Shape::kQueries / 2;
-  return second_half <= band.first_query(tile.key_tile * Shape::kKeys + multiplier * 64);
+  return second_half <= band.first_query(first_key_of<Shape>(tile, multiplier));
 }
 
 template <bool kSegments, typename T, int kWidth>
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
   BackwardTile tile = read_tile(shared, tiles), next;
   while (tile.is_there()) {
     const ScoreMask<kSegments, decltype(band)> mask(a, band, tile,
-                                                    tile.key_tile * Shape::kKeys + multiplier * 64);
+                                                    first_key_of<Shape>(tile, multiplier));
     const int steps = group * tile.queries.size();
 #pragma unroll
     for (int j = 0; j < 32; ++j) dk[j] = dv[j] = 0.0f;

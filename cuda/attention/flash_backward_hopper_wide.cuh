@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_wide(BackwardShared<T, kWidth>& shared,
   BackwardTile tile = read_tile(shared, tiles);
   while (tile.is_there()) {
     const ScoreMask<kSegments, decltype(band)> mask(a, band, tile,
-                                                    tile.key_tile * Shape::kKeys + multiplier * 64);
+                                                    first_key_of<Shape>(tile, multiplier));
     const int steps = group * tile.queries.size();
 #pragma unroll
     for (int j = 0; j < kWidth / 2; ++j) dk[j] = dv[j] = 0.0f;
