@@ -11,12 +11,6 @@
 
 namespace jaxllm::hopper {
 
-// For a whole warp, by its first lane.
-__device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier.arrive();
-}
-
 // rows x queries^T, of as many queries as `result` has columns: s = k q^T, dp = v dout^T.
 template <typename Shape, typename T, int kSize>
 __device__ __forceinline__ void start_scores(float (&result)[kSize], uint64_t rows,

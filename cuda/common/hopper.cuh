@@ -67,6 +67,12 @@ class Barrier {
   uint64_t state_;
 };
 
+// Arrives for a whole warp, by its first lane.
+__device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
 // Where a user of a ring of buffers stands: the buffer, and the parity of its present phase.
 template <int kStages>
 struct RingPosition {

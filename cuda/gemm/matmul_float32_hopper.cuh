@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(Float32HopperTile::kThreads, 1)
         of_b += 8 * Tile::kColumns;
         if (depth == Tile::kDepth) {
           // All of this slice is in registers. On to the next one; past the last it may be any.
-          __syncwarp();
-          if (lane == 0) shared.empty[ring.stage].arrive();
+          arrive_as_warp(shared.empty[ring.stage]);
           ring.advance();
           ++step;
           if (threadIdx.x == 0 && step >= Tile::kLag && step - Tile::kLag + Tile::kStages < steps) {

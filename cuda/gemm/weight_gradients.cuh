@@ -188,10 +188,6 @@ __device__ __forceinline__ void multiply_parts(GradientShared<T>& shared, const 
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
   RingPosition<Tile::kStages> ring;
-  const auto release = [&](int stage) {
-    __syncwarp();
-    if (lane == 0) shared.empty[stage].arrive();
-  };
   for_each_part(plan, [&](const GradientPart& part) {
     float sums[Tile::kBlocksOf64][Tile::kColumns / 2];
 #pragma unroll
@@ -222,12 +218,12 @@ __device__ __forceinline__ void multiply_parts(GradientShared<T>& shared, const 
       commit_products();
       // The products of the step before are done: those of this one follow them without a gap.
       wait_for_products<1>(sums[0], sums[1]);
-      if (step > part.first_step) release(last);
+      if (step > part.first_step) arrive_as_warp(shared.empty[last]);
       last = ring.stage;
       ring.advance();
     }
     wait_for_products<0>(sums[0], sums[1]);
-    release(last);
+    arrive_as_warp(shared.empty[last]);
 
     float* const out = partial + int64_t{part.number} * Tile::kSize;
 #pragma unroll
