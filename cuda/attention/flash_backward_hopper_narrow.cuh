@@ -268,16 +268,16 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
             for (int j = 0; j < 32; ++j) dq[j] = 0.0f;
           }
           arrive_as_warp(shared.ds_empty[half]);
+          shared.dq_empty[half].wait(ring.parity ^ 1);
           if (is_rounded) {
             if (half == 0) shared.rounded_empty.wait(rounded_ring.parity ^ 1);
             shared.sum_full[half].wait(rounded_ring.parity);
             round_dq(shared, dq, a.scale, /*is_alone=*/seen.size() == 1, half);
           } else {
-            shared.dq_empty[half].wait(ring.parity ^ 1);
             store_accumulators(dq, shared.dq[half]);
             fence_async_proxy();
           }
-          arrive_as_warp(shared.dq_full[half]);
+          shared.dq_full[half].arrive();
         }
         ring.advance();
         if (is_rounded) {

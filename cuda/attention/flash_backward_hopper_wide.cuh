@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_wide(BackwardShared<T, kWidth>& shared,
       shared.dq_empty[0].wait(stage ^ 1);
       store_accumulators(dq, shared.dq[multiplier]);
       fence_async_proxy();
-      arrive_as_warp(shared.dq_full[0]);
+      shared.dq_full[0].arrive();
       if (++query_tile == tile.queries.end) query_tile = tile.queries.begin;
     }
     wait_for_products<0>(dk, dv);
