@@ -89,10 +89,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
           shared.sum_full[part].arrive();
         }
       }
-      for (int part = 0; part < kParts; ++part) {
-        shared.dq_full[part].wait(ring.parity);
-        shared.dq_empty[part].arrive();
-      }
+      for (int part = 0; part < kParts; ++part) shared.dq_full[part].wait(ring.parity);
       ring.advance();
       return;
     }

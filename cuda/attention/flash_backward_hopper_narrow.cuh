@@ -226,7 +226,7 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
 
   RingPosition<2> tiles;
   RingPosition<Shape::kKeyStages> key_ring;
-  RingPosition<1> ring, rounded_ring;
+  RingPosition<1> ring, added_ring, rounded_ring;
   float dq[32];
   for (BackwardTile tile; (tile = read_tile(shared, tiles)).is_there();) {
     shared.k_full[key_ring.stage].wait(key_ring.parity);
@@ -268,12 +268,12 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
             for (int j = 0; j < 32; ++j) dq[j] = 0.0f;
           }
           arrive_as_warp(shared.ds_empty[half]);
-          shared.dq_empty[half].wait(ring.parity ^ 1);
           if (is_rounded) {
             if (half == 0) shared.rounded_empty.wait(rounded_ring.parity ^ 1);
             shared.sum_full[half].wait(rounded_ring.parity);
             round_dq(shared, dq, a.scale, /*is_alone=*/seen.size() == 1, half);
           } else {
+            shared.dq_empty[half].wait(added_ring.parity ^ 1);
             store_accumulators(dq, shared.dq[half]);
             fence_async_proxy();
           }
@@ -284,6 +284,8 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
           fence_async_proxy();
           shared.rounded_full.arrive();
           rounded_ring.advance();
+        } else {
+          added_ring.advance();
         }
       }
     }
