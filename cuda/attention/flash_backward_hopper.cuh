@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     for (int part = 0; part < Shape::kParts; ++part) {
       shared.ds_full[part].init(Shape::kWarps);
       shared.ds_empty[part].init(Shape::kDqWarps);
-      // By every thread: where it wrote or read, the copy engine may write next.
+      // Every thread arrives: the copy engine may write next where it wrote or read.
       shared.dq_full[part].init(Shape::kDqWarps * 32);
       shared.dq_empty[part].init(1);
       shared.sum_full[part].init(1);
