@@ -67,7 +67,8 @@ class Barrier {
   uint64_t state_;
 };
 
-// Arrives for a whole warp, by its first lane.
+// Arrives for a whole warp, by its first lane. To compute-sanitizer's racecheck that is the lane's
+// word alone: where threads and the copy engine write by turns, each thread arrives for itself.
 __device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier.arrive();
