@@ -89,6 +89,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
           shared.sum_full[part].arrive();
         }
       }
+      // Until the sum has been read there: the next may be fetched to the same place.
       for (int part = 0; part < kParts; ++part) shared.dq_full[part].wait(ring.parity);
       ring.advance();
       return;

@@ -226,6 +226,8 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
 
   RingPosition<2> tiles;
   RingPosition<Shape::kKeyStages> key_ring;
+  // Of all steps, and of those whose dq is added to the sum and those whose is rounded: only what
+  // was added has a copy that must have left dq's buffer.
   RingPosition<1> ring, added_ring, rounded_ring;
   float dq[32];
   for (BackwardTile tile; (tile = read_tile(shared, tiles)).is_there();) {
