@@ -1,6 +1,7 @@
-"""What CMake does where there is no nvcc; nothing is compiled."""
+"""What CMake does without nvcc, and which GPUs it builds for; nothing is compiled."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,25 +13,56 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def configure(tmp_path):
-    """Runs CMake's configuration on a machine that seems to have no nvcc."""
+def cmake():
+    """Runs CMake; returns its exit status and what it says, without its line breaks."""
     beside_python = Path(sys.executable).parent
     cmake = shutil.which("cmake", path=os.pathsep.join([str(beside_python), os.environ["PATH"]]))
     if cmake is None:
         pytest.skip('no cmake; run: pip install "cmake>=3.24"')
 
-    def run(**options):
-        definitions = [f"-D{name}={value}" for name, value in options.items()]
-        # CMake looks for nvcc beyond the PATH, but nowhere else once CUDACXX names one.
-        environment = os.environ | {"CUDACXX": str(tmp_path / "no-such-nvcc")}
+    def run(*arguments, **environment):
         done = subprocess.run(
-            [cmake, "-S", ROOT, "-B", tmp_path / "build", *definitions],
-            env=environment,
+            [cmake, *arguments],
+            env=os.environ | environment,
             capture_output=True,
             text=True,
         )
-        # CMake wraps its messages.
         return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+    return run
+
+
+@pytest.fixture
+def configure(tmp_path, cmake):
+    """Runs CMake's configuration on a machine that seems to have no nvcc."""
+
+    def run(**options):
+        definitions = [f"-D{name}={value}" for name, value in options.items()]
+        # CMake looks for nvcc beyond the PATH, but nowhere else once CUDACXX names one.
+        nvcc = str(tmp_path / "no-such-nvcc")
+        return cmake("-S", ROOT, "-B", tmp_path / "build", *definitions, CUDACXX=nvcc)
+
+    return run
+
+
+@pytest.fixture
+def resolve(tmp_path, cmake):
+    """What CMake makes of a choice of GPUs, with an nvcc 12.3; returns the status and its words."""
+    script = tmp_path / "resolve.cmake"
+    script.write_text(
+        f'include("{ROOT}/cmake/architectures.cmake")\n'
+        'jaxllm_resolve_architectures("${CHOICE}" "${SOURCE}" "${MODE}" 12.3.107 "${KNOWN}" out)\n'
+        'message("found: ${out}")\n'
+    )
+
+    def run(choice, *, source="CUDAARCHS", mode="AUTO", known="50;75;80;86;87;89;90", gpu=None):
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f"#!/bin/sh\nprintf '{gpu}'\n" if gpu else "#!/bin/sh\nexit 9\n")
+        smi.chmod(0o755)
+        options = {"CHOICE": choice, "SOURCE": source, "MODE": mode, "KNOWN": known}
+        definitions = [f"-D{name}={value}" for name, value in options.items()]
+        path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+        return cmake(*definitions, "-P", script, PATH=path)
 
     return run
 
@@ -60,3 +92,103 @@ def test_another_value_is_an_error_that_names_the_three(configure, value):
     code, output = configure(JAXLLM_CUDA=value)
     assert code != 0
     assert f"JAXLLM_CUDA is '{value}'; it must be AUTO, ON or OFF." in output
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ("80-real;90a-real;90-virtual", "80-real;90a-real;90-virtual"),
+        ("86", "86"),
+        ("90;90", "90"),
+        ("all", "80-real;86-real;87-real;89-real;90a-real;90-virtual"),
+        ("all-major", "80-real;90a-real;90-virtual"),
+    ],
+)
+def test_architectures_that_nvcc_has_are_taken(resolve, choice, found):
+    code, output = resolve(choice, mode="ON")
+    assert code == 0 and output == f"found: {found}"
+
+
+def test_native_is_the_gpus_of_this_machine(resolve):
+    code, output = resolve("native", gpu="9.0\\n8.0\\n9.0\\n", mode="ON")
+    assert code == 0 and output == "found: 90a-real;80-real"
+    code, output = resolve("native", mode="ON")
+    assert code != 0
+    assert "CUDAARCHS is native, but nvidia-smi finds no GPU here; name an architecture" in output
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (
+            "120",
+            "CUDAARCHS has '120', which nvcc 12.3.107 does not know; install CUDA 12.8 or newer",
+        ),
+        ("90a;103-real", "has '103-real', which nvcc 12.3.107 does not know; install CUDA 12.9 or"),
+        ("999", "does not know; install a newer CUDA toolkit, or name one that it knows (80, 86, "),
+    ],
+)
+def test_an_architecture_that_nvcc_lacks_is_an_error_where_kernels_are_asked_for(
+    resolve, choice, message
+):
+    code, output = resolve(choice, mode="ON")
+    assert code != 0 and message in output
+
+
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [("120", "90-virtual"), ("90a-real;120-real", "90a-real;90-virtual"), ("88", "87-virtual")],
+)
+def test_elsewhere_the_newest_ptx_for_it_stands_in_with_a_warning(resolve, choice, found):
+    code, output = resolve(choice)
+    assert code == 0 and output.endswith(f"found: {found}")
+    older = found.split(";")[-1].removesuffix("-virtual")
+    assert "CMake Warning" in output and f"built as PTX for compute_{older}, which the" in output
+
+
+@pytest.mark.parametrize("mode", ["AUTO", "ON"])
+def test_a_gpu_newer_than_nvcc_gets_ptx(resolve, mode):
+    code, output = resolve("120-real", source="GPU", mode=mode)
+    assert code == 0 and output.endswith("found: 90-virtual")
+    assert "nvcc 12.3.107 does not know sm_120, the GPU of this machine" in output
+    assert "install CUDA 12.8 or newer for machine code" in output
+    code, output = resolve("native", gpu="12.0\\n", mode=mode)
+    assert code == 0 and output.endswith("found: 90-virtual")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("75", "has '75', but the kernels need sm_80 or newer."),
+        ("80a", "has '80a', but sm_80 has no variant a."),
+        ("100f", "has '100f', but no kernel has instructions of a family; write 100."),
+        ("sm_90", "CUDAARCHS has 'sm_90'; write numbers between semicolons"),
+        ("80,90", "CUDAARCHS has '80,90'; write numbers between semicolons"),
+        ("90a-ptx", "CUDAARCHS has '90a-ptx'; write numbers between semicolons"),
+    ],
+)
+def test_what_is_no_architecture_is_refused(resolve, choice, message):
+    for mode in ("AUTO", "ON"):
+        code, output = resolve(choice, mode=mode)
+        assert code != 0 and message in output
+
+
+def test_nothing_stands_in_for_a_gpu_that_is_older_than_all_that_nvcc_knows(resolve):
+    code, output = resolve("80", known="90;100")
+    assert code != 0 and "CUDAARCHS has '80', which nvcc 12.3.107 does not know" in output
+
+
+@pytest.mark.no_gpu  # a machine with a GPU may have no nvcc
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("mode", ["ON", "AUTO"])
+def test_nvcc_is_asked_what_it_compiles_for(tmp_path, cmake, mode):
+    # AUTO would go on to try the compilers, which takes long: it stops at another architecture.
+    choice = "999" if mode == "ON" else "999;1"
+    definitions = [f"-DJAXLLM_CUDA={mode}"]
+    code, output = cmake("-S", ROOT, "-B", tmp_path / "build", *definitions, CUDAARCHS=choice)
+    assert code != 0
+    assert "CUDAARCHS has '999', which nvcc" in output
+    if mode == "ON":
+        assert re.search(r"name one that it knows \(80, .*90", output)
+    else:
+        assert re.search(r"built as PTX for compute_\d+, .*CUDAARCHS has '1', but", output)

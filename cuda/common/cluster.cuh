@@ -8,12 +8,6 @@
 
 namespace jaxllm::hopper {
 
-__device__ __forceinline__ int blocks_of_cluster() {
-  uint32_t count;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
-  return count;
-}
-
 __device__ __forceinline__ int rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -63,9 +64,8 @@ cudaError_t column_sum(cudaStream_t stream, const float* partial, T* const (&out
   ColumnSumOutputs<T, kOutputs> columns;
   std::copy(outputs, outputs + kOutputs, columns.arrays);
   const dim3 grid(divide_up(width, 32), groups * kOutputs);
-  column_sum_kernel<<<grid, kColumnSumThreads, 0, stream>>>(partial, columns, rows, row_stride,
-                                                            width);
-  return cudaGetLastError();
+  return launch_kernel(stream, column_sum_kernel<T, kOutputs>, {grid, kColumnSumThreads}, partial,
+                       columns, rows, row_stride, width);
 }
 
 }  // namespace jaxllm

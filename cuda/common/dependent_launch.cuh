@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include "common/launch.h"
+
 namespace jaxllm {
 
 // Lets the next kernel start; that does not depend on what this one has done so far.
@@ -21,29 +23,49 @@ __device__ __forceinline__ void wait_for_last_kernel() {
 #endif
 }
 
-// Launches a kernel, in clusters of `cluster` blocks along x. With `overlap` it may start before
-// the kernel before it on the stream has ended; it must then call wait_for_last_kernel.
+// How a kernel is launched.
+struct Launch {
+  dim3 grid, block;
+  size_t shared = 0;  // dynamic shared memory of a CTA, in bytes
+  int cluster = 1;    // CTAs of a cluster, along x
+  // May start before the kernel before it on the stream has ended; it must call
+  // wait_for_last_kernel. Of no account where the kernel's image has no such instruction.
+  bool overlap = false;
+  // All CTAs run at once, or the launch fails: for kernels whose CTAs wait for one another.
+  bool cooperative = false;
+};
+
 template <class Kernel, class... Arguments>
-cudaError_t launch_kernel(cudaStream_t stream, Kernel kernel, dim3 grid, dim3 block, size_t shared,
-                          int cluster, bool overlap, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2];
+cudaError_t launch_kernel(cudaStream_t stream, Kernel kernel, const Launch& launch,
+                          const Arguments&... arguments) {
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
+  if (launch.cluster > 1 && !image.has_clusters()) return cudaErrorNotSupported;
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared;
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared;
   config.stream = stream;
   config.attrs = attributes;
-  if (cluster > 1) {
+  if (launch.cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
   }
-  if (overlap) {
+  if (launch.overlap && image.architecture >= 90) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (launch.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (status != cudaSuccess) cudaGetLastError();  // else somebody else would find the error
+  return status;
 }
 
 }  // namespace jaxllm

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/vector.cuh"
 
@@ -136,12 +137,12 @@ cudaError_t elementwise(cudaStream_t stream, Op op, const Arrays<const T, kInput
   for (const auto& array : out.array) aligned = aligned && rows_are_aligned(array, groups, rows);
   if (aligned) {
     constexpr int kThreads = kElementwiseThreads;
-    elementwise_kernel<<<grid(kThreads * kElementwisePacks * kPackSize<T>), kThreads, 0, stream>>>(
-        op, in, out, rows, width);
-  } else {
-    elementwise_unaligned_kernel<<<grid(256), 256, 0, stream>>>(op, in, out, rows, width);
+    return launch_kernel(stream, elementwise_kernel<Op, T, kInputs, kOutputs>,
+                         {grid(kThreads * kElementwisePacks * kPackSize<T>), kThreads}, op, in, out,
+                         rows, width);
   }
-  return cudaGetLastError();
+  return launch_kernel(stream, elementwise_unaligned_kernel<Op, T, kInputs, kOutputs>,
+                       {grid(256), 256}, op, in, out, rows, width);
 }
 
 }  // namespace jaxllm

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "xla/ffi/api/ffi.h"
@@ -29,16 +30,195 @@ inline ffi::Error to_ffi_error(cudaError_t status) {
   return ffi::Error::Internal(std::string("CUDA error: ") + cudaGetErrorString(status));
 }
 
+// Makes `result` hold what `operand` does, for a kernel that works in place. XLA gives an operand
+// and the result that aliases it one buffer, and copies the operand first where somebody else needs
+// it. But an operand that is a slice of a larger array it passes as a view into that array, with a
+// result of its own: then this copies.
+inline cudaError_t copy_unless_aliased(cudaStream_t stream, const ffi::AnyBuffer& operand,
+                                       ffi::Result<ffi::AnyBuffer>& result) {
+  if (operand.untyped_data() == result->untyped_data()) return cudaSuccess;
+  if (operand.size_bytes() != result->size_bytes()) return cudaErrorInvalidValue;
+  return cudaMemcpyAsync(result->untyped_data(), operand.untyped_data(), operand.size_bytes(),
+                         cudaMemcpyDeviceToDevice, stream);
+}
+
 // Carries a type into a generic lambda.
 template <typename T>
 struct Type {
   using type = T;
 };
 
-// Calls `launch(Type<T>)` with the C++ type of a floating dtype and returns its status.
-template <class Launch>
-ffi::Error dispatch_floating(ffi::DataType dtype, Launch launch) {
+// The name that NumPy has for a dtype, for error messages.
+inline std::string dtype_name(ffi::DataType dtype) {
   switch (dtype) {
+    case ffi::F32:
+      return "float32";
+    case ffi::BF16:
+      return "bfloat16";
+    case ffi::F16:
+      return "float16";
+    case ffi::S8:
+      return "int8";
+    case ffi::U8:
+      return "uint8";
+    case ffi::S16:
+      return "int16";
+    case ffi::U16:
+      return "uint16";
+    case ffi::S32:
+      return "int32";
+    case ffi::U32:
+      return "uint32";
+    case ffi::S64:
+      return "int64";
+    case ffi::F64:
+      return "float64";
+    case ffi::PRED:
+      return "bool";
+    default:
+      return "number " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+// XLA's dtype for a C++ type.
+template <typename T>
+constexpr ffi::DataType dtype_of() = delete;
+template <>
+constexpr ffi::DataType dtype_of<float>() {
+  return ffi::F32;
+}
+template <>
+constexpr ffi::DataType dtype_of<__nv_bfloat16>() {
+  return ffi::BF16;
+}
+template <>
+constexpr ffi::DataType dtype_of<__half>() {
+  return ffi::F16;
+}
+template <>
+constexpr ffi::DataType dtype_of<int8_t>() {
+  return ffi::S8;
+}
+template <>
+constexpr ffi::DataType dtype_of<int32_t>() {
+  return ffi::S32;
+}
+template <>
+constexpr ffi::DataType dtype_of<uint32_t>() {
+  return ffi::U32;
+}
+
+// The checks of a handler. A handler trusts nobody for dtypes and sizes: a wrong one would make a
+// kernel read or write beyond a buffer. So each handler, before its first launch,
+//
+//   1. takes the sizes of the call from the dimensions of one or two buffers;
+//   2. lists every buffer, operands, results and workspaces, with the dtype and the number of
+//      elements that the kernel reads or writes there:
+//
+//        const ffi::Error error = check_buffers({
+//            {"x", x, dtype_of<T>(), rows * width},
+//            {"scale", scale, ffi::F32, width},
+//            {"bias", bias, ffi::F32, width, Elements::kExactlyOrNone},
+//            {"out", *out, dtype_of<T>(), rows * width},
+//            {"partial", *partial, ffi::F32, needed},
+//        });
+//        if (error.failure()) return error;
+//
+// The error is InvalidArgument and names the buffer, what it has, and what it should have. No
+// integer division by a size that may be zero comes before the list.
+
+// How the number of elements of a buffer is compared.
+enum class Elements {
+  kExactly,
+  kExactlyOrNone,  // an optional buffer: no elements stand for no buffer
+};
+
+// What a kernel takes one buffer to be. A Result is given as `*result`.
+struct BufferCheck {
+  const char* name;
+  ffi::AnyBuffer buffer;
+  ffi::DataType dtype;
+  int64_t count;
+  Elements elements = Elements::kExactly;
+};
+
+inline int64_t count(const ffi::AnyBuffer& buffer) {
+  return static_cast<int64_t>(buffer.element_count());
+}
+
+// "name has dtype int32; float32 is required", or success.
+inline ffi::Error check_dtype(const ffi::AnyBuffer& buffer, ffi::DataType dtype, const char* name) {
+  if (buffer.element_type() == dtype) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(name) + " has dtype " +
+                                     dtype_name(buffer.element_type()) + "; " + dtype_name(dtype) +
+                                     " is required");
+}
+
+// "name has 3 elements; 4 are required", or success.
+inline ffi::Error check_count(const ffi::AnyBuffer& buffer, int64_t required, const char* name,
+                              Elements elements = Elements::kExactly) {
+  const int64_t has = count(buffer);
+  const bool is_absent = elements == Elements::kExactlyOrNone && has == 0;
+  if (has == required || is_absent) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(has) +
+                                     " elements; " + std::to_string(required) + " are required");
+}
+
+inline ffi::Error check_buffer(const BufferCheck& check) {
+  // An optional buffer that is not there has no dtype to speak of.
+  if (check.elements == Elements::kExactlyOrNone && count(check.buffer) == 0) {
+    return ffi::Error::Success();
+  }
+  ffi::Error error = check_dtype(check.buffer, check.dtype, check.name);
+  if (error.success()) error = check_count(check.buffer, check.count, check.name, check.elements);
+  return error;
+}
+
+// The first failure, or success.
+inline ffi::Error check_buffers(std::initializer_list<BufferCheck> checks) {
+  for (const BufferCheck& check : checks) {
+    if (ffi::Error error = check_buffer(check); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// The same; where all buffers pass, calls `launch`, which returns a CUDA status.
+template <class Launch>
+ffi::Error check_and_launch(std::initializer_list<BufferCheck> checks, Launch launch) {
+  ffi::Error error = check_buffers(checks);
+  return error.failure() ? error : to_ffi_error(launch());
+}
+
+// InvalidArgument about one buffer: "name" and what is wrong with it.
+inline ffi::Error invalid(const std::string& name, const std::string& what) {
+  return ffi::Error::InvalidArgument(name + " " + what);
+}
+
+// Whether the first axes of `buffer` are those of `outer`, but for the last `inner` axes of that.
+// jax.vmap gives all buffers the same new leading axes; so a handler that counts the groups of a
+// call by the elements of a small buffer asks whether they are a large one's first axes.
+inline bool has_leading_axes(const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& outer,
+                             size_t inner = 0) {
+  const auto axes = buffer.dimensions(), of_outer = outer.dimensions();
+  if (of_outer.size() < inner || axes.size() < of_outer.size() - inner) return false;
+  for (size_t i = 0; i + inner < of_outer.size(); ++i) {
+    if (axes[i] != of_outer[i]) return false;
+  }
+  return true;
+}
+
+// "buffer has other leading axes than outer", or success.
+inline ffi::Error check_leading_axes(const ffi::AnyBuffer& buffer, const char* name,
+                                     const ffi::AnyBuffer& outer, const char* outer_name,
+                                     size_t inner = 0) {
+  if (has_leading_axes(buffer, outer, inner)) return ffi::Error::Success();
+  return invalid(name, std::string("has other leading axes than ") + outer_name);
+}
+
+// Calls `launch(Type<T>)` with the C++ type of the floating dtype of a buffer; returns its error.
+template <class Launch>
+ffi::Error dispatch_floating(const ffi::AnyBuffer& buffer, const char* name, Launch launch) {
+  switch (buffer.element_type()) {
     case ffi::F32:
       return launch(Type<float>{});
     case ffi::BF16:
@@ -46,7 +226,9 @@ ffi::Error dispatch_floating(ffi::DataType dtype, Launch launch) {
     case ffi::F16:
       return launch(Type<__half>{});
     default:
-      return ffi::Error::InvalidArgument("dtype is not float32, bfloat16 or float16");
+      return ffi::Error::InvalidArgument(std::string(name) + " has dtype " +
+                                         dtype_name(buffer.element_type()) +
+                                         "; float32, bfloat16 or float16 is required");
   }
 }
 

@@ -1,8 +1,16 @@
-// What launchers share: the early return on an error, a device's limits, sizes of grids.
+// What launchers share: the early return on an error, the facts that a launch is decided from,
+// sizes of grids.
+//
+// A launch is decided once, on the host, from two things: what the device has (DeviceLimits), and
+// what the code that will run there was compiled for (KernelImage). The second does not follow from
+// the first: a kernel that the driver compiles from PTX for sm_80 runs on sm_90 as written for
+// sm_80. So no device code chooses a size by __CUDA_ARCH__ that the host chooses too; it gets the
+// choice as a template argument or a parameter.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 // Returns from the enclosing function where a CUDA call failed.
@@ -14,20 +22,59 @@
 
 namespace jaxllm {
 
-// What the current device has: multiprocessors, and the shared memory that a block may take.
+// What the current device has. JAXLLM_MAX_SMS in the environment lowers the number of SMs, and
+// JAXLLM_MAX_SHARED_KIB the shared memory of a CTA, so that a test on a large GPU takes the
+// decisions of a small one. With less shared memory a GPU does not count as one of Hopper's.
 struct DeviceLimits {
-  int multiprocessors = 0, shared_bytes = 0;
+  int multiprocessors = 0;        // SMs
+  int shared_bytes = 0;           // shared memory that a CTA may take, static and dynamic
+  int shared_bytes_of_sm = 0;     // that all CTAs of an SM have
+  int reserved_shared_bytes = 0;  // of these, what each CTA costs beside its own
+  int capability = 0;             // 90 for sm_90
 
-  cudaError_t read() {
-    int device;
-    JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-    JAXLLM_RETURN_IF_ERROR(
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    JAXLLM_RETURN_IF_ERROR(
-        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return cudaSuccess;
+  cudaError_t read();
+};
+
+// The image of a kernel that runs on the current device.
+struct KernelImage {
+  int architecture = 0;          // that it was compiled for: 90 where __CUDA_ARCH__ was 900
+  int registers = 0;             // of a thread
+  int static_shared_bytes = 0;   // of a CTA
+  int dynamic_shared_bytes = 0;  // that a CTA may take beside them; the kernel is allowed as much
+
+  // Clusters, programmatic dependent launch and bulk copies are instructions of sm_90.
+  bool has_clusters() const { return architecture >= 90; }
+  bool has_bulk_copies() const { return architecture >= 90; }
+
+  // The first call for a kernel and a device also raises the kernel's limit of dynamic shared
+  // memory to the device's. Later ones are a look-up, so host threads do not race for the limit.
+  // Returns cudaErrorNoKernelImageForDevice where no image fits.
+  cudaError_t read(const void* kernel);
+  template <class Kernel>
+  cudaError_t read(Kernel* kernel) {
+    return read(reinterpret_cast<const void*>(kernel));
   }
 };
+
+// How many CTAs of a kernel an SM holds at once. Like KernelImage::read, which it calls, it asks
+// the driver once and then looks up.
+cudaError_t find_resident_ctas(const void* kernel, int threads, int64_t shared_bytes, int* ctas);
+template <class Kernel>
+cudaError_t find_resident_ctas(Kernel* kernel, int threads, int64_t shared_bytes, int* ctas) {
+  return find_resident_ctas(reinterpret_cast<const void*>(kernel), threads, shared_bytes, ctas);
+}
+
+// How many clusters of `size` CTAs of a kernel run at once on the current device, with no more than
+// one CTA for each SM. A CTA has so many threads and bytes of dynamic shared memory. The first call
+// asks the driver and later ones look up.
+cudaError_t find_resident_clusters(const void* kernel, int size, int threads, size_t shared,
+                                   int* clusters);
+template <class Kernel>
+cudaError_t find_resident_clusters(Kernel* kernel, int size, int threads, size_t shared,
+                                   int* clusters) {
+  return find_resident_clusters(reinterpret_cast<const void*>(kernel), size, threads, shared,
+                                clusters);
+}
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -1,0 +1,146 @@
+#include "common/launch.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <tuple>
+#include <utility>
+
+namespace jaxllm {
+namespace {
+
+// Facts that do not change while the process runs, each found once.
+template <class Key, class Facts>
+class Cache {
+ public:
+  // The facts of a key; `find(Facts*)` finds them the first time, and is asked again if it fails.
+  template <class Find>
+  cudaError_t get(const Key& key, Facts* facts, Find find) {
+    {
+      const std::shared_lock lock(mutex_);
+      const auto entry = entries_.find(key);
+      if (entry != entries_.end()) return *facts = entry->second, cudaSuccess;
+    }
+    if (const cudaError_t status = find(facts)) {
+      cudaGetLastError();  // else somebody else would find the error
+      return status;
+    }
+    const std::unique_lock lock(mutex_);
+    entries_.emplace(key, *facts);
+    return cudaSuccess;
+  }
+
+ private:
+  std::shared_mutex mutex_;
+  std::map<Key, Facts> entries_;
+};
+
+// What the environment bounds a number of a device by; nothing does by default.
+int bound(const char* name) {
+  const char* const text = std::getenv(name);
+  const int number = text == nullptr ? 0 : std::atoi(text);
+  return number > 0 ? number : INT32_MAX;
+}
+
+// Takes from the limits what a smaller GPU has not.
+void lower_limits(DeviceLimits* limits) {
+  limits->multiprocessors = std::min(limits->multiprocessors, bound("JAXLLM_MAX_SMS"));
+  const int shared_kib = bound("JAXLLM_MAX_SHARED_KIB");
+  if (shared_kib >= limits->shared_bytes >> 10) return;
+  limits->shared_bytes = shared_kib << 10;
+  limits->shared_bytes_of_sm = limits->shared_bytes + limits->reserved_shared_bytes;
+  limits->capability = std::min(limits->capability, 86);  // not a Hopper GPU any more
+}
+
+cudaError_t find_limits(int device, DeviceLimits* limits) {
+  const auto ask = [device](int* value, cudaDeviceAttr attribute) {
+    return cudaDeviceGetAttribute(value, attribute, device);
+  };
+  int major = 0, minor = 0;
+  JAXLLM_RETURN_IF_ERROR(ask(&limits->multiprocessors, cudaDevAttrMultiProcessorCount));
+  JAXLLM_RETURN_IF_ERROR(ask(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  JAXLLM_RETURN_IF_ERROR(
+      ask(&limits->shared_bytes_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  JAXLLM_RETURN_IF_ERROR(
+      ask(&limits->reserved_shared_bytes, cudaDevAttrReservedSharedMemoryPerBlock));
+  JAXLLM_RETURN_IF_ERROR(ask(&major, cudaDevAttrComputeCapabilityMajor));
+  JAXLLM_RETURN_IF_ERROR(ask(&minor, cudaDevAttrComputeCapabilityMinor));
+  limits->capability = 10 * major + minor;
+  lower_limits(limits);
+  return cudaSuccess;
+}
+
+cudaError_t find_image(const void* kernel, KernelImage* image) {
+  DeviceLimits limits;
+  cudaFuncAttributes attributes;
+  JAXLLM_RETURN_IF_ERROR(limits.read());
+  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  // Machine code and PTX alike were made from PTX of this version, which __CUDA_ARCH__ follows.
+  image->architecture = attributes.ptxVersion;
+  image->registers = attributes.numRegs;
+  image->static_shared_bytes = static_cast<int>(attributes.sharedSizeBytes);
+  image->dynamic_shared_bytes = limits.shared_bytes - image->static_shared_bytes;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              image->dynamic_shared_bytes);
+}
+
+cudaError_t count_clusters(const void* kernel, int size, int threads, size_t shared,
+                           int* clusters) {
+  KernelImage image;  // also lets the kernel take the shared memory
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(size);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+}
+
+}  // namespace
+
+cudaError_t DeviceLimits::read() {
+  static Cache<int, DeviceLimits> cache;
+  int device;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  return cache.get(device, this, [&](auto* limits) { return find_limits(device, limits); });
+}
+
+cudaError_t KernelImage::read(const void* kernel) {
+  static Cache<std::pair<const void*, int>, KernelImage> cache;
+  int device;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  return cache.get({kernel, device}, this, [&](auto* image) { return find_image(kernel, image); });
+}
+
+cudaError_t find_resident_clusters(const void* kernel, int size, int threads, size_t shared,
+                                   int* clusters) {
+  static Cache<std::tuple<const void*, int, int, int, size_t>, int> cache;
+  int device;
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(limits.read());
+  JAXLLM_RETURN_IF_ERROR(
+      cache.get({kernel, device, size, threads, shared}, clusters,
+                [&](int* found) { return count_clusters(kernel, size, threads, shared, found); }));
+  *clusters = std::min(*clusters, limits.multiprocessors / size);
+  return cudaSuccess;
+}
+
+cudaError_t find_resident_ctas(const void* kernel, int threads, int64_t shared_bytes, int* ctas) {
+  static Cache<std::tuple<const void*, int, int, int64_t>, int> cache;
+  int device;
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
+  return cache.get({kernel, device, threads, shared_bytes}, ctas, [&](int* found) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(found, kernel, threads, shared_bytes);
+  });
+}
+
+}  // namespace jaxllm
