@@ -12,6 +12,7 @@
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
+#include "common/shared_needs.h"
 #include "common/vector.cuh"
 
 namespace jaxllm {
@@ -21,6 +22,7 @@ namespace {
 // kMostWarps each, and a cluster then has all blocks of a head. Other blocks have fewer warps.
 constexpr int kFewerWarps = 8;
 constexpr int64_t kLongPart = 1024;  // tokens of a block
+constexpr int kMostColumns = 256;    // of a head
 
 // Keys or values of a step, by number: see `ask` below.
 template <int kNumber>
@@ -30,7 +32,7 @@ using Item = std::integral_constant<int, kNumber>;
 // what order the columns of a head are multiplied does not matter, so the lane takes neighbouring
 // ones, 16 bytes of them, where the tensor cores speak of columns 2c, 2c + 1, 2c + 8 and 2c + 9.
 // The product of values and weights gives the columns of the result as rows, in any order likewise.
-template <int kWarps, typename T, typename C, int kWidth>
+template <int kWarps, int kSlots, typename T, typename C, int kWidth>
 __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
     decode_attention_kernel(const Arguments<T, C> a) {
   using Step = CacheStep<C, kWidth>;
@@ -81,8 +83,8 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
   };
   ask(Item<1>{}, ring + Step::kSlotBytes);
   if constexpr (kSlots == 3) ask(Item<2>{}, ring + 2 * Step::kSlotBytes);
-  Merge<kWarps, kWidth> merge(memory + kWarps * ring_bytes<C>(kWidth, kSlots), place.heads, kWidth,
-                              a.share);
+  Merge<kWarps, kWidth> merge(memory + kWarps * ring_bytes<C>(kWidth, kSlots), a.cluster,
+                              place.heads, kWidth, a.share);
 
   // Where in a slot are chunks c and c + 4 of row r, and a value's part of rows 2c and 2c + 1; what
   // else the lane reads lies at constant distances from them.
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
   extern __shared__ __align__(128) char memory[];
   const Place place = place_of(a);
   const size_t warp_bytes = sizeof(float) * a.most_heads * a.width;
-  Merge<kWarps, 0> merge(memory + kWarps * warp_bytes, place.heads, a.width, a.share);
+  Merge<kWarps, 0> merge(memory + kWarps * warp_bytes, a.cluster, place.heads, a.width, a.share);
   start_next_kernel();
   wait_for_last_kernel();
   const int length = count_keys(a, a.lengths[place.sequence]);
@@ -304,21 +306,43 @@ __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts,
 }
 
 // The shared memory of a block of the tensor cores' kernel.
-template <int kWarps, int kWidth, typename T, typename C>
-size_t tensor_core_bytes(const Arguments<T, C>& arguments, int slots, int cluster) {
-  return kWarps * ring_bytes<C>(kWidth, slots) +
-         Merge<kWarps, kWidth>::bytes(cluster, arguments.most_heads, kWidth);
+template <int kWarps, int kSlots, typename C, int kWidth>
+constexpr size_t tensor_core_bytes(int heads, int cluster) {
+  return kWarps * ring_bytes<C>(kWidth, kSlots) +
+         Merge<kWarps, kWidth>::bytes(cluster, heads, kWidth);
 }
 
-// A block of `warps` warps for each split, for eight query heads of a key head, and for each
-// sequence; the splits are clusters of `cluster` blocks.
-template <class Kernel, typename T, typename C>
-cudaError_t launch(cudaStream_t stream, Kernel kernel, const Arguments<T, C>& arguments,
-                   int64_t batch, int warps, size_t bytes, int cluster, bool overlap) {
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  const dim3 grid(arguments.splits, arguments.kv_heads * arguments.head_blocks, batch);
-  return launch_kernel(stream, kernel, grid, dim3(32 * warps), bytes, cluster, overlap, arguments);
+// That of the kernel without tensor cores.
+constexpr size_t any_width_bytes(int heads, int cluster, int64_t width) {
+  return sizeof(float) * kFewerWarps * heads * width +
+         Merge<kFewerWarps, 0>::bytes(cluster, heads, width);
+}
+
+// The least that a GPU must have: what the smallest blocks take with all their heads, and without
+// clusters, which share what they merge.
+const SharedNeed kNeedOfTensorCores(
+    "decode_attention",
+    std::max(tensor_core_bytes<kFewerWarps, kFewerSlots, __nv_bfloat16, 128>(kHeads, 1),
+             tensor_core_bytes<kFewerWarps, kFewerSlots, int8_t, 128>(kHeads, 1)));
+const SharedNeed kNeedOfAnyWidth("decode_attention_any_width",
+                                 any_width_bytes(kHeads, 1, kMostColumns));
+
+// How a kernel's splits are cut into clusters, the largest that there is room for; a cluster's size
+// is a power of two that divides them. `bytes(size)` is the shared memory of a block.
+template <class Kernel, class Bytes>
+cudaError_t choose_cluster(Kernel* kernel, int threads, int64_t splits, Bytes bytes, int* size) {
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
+  *size = 1;
+  if (!image.has_clusters()) return cudaSuccess;
+  while (*size < kMaxCluster && splits % (2 * *size) == 0) *size *= 2;
+  // A part of a GPU may have fewer SMs together than a cluster wants.
+  for (; *size > 1; *size /= 2) {
+    int clusters = 0;
+    JAXLLM_RETURN_IF_ERROR(find_resident_clusters(kernel, *size, threads, bytes(*size), &clusters));
+    if (clusters > 0) break;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -330,14 +354,8 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
                                        DecodeSizes sizes, int64_t splits) {
   const int64_t batch = sizes.batch, width = sizes.width;
   if (batch * sizes.heads * width == 0) return cudaSuccess;
-  int device, major;
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  const int slots = slots_of_ring(major);
-  int cluster = 1;
-  while (major >= 9 && cluster < kMaxCluster && splits % (2 * cluster) == 0) cluster *= 2;
 
   Arguments<T, C> arguments = {};
   arguments.q = q, arguments.k = k, arguments.v = v;
@@ -349,45 +367,80 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
   arguments.group = sizes.heads / sizes.kv_heads;
   arguments.head_blocks = divide_up(arguments.group, kHeads);
   arguments.most_heads = std::min(arguments.group, kHeads);
-  arguments.clusters = splits / cluster;
   arguments.rows_of_sequence = sizes.length * sizes.kv_heads;
-  arguments.share = share_of_block(width, cluster);
   arguments.splits = splits, arguments.added = sizes.added;
   arguments.overlap = sizes.overlap;
 
-  const auto with = [&](auto kernel, int warps, size_t bytes) {
-    return launch(stream, kernel, arguments, batch, warps, bytes, cluster, sizes.overlap);
+  // A block for each split, for eight query heads of a key head, and for each sequence; the splits
+  // are clusters of `cluster` blocks.
+  const auto with_cluster = [&](auto kernel, int warps, int cluster, size_t bytes) {
+    arguments.cluster = cluster;
+    arguments.clusters = splits / cluster;
+    arguments.share = share_of_block(width, cluster);
+    Launch launch;
+    launch.grid = dim3(splits, sizes.kv_heads * arguments.head_blocks, batch);
+    launch.block = dim3(32 * warps);
+    launch.shared = bytes;
+    launch.cluster = cluster;
+    launch.overlap = sizes.overlap;
+    return launch_kernel(stream, kernel, launch, arguments);
+  };
+  const auto with = [&](auto kernel, int warps, auto bytes) {
+    int cluster = 1;
+    JAXLLM_RETURN_IF_ERROR(choose_cluster(kernel, 32 * warps, splits, bytes, &cluster));
+    return with_cluster(kernel, warps, cluster, bytes(cluster));
   };
   const auto any_width = [&] {
-    const int64_t heads = arguments.most_heads;
-    const size_t bytes = sizeof(float) * kFewerWarps * heads * width +
-                         Merge<kFewerWarps, 0>::bytes(cluster, heads, width);
+    const auto bytes = [&](int cluster) {
+      return any_width_bytes(arguments.most_heads, cluster, width);
+    };
     if (width <= 64) return with(decode_attention_any_width_kernel<T, C, 2>, kFewerWarps, bytes);
     if (width <= 128) return with(decode_attention_any_width_kernel<T, C, 4>, kFewerWarps, bytes);
     return with(decode_attention_any_width_kernel<T, C, 8>, kFewerWarps, bytes);
   };
   cudaError_t status;
   if constexpr (sizeof(T) == 2) {
+    const auto with_shape = [&](auto kernel_slots, auto kernel_warps, auto kernel_width) {
+      constexpr int kSlots = decltype(kernel_slots)::value, kWarps = decltype(kernel_warps)::value;
+      constexpr int kWidth = decltype(kernel_width)::value;
+      static_assert(kSlots < kMostSlots ||
+                    tensor_core_bytes<kWarps, kSlots, C, kWidth>(kHeads, 1) <= kBytesForMostSlots);
+      const auto bytes = [&](int cluster) {
+        return tensor_core_bytes<kWarps, kSlots, C, kWidth>(arguments.most_heads, cluster);
+      };
+      return with(decode_attention_kernel<kWarps, kSlots, T, C, kWidth>, kWarps, bytes);
+    };
     const auto with_width = [&](auto kernel_width) {
       constexpr int kWidth = decltype(kernel_width)::value;
-      const size_t bytes = tensor_core_bytes<kMostWarps, kWidth>(arguments, slots, cluster);
+      constexpr std::integral_constant<int, kMostWarps> most_warps;
+      constexpr std::integral_constant<int, kFewerWarps> fewer_warps;
+      constexpr std::integral_constant<int, kMostSlots> most_slots;
+      constexpr std::integral_constant<int, kFewerSlots> fewer_slots;
+      const bool has_most_slots = limits.shared_bytes >= kBytesForMostSlots;
       // Blocks that have a multiprocessor each, and a long part of the cache. Clusters do not find
       // room on every last multiprocessor.
       const int64_t blocks = batch * sizes.kv_heads * arguments.head_blocks * splits;
-      if (4 * blocks <= 3 * limits.multiprocessors && sizes.length >= splits * kLongPart) {
-        if constexpr (kWidth * sizeof(C) >= 128) {
-          using Shape = hopper::LongShape<C, kWidth>;
-          if (cluster == Shape::kBlocks && arguments.group <= Shape::kHeads &&
-              sizeof(hopper::LongShared<Shape>) <= static_cast<size_t>(limits.shared_bytes)) {
-            return hopper::launch_long<T, C, kWidth>(stream, arguments, batch);
-          }
-        }
-        if (bytes <= static_cast<size_t>(limits.shared_bytes)) {
-          return with(decode_attention_kernel<kMostWarps, T, C, kWidth>, kMostWarps, bytes);
+      if (4 * blocks > 3 * limits.multiprocessors || sizes.length < splits * kLongPart) {
+        return has_most_slots ? with_shape(most_slots, fewer_warps, kernel_width)
+                              : with_shape(fewer_slots, fewer_warps, kernel_width);
+      }
+      if constexpr (kWidth * sizeof(C) >= 128) {
+        using Shape = hopper::LongShape<C, kWidth>;
+        constexpr auto kernel = hopper::decode_attention_long_kernel<T, C, kWidth>;
+        constexpr size_t kBytes = sizeof(hopper::LongShared<Shape>);
+        static_assert(kBytes <= kBytesForMostSlots);
+        if (has_most_slots && arguments.group <= Shape::kHeads) {
+          int cluster = 1;
+          JAXLLM_RETURN_IF_ERROR(choose_cluster(
+              kernel, Shape::kThreads, splits, [](int) { return kBytes; }, &cluster));
+          if (cluster == Shape::kBlocks)
+            return with_cluster(kernel, Shape::kWarps, cluster, kBytes);
         }
       }
-      return with(decode_attention_kernel<kFewerWarps, T, C, kWidth>, kFewerWarps,
-                  tensor_core_bytes<kFewerWarps, kWidth>(arguments, slots, cluster));
+      if (has_most_slots) return with_shape(most_slots, most_warps, kernel_width);
+      constexpr int64_t kBytes = tensor_core_bytes<kMostWarps, kFewerSlots, C, kWidth>(kHeads, 1);
+      return kBytes <= limits.shared_bytes ? with_shape(fewer_slots, most_warps, kernel_width)
+                                           : with_shape(fewer_slots, fewer_warps, kernel_width);
     };
     const bool aligned = aligned_16(q, k, v);
     if (aligned && width == 64) {
@@ -401,12 +454,13 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
     status = any_width();
   }
   JAXLLM_RETURN_IF_ERROR(status);
-  if (splits > cluster) {
-    JAXLLM_RETURN_IF_ERROR(launch_kernel(
-        stream, decode_attention_merge_kernel<T>, dim3(batch * sizes.heads), dim3(128), 0, 1, true,
-        partial, out, static_cast<int>(splits / cluster), static_cast<int>(width)));
-  }
-  return cudaGetLastError();
+  if (arguments.clusters == 1) return cudaSuccess;
+  Launch merge;
+  merge.grid = dim3(batch * sizes.heads);
+  merge.block = dim3(128);
+  merge.overlap = true;
+  return launch_kernel(stream, decode_attention_merge_kernel<T>, merge, partial, out,
+                       arguments.clusters, static_cast<int>(width));
 }
 
 template struct CachedAttention<float, float>;

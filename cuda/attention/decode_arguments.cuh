@@ -24,6 +24,7 @@ struct Arguments {
   int head_blocks;           // blocks for them
   int most_heads;            // of a block
   int share;                 // columns of the result that a block of a cluster adds up
+  int cluster;               // blocks of a cluster
   int clusters;              // for a sequence and these heads
   int splits;                // blocks along the cache
   int added;                 // tokens in the cache beyond `lengths`
@@ -55,7 +56,10 @@ __device__ __forceinline__ int count_keys(const Arguments& a, int length) {
 
 template <typename T, typename C>
 __device__ __forceinline__ MergeTarget<T> target_of(const Arguments<T, C>& a, const Place& place) {
-  return {a.out, a.partial, a.clusters,
+  return {a.out,
+          a.partial,
+          a.clusters,
+          a.cluster,
           static_cast<uint32_t>(place.sequence * a.heads + place.first_head),
           gridDim.z * static_cast<uint32_t>(a.heads)};
 }

@@ -18,7 +18,6 @@
 #include "common/dependent_launch.cuh"
 #include "common/fragments.cuh"
 #include "common/hopper.cuh"
-#include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -60,6 +59,8 @@ __device__ __forceinline__ float finite(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
+// Its blocks come in clusters of kBlocks, which an image below sm_90 cannot have: there it is
+// empty, and the launcher takes another.
 template <typename T, typename C, int kWidth>
 __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     decode_attention_long_kernel(const Arguments<T, C> a) {
@@ -349,19 +350,6 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
                               total_and_sum[0]);
   }
 #endif
-}
-
-template <typename T, typename C, int kWidth>
-cudaError_t launch_long(cudaStream_t stream, const Arguments<T, C>& a, int64_t batch) {
-  using Shape = LongShape<C, kWidth>;
-  constexpr auto kernel = decode_attention_long_kernel<T, C, kWidth>;
-  constexpr size_t kBytes = sizeof(LongShared<Shape>);
-  static_assert(kBytes <= 227 * 1024);
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const dim3 grid(a.splits, a.kv_heads, batch);
-  return launch_kernel(stream, kernel, grid, dim3(Shape::kThreads), kBytes, Shape::kBlocks,
-                       a.overlap, a);
 }
 
 }  // namespace jaxllm::hopper

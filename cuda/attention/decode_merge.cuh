@@ -31,17 +31,17 @@ __device__ __forceinline__ float weight_of_part(float largest, float largest_of_
   return largest == -INFINITY ? 0.0f : exp2_fast(largest - largest_of_all);
 }
 
-// A cluster of blocks that send each other numbers, or one block by itself, as on GPUs without
-// clusters.
+// A cluster of CTAs that send each other numbers, or one CTA by itself. The launcher chooses the
+// size `blocks`, a power of two, and tells the kernel: it is 1 in an image below sm_90, which has
+// no instructions for clusters.
 class BlockCluster {
  public:
-#if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ static int blocks() { return hopper::blocks_of_cluster(); }
-  __device__ __forceinline__ static int rank() { return hopper::rank_in_cluster(); }
+  __device__ __forceinline__ static int rank(int blocks) { return blockIdx.x & (blocks - 1); }
 
   // All threads call this before they send. So many bytes will be sent to this block.
-  __device__ __forceinline__ void open(uint32_t bytes) {
-    if (blocks() == 1) return;
+  __device__ __forceinline__ void open(int blocks, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (blocks == 1) return;
     if (threadIdx.x == 0) {
       all_here_.init(1);
       all_here_.arrive_and_expect(bytes);
@@ -49,41 +49,36 @@ class BlockCluster {
     }
     hopper::arrive_at_cluster();
     hopper::wait_for_cluster();
+#endif
   }
 
   // Puts a number, two or four where `target` is, in shared memory, but in the block `rank`.
   template <typename To, class Numbers>
-  __device__ __forceinline__ void send(int rank, To* target, const Numbers& numbers) {
-    if (blocks() == 1) {
-      *reinterpret_cast<Numbers*>(target) = numbers;
-    } else {
+  __device__ __forceinline__ void send(int blocks, int rank, To* target, const Numbers& numbers) {
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) {
       hopper::send(rank, target, numbers, all_here_);
+      return;
     }
+#endif
+    *reinterpret_cast<Numbers*>(target) = numbers;
   }
 
   // Until all that this block is sent has arrived. It may end then: nobody uses its memory. The
   // wait is that for a copy which the engine brings to a whole cluster; one of the cluster's scope
   // would empty the L1 cache besides.
-  __device__ __forceinline__ void wait_for_all() {
-    if (blocks() == 1) {
-      __syncthreads();
-    } else {
+  __device__ __forceinline__ void wait_for_all(int blocks) {
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) {
       all_here_.wait(0);
+      return;
     }
+#endif
+    __syncthreads();
   }
 
  private:
   hopper::Barrier all_here_;
-#else
-  __device__ static int blocks() { return 1; }
-  __device__ static int rank() { return 0; }
-  __device__ void open(uint32_t) {}
-  template <typename To, class Numbers>
-  __device__ void send(int, To* target, const Numbers& numbers) {
-    *reinterpret_cast<Numbers*>(target) = numbers;
-  }
-  __device__ void wait_for_all() { __syncthreads(); }
-#endif
 };
 
 // Where the results of a cluster go: to `out`, or, where other clusters have keys of the same
@@ -92,7 +87,7 @@ template <typename T>
 struct MergeTarget {
   T* out;
   float* partial;
-  int parts;
+  int parts, blocks;  // clusters, and blocks of each
   uint32_t first_row, rows;
 
   __device__ __forceinline__ void write(int head, int column, int width, float sum, float largest,
@@ -104,7 +99,7 @@ struct MergeTarget {
       out[uint64_t{row} * width + column] = from_float<T>(quotient);
       return;
     }
-    const int part = blockIdx.x / BlockCluster::blocks();
+    const int part = blockIdx.x / blocks;
     const int64_t place = int64_t{part} * rows + row;
     partial[place * width + column] = sum;
     if (column == 0) {
@@ -116,7 +111,7 @@ struct MergeTarget {
 };
 
 // The columns that a block of a cluster adds up, but for the last, which may have fewer.
-inline int share_of_block(int width, int blocks) { return (width + blocks - 1) / blocks; }
+constexpr int share_of_block(int width, int blocks) { return (width + blocks - 1) / blocks; }
 
 // Adds up what warps and blocks have. kWidth is the heads' width where it is a power of two that
 // clusters divide into packs of four, and 0 for any other.
@@ -128,21 +123,22 @@ class Merge {
 
  public:
   // The shared memory that it takes, of which the constructor is told.
-  static size_t bytes(int blocks, int heads, int width) {
+  static constexpr size_t bytes(int blocks, int heads, int width) {
     const int share = share_of_block(width, blocks);
     return (sizeof(Shared) + blocks * stride(heads * share) * sizeof(float) + 127) / 128 * 128;
   }
 
-  // All threads call this. A block has `heads`, `width` wide, and adds up `share` of the columns.
-  __device__ __forceinline__ Merge(char* memory, int heads, int width, int share)
+  // All threads call this. Each of a cluster's `blocks` has `heads`, `width` wide, and adds up
+  // `share` of the columns.
+  __device__ __forceinline__ Merge(char* memory, int blocks, int heads, int width, int share)
       : shared_(*reinterpret_cast<Shared*>(memory)),
-        blocks_(BlockCluster::blocks()),
-        rank_(BlockCluster::rank()),
+        blocks_(blocks),
+        rank_(BlockCluster::rank(blocks)),
         heads_(heads),
         width_(kWidth ? kWidth : width),
         share_(share) {
     const int columns = max(0, min(share_, width_ - rank_ * share_));
-    shared_.cluster.open(blocks_ * heads * (2 + kSent * columns) * sizeof(float));
+    shared_.cluster.open(blocks_, blocks_ * heads * (2 + kSent * columns) * sizeof(float));
   }
 
   // Takes the statistics that the warp has of a head.
@@ -164,7 +160,7 @@ class Merge {
                                          const MergeTarget<T>& target) {
     __syncthreads();
     send_parts(of_warps, warp_bytes);
-    shared_.cluster.wait_for_all();
+    shared_.cluster.wait_for_all(blocks_);
     add_up_received(target);
   }
 
@@ -223,10 +219,12 @@ class Merge {
         }
         if (first + lane * kPack >= width_) continue;
         const int to = divided_by_share(column);
-        shared_.cluster.send(to, received + column - to * share_, Unit<float, kPack>::of(sum));
+        shared_.cluster.send(blocks_, to, received + column - to * share_,
+                             Unit<float, kPack>::of(sum));
       }
       if (sent == 0 && lane < blocks_) {
-        shared_.cluster.send(lane, &shared_.received[head][rank_], float2{largest, total[0]});
+        shared_.cluster.send(blocks_, lane, &shared_.received[head][rank_],
+                             float2{largest, total[0]});
       }
     }
   }

@@ -16,16 +16,10 @@ __host__ __device__ constexpr int step_rows(int row_bytes) {
 }
 
 // A step of keys or of values lies in a slot, with their scales where the numbers are int8. A warp
-// has a ring of slots: keys, values and, where a block may have 227 KB of shared memory, the next
-// keys are on their way together.
-__host__ __device__ constexpr int slots_of_ring(int major) {
-  return major >= 9 && major < 12 ? 3 : 2;
-}
-#ifdef __CUDA_ARCH__
-inline constexpr int kSlots = slots_of_ring(__CUDA_ARCH__ / 100);
-#else
-inline constexpr int kSlots = 2;  // of no account: the host asks slots_of_ring
-#endif
+// has a ring of slots. Three, where a CTA may have 227 KB of shared memory: keys, values and the
+// next keys are on their way together. Two on other GPUs.
+inline constexpr int kMostSlots = 3, kFewerSlots = 2;
+inline constexpr int kBytesForMostSlots = 227 << 10;
 
 template <typename C>
 __host__ __device__ constexpr size_t slot_bytes(int width) {

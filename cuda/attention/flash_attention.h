@@ -94,9 +94,32 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
+// The sizes of workspaces, in floats; of Hopper's own kernels, for heads 64 or 128 wide, at least
+// as many as a call of these sizes needs.
+inline constexpr int64_t kFlashHopperTile = 128;  // keys, or the fewest queries of the forward
+inline int64_t flash_backward_tile(int64_t width) { return width == 64 ? 128 : 64; }
+
+inline int64_t flash_forward_scratch(const FlashShape& s) {
+  return s.batch * (4 + 2 * ((s.queries + kFlashHopperTile - 1) / kFlashHopperTile));
+}
+inline int64_t flash_backward_scratch(const FlashShape& s) {
+  const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
+  const int64_t ranges = tiles + (s.keys + kFlashHopperTile - 1) / kFlashHopperTile;
+  return s.batch * (s.heads * tiles * (tile * (s.width + 2) + 1) + 2 * ranges + 1);
+}
+// The partial sums of a bias's gradient in a group of sequences, with room for Hopper's own kernels
+// or without.
+inline int64_t flash_bias_partial(const FlashShape& s, int64_t sequences, bool hopper) {
+  constexpr int64_t kMostRows = 640;
+  const int64_t columns = (s.heads + 2 * s.kv_heads) * s.width, rows = sequences * s.queries;
+  if (!hopper) return (rows < kMostRows ? rows : kMostRows) * columns;
+  const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
+  const int64_t sums = sequences * tiles * (tile / 64 + 1) * s.heads * s.width;
+  return sums < columns ? columns : sums;  // a row at least, for calls that others serve
+}
+
 // T is float, __nv_bfloat16 or __half. Any sizes, of zero too, up to the two limits above, but at
-// least one head. cudaErrorInvalidValue for others; and in the backward of bfloat16 and float16 of
-// heads wider than 128 where a block cannot have 133 KiB of shared memory, as on the smaller GPUs.
+// least one head. cudaErrorInvalidValue for others.
 template <typename T>
 struct FlashAttention {
   // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros

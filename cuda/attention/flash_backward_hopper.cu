@@ -9,6 +9,23 @@ namespace {
 
 using namespace hopper;
 
+// Whether the tickets go through each head's order from its first step to its last: so a tile waits
+// for those with earlier tickets only, and nothing can wait for ever.
+constexpr bool is_in_order(int heads, int key_tiles, int split, int heads_at_a_time) {
+  int steps[8] = {};  // of each head, so far
+  for (int ticket = 0; ticket < heads * key_tiles; ++ticket) {
+    const TilePlace place = place_in_halves(ticket, heads, key_tiles, split, heads_at_a_time);
+    if (place.row < 0 || place.row >= heads || place.column != steps[place.row]) return false;
+    ++steps[place.row];
+  }
+  for (int head = 0; head < heads; ++head) {
+    if (steps[head] != key_tiles) return false;
+  }
+  return true;
+}
+static_assert(is_in_order(1, 256, 128, 1) && is_in_order(8, 32, 16, 8) && is_in_order(7, 9, 5, 3) &&
+              is_in_order(5, 2, 1, 4) && is_in_order(3, 6, 3, 16) && is_in_order(4, 3, 2, 1));
+
 // The parts of the workspace, in floats.
 struct BackwardWorkspace {
   int64_t rows, dq_sums, ranks;
@@ -60,10 +77,10 @@ struct BiasPartial {
   cudaError_t sum(cudaStream_t stream, const FlashBias& bias, const float* of_dout) const {
     const int64_t dq_columns = heads * kWidth, dout_columns = kv_heads * kWidth;
     const dim3 grid((dq_columns + 2 * dout_columns) / 32, bias.groups);
-    flash_attention_backward_bias_kernel<<<grid, kColumnSumThreads, 0, stream>>>(
-        bias.partial, of_dout, static_cast<T*>(bias.gradient), dq_rows() / bias.groups,
-        dout_rows() / bias.groups, dq_columns, dout_columns);
-    return cudaGetLastError();
+    return launch_kernel(stream, flash_attention_backward_bias_kernel<T>, {grid, kColumnSumThreads},
+                         bias.partial, of_dout, static_cast<T*>(bias.gradient),
+                         dq_rows() / bias.groups, dout_rows() / bias.groups, dq_columns,
+                         dout_columns);
   }
 };
 
@@ -75,9 +92,10 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   using Shape = BackwardShape<kWidth>;
   const auto kernel = flash_attention_backward_hopper_kernel<T, kWidth, kSegments>;
   constexpr int kBytes = sizeof(BackwardShared<T, kWidth>);
-  int multiprocessors = 0;
-  JAXLLM_RETURN_IF_ERROR(
-      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
+  static_assert(kBytes <= 227 << 10);
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
+  const int multiprocessors = limits.multiprocessors;
   constexpr int64_t kMaxGridSide = 65535;
   const bool has_bias = bias.gradient != nullptr;
   if (!is_aligned(out) || !is_aligned(dq) || !aligned_16(bias.partial) ||
@@ -100,28 +118,29 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
   const int key_tiles = tiled.key_tiles(), query_tiles = tiled.query_tiles();
   const int padded_queries = query_tiles * Shape::kQueries;
   const BackwardWorkspace parts = workspace_of(attention);
-  // Pairs where the mask makes tiles of unequal length, where they are so few that the end of the
-  // grid counts, and where all pairs of a head run at once. In a simulation of the additions' order
-  // on 132 multiprocessors, the share of the time in which they work is 0.93 with pairs and 0.86
-  // without for 32 key heads of 32 tiles, each of four heads; but 0.81 and 0.95 for 384 heads of 8
-  // tiles.
+  // In halves where the mask makes tiles of unequal length, where they are more than run at once
+  // but so few that the end of the grid counts, and where the first half of a head runs at once:
+  // see take_item. In a simulation of the additions' order on 132 multiprocessors, the share of the
+  // time in which they work is 0.95 in halves and 0.87 without for 32 key heads of 32 tiles, each
+  // of four heads; but 0.81 and 0.95 for 384 heads of 8 tiles.
   const bool is_triangle = !kSegments && attention.right < attention.keys &&
                            attention.left >= attention.queries + attention.keys;
   const int half = (key_tiles + 1) / 2;
   constexpr int64_t kFewTiles = 16;  // to a multiprocessor
-  const bool pairs = is_triangle && half <= multiprocessors &&
-                     attention.batch * attention.kv_heads * key_tiles < kFewTiles * multiprocessors;
-  const int split = pairs ? half : key_tiles;
-  const int64_t items = attention.batch * attention.kv_heads * split;
+  const int64_t items = attention.batch * attention.kv_heads * key_tiles;
+  const bool halves = is_triangle && half <= multiprocessors && items > multiprocessors &&
+                      items < kFewTiles * multiprocessors;
+  const int split = halves ? half : key_tiles;
   if (items > kMaxTiles || parts.ranks > kMaxTiles) return cudaErrorNotSupported;
-  // As many as fill the grid twice; but no more than have what they read and add up in the L2 cache
-  // together. Of documents the tiles at work have but a part of that.
+  // In halves as many as fill the grid with their first; else as many as fill it twice, but no more
+  // than have what they read and add up in the L2 cache together. Of documents the tiles at work
+  // have but a part of that.
   const int64_t bytes_of_head = kWidth * (attention.heads / attention.kv_heads * attention.queries *
                                               (2 * sizeof(T) + sizeof(float)) +
                                           attention.keys * 2 * sizeof(T));
   const int64_t filling = divide_up(2 * multiprocessors, key_tiles);
   const int64_t cached = kCachedBytes / bytes_of_head;
-  const int64_t heads_at_a_time = pairs       ? 1
+  const int64_t heads_at_a_time = halves      ? multiprocessors / half
                                   : kSegments ? filling
                                               : std::clamp<int64_t>(cached, 1, filling);
 
@@ -144,7 +163,6 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       static_cast<int>(attention.kv_heads),
       attention.scale,
       split,
-      pairs,
       workspace + parts.lse_at(),
       has_sums ? const_cast<float*>(sums.delta) : workspace + parts.delta_at(),
       workspace + parts.dq_sums_at(),
@@ -161,8 +179,9 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
       of_dout};
   if (has_sums) {
     const dim3 grid(divide_up(padded_queries, kRowThreads), attention.heads, attention.batch);
-    flash_attention_backward_lse_kernel<T, kWidth, kSegments>
-        <<<grid, kRowThreads, 0, stream>>>(arguments, lse, dq);
+    JAXLLM_RETURN_IF_ERROR(launch_kernel(stream,
+                                         flash_attention_backward_lse_kernel<T, kWidth, kSegments>,
+                                         {grid, kRowThreads}, arguments, lse, dq));
   } else {
     constexpr int kRowsAtOnce = kRowThreads / (kWidth / kPackSize<T>);
     const dim3 grid(padded_queries / (has_bias ? Shape::kQueries : kRowsAtOnce), attention.heads,
@@ -170,21 +189,22 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
     const auto row_kernel = has_bias
                                 ? flash_attention_backward_rows_kernel<T, kWidth, kSegments, true>
                                 : flash_attention_backward_rows_kernel<T, kWidth, kSegments, false>;
-    row_kernel<<<grid, kRowThreads, 0, stream>>>(arguments, out, dout, lse, dq);
+    JAXLLM_RETURN_IF_ERROR(
+        launch_kernel(stream, row_kernel, {grid, kRowThreads}, arguments, out, dout, lse, dq));
   }
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
-  const int64_t blocks = pairs ? items : std::min<int64_t>(items, multiprocessors);
-  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, dim3(static_cast<unsigned>(blocks)),
-                                       dim3(Shape::kThreads), kBytes, /*cluster=*/1,
-                                       /*overlap=*/true, q_map, k_map, v_map, dout_map, dk_map,
-                                       dv_map, dq_map, arguments));
+  Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors)));
+  launch.block = dim3(Shape::kThreads);
+  launch.shared = kBytes;
+  launch.overlap = true;
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, launch, q_map, k_map, v_map, dout_map,
+                                       dk_map, dv_map, dq_map, arguments));
   if constexpr (!Shape::kRoundsDq) {
     const dim3 dq_grid(query_tiles, attention.heads, attention.batch);
     const auto dq_kernel = has_bias
                                ? flash_attention_backward_dq_kernel<T, kWidth, kSegments, true>
                                : flash_attention_backward_dq_kernel<T, kWidth, kSegments, false>;
-    dq_kernel<<<dq_grid, kRowThreads, 0, stream>>>(arguments, dq);
-    JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+    JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, dq_kernel, {dq_grid, kRowThreads}, arguments, dq));
   }
   return has_bias ? partial.template sum<T>(stream, bias, of_dout) : cudaSuccess;
 }

@@ -128,14 +128,11 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
   int ticket = atomicAdd(a.tickets, 1);
   while (ticket < a.items) {
     const BackwardItem item = take_item(a, band.key_tiles(), ticket);
-    for (int i = 0; i < item.count; ++i) {
-      const int key_tile = i == 0 ? item.key_tiles[0] : item.key_tiles[1];
-      const BackwardTile tile{item.sequence, item.kv_head, key_tile,
-                              queries_seen<kSegments>(a, band, item.sequence, key_tile)};
-      tell_of_tile(shared, tiles, tile);
-      copier.copy(tile);
-    }
-    ticket = a.pairs ? a.items : atomicAdd(a.tickets, 1);
+    const BackwardTile tile{item.sequence, item.kv_head, item.key_tile,
+                            queries_seen<kSegments>(a, band, item.sequence, item.key_tile)};
+    tell_of_tile(shared, tiles, tile);
+    copier.copy(tile);
+    ticket = atomicAdd(a.tickets, 1);
   }
   tell_of_tile(shared, tiles, {0, 0, -1, {0, 0}});
 }

@@ -18,6 +18,9 @@ __device__ __forceinline__ void store_release(int* target, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
 }
 
+// Between two looks at a rank, of which each takes some ten times as long.
+constexpr int kPollNanoseconds = 32;
+
 // Drops a line of the L2 cache: what stands there has no value any more, and is never written to
 // memory.
 __device__ __forceinline__ void discard_line(const void* line) {
@@ -75,8 +78,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
     float* const sum = a.dq_sums + tile * (kParts * kSize);
     // Before the tile is there, lest it wait for what has long been true to be read.
     if (step.rank > 0) {
-      while (load_acquire(a.ranks + tile) != step.rank) {
-      }
+      while (load_acquire(a.ranks + tile) != step.rank) __nanosleep(kPollNanoseconds);
       fence_async_proxy_global();
     }
     if (Shape::kRoundsDq && step.is_last) {

@@ -108,13 +108,12 @@ struct BackwardArguments {
   // Tiles of keys below `split` are summed from the last to the first, those from it on thereafter
   // and upwards.
   int split;
-  bool pairs;
   float* lse;           // (batch, heads, padded queries), times log2(e); inf where no key is seen
   float* delta;         // the same shape; where it is known, nobody writes it
   float* dq_sums;       // (batch, heads, tiles of queries) of tiles in the order of accumulators
   int* ranks;           // (batch, heads, tiles of queries): how often a tile of dq was added to
   int* tickets;         // the next ticket
-  int items;            // as many tickets
+  int items;            // as many tickets, one for each tile of keys of each head
   bool from_last;       // the last head of the last sequence has the first of them
   int heads_at_a_time;  // so many have them by turns
   Segments segments;
@@ -138,36 +137,54 @@ __device__ __forceinline__ TileRange keys_seen(const BackwardArguments& a, const
   return a.segments.of_queries[int64_t{sequence} * band.query_tiles() + query_tile];
 }
 
-// The tiles of keys of a ticket, one after the other.
+// A tile of keys of one head.
 struct BackwardItem {
-  int sequence, kv_head, count, key_tiles[2];
+  int sequence, kv_head, key_tile;
 };
 
-// Tiles are handed out by ticket, so that a tile waits for sums of those with earlier tickets only,
-// which are running or done, and nothing can wait for ever: of the tickets that are not done, a
-// block works on its least. A block takes the next ticket when it has loaded all of a tile, so that
-// its first loads are there when the gradients of the tile before are stored.
+// The place of a ticket, a head as its row and a step of the head's order as its column, where a
+// head has `split` tiles and then others: a group of heads at a time, the first tiles of one head
+// after the other, and then the other tiles of all heads by turns.
+__host__ __device__ __forceinline__ constexpr TilePlace place_in_halves(int ticket, int heads,
+                                                                        int key_tiles, int split,
+                                                                        int heads_at_a_time) {
+  const int first_of_group = ticket / (heads_at_a_time * key_tiles) * heads_at_a_time;
+  const int left = heads - first_of_group;
+  const int in_group = left < heads_at_a_time ? left : heads_at_a_time;
+  const int rest = ticket - first_of_group * key_tiles;
+  if (rest < in_group * split) return {first_of_group + rest / split, rest % split};
+  const int others = rest - in_group * split;
+  return {first_of_group + others % in_group, split + others / in_group};
+}
+
+// Tiles are handed out by ticket, a tile of keys each. Of a head's tiles those below `split` have
+// the earlier tickets, the last of them first, and then come those from `split` on, the first of
+// them first. That is the order in which they add to dq (see rank_of), so that a tile waits for
+// sums of those with earlier tickets only. Of the tickets that are not done a block works on its
+// least, so that the least of all waits for nobody: nothing can wait for ever, however few blocks
+// run. A block takes the next ticket when it has loaded all of a tile, so that its first loads are
+// there when the gradients of the tile before are stored.
 //
-// One tile a ticket: the last of a head first. Under a causal mask they start at their own
-// diagonal, the last with the fewest queries before it, so that a tile never catches up with one
-// before it. The tiles of several heads alternate, so that a block begins one some time after the
-// tile before it, of the same head, was begun, and waits less at what that adds: on an H200 384
-// causal heads of 1024 queries, 64 wide, take 335 us for 345.
+// Without a split: under a causal mask the tiles start at their own diagonal, the last with the
+// fewest queries before it, so that a tile never catches up with one before it. The tiles of
+// several heads alternate, so that a block begins one some time after the tile before it, of the
+// same head, was begun, and waits less at what that adds: on an H200 384 causal heads of 1024
+// queries, 64 wide, take 335 us for 345.
 //
-// Pairs: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads that
-// share keys) many multiprocessors idle there. A pair of the n-th and the n-th last tile is of one
-// length whatever n is. Its second tile waits for first tiles of later tickets too: the launcher
-// makes sure that all pairs of a head run at once, and a block takes one pair alone.
+// In halves: that leaves the longest tiles to the end of the grid, and with few, long tiles (heads
+// that share keys) many multiprocessors idle there. Where the first halves of a group of heads fill
+// the grid, the block that is done first, with the shortest tile of a first half, takes the longest
+// of a second half, and so on: all blocks have the same to do, and the last tiles to be taken are
+// the shortest. A tile of a second half waits for all of the first, which are that far by then.
 __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a, int key_tiles,
                                                   int ticket) {
-  const int per_head = a.pairs ? a.split : key_tiles;
-  const int heads = a.items / per_head;
-  const TilePlace place = place_tile(ticket, heads, per_head, a.heads_at_a_time);
+  const int heads = a.items / key_tiles;
+  const TilePlace place =
+      a.split < key_tiles ? place_in_halves(ticket, heads, key_tiles, a.split, a.heads_at_a_time)
+                          : place_tile(ticket, heads, key_tiles, a.heads_at_a_time);
   const int head = a.from_last ? heads - 1 - place.row : place.row;
-  const int tile = per_head - 1 - place.column;
-  const int partner = key_tiles - 1 - tile;
-  return {
-      head / a.kv_heads, head % a.kv_heads, a.pairs && partner != tile ? 2 : 1, {tile, partner}};
+  const int key_tile = place.column < a.split ? a.split - 1 - place.column : place.column;
+  return {head / a.kv_heads, head % a.kv_heads, key_tile};
 }
 
 // Tells kTileReaders of the block's next tile.

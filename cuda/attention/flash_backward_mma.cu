@@ -1,5 +1,8 @@
+#include <algorithm>
+
 #include "attention/flash_backward_mma.cuh"
 #include "attention/flash_kernels.h"
+#include "common/shared_needs.h"
 
 namespace jaxllm::attention {
 namespace {
@@ -14,30 +17,47 @@ cudaError_t launch(cudaStream_t stream, const BackwardArguments<T>& arguments, i
                       Tiles::template kSharedBytes<T>, arguments);
 }
 
-// Whether a multiprocessor's shared memory holds two of the larger blocks, as on a Hopper GPU.
-cudaError_t has_large_memory(bool* answer) {
-  int device = 0, bytes = 0;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
+template <int kWidth, bool kLarge, typename T>
+cudaError_t launch_both(cudaStream_t stream, const BackwardArguments<T>& arguments, int64_t batch) {
   JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  *answer = bytes >= 220 * 1024;
-  return cudaSuccess;
+      (launch<BackwardTiles<Rows::kKeys, kWidth, kLarge>>(stream, arguments, batch)));
+  return launch<BackwardTiles<Rows::kQueries, kWidth, kLarge>>(stream, arguments, batch);
+}
+
+// The larger of the two kernels' shared memory.
+template <int kWidth, bool kLarge>
+constexpr int shared_bytes() {
+  using T = __nv_bfloat16;
+  return std::max(BackwardTiles<Rows::kKeys, kWidth, kLarge>::template kSharedBytes<T>,
+                  BackwardTiles<Rows::kQueries, kWidth, kLarge>::template kSharedBytes<T>);
+}
+
+// Whether to take the larger tiles: of wide heads where a block may have the memory, of narrower
+// ones where a multiprocessor has memory for two of them, as on a Hopper GPU.
+template <int kWidth>
+bool takes_large_tiles(const DeviceLimits& limits) {
+  if (kWidth <= 128) return limits.shared_bytes_of_sm >= 220 * 1024;
+  return limits.shared_bytes >= shared_bytes<kWidth, true>();
 }
 
 template <int kWidth, typename T>
 cudaError_t launch_both(cudaStream_t stream, const BackwardArguments<T>& arguments, int64_t batch) {
-  if constexpr (kWidth == 96 || kWidth == 128) {
-    bool is_large = false;
-    JAXLLM_RETURN_IF_ERROR(has_large_memory(&is_large));
-    if (is_large) {
-      JAXLLM_RETURN_IF_ERROR(
-          (launch<BackwardTiles<Rows::kKeys, kWidth, true>>(stream, arguments, batch)));
-      return launch<BackwardTiles<Rows::kQueries, kWidth, true>>(stream, arguments, batch);
+  if constexpr (kWidth > 64) {
+    DeviceLimits limits;
+    JAXLLM_RETURN_IF_ERROR(limits.read());
+    if (takes_large_tiles<kWidth>(limits)) {
+      return launch_both<kWidth, true>(stream, arguments, batch);
     }
   }
-  JAXLLM_RETURN_IF_ERROR((launch<BackwardTiles<Rows::kKeys, kWidth>>(stream, arguments, batch)));
-  return launch<BackwardTiles<Rows::kQueries, kWidth>>(stream, arguments, batch);
+  return launch_both<kWidth, false>(stream, arguments, batch);
 }
+
+const SharedNeed kNeeds[] = {{"flash_attention_backward_32", shared_bytes<32, false>()},
+                             {"flash_attention_backward_64", shared_bytes<64, false>()},
+                             {"flash_attention_backward_96", shared_bytes<96, false>()},
+                             {"flash_attention_backward_128", shared_bytes<128, false>()},
+                             {"flash_attention_backward_256", shared_bytes<256, false>()}};
+static_assert(shared_bytes<256, false>() <= 99 << 10);
 
 }  // namespace
 

@@ -30,28 +30,34 @@ struct BackwardArguments {
 
 // Sizes of tiles, with two tiles of each array of the other side: one is copied while the other is
 // used. They are what was fastest on an H200 of the sizes that fit two to four blocks there: few
-// warps leave the tensor cores waiting. Up to a width of 128 a block fits into the 99 KiB that
-// smaller GPUs have, unless it is kLarge.
+// warps leave the tensor cores waiting. Unless it is kLarge, a block fits into the 99 KiB of shared
+// memory that every GPU since sm_80 has for one; of 256 columns in tiles of 16 rows, and exactly.
 template <Rows kOwnRows, int kHeadWidth, bool kLarge = false>
 struct BackwardTiles {
   static constexpr Rows kOwn = kOwnRows;
   static constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
   static constexpr int kWidth = kHeadWidth;
+  static constexpr bool kIsWide = kWidth > 128;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kWidth <= 64 ? 4 : 1;            // on a multiprocessor, at least
-  static constexpr int kRowTiles = kLarge && !kOwnsKeys ? 2 : 1;  // of 16 rows, for each warp
+  static constexpr int kBlocks = kWidth <= 64 ? 4 : 1;  // on a multiprocessor, at least
+  // Tiles of 16 rows, for each warp.
+  static constexpr int kRowTiles = kLarge && !kOwnsKeys && !kIsWide ? 2 : 1;
   static constexpr int kOwnTile = 16 * kRowTiles * kWarps;
-  static constexpr int kTile = (kLarge && kOwnsKeys) || (kWidth <= 64 && !kOwnsKeys) ? 64 : 32;
+  static constexpr bool kHasLongTiles = (kLarge && kOwnsKeys) || (kWidth <= 64 && !kOwnsKeys);
+  static constexpr int kTile = kIsWide ? (kLarge ? 32 : 16) : (kHasLongTiles ? 64 : 32);
   // dk and dv of whole keys would be too much for the registers: a block has half of each.
-  static constexpr int kParts = kOwnsKeys && kWidth > 128 ? 2 : 1;
+  static constexpr int kParts = kOwnsKeys && kIsWide ? 2 : 1;
   static constexpr int kPartWidth = kWidth / kParts;
   static constexpr int kTileElements = kTile * kTileStride<kWidth>;
   static constexpr int kOwnElements = kOwnTile * kTileStride<kWidth>;
-  // The tiles; then, for a block that owns keys, lse and delta of the queries, twice.
+  // A block that owns keys has lse and delta of two tiles of queries, behind the tiles; or, where
+  // there is no room, in the 16 bytes behind each row of q and dout that keep rows apart.
+  static constexpr bool kStatisticsInRows = kIsWide && !kLarge;
   template <typename T>
-  static constexpr int kSharedBytes = (2 * kOwnElements + 4 * kTileElements) * int{sizeof(T)} +
-                                      (kOwnsKeys ? 4 * kTile * int{sizeof(float)} : 0);
+  static constexpr int kSharedBytes =
+      (2 * kOwnElements + 4 * kTileElements) * int{sizeof(T)} +
+      (kOwnsKeys && !kStatisticsInRows ? 4 * kTile * int{sizeof(float)} : 0);
 };
 
 // The negative lse of a query, in powers of two. A query that sees no key has an lse of -infinity:
@@ -87,7 +93,19 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   T* own1_tile = reinterpret_cast<T*>(shared);
   T* own2_tile = own1_tile + Tiles::kOwnElements;
   T* others = own2_tile + Tiles::kOwnElements;  // two buffers of other1 and other2
-  float* statistics = reinterpret_cast<float*>(others + 4 * kTileElements);  // two of lse and delta
+
+  // Where lse (0) or delta (1) of a buffer's query stands, and how far apart those of queries do.
+  constexpr int kStatisticStride =
+      Tiles::kStatisticsInRows ? kTileStride<kWidth> * int{sizeof(T)} / int{sizeof(float)} : 1;
+  const auto statistic = [&](int buffer, int which, int row) {
+    const int tile = buffer * 2 + which;
+    if constexpr (Tiles::kStatisticsInRows) {
+      return reinterpret_cast<float*>(others + tile * kTileElements + kWidth) +
+             row * kStatisticStride;
+    } else {
+      return reinterpret_cast<float*>(others + 4 * kTileElements) + tile * kTile + row;
+    }
+  };
 
   const int queries = arguments.mask.queries, keys = arguments.mask.keys;
   const int heads = arguments.heads, group = arguments.group, width = arguments.width;
@@ -125,7 +143,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
         const float* source = index < kTile ? arguments.lse : arguments.delta;
         const bool valid = row < queries;
         source += (int64_t{b} * heads + head) * queries + (valid ? row : 0);
-        copy_4_async(statistics + buffer * 2 * kTile + index, source, valid);
+        copy_4_async(statistic(buffer, index / kTile, index % kTile), source, valid);
       }
     }
   };
@@ -173,8 +191,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     const T* other1_tile = others + buffer * 2 * kTileElements;
     const T* other2_tile = other1_tile + kTileElements;
     // The statistics of the queries that this lane's columns are, from its first on.
-    const float* column_lse = statistics + buffer * 2 * kTile + 2 * (lane % 4);
-    const float* column_delta = column_lse + kTile;
+    const float* column_lse = statistic(buffer, 0, 2 * (lane % 4));
+    const float* column_delta = statistic(buffer, 1, 2 * (lane % 4));
 
     float p[kRowTiles][kTileWords][4] = {};
     multiply_transposed<kWidth>(p, own1_rows, other1_tile);
@@ -183,7 +201,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float of_column = 0.0f;
-        if constexpr (kOwnsKeys) of_column = negative_lse(column_lse[8 * n + c]);
+        if constexpr (kOwnsKeys)
+          of_column = negative_lse(column_lse[(8 * n + c) * kStatisticStride]);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -204,7 +223,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     for (int n = 0; n < kTileWords; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float of_column = kOwnsKeys ? column_delta[8 * n + c] : 0.0f;
+        const float of_column = kOwnsKeys ? column_delta[(8 * n + c) * kStatisticStride] : 0.0f;
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -221,7 +240,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float of_column = 0.0f;
-          if constexpr (kOwnsKeys) of_column = negative_lse(column_lse[8 * n + c]);
+          if constexpr (kOwnsKeys)
+            of_column = negative_lse(column_lse[(8 * n + c) * kStatisticStride]);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

@@ -9,6 +9,7 @@
 
 #include "attention/flash_attention.h"
 #include "attention/flash_mask.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 
 namespace jaxllm::attention {
@@ -38,16 +39,17 @@ struct Place {
   }
 };
 
-// Launches `kernel` with `blocks` blocks, and with more shared memory than it has by default.
+// Launches `kernel` with `blocks` blocks, and with as much dynamic shared memory.
 template <class Kernel, class Arguments>
 cudaError_t launch_tiles(cudaStream_t stream, Kernel kernel, int64_t blocks, int threads,
                          int shared_bytes, const Arguments& arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT_MAX) return cudaErrorInvalidValue;
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments);
-  return cudaGetLastError();
+  Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(blocks));
+  launch.block = dim3(threads);
+  launch.shared = shared_bytes;
+  return launch_kernel(stream, kernel, launch, arguments);
 }
 
 }  // namespace jaxllm::attention

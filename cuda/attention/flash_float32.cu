@@ -5,6 +5,7 @@
 #include "attention/flash_block.cuh"
 #include "attention/flash_kernels.h"
 #include "common/reduce_max.cuh"
+#include "common/shared_needs.h"
 
 namespace jaxllm::attention {
 namespace {
@@ -22,6 +23,8 @@ struct Tiles {
   static constexpr int kScoreStride = kRows + 1;
   static constexpr int kTileElements = kRows * kStride;
   static constexpr int kScoreElements = kRows * kScoreStride;
+  // Of a block of either direction.
+  static constexpr int kSharedBytes = (4 * kTileElements + 2 * kScoreElements) * int{sizeof(float)};
 };
 
 struct Arguments {
@@ -267,11 +270,13 @@ Arguments make_arguments(const FlashShape& shape, const FlashOptions& options) {
 template <class Tiles, class Kernel>
 cudaError_t launch(cudaStream_t stream, Kernel kernel, int64_t heads, int64_t rows,
                    const Arguments& arguments) {
-  constexpr int kBytes =
-      (4 * Tiles::kTileElements + 2 * Tiles::kScoreElements) * int{sizeof(float)};
   return launch_tiles(stream, kernel, heads * divide_up(rows, Tiles::kRows), Tiles::kThreads,
-                      kBytes, arguments);
+                      Tiles::kSharedBytes, arguments);
 }
+
+const SharedNeed kNeeds[] = {{"flash_attention_float32_64", Tiles<64>::kSharedBytes},
+                             {"flash_attention_float32_128", Tiles<128>::kSharedBytes},
+                             {"flash_attention_float32_256", Tiles<256>::kSharedBytes}};
 
 // Calls `launch` with the tiles for heads of `width`.
 template <class Launch>

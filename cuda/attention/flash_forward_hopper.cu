@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention/flash_forward_hopper.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace jaxllm {
 namespace {
@@ -29,10 +30,8 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                    HeadRows<const T> k, HeadRows<const T> v, HeadRows<T> out, float* lse,
                    int* workspace) {
   const auto kernel = flash_attention_forward_hopper_kernel<T, Shape, kSegments>;
-  constexpr int kBytes = sizeof(ForwardShared<T, Shape>);
-  int multiprocessors = 0;
-  JAXLLM_RETURN_IF_ERROR(
-      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
 
   CUtensorMap q_map, k_map, v_map, out_map;
   JAXLLM_RETURN_IF_ERROR(map_queries(attention, q, 64, &q_map));
@@ -69,9 +68,11 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                                    {attention.query_segments, attention.key_segments,
                                     attention.segment_ranges, keys_seen, nullptr}};
   JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(counter, 0, sizeof(int), stream));
-  const int blocks = static_cast<int>(std::min<int64_t>(tiles, multiprocessors));
-  kernel<<<blocks, Shape::kThreads, kBytes, stream>>>(q_map, k_map, v_map, out_map, arguments);
-  return cudaGetLastError();
+  Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)));
+  launch.block = dim3(Shape::kThreads);
+  launch.shared = sizeof(ForwardShared<T, Shape>);
+  return launch_kernel(stream, kernel, launch, q_map, k_map, v_map, out_map, arguments);
 }
 
 // Keys that the last of the queries sees: where they are few, or of documents, which are shorter
@@ -105,9 +106,9 @@ bool FlashAttentionHopper<T>::serves(const HopperAttention& attention,
       return false;
     }
   }
-  int device = 0;
+  DeviceLimits limits;
   const auto kernel = flash_attention_forward_hopper_kernel<T, Wide, false>;
-  return find_hopper_kernel(reinterpret_cast<const void*>(kernel), &device) == cudaSuccess;
+  return find_hopper_kernel(kernel, &limits) == cudaSuccess;
 }
 
 template <typename T>

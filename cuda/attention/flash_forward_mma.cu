@@ -2,6 +2,7 @@
 
 #include "attention/flash_forward_mma.cuh"
 #include "attention/flash_kernels.h"
+#include "common/shared_needs.h"
 
 namespace jaxllm::attention {
 namespace {
@@ -14,8 +15,14 @@ cudaError_t launch(cudaStream_t stream, const ForwardArguments<T, Stored>& argum
   const int64_t blocks =
       batch * arguments.heads * divide_up(arguments.mask.queries, Tiles::kQueries);
   return launch_tiles(stream, flash_attention_forward_kernel<Tiles, T, Stored>, blocks,
-                      Tiles::kThreads, Tiles::kSharedElements * int{sizeof(T)}, arguments);
+                      Tiles::kThreads, Tiles::kSharedBytes, arguments);
 }
+
+const SharedNeed kNeeds[] = {{"flash_attention_forward_32", ForwardTiles<32>::kSharedBytes},
+                             {"flash_attention_forward_64", ForwardTiles<64>::kSharedBytes},
+                             {"flash_attention_forward_96", ForwardTiles<96, true>::kSharedBytes},
+                             {"flash_attention_forward_128", ForwardTiles<128, true>::kSharedBytes},
+                             {"flash_attention_forward_256", ForwardTiles<256>::kSharedBytes}};
 
 template <typename T, typename Stored>
 ForwardArguments<T, Stored> make_arguments(HeadRows<const Stored> q, HeadRows<const Stored> k,

@@ -41,7 +41,7 @@ struct ForwardTiles {
   static constexpr int kBlocks = kWidth <= 64 ? 4 : kWidth <= 128 && !kTall ? 3 : 1;
   static constexpr int kQueries = 16 * kRowTiles * kWarps;
   static constexpr int kKeys = 64;
-  static constexpr int kSharedElements = (kQueries + 2 * kKeys) * kTileStride<kWidth>;
+  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kTileStride<kWidth> * 2;
 };
 
 // A row's four lanes hold its scores.

@@ -2,6 +2,7 @@
 
 #include "attention/flash_block.cuh"
 #include "attention/flash_prepare.h"
+#include "common/dependent_launch.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm::attention {
@@ -79,11 +80,11 @@ cudaError_t find_segment_ranges(cudaStream_t stream, const FlashShape& shape,
   const int64_t count = shape.batch * granules;
   if (count == 0) return cudaSuccess;
   const int64_t blocks = std::min(divide_up(count, kThreads / 32), kMaxBlocks);
-  segment_ranges_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+  return launch_kernel(
+      stream, segment_ranges_kernel, {dim3(static_cast<unsigned>(blocks)), kThreads},
       options.query_segments, options.key_segments, static_cast<int>(shape.queries),
       static_cast<int>(shape.keys), static_cast<int>(divide_up(shape.queries, kSegmentGranule)),
       granules, count, options.segment_ranges);
-  return cudaGetLastError();
 }
 
 template <typename T>
@@ -96,10 +97,9 @@ cudaError_t find_delta(cudaStream_t stream, HeadRows<const T> out, HeadRows<cons
                        dout.row_stride % kVector == 0 && aligned_16(out.data, dout.data);
   const int64_t blocks = std::min(divide_up(rows * shape.heads, kThreads / 8), kMaxBlocks);
   const auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-        out, dout, rows, static_cast<int>(shape.heads), static_cast<int>(shape.queries),
-        static_cast<int>(shape.width), delta);
-    return cudaGetLastError();
+    return launch_kernel(stream, kernel, {dim3(static_cast<unsigned>(blocks)), kThreads}, out, dout,
+                         rows, static_cast<int>(shape.heads), static_cast<int>(shape.queries),
+                         static_cast<int>(shape.width), delta);
   };
   return aligned ? launch(delta_kernel<kVector, T>) : launch(delta_kernel<1, T>);
 }

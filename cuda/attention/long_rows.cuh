@@ -94,17 +94,4 @@ struct HoldInSharedMemory {
   }
 };
 
-// Lets a kernel have `bytes` of shared memory, where the device has as much for a block.
-template <class Kernel>
-cudaError_t reserve_shared(Kernel kernel, int64_t bytes, bool* is_reserved) {
-  DeviceLimits device;
-  cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(device.read());
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  *is_reserved = bytes + static_cast<int64_t>(attributes.sharedSizeBytes) <= device.shared_bytes;
-  if (!*is_reserved) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
 }  // namespace jaxllm::attention

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "attention/repeat_kv.h"
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/vector.cuh"
 
@@ -75,17 +76,19 @@ template <typename T>
 cudaError_t RepeatKv<T>::forward(cudaStream_t stream, const T* x, T* out, int64_t heads,
                                  int64_t width, int64_t groups) {
   if (heads * width * groups == 0) return cudaSuccess;
-  const auto launch = [&](auto* source, auto* target, int64_t words) {
+  const auto launch = [&](const auto* source, auto* target, int64_t words) {
+    using Word = std::remove_pointer_t<decltype(target)>;
     const dim3 block = block_for(words);
-    repeat_kv_forward_kernel<<<grid_for(heads, block), block, 0, stream>>>(source, target, heads,
-                                                                           words, groups);
+    return launch_kernel(stream, repeat_kv_forward_kernel<Word>,
+                         {dim3(grid_for(heads, block)), block}, source, target, heads, words,
+                         groups);
   };
   if (width % kPackSize<T> == 0 && aligned_16(x, out)) {
-    launch(reinterpret_cast<const int4*>(x), reinterpret_cast<int4*>(out), width / kPackSize<T>);
+    return launch(reinterpret_cast<const int4*>(x), reinterpret_cast<int4*>(out),
+                  width / kPackSize<T>);
   } else {
-    launch(x, out, width);
+    return launch(x, out, width);
   }
-  return cudaGetLastError();
 }
 
 template <typename T>
@@ -95,15 +98,14 @@ cudaError_t RepeatKv<T>::backward(cudaStream_t stream, const T* dout, T* dx, int
   const auto launch = [&](auto vector) {
     constexpr int kVector = decltype(vector)::value;
     const dim3 block = block_for(width / kVector);
-    repeat_kv_backward_kernel<kVector>
-        <<<grid_for(heads, block), block, 0, stream>>>(dout, dx, heads, width, groups);
+    return launch_kernel(stream, repeat_kv_backward_kernel<kVector, T>,
+                         {dim3(grid_for(heads, block)), block}, dout, dx, heads, width, groups);
   };
   if (width % kPackSize<T> == 0 && aligned_16(dout, dx)) {
-    launch(std::integral_constant<int, kPackSize<T>>{});
+    return launch(std::integral_constant<int, kPackSize<T>>{});
   } else {
-    launch(std::integral_constant<int, 1>{});
+    return launch(std::integral_constant<int, 1>{});
   }
-  return cudaGetLastError();
 }
 
 template struct RepeatKv<float>;

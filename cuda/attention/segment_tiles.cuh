@@ -6,7 +6,7 @@
 
 #include "attention/band.cuh"
 #include "attention/flash_attention_hopper.h"
-#include "common/launch.h"
+#include "common/dependent_launch.cuh"
 
 namespace jaxllm {
 
@@ -138,10 +138,9 @@ template <int kQueries, int kKeys>
 cudaError_t find_tile_ranges(cudaStream_t stream, const HopperAttention& attention,
                              const Band& band, TileRange* of_queries, TileRange* of_keys) {
   constexpr int kThreads = 256;
-  tile_ranges_kernel<kQueries, kKeys>
-      <<<static_cast<unsigned>(attention.batch), kThreads, 0, stream>>>(
-          band, attention.segment_ranges, of_queries, of_keys);
-  return cudaGetLastError();
+  return launch_kernel(stream, tile_ranges_kernel<kQueries, kKeys>,
+                       {dim3(static_cast<unsigned>(attention.batch)), kThreads}, band,
+                       attention.segment_ranges, of_queries, of_keys);
 }
 
 }  // namespace jaxllm

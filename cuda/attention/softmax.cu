@@ -5,6 +5,7 @@
 #include "attention/long_rows.cuh"
 #include "attention/rows.cuh"
 #include "attention/softmax.h"
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 
 namespace jaxllm {
@@ -275,16 +276,18 @@ bool fits_a_grid(int64_t rows) { return rows <= std::numeric_limits<int>::max();
 // in shared memory, in `bytes`, and `read_again` elsewhere.
 template <class Kernel, typename... Arguments>
 cudaError_t launch_long_rows(cudaStream_t stream, Kernel held, Kernel read_again, int64_t bytes,
-                             int64_t rows, Arguments... arguments) {
-  const int64_t blocks = std::min(rows, int64_t{1} << 20);
-  bool is_held = false;
-  JAXLLM_RETURN_IF_ERROR(reserve_shared(held, bytes, &is_held));
-  if (is_held) {
-    held<<<blocks, HoldInSharedMemory::kThreads, bytes, stream>>>(arguments...);
-  } else {
-    read_again<<<blocks, ReadAgain::kThreads, 0, stream>>>(arguments...);
+                             int64_t rows, const Arguments&... arguments) {
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(image.read(held));
+  Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(std::min(rows, int64_t{1} << 20)));
+  if (bytes <= image.dynamic_shared_bytes) {
+    launch.block = dim3(HoldInSharedMemory::kThreads);
+    launch.shared = bytes;
+    return launch_kernel(stream, held, launch, arguments...);
   }
-  return cudaGetLastError();
+  launch.block = dim3(ReadAgain::kThreads);
+  return launch_kernel(stream, read_again, launch, arguments...);
 }
 
 }  // namespace
@@ -296,16 +299,17 @@ cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T*
   if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(x, out);
   const int64_t packs = packs_of_row(width, x);
+  cudaError_t status = cudaSuccess;
   const auto launch = [&](auto strategy, int threads) {
     // A team for each row.
     using S = decltype(strategy);
-    softmax_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
-        <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
-            x, scale, out, static_cast<unsigned>(rows), static_cast<int>(width),
-            static_cast<unsigned>(length));
+    status = launch_kernel(
+        stream, softmax_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, T>,
+        {dim3(divide_up(rows, S::Team::kRowsPerBlock)), dim3(threads)}, x, scale, out,
+        static_cast<unsigned>(rows), static_cast<int>(width), static_cast<unsigned>(length));
     return true;
   };
-  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return cudaGetLastError();
+  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return status;
   return launch_long_rows(stream, softmax_forward_long_row_kernel<HoldInSharedMemory, T>,
                           softmax_forward_long_row_kernel<ReadAgain, T>,
                           HoldInSharedMemory::bytes(packs, 1), rows, x, scale, out, rows,
@@ -319,15 +323,16 @@ cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dou
   if (width > kMaxWidth) return cudaErrorInvalidValue;
   const bool aligned = equally_aligned(out, dout, dx);
   const int64_t packs = packs_of_row(width, out);
+  cudaError_t status = cudaSuccess;
   const auto launch = [&](auto strategy, int threads) {
     using S = decltype(strategy);
-    softmax_backward_kernel<typename S::Team, S::kPacks, S::kMinBlocks>
-        <<<divide_up(rows, S::Team::kRowsPerBlock), threads, 0, stream>>>(
-            out, dout, scale, dx, static_cast<unsigned>(rows), static_cast<int>(width),
-            static_cast<unsigned>(length));
+    status = launch_kernel(
+        stream, softmax_backward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, T>,
+        {dim3(divide_up(rows, S::Team::kRowsPerBlock)), dim3(threads)}, out, dout, scale, dx,
+        static_cast<unsigned>(rows), static_cast<int>(width), static_cast<unsigned>(length));
     return true;
   };
-  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return cudaGetLastError();
+  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return status;
   return launch_long_rows(stream, softmax_backward_long_row_kernel<HoldInSharedMemory, T>,
                           softmax_backward_long_row_kernel<ReadAgain, T>,
                           HoldInSharedMemory::bytes(packs, 2), rows, out, dout, scale, dx, rows,

@@ -1,6 +1,7 @@
 // FFI handler of a block: checks the buffers, switches on their dtypes, launches.
 #include "common/ffi.h"
 
+#include "common/launch.h"
 #include "decoding/block.h"
 #include "handlers.h"
 
@@ -15,21 +16,28 @@ int64_t axis_from_end(const Buffer& buffer, size_t i) {
   return i <= dimensions.size() ? dimensions[dimensions.size() - i] : -1;
 }
 
+// A matrix of all calls, and for int8 its scales.
+struct Matrix {
+  const char *name, *name_of_scales;
+  int64_t size;  // in a call
+  const void* data = nullptr;
+  const float* scales = nullptr;
+  int64_t groups = 0;  // of numbers that share a scale, in a call
+};
+
 // The four matrices, and for int8 the four arrays of their scales.
 ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, Buffer norm2,
                            Buffer cos, Buffer sin, Buffer k_in, Buffer v_in, Buffer lengths,
-                           ffi::RemainingArgs matrices, float eps, int64_t splits, Result out,
+                           ffi::RemainingArgs arrays, float eps, int64_t splits, Result out,
                            Result k_cache, Result v_cache, Result q, Result attended, Result hidden,
                            Result activated, Result partial) {
-  const bool quantized = matrices.size() == 8;
-  if (matrices.size() != 4 && !quantized) {
+  constexpr size_t kMatrices = 4;
+  const bool quantized = arrays.size() == 2 * kMatrices;
+  if (arrays.size() != kMatrices && !quantized) {
     return ffi::Error::InvalidArgument("there are not four matrices, or four and their scales");
   }
-  if (k_in.untyped_data() != k_cache->untyped_data() ||
-      v_in.untyped_data() != v_cache->untyped_data()) {
-    return ffi::Error::InvalidArgument("the caches are not written in place");
-  }
-  const ffi::ErrorOr<Buffer> qkv = matrices.get<Buffer>(0), down = matrices.get<Buffer>(3);
+  if (splits < 1) return invalid("splits", "is below 1");
+  const ffi::ErrorOr<Buffer> qkv = arrays.get<Buffer>(0), down = arrays.get<Buffer>(3);
   if (qkv.has_error()) return qkv.error();
   if (down.has_error()) return down.error();
 
@@ -38,55 +46,78 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
   sizes.length = axis_from_end(k_in, 3), sizes.kv_heads = axis_from_end(k_in, 2);
   sizes.head_width = axis_from_end(k_in, 1), sizes.mlp_width = axis_from_end(*down, 1);
   sizes.splits = splits;
-  if (sizes.batch < 1 || sizes.length < 0 || sizes.head_width < 2) {
-    return ffi::Error::InvalidArgument("residual or k_cache has too few axes, or none");
+  // As in decode_attention, which reads the caches.
+  constexpr int64_t kMostSequences = 65535, kMostColumns = 256, kMostTokens = int64_t{1} << 30;
+  if (sizes.batch < 1 || sizes.batch > kMostSequences || sizes.width < 0) {
+    return invalid("residual", "has too few axes, or no sequences, or too many");
   }
+  if (sizes.length < 0 || sizes.length > kMostTokens || sizes.kv_heads < 1 ||
+      sizes.head_width < 2 || sizes.head_width > kMostColumns || sizes.head_width % 2 != 0) {
+    return invalid("k_cache",
+                   "has too few axes, or heads or a length that the kernels do not take");
+  }
+  if (sizes.mlp_width < 0) return invalid("down", "is a scalar");
+  const int64_t kv_width = sizes.kv_heads * sizes.head_width;
   sizes.heads = axis_from_end(*qkv, 2) / sizes.head_width - 2 * sizes.kv_heads;
   if (sizes.heads < 1 || sizes.heads % sizes.kv_heads != 0) {
-    return ffi::Error::InvalidArgument("qkv does not fit the heads of k_cache");
+    return invalid("qkv", "does not fit the heads of k_cache");
   }
   // jax.vmap's new leading axis is as many calls.
-  const int64_t calls = lengths.element_count() / sizes.batch;
+  const int64_t calls = count(lengths) / sizes.batch, rows = sizes.batch;
   const int64_t heads_width = sizes.heads * sizes.head_width;
-  const int64_t counts[4] = {(heads_width + 2 * sizes.kv_heads * sizes.head_width) * sizes.width,
-                             sizes.width * heads_width, 2 * sizes.mlp_width * sizes.width,
-                             sizes.width * sizes.mlp_width};
-  const void* data_of[4];
-  const float* scales_of[4] = {};
-  int64_t groups_of[4] = {};
-  for (size_t i = 0; i < 4; ++i) {
-    const ffi::ErrorOr<Buffer> matrix = matrices.get<Buffer>(i);
-    if (matrix.has_error()) return matrix.error();
-    if (matrix->element_type() != (quantized ? ffi::S8 : residual.element_type()) ||
-        static_cast<int64_t>(matrix->element_count()) != calls * counts[i]) {
-      return ffi::Error::InvalidArgument("a matrix has not the dtype or the size it should have");
-    }
-    data_of[i] = matrix->untyped_data();
+  const int64_t of_cache = rows * sizes.length * kv_width;
+  const int64_t of_table = rows * (sizes.head_width / 2);
+  const int64_t of_partial = splits > 1 ? splits * rows * sizes.heads * (sizes.head_width + 2) : 0;
+
+  Matrix matrices[kMatrices] = {
+      {"qkv", "the scales of qkv", (heads_width + 2 * kv_width) * sizes.width},
+      {"out", "the scales of out", sizes.width * heads_width},
+      {"gate_up", "the scales of gate_up", 2 * sizes.mlp_width * sizes.width},
+      {"down", "the scales of down", sizes.width * sizes.mlp_width}};
+  const auto matrix_type = quantized ? ffi::S8 : residual.element_type();
+  for (size_t i = 0; i < kMatrices; ++i) {
+    Matrix& matrix = matrices[i];
+    const ffi::ErrorOr<Buffer> numbers = arrays.get<Buffer>(i);
+    if (numbers.has_error()) return numbers.error();
+    ffi::Error error = check_buffers({{matrix.name, *numbers, matrix_type, calls * matrix.size}});
+    if (error.failure()) return error;
+    matrix.data = numbers->untyped_data();
     if (!quantized) continue;
-    const ffi::ErrorOr<Buffer> scales = matrices.get<Buffer>(4 + i);
+    const ffi::ErrorOr<Buffer> scales = arrays.get<Buffer>(kMatrices + i);
     if (scales.has_error()) return scales.error();
-    groups_of[i] = scales->element_count() / calls;
-    if (scales->element_type() != ffi::F32 || groups_of[i] == 0 || counts[i] % groups_of[i] != 0 ||
-        counts[i] / groups_of[i] != counts[0] / groups_of[0]) {
-      return ffi::Error::InvalidArgument("the scales are not float32, one a group of one length");
-    }
-    scales_of[i] = data<float>(*scales);
+    matrix.groups = calls == 0 ? 0 : count(*scales) / calls;
+    error = check_buffers({{matrix.name_of_scales, *scales, ffi::F32, calls * matrix.groups}});
+    if (error.failure()) return error;
+    matrix.scales = data<float>(*scales);
   }
-  const int64_t group = quantized ? counts[0] / groups_of[0] : 0;
-  const int64_t of_cache = k_in.element_count() / calls, rows = sizes.batch;
-  const int64_t of_partial = partial->element_count() / calls;
-  if (splits > 1 && of_partial < splits * rows * sizes.heads * (sizes.head_width + 2)) {
-    return ffi::Error::InvalidArgument("partial has no room for the splits");
+  // Groups of one length, in each matrix.
+  int64_t group = 0;
+  for (const Matrix& matrix : matrices) {
+    if (!quantized || matrix.size == 0 || calls == 0) continue;
+    if (matrix.groups == 0 || matrix.size % matrix.groups != 0 ||
+        (group != 0 && matrix.size / matrix.groups != group)) {
+      return invalid(matrix.name_of_scales, "are not one a group, of one length in all matrices");
+    }
+    group = matrix.size / matrix.groups;
+  }
+  // A group is a part of a row.
+  if (group != 0 &&
+      (sizes.width % group != 0 || heads_width % group != 0 || sizes.mlp_width % group != 0)) {
+    return invalid("the scales of qkv", "are of groups that do not divide the rows of a matrix");
   }
 
-  return dispatch_floating(residual.element_type(), [&](auto type) {
+  return dispatch_floating(residual, "residual", [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto run = [&](auto weight_type) {
+    const ffi::DataType dtype = dtype_of<T>();
+    const auto launch = [&](auto weight_type) {
       using W = typename decltype(weight_type)::type;
+      JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, k_in, k_cache));
+      JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, v_in, v_cache));
       for (int64_t call = 0; call < calls; ++call) {
         const auto matrix = [&](int i) {
-          return BlockMatrix<W>{static_cast<const W*>(data_of[i]) + call * counts[i],
-                                quantized ? scales_of[i] + call * groups_of[i] : nullptr};
+          const Matrix& m = matrices[i];
+          return BlockMatrix<W>{static_cast<const W*>(m.data) + call * m.size,
+                                quantized ? m.scales + call * m.groups : nullptr};
         };
         const BlockWeights<T, W> weights = {data<T>(norm1) + call * sizes.width,
                                             data<T>(norm2) + call * sizes.width,
@@ -100,18 +131,32 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
                                              data<T>(hidden) + call * rows * sizes.width,
                                              data<T>(activated) + call * rows * sizes.mlp_width,
                                              data<float>(partial) + call * of_partial};
-        const int64_t of_table = rows * (sizes.head_width / 2);
-        const cudaError_t status = TransformerBlock<T, W>::run(
+        JAXLLM_RETURN_IF_ERROR((TransformerBlock<T, W>::run(
             stream, data<T>(residual) + call * rows * sizes.width, weights,
             data<float>(cos) + call * of_table, data<float>(sin) + call * of_table,
             data<int32_t>(lengths) + call * rows, data<T>(k_cache) + call * of_cache,
             data<T>(v_cache) + call * of_cache, eps, data<T>(out) + call * rows * sizes.width,
-            workspace, sizes);
-        if (status != cudaSuccess) return to_ffi_error(status);
+            workspace, sizes)));
       }
-      return ffi::Error::Success();
+      return cudaSuccess;
     };
-    return quantized ? run(Type<int8_t>{}) : run(type);
+    return check_and_launch({{"residual", residual, dtype, calls * rows * sizes.width},
+                             {"norm1", norm1, dtype, calls * sizes.width},
+                             {"norm2", norm2, dtype, calls * sizes.width},
+                             {"cos", cos, ffi::F32, calls * of_table},
+                             {"sin", sin, ffi::F32, calls * of_table},
+                             {"k_cache", k_in, dtype, calls * of_cache},
+                             {"v_cache", v_in, dtype, calls * of_cache},
+                             {"lengths", lengths, ffi::S32, calls * rows},
+                             {"out", *out, dtype, calls * rows * sizes.width},
+                             {"the resulting k_cache", *k_cache, dtype, calls * of_cache},
+                             {"the resulting v_cache", *v_cache, dtype, calls * of_cache},
+                             {"q", *q, dtype, calls * rows * heads_width},
+                             {"attended", *attended, dtype, calls * rows * heads_width},
+                             {"hidden", *hidden, dtype, calls * rows * sizes.width},
+                             {"activated", *activated, dtype, calls * rows * sizes.mlp_width},
+                             {"partial", *partial, ffi::F32, calls * of_partial}},
+                            [&] { return quantized ? launch(Type<int8_t>{}) : launch(type); });
   });
 }
 

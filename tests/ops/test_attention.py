@@ -1,8 +1,13 @@
 """What the contract leaves open of attention and its parts: masks, heads, cuDNN, the errors."""
 
 import collections
+import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +31,7 @@ from jaxllm.ops import (
     self_attention,
     softmax,
 )
-from jaxllm.ops.attention import cuda, pallas, pallas_flash, reference, xla
+from jaxllm.ops.attention import cuda, cuda_decode, pallas, pallas_flash, reference, xla
 from jaxllm.ops.attention.pallas_flash import Tile, Tiles
 from jaxllm.testing import assert_close, cotangents_like, error, lower_for_cuda, tolerance
 
@@ -330,7 +335,7 @@ def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
     pretend_cudnn, width, served, monkeypatch
 ):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
-    monkeypatch.setattr("jaxllm.ffi.no_hopper_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.device", lambda: ffi.H100)
     qkv = arrays(H=width, dtype="bfloat16")
     packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
     calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
@@ -711,7 +716,7 @@ def test_a_mapped_half_block_has_the_gradients_of_each():
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 def test_self_attention_runs_where_attention_does(pretend_cudnn, width, monkeypatch):
     monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
-    monkeypatch.setattr("jaxllm.ffi.no_hopper_reason", lambda: None)
+    monkeypatch.setattr("jaxllm.ffi.device", lambda: ffi.H100)
     arrays = layer(2, 1, H=width, dtype="bfloat16")
 
     def choices(fn):
@@ -831,10 +836,12 @@ def test_self_attention_asks_its_kernel_for_the_gradient_of_the_bias(segments):
 def test_self_attention_has_room_for_partial_sums_of_each_tile(H, T, floats, monkeypatch):
     q, *_ = arrays(T=T, H=H, dtype="bfloat16")
     columns = (4 + 2 * 2) * H
-    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
-    assert cuda._bias_partial(q, columns).size == floats
+    monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
+    assert cuda._bias_partial(q, columns, None).size == floats
+    # Where the kernels for every GPU serve the call: with a softcap, and elsewhere.
+    assert cuda._bias_partial(q, columns, 5.0).size == 2 * T * columns
     monkeypatch.setattr(ffi, "no_hopper_reason", lambda: "there is none")
-    assert cuda._bias_partial(q, columns).size == 2 * T * columns
+    assert cuda._bias_partial(q, columns, None).size == 2 * T * columns
 
 
 def test_float8_goes_to_its_kernel():
@@ -1016,6 +1023,96 @@ def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
     assert error(found, expected) <= tolerance("bfloat16")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_mapped_float8_call_has_scales_for_each(segments):
+    calls = [
+        arrays(T=70, S=90, N=4, K=2, H=64),
+        [x * 3 for x in arrays(T=70, S=90, N=4, K=2, H=64)],
+    ]
+    # The scales of a call are not those of the other, and the numbers are.
+    q, k, v = (jnp.stack(x) for x in zip(*calls, strict=True))
+    ids = (documents(2, 70), documents(2, 90)) if segments else None
+    fn = functools.partial(float8_attention, segment_ids=ids, causal=True, backend="cuda")
+    mapped = jax.vmap(fn)(q, k, v)
+    for i, call in enumerate(calls):
+        np.testing.assert_array_equal(
+            np.asarray(mapped[i], np.float32), np.asarray(fn(*call), np.float32)
+        )
+
+
+# The shared memory that a CTA may take, by the compute capability of the GPU.
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+def gpu_with(shared_kib, capability=86):
+    return dataclasses.replace(
+        ffi.H100,
+        capability=capability,
+        shared_bytes=shared_kib << 10,
+        has_sm90a=capability == 90,
+    )
+
+
+def predicates(H, dtype):
+    """What the forward, the backward and decoding say of heads so wide."""
+    q, k = (jax.ShapeDtypeStruct((2, 6, heads, H), dtype) for heads in (4, 2))
+    lse = jax.ShapeDtypeStruct((2, 4, 6), jnp.float32)
+    one = jax.ShapeDtypeStruct((2, 4, H), dtype)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return (
+        cuda.flash_attention_unsupported(q, k, k, None, None),
+        cuda.flash_attention_backward_unsupported(q, k, k, q, lse, q, None, None),
+        cuda_decode.decode_attention_unsupported(one, k, k, lengths, None, None),
+    )
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_every_gpu_has_the_shared_memory_that_attention_needs(capability, monkeypatch):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    names = ("flash_attention", "decode_attention")
+    needs = {k: need for k, need in ffi.shared_needs().items() if k.startswith(names)}
+    assert len(needs) == 15
+    assert max(needs.values()) <= SHARED_KIB[capability] << 10
+    monkeypatch.setattr(ffi, "device", lambda: gpu_with(SHARED_KIB[capability], capability))
+    for dtype in ("float32", "bfloat16", "float16"):
+        for H in range(1, 257):
+            assert predicates(H, dtype) == (None, None, None), (dtype, H)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "widths", "direction"),
+    [
+        ("flash_attention_forward_96", "bfloat16", range(65, 97), 0),
+        ("flash_attention_forward_256", "float16", range(129, 257), 0),
+        ("flash_attention_backward_32", "bfloat16", range(1, 33), 1),
+        ("flash_attention_backward_256", "bfloat16", range(129, 257), 1),
+        ("decode_attention", "float16", (64, 128), 2),
+    ],
+)
+def test_what_does_not_fit_the_gpu_is_declined(kernel, dtype, widths, direction, monkeypatch):
+    monkeypatch.setattr(ffi, "shared_needs", lambda: {kernel: 100 << 10})
+    for shared_kib, declined in ((99, set(widths)), (100, set())):
+        monkeypatch.setattr(ffi, "device", lambda kib=shared_kib: gpu_with(kib))
+        reasons = {H: predicates(H, dtype) for H in range(1, 257)}
+        assert {H for H, found in reasons.items() if found[direction]} == declined
+        for H in declined:
+            assert "takes 100.0 KiB of shared memory; this GPU has 99" in reasons[H][direction]
+            assert sum(reason is not None for reason in reasons[H]) == 1
+    # Of what is not known nothing is held against a kernel.
+    monkeypatch.setattr(ffi, "device", lambda: None)
+    assert all(predicates(H, dtype) == (None, None, None) for H in widths)
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+def test_float32_tiles_that_do_not_fit_the_gpu_are_declined(direction, monkeypatch):
+    monkeypatch.setattr(ffi, "shared_needs", lambda: {"flash_attention_float32_128": 100 << 10})
+    monkeypatch.setattr(ffi, "device", lambda: gpu_with(99))
+    declined = {H for H in range(1, 257) if predicates(H, "float32")[direction]}
+    assert declined == set(range(65, 129))
+
+
 @pytest.mark.parametrize(
     ("H", "dtype", "softcap", "served"),
     [
@@ -1027,25 +1124,27 @@ def test_the_float8_kernel_rounds_no_more_than_bfloat16_does(H, options):
     ],
 )
 def test_hopper_s_kernels_get_room_for_what_they_serve(H, dtype, softcap, served, monkeypatch):
-    monkeypatch.setattr(ffi, "no_hopper_reason", lambda: None)
-    rooms = []
-    monkeypatch.setattr(
-        ffi, "call", lambda _, results, *__, **___: rooms.append(results[-1]) or results
-    )
+    monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
+    rooms, told = [], []
+
+    def call(_, results, *__, hopper, **___):
+        rooms.append(results[-1])
+        told.append(hopper)
+        return results
+
+    monkeypatch.setattr(ffi, "call", call)
     q, k, v = arrays(B=2, T=200, N=4, K=2, H=H, dtype=dtype)
     options = {"causal": True, "scale": 1.0, "window": None, "softcap": softcap}
     out, lse = cuda.flash_attention_forward(q, k, v, None, **options)
     cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
-    assert [room.size > 0 for room in rooms] == [served] * 2
+    assert [room.size > 0 for room in rooms] == [served] * 2 == told
     assert rooms[1].size == 0 or rooms[1].size > q.size  # dq in float32, and more
 
 
-@pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("H", [64, 128])
 def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatch):
-    if reason := ffi.no_hopper_reason():
-        pytest.skip(reason)
     q, k, v = arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
     ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
     options = {"causal": True, "segment_ids": ids, "backend": "cuda"}
@@ -1061,6 +1160,79 @@ def test_hopper_s_kernels_agree_with_those_for_every_gpu(H, segments, monkeypatc
         assert error(x, y) < tolerance("bfloat16")
     # Tiles of other sizes round otherwise, so that equal bits would come from the same kernel.
     assert any((x != y).any() for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128])
+# More queries than keys see some keys alike; an odd number of tiles has one in the middle.
+@pytest.mark.parametrize(("T", "S"), [(1900, 1900), (1024, 1024), (1700, 1100), (900, 1550)])
+def test_backward_in_halves_matches_the_kernels_for_every_gpu(dtype, H, T, S, monkeypatch):
+    # More tiles of 128 keys than SMs, so that the SMs take several, and less than 16 for each.
+    tiles, gpu = -(-S // 128), ffi.device()
+    assert gpu is not None
+    K = 2 * gpu.multiprocessors // tiles + 1
+    assert gpu.multiprocessors < K * tiles < 16 * gpu.multiprocessors
+    q, k, v = arrays(B=1, T=T, S=S, N=2 * K, K=K, H=H, dtype=dtype)
+    found = gradients(q, k, v, causal=True, backend="cuda")
+    again = gradients(q, k, v, causal=True, backend="cuda")
+    for x, y in zip(found, again, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    monkeypatch.setattr(cuda, "_is_for_hopper", lambda *_: False)
+    jax.clear_caches()
+    expected = gradients(q, k, v, causal=True, backend="cuda")
+    for x, y in zip(found, expected, strict=True):
+        assert error(x, y) < tolerance(dtype)
+    assert any((x != y).any() for x, y in zip(found, expected, strict=True))
+
+
+# What the environment says of this GPU, and tests whose kernels then take other decisions.
+SMALLER_GPUS = {
+    ("JAXLLM_MAX_SHARED_KIB", 99): "any_tile and (200 or 256) or see_nothing",
+    ("JAXLLM_MAX_SHARED_KIB", 163): "any_tile and 256 or see_nothing",
+    ("JAXLLM_MAX_SMS", 14): "any_tile and (64 or 128) or see_nothing or halves",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("variable", "value"), SMALLER_GPUS)
+def test_kernels_serve_smaller_gpus(variable, value):
+    def run(*command):
+        return subprocess.run(
+            [sys.executable, *command],
+            env=os.environ | {variable: str(value)},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    facts = run("-c", "from jaxllm import ffi; print(ffi.device())")
+    gpu = ffi.device()
+    assert gpu is not None
+    if "SHARED" in variable:
+        fact = f"shared_bytes={min(value << 10, gpu.shared_bytes)},"
+    else:
+        fact = f"multiprocessors={min(value, gpu.multiprocessors)},"
+    assert fact in facts.stdout, facts
+    names = f"({SMALLER_GPUS[variable, value]}) and bfloat16 and not pallas"
+    files = [__file__, str(Path(__file__).with_name("test_decode_attention.py"))]
+    options = [
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-m",
+        "gpu",
+        "-k",
+        names,
+    ]
+    tests = run("-m", "pytest", *options, *files)
+    assert tests.returncode == 0, tests.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", tests.stdout)[0]) > 20, tests.stdout[-4000:]
 
 
 @pytest.mark.gpu

@@ -47,7 +47,8 @@ def test_what_lies_past_the_length_does_not_matter(backend):
     ("batch", "heads", "kv_heads", "room", "width"),
     # One block a head; clusters whose parts another kernel merges; any width. Then long caches, a
     # cluster a head: of either width, two sequences, a room that ends within a block's tokens, more
-    # heads than the kernel for these takes or a block has, clusters whose parts are merged.
+    # heads than the kernel for these takes or a block has, clusters whose parts are merged. At last
+    # what a build without code for sm_90 got wrong on a Hopper GPU.
     [
         (1, 6, 2, 200, 64),
         (1, 8, 2, 8192, 64),
@@ -59,6 +60,9 @@ def test_what_lies_past_the_length_does_not_matter(backend):
         (1, 40, 8, 8192, 128),
         (1, 48, 4, 9000, 128),
         (1, 4, 1, 65536, 64),
+        (1, 32, 8, 512, 128),
+        (1, 32, 8, 2048, 128),
+        (2, 16, 4, 1000, 128),
     ],
 )
 def test_kernels_see_nothing_past_the_length(backend, dtype, batch, heads, kv_heads, room, width):

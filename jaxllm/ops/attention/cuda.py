@@ -15,14 +15,25 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_SEGMENT_GRANULE = 32  # rows, as in cuda/attention/flash_attention.h
 _HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/flash_attention_hopper.h
+# As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
+_SEGMENT_GRANULE = 32  # rows
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
-_MAX_PARTIAL_ROWS = 640  # of a bias's gradient, as in the family of activations
+_MAX_PARTIAL_ROWS = 640  # of a bias's gradient
 
 
 def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the forward kernels cannot serve a call; None if they can."""
+    return _unsupported(q, k, rest[-1]) or _shared_memory_reason(q, "forward")
+
+
+def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **_) -> str | None:
+    """Why the backward kernels cannot serve a call; None if they can."""
+    return _unsupported(q, k, rest[-1]) or _shared_memory_reason(q, "backward")
+
+
+def _unsupported(q, k, rope_table) -> str | None:
+    """What both directions have in common."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
@@ -35,23 +46,38 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
             f"q has {q.shape[1]} queries and k {k.shape[1]} keys; the kernel takes at most "
             f"{_MAX_LENGTH}"
         )
-    rope_table = rest[-1]
-    if rope_table is not None and rope_table[0].dtype != jnp.float32:
-        return f"rope_table has dtype {rope_table[0].dtype}; the kernel takes float32"
+    for table in rope_table or ():
+        if table.dtype != jnp.float32:
+            return f"rope_table has dtype {table.dtype}; the kernel takes float32"
     return None
 
 
+def _shared_memory_reason(q, direction: str) -> str | None:
+    """Why the tiles for heads as wide as these do not fit the GPU; None if they do."""
+    kernel, widths = f"flash_attention_{direction}", (32, 64, 96, 128, 256)
+    if q.dtype == jnp.float32:
+        kernel, widths = "flash_attention_float32", (64, 128, 256)
+    width = next(width for width in widths if q.shape[-1] <= width)
+    return ffi.shared_memory_reason(f"{kernel}_{width}")
+
+
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
-self_attention_unsupported = flash_attention_packed_unsupported
-pre_norm_self_attention_unsupported = flash_attention_packed_unsupported
+flash_attention_packed_backward_unsupported = packing.unsupported(
+    flash_attention_backward_unsupported
+)
+self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
+pre_norm_self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     if q.dtype != jnp.float8_e4m3fn:
         return f"q has dtype {q.dtype}; the kernel takes float8_e4m3fn"
-    like_half = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, k))
-    return flash_attention_unsupported(*like_half, None)
+    wide_q, wide_k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k))
+    if reason := _unsupported(wide_q, wide_k, None):
+        return reason
+    width = next(width for width in (64, 128, 256) if q.shape[-1] <= width)
+    return ffi.shared_memory_reason(f"flash_attention_forward_{width}")
 
 
 def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
@@ -64,23 +90,43 @@ def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
     )
 
 
+flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
-self_attention_slower = flash_attention_packed_slower
-pre_norm_self_attention_slower = flash_attention_packed_slower
+flash_attention_packed_backward_slower = flash_attention_packed_slower
+self_attention_backward_slower = flash_attention_packed_slower
+pre_norm_self_attention_backward_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    if x.shape[-1] > _MAX_WIDTH:
-        return f"x has rows of {x.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
-    return repeat_kv_unsupported(x)
+    """Why the forward kernels cannot serve a call; None if they can."""
+    return _rows_unsupported("x", x)
+
+
+def softmax_backward_unsupported(out, *_, **__) -> str | None:
+    """Why the backward kernels cannot serve a call; None if they can."""
+    return _rows_unsupported("out", out)
+
+
+def _rows_unsupported(name: str, array) -> str | None:
+    if array.shape[-1] > _MAX_WIDTH:
+        return f"{name} has rows of {array.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
+    return _dtype_unsupported(name, array)
 
 
 def repeat_kv_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    if x.dtype not in _DTYPES:
+    """Why the forward kernel cannot serve a call; None if it can."""
+    return _dtype_unsupported("x", x)
+
+
+def repeat_kv_backward_unsupported(dout, *_, **__) -> str | None:
+    """Why the backward kernel cannot serve a call; None if it can."""
+    return _dtype_unsupported("dout", dout)
+
+
+def _dtype_unsupported(name: str, array) -> str | None:
+    if array.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        return f"x has dtype {x.dtype}; the kernel takes {names}"
+        return f"{name} has dtype {array.dtype}; the kernel takes {names}"
     return None
 
 
@@ -91,7 +137,7 @@ def flash_attention_forward(
     extras = (*(rope_table or ()), *(segment_ids or ()))
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
-    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
 
@@ -103,7 +149,7 @@ def flash_attention_backward(
     arrays = (q, k, v, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k, softcap))
-    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
 
 
@@ -117,7 +163,7 @@ def flash_attention_packed_forward(
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
-    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": heads, "kv_heads": kv_heads}
     extras = (*(rope_table or ()), *(segment_ids or ()))
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
@@ -156,7 +202,7 @@ def _self_attention_backward(qkv, out, lse, dout, sums, *extras, heads, kv_heads
     q, _ = _unpacked(qkv, heads, kv_heads)
     arrays = (qkv, out, lse, dout, *sums)
     dbias = jax.ShapeDtypeStruct(qkv.shape[-1:], qkv.dtype)
-    more = (dbias, _bias_partial(q, qkv.shape[-1]))
+    more = (dbias, _bias_partial(q, qkv.shape[-1], options["softcap"]))
     options |= {"heads": heads, "kv_heads": kv_heads}
     results = _packed_backward("self_attention_backward", more, arrays, *extras, **options)
     return results[0], results[-2]
@@ -167,7 +213,7 @@ def flash_attention_float8(
 ):
     """Returns ``out``."""
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
-    options = _flash_options(causal, scale, window, softcap, None, False)
+    options = _flash_options(q, causal, scale, window, softcap, None, False)
     results = (out, *_workspaces(q, k, segment_ids, None), _scratch(q, 0))
     arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
@@ -210,15 +256,16 @@ def _packed_backward(
     q, k = _unpacked(qkv, heads, kv_heads)
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     extras = (*(rope_table or ()), *(segment_ids or ()))
-    options = _flash_options(causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": heads, "kv_heads": kv_heads}
     results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap), *more)
     return ffi.call(stem, results, *arrays, *extras, **options)
 
 
-def _flash_options(causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
+def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
     """The attributes of a call; zero stands for no window and no softcap."""
     return {
+        "hopper": _is_for_hopper(q, softcap),
         "causal": causal,
         "scale": scale,
         "window": 0 if window is None else int(window),
@@ -269,10 +316,10 @@ def _backward_scratch(q, k, softcap) -> jax.ShapeDtypeStruct:
     return _scratch(q, N * tiles * (tile * (H + 2) + 1) + 2 * ranges + 1)
 
 
-def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
+def _bias_partial(q: jax.Array, columns: int, softcap: float | None) -> jax.ShapeDtypeStruct:
     """Partial sums of a bias's gradient."""
     B, T, N, H = q.shape
-    if not _is_for_hopper(q, None):
+    if not _is_for_hopper(q, softcap):
         return jax.ShapeDtypeStruct((min(B * T, _MAX_PARTIAL_ROWS) * columns,), jnp.float32)
     # Of each tile of queries the sums of dq of every 64, and those of dout; but at least a row, for
     # calls that turn out not to be for Hopper's own kernels.
@@ -291,7 +338,11 @@ def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
-    """Whether to make room for Hopper's own kernels; cuda/attention looks again before a launch."""
+    """Whether to make room for Hopper's own kernels, and say so in the attribute ``hopper``.
+
+    The handlers hold the sizes of the room, those of cuda/attention/flash_attention.h, to it; the
+    launchers look again whether the kernels serve the call.
+    """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] not in _HOPPER_WIDTHS:
         return False
     return softcap is None and ffi.no_hopper_reason() is None

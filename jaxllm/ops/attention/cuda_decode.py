@@ -8,11 +8,15 @@ import jax.numpy as jnp
 from jaxllm import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# As in cuda/attention/decode_ffi.cc.
 _MAX_WIDTH = 256
-_MAX_BATCH = 65535
+_MAX_BATCH = _MAX_HEADS = 65535
+_MAX_LENGTH = 2**30
+_TENSOR_CORE_WIDTHS = (64, 128)
 _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
-# Blocks that keep the largest GPUs busy. A cluster of blocks puts its parts together in its shared
-# memory; more parts take a second kernel, which does not pay where half of the blocks are there.
+# Blocks that keep the largest GPUs busy. Where the GPU and the code for it have clusters, a cluster
+# of blocks puts its parts together in its shared memory; more parts take a second kernel, which
+# does not pay where half of the blocks are there. Where there are no clusters it adds up all parts.
 _BLOCKS, _ENOUGH_BLOCKS = 128, 64
 _CLUSTER = 8  # kMaxCluster of cuda/attention/decode_merge.cuh
 _TOKENS_PER_BLOCK = 256  # that are worth a block
@@ -28,10 +32,21 @@ def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scale
         return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
     if q.shape[0] > _MAX_BATCH:
         return f"q has {q.shape[0]} sequences; the kernel takes at most {_MAX_BATCH}"
+    if q.shape[1] > _MAX_HEADS:
+        return f"q has {q.shape[1]} heads; the kernel takes at most {_MAX_HEADS}"
+    if k_cache.shape[1] > _MAX_LENGTH:
+        return f"k_cache has {k_cache.shape[1]} tokens; the kernel takes at most {_MAX_LENGTH}"
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if scales is not None and scales.dtype != jnp.float32:
             return f"{name} has dtype {scales.dtype}; the kernel takes float32"
-    return None
+    return shared_memory_reason(q)
+
+
+def shared_memory_reason(q) -> str | None:
+    """Why no kernel for heads like these fits the GPU; None if one does."""
+    on_tensor_cores = q.dtype != jnp.float32 and q.shape[-1] in _TENSOR_CORE_WIDTHS
+    name = "decode_attention" if on_tensor_cores else "decode_attention_any_width"
+    return ffi.shared_memory_reason(name)
 
 
 def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale):

@@ -90,10 +90,14 @@ def backward_through_layer(with_bias: Callable) -> Callable:
 
 
 def unsupported(unpacked: Callable) -> Callable:
-    """``flash_attention_packed_unsupported`` by a ``flash_attention_unsupported``."""
+    """``flash_attention_packed_unsupported`` by a ``flash_attention_unsupported``.
+
+    Likewise the predicates of the other ops that have a projection, in either direction: theirs are
+    the arrays behind it.
+    """
 
     def packed(qkv, *rest, heads, kv_heads, **options) -> str | None:
-        """Why the kernels cannot serve a call, in either direction; None if they can."""
+        """Why the kernels cannot serve a call; None if they can."""
         q, k, v = jax.eval_shape(lambda qkv: split(qkv, heads, kv_heads), qkv)
         return unpacked(q, k, v, *rest, **options)
 

@@ -23,22 +23,38 @@ _TILE = 1024  # elements that a program works on at once, unless one row is long
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    if x.dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        return f"x has dtype {x.dtype}; the kernel takes {names}"
-    if x.shape[-1] > _MAX_WIDTH:
-        return f"x has rows of {x.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
-    return None
+    """Why the forward kernel cannot serve a call; None if it can."""
+    return _unsupported("x", x)
+
+
+def softmax_backward_unsupported(out, *_, **__) -> str | None:
+    """Why the backward kernel cannot serve a call; None if it can."""
+    return _unsupported("out", out)
 
 
 def repeat_kv_unsupported(x, *_, groups, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    if reason := softmax_unsupported(x):
-        return reason
-    if groups * x.shape[-1] > _MAX_WIDTH:
+    """Why the forward kernel cannot serve a call; None if it can."""
+    return _unsupported("x", x) or _heads_unsupported(x, groups)
+
+
+def repeat_kv_backward_unsupported(dout, *_, groups, **__) -> str | None:
+    """Why the backward kernel cannot serve a call; None if it can."""
+    return _unsupported("dout", dout) or _heads_unsupported(dout, groups)
+
+
+def _unsupported(name: str, array) -> str | None:
+    if array.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"{name} has dtype {array.dtype}; the kernel takes {names}"
+    if array.shape[-1] > _MAX_WIDTH:
+        return f"{name} has rows of {array.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
+    return None
+
+
+def _heads_unsupported(heads, groups: int) -> str | None:
+    if groups * heads.shape[-1] > _MAX_WIDTH:
         return (
-            f"{groups} heads of {x.shape[-1]} share a key head; the kernel takes at most "
+            f"{groups} heads of {heads.shape[-1]} share a key head; the kernel takes at most "
             f"{_MAX_WIDTH} elements of them"
         )
     return None

@@ -77,15 +77,25 @@ _FLOAT_TILES = {
 }
 
 
-def flash_attention_unsupported(q, k, *rest, **_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
+    """Why the forward kernel cannot serve a call; None if it can."""
+    return _unsupported(q, k, rest[-1])
+
+
+def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **_) -> str | None:
+    """Why the backward kernels cannot serve a call; None if they can."""
+    return _unsupported(q, k, rest[-1])
+
+
+def _unsupported(q, k, rope_table) -> str | None:
+    """Both directions take the same."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
     if q.shape[-1] > _MAX_WIDTH:
         return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
-    if rest[-1] is not None:
-        return rope_unsupported(q, k, *rest[-1])
+    if rope_table is not None:
+        return rope_unsupported(q, k, *rope_table)
     return None
 
 
@@ -154,11 +164,14 @@ def flash_attention_backward(
 
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+flash_attention_packed_backward_unsupported = packing.unsupported(
+    flash_attention_backward_unsupported
+)
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
-self_attention_unsupported = flash_attention_packed_unsupported
+self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
-pre_norm_self_attention_unsupported = flash_attention_packed_unsupported
+pre_norm_self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 

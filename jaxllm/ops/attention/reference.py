@@ -75,7 +75,7 @@ def _normalize(scores: Array) -> tuple[Array, Array]:
     """
     largest = lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
     # A row without keys would compute -inf - -inf.
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.exp(scores - largest[..., None])
     total = weights.sum(axis=-1)
     return weights / jnp.where(total == 0, 1, total)[..., None], largest + jnp.log(total)

@@ -28,7 +28,7 @@ _MAX_HEAD_WIDTH = 128
 def flash_attention_unsupported(
     q, k, v, *rest, causal, scale, window, softcap, interleaved=False
 ) -> str | None:
-    """Why cuDNN cannot serve a call, in either direction; None if it can."""
+    """Why cuDNN cannot serve a forward; None if it can."""
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
     if any(array.dtype not in _DTYPES for array in (q, k, v)):
         return f"q has dtype {q.dtype}; cuDNN's attention takes bfloat16 and float16"
@@ -50,6 +50,11 @@ def flash_attention_unsupported(
     if window is not None and not causal:
         return "cuDNN's window needs a causal mask"
     return _no_cudnn()
+
+
+def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **options) -> str | None:
+    """Why cuDNN cannot serve a backward; None if it can. It serves both directions alike."""
+    return flash_attention_unsupported(q, k, v, *rest, **options)
 
 
 def _no_cudnn() -> str | None:
@@ -90,11 +95,14 @@ def flash_attention_backward(
 
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
+flash_attention_packed_backward_unsupported = packing.unsupported(
+    flash_attention_backward_unsupported
+)
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
-self_attention_unsupported = flash_attention_packed_unsupported
+self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
-pre_norm_self_attention_unsupported = flash_attention_packed_unsupported
+pre_norm_self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 

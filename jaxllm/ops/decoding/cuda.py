@@ -18,8 +18,12 @@ def decode_block_unsupported(
     if residual.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"residual has dtype {residual.dtype}; the kernels take {names}"
-    if k_cache.shape[-1] > 256:
-        return f"heads are {k_cache.shape[-1]} wide; the kernels take at most 256"
+    B, *_, H = k_cache.shape
+    if reason := attention.decode_attention_unsupported(
+        jax.ShapeDtypeStruct((B, _query_heads(out, H), H), residual.dtype),
+        k_cache, v_cache, lengths, None, None,
+    ):  # fmt: skip
+        return reason
     for name, array in (("norm1", norm1), ("norm2", norm2)):
         if array.dtype != residual.dtype:
             return f"{name} has dtype {array.dtype}; the kernels take that of residual"
@@ -41,7 +45,7 @@ def decode_block(
     quantized = isinstance(qkv, tuple)
     data = [matrix[0] if quantized else matrix for matrix in matrices]
     scales = [matrix[1] for matrix in matrices] if quantized else []
-    N, F = data[1].shape[1] // H, data[3].shape[1]
+    N, F = _query_heads(out, H), data[3].shape[1]
     splits = attention.count_splits(B, N, K, S)
 
     def like(*shape, dtype=residual.dtype):
@@ -62,3 +66,8 @@ def decode_block(
     return tuple(
         ffi.call("decode_block", results, *operands, aliases={5: 1, 6: 2}, eps=eps, splits=splits)
     )[:3]
+
+
+def _query_heads(out, width: int) -> int:
+    """How many there are, by the matrix after attention."""
+    return (out[0] if isinstance(out, tuple) else out).shape[1] // width
