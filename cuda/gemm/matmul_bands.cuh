@@ -192,7 +192,7 @@ __device__ __forceinline__ void finish_gelu(
         x[2 * i] = sums[block][at] + bias.x;
         x[2 * i + 1] = sums[block][at + 1] + bias.y;
       }
-      gelu_each<T>(x);
+      gelu_each(x);
       store_matrices(warp.matrix_row(saved) ^ 16 * first, words);
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);

@@ -1,3 +1,4 @@
+#include "common/shared_needs.h"
 #include "common/vector.cuh"
 #include "gemm/matmul_float32.cuh"
 #include "gemm/matmul_float32.h"
@@ -12,6 +13,10 @@ using LargeTile = Float32Tile<256, 128, 128, 32, 16, 3, 1>;
 using SquareTile = Float32Tile<128, 128, 64, 32, 16, 3, 2>;
 using SmallTile = Float32Tile<64, 64, 32, 32, 16, 3, 4>;
 constexpr int kRowTilesAtATime = 16;
+
+const SharedNeed kNeeds[] = {{"matmul_float32_large", LargeTile::kBytes},
+                             {"matmul_float32_square", SquareTile::kBytes},
+                             {"matmul_float32_small", SmallTile::kBytes}};
 
 template <class Tile>
 cudaError_t launch(cudaStream_t stream, const MatmulCall<float>& call,

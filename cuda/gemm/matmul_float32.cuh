@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "activation/functions.cuh"
-#include "common/launch.h"
+#include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "common/tile_order.cuh"
 
@@ -279,14 +279,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 template <class Tile, bool kTurnA, bool kTurnB>
 cudaError_t launch_matmul_float32(cudaStream_t stream, Float32Matmul call) {
   const auto kernel = matmul_float32_kernel<Tile, kTurnA, kTurnB>;
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   const int64_t row_tiles = divide_up(call.a.size, Tile::kRows);
   const int64_t tiles = row_tiles * divide_up(call.b.size, Tile::kColumns);
   if (tiles >= int64_t{1} << 31) return cudaErrorNotSupported;
   call.row_tiles = static_cast<int>(row_tiles);
-  kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, Tile::kBytes, stream>>>(call);
-  return cudaGetLastError();
+  const Launch launch{dim3(static_cast<unsigned>(tiles)), dim3(Tile::kThreads), Tile::kBytes};
+  return launch_kernel(stream, kernel, launch, call);
 }
 
 }  // namespace

@@ -180,19 +180,17 @@ cudaError_t launch_matmul_float32_hopper(cudaStream_t stream, Float32Matmul call
   using Tile = Float32HopperTile;
   const auto kernel = matmul_float32_hopper_kernel<kTurnA>;
   constexpr int kBytes = sizeof(Float32HopperShared);
-  int device = 0;
-  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(reinterpret_cast<const void*>(kernel), &device));
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
   CUtensorMap a_map, b_map;
   JAXLLM_RETURN_IF_ERROR(encode_float32_map(call.a, kTurnA, Tile::kRows, &a_map));
   JAXLLM_RETURN_IF_ERROR(encode_float32_map(call.b, true, Tile::kColumns, &b_map));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int64_t row_tiles = divide_up(call.a.size, Tile::kRows);
   const int64_t tiles = row_tiles * divide_up(call.b.size, Tile::kColumns);
   if (tiles >= int64_t{1} << 31) return cudaErrorNotSupported;
   call.row_tiles = static_cast<int>(row_tiles);
-  kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, kBytes, stream>>>(a_map, b_map, call);
-  return cudaGetLastError();
+  const Launch launch{dim3(static_cast<unsigned>(tiles)), dim3(Tile::kThreads), kBytes};
+  return launch_kernel(stream, kernel, launch, a_map, b_map, call);
 }
 
 }  // namespace

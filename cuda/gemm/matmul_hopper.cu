@@ -70,37 +70,38 @@ cudaError_t MatmulHopper<T>::product(cudaStream_t stream, const MatmulCall<T>& c
 
 template <typename T>
 cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T* weight,
-                                       const T* bias, bool slope, void* saved, T* out, int64_t rows,
+                                       const T* bias, bool slope, T* saved, T* out, int64_t rows,
                                        int64_t width, int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  HopperMatmul<T> call{rows, columns, width, x, weight, out, static_cast<T*>(saved), bias, nullptr};
-  call.slopes = static_cast<unsigned char*>(saved);
+  HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, bias, nullptr};
+  call.slopes = saved;
   const auto launch = slope ? launch_matmul<MlpTile, Epilogue::kGeluSlope, false, true, T>
                             : launch_matmul<MlpTile, Epilogue::kGelu, false, true, T>;
   return launch(stream, call, kRowTilesAtATime);
 }
 
 template <typename T>
-int64_t MatmulHopper<T>::slope_bytes(int64_t rows, int64_t columns) {
+int64_t MatmulHopper<T>::slope_elements(int64_t rows, int64_t columns) {
   using Tile = MlpTile;
   constexpr int kClusterColumns = Tile::kColumns * Tile::kClusterColumns;
   static_assert(Tile::kClusterRows == 1);
   return divide_up(rows, Tile::kRows) * Tile::kRows * divide_up(columns, kClusterColumns) *
-         kClusterColumns * kSlopeBytes<T>;
+         kClusterColumns;
 }
 
 template <typename T>
 cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* weight,
-                                   const void* slopes, T* out, T* sums, float* partial,
-                                   int64_t rows, int64_t width, int64_t columns) {
+                                   const T* slopes, T* out, T* sums, float* partial, int64_t rows,
+                                   int64_t width, int64_t columns) {
   if (columns == 0) return cudaSuccess;
   if (rows > 0) {
     HopperMatmul<T> call{rows, columns, width, x, weight, out, nullptr, nullptr, partial};
-    call.slopes = static_cast<unsigned char*>(const_cast<void*>(slopes));
+    call.slopes = const_cast<T*>(slopes);
     JAXLLM_RETURN_IF_ERROR(
         (launch_matmul<MlpTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
   }
-  const int64_t row_tiles = divide_up(rows, MlpTile::kRows);
+  static_assert(kScaleRows == MlpTile::kRows);
+  const int64_t row_tiles = divide_up(rows, kScaleRows);
   return column_sum(stream, partial, {sums}, 1, row_tiles, row_tiles, columns);
 }
 
@@ -127,6 +128,18 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
   call.tokens = tokens;
   return launch_matmul<ResidualTile, Epilogue::kHeadSums, false, false>(stream, call,
                                                                         kRowTilesAtATime);
+}
+
+template <typename T>
+cudaError_t MatmulHopper<T>::norm_clusters(int* clusters) {
+  static_assert(kNormColumns == ResidualTile::kColumns);
+  int of_norm = 0, of_gradient = 0;
+  cudaError_t status = find_clusters<ResidualTile, Epilogue::kNorm, false, true, T>(&of_norm);
+  if (status == cudaSuccess) {
+    status = find_clusters<ResidualTile, Epilogue::kNormGradient, false, false, T>(&of_gradient);
+  }
+  *clusters = status == cudaSuccess ? std::min(of_norm, of_gradient) : 0;
+  return status == cudaErrorNotSupported ? cudaSuccess : status;
 }
 
 template <typename T>
@@ -158,22 +171,19 @@ cudaError_t MatmulHopper<T>::norm_gradient(cudaStream_t stream, const T* dout, c
   using Tile = ResidualTile;
   if (columns == 0) return cudaSuccess;
   // A row of partial sums for each warp of those blocks that have a tile of a row between them.
-  constexpr int64_t kWarps = Tile::kCluster * Tile::kMultipliers * 4;
+  static_assert(kNormPartialRows == Tile::kCluster * Tile::kMultipliers * 4);
   const int64_t column_tiles = divide_up(columns, Tile::kColumns);
-  DeviceLimits limits;
-  JAXLLM_RETURN_IF_ERROR(limits.read());
-  const int64_t most_rows = limits.multiprocessors / Tile::kCluster / column_tiles * kWarps;
-  if (partial_floats < most_rows * columns) return cudaErrorNotSupported;
   int64_t partial_rows = 0;
   if (rows > 0) {
     int clusters = 0;
     HopperMatmul<T> call{rows, columns, width, dout, weight, dtotal, xhat, nullptr, partial};
     call.norm = {nullptr, rstd, row_sums};
+    call.most_clusters = partial_floats / (kNormPartialRows * columns) * column_tiles;
     call.clusters = &clusters;
     JAXLLM_RETURN_IF_ERROR(forget_row_sums(stream, row_sums, norm_row_sums(rows, columns)));
     JAXLLM_RETURN_IF_ERROR((launch_matmul<Tile, Epilogue::kNormGradient, false, false>(
         stream, call, kTilesOfOneRowAtATime)));
-    partial_rows = clusters / column_tiles * kWarps;
+    partial_rows = clusters / column_tiles * kNormPartialRows;
   }
   return column_sum(stream, partial, {dtotal_sum}, 1, partial_rows, partial_rows, columns);
 }

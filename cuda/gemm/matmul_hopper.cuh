@@ -14,7 +14,9 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
+#include "common/dependent_launch.cuh"
 #include "common/hopper_launch.h"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_head_sums.cuh"
@@ -60,13 +62,14 @@ struct HopperMatmul {
   const T* saved;
   const T* bias;  // null for none
   float* partial;
-  float* wide_out = nullptr;        // in the place of out
-  unsigned char* slopes = nullptr;  // in the place of saved
+  float* wide_out = nullptr;  // in the place of out
+  T* slopes = nullptr;        // in the place of saved
   float* head_sums = nullptr;
   int64_t tokens = 0;
   SoftmaxRows softmax = {};
   NormRows norm = {};
-  int* clusters = nullptr;  // where to tell how many there are
+  int64_t most_clusters = INT_MAX;  // for which `partial` has room
+  int* clusters = nullptr;          // where to tell how many there are
 };
 
 // How many bands of an array of the result's shape a tile begins with; none if it reads no such.
@@ -271,18 +274,29 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
+// How many clusters of a kernel run at once; cudaErrorNotSupported if it does not run.
+template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
+cudaError_t find_clusters(int* clusters) {
+  const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnA, kTurnB, T>;
+  constexpr int kBytes = sizeof(MatmulShared<T, Shape>);
+  static_assert(kBytes <= 232448);
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
+  // Not every multiprocessor has a neighbour to form a cluster with.
+  JAXLLM_RETURN_IF_ERROR(
+      find_resident_clusters(kernel, Shape::kCluster, Shape::kThreads, kBytes, clusters));
+  return *clusters > 0 ? cudaSuccess : cudaErrorNotSupported;
+}
+
 // A block a multiprocessor, which takes tiles until there are none.
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
 cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                           int row_tiles_at_a_time) {
   const auto kernel = matmul_hopper_kernel<Shape, kEpilogue, kTurnA, kTurnB, T>;
-  constexpr int kBytes = sizeof(MatmulShared<T, Shape>);
-  static_assert(kBytes <= 232448);
   constexpr auto kType = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  int multiprocessors = 0;
-  JAXLLM_RETURN_IF_ERROR(
-      prepare_hopper_kernel(reinterpret_cast<const void*>(kernel), kBytes, &multiprocessors));
+  int found = 0;
+  JAXLLM_RETURN_IF_ERROR((find_clusters<Shape, kEpilogue, kTurnA, kTurnB, T>(&found)));
 
   const int64_t rows = call.rows, columns = call.columns, depth = call.depth;
   CUtensorMap a_map, b_map, out_map, saved_map;
@@ -322,31 +336,23 @@ cudaError_t launch_matmul(cudaStream_t stream, const HopperMatmul<T>& call,
                                      static_cast<int>(call.tokens),
                                      call.softmax,
                                      call.norm};
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {Shape::kCluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.blockDim = Shape::kThreads;
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int clusters = multiprocessors / Shape::kCluster;
-  if (Shape::kCluster > 1) {
-    // Not every multiprocessor has a neighbour to form a cluster with.
-    config.gridDim = clusters * Shape::kCluster;
-    JAXLLM_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    if (clusters == 0) return cudaErrorNotSupported;
-  }
+  int64_t clusters = std::min<int64_t>(found, call.most_clusters);
   if (kSumsRows<kEpilogue>) {
     // All tiles of a row run at once; and a block's tiles have the same columns.
     if (column_tiles > clusters) return cudaErrorNotSupported;
-    clusters -= clusters % static_cast<int>(column_tiles);
+    clusters -= clusters % column_tiles;
   }
-  clusters = static_cast<int>(std::min<int64_t>(tiles, clusters));
-  if (call.clusters != nullptr) *call.clusters = clusters;
-  config.gridDim = clusters * Shape::kCluster;
-  return cudaLaunchKernelEx(&config, kernel, a_map, b_map, out_map, saved_map, arguments);
+  clusters = std::min(tiles, clusters);
+  if (call.clusters != nullptr) *call.clusters = static_cast<int>(clusters);
+  Launch launch;
+  launch.grid = dim3(static_cast<unsigned>(clusters) * Shape::kCluster);
+  launch.block = dim3(Shape::kThreads);
+  launch.shared = sizeof(MatmulShared<T, Shape>);
+  launch.cluster = Shape::kCluster;
+  // Beside another kernel of a shared GPU some of the blocks might find no room, and those that
+  // have some would wait for them.
+  launch.cooperative = kSumsRows<kEpilogue>;
+  return launch_kernel(stream, kernel, launch, a_map, b_map, out_map, saved_map, arguments);
 }
 
 }  // namespace

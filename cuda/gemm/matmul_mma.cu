@@ -1,3 +1,6 @@
+#include <algorithm>
+
+#include "common/shared_needs.h"
 #include "gemm/matmul_mma.cuh"
 #include "gemm/matmul_mma.h"
 
@@ -5,6 +8,16 @@ namespace jaxllm {
 namespace {
 
 constexpr int kRowTilesAtATime = 16;
+
+template <typename T>
+constexpr int largest_bytes() {
+  using Tile = MmaTile<T>;
+  return std::max({Tile::template kBytes<false, false>, Tile::template kBytes<false, true>,
+                   Tile::template kBytes<true, false>, Tile::template kBytes<true, true>});
+}
+
+const SharedNeed kNeeds[] = {{"matmul_mma_float32", largest_bytes<float>()},
+                             {"matmul_mma_16_bits", largest_bytes<__half>()}};
 
 // How many elements a copy may take at once of a matrix whose rows have so many.
 template <typename T>

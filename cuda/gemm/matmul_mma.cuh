@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "activation/functions.cuh"
-#include "common/launch.h"
+#include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "common/tile_order.cuh"
 #include "common/vector.cuh"
@@ -52,6 +52,8 @@ struct MmaTile {
   static constexpr int kStride = kTurned ? kSide + 8 : kDepth + kPack;
   template <bool kTurned>
   static constexpr int kSlice = (kTurned ? kDepth : kSide) * kStride<kTurned>;
+  template <bool kTurnA, bool kTurnB>
+  static constexpr int kBytes = kStages * (kSlice<kTurnA> + kSlice<kTurnB>)*int{sizeof(T)};
 };
 
 // What copies slices of an operand: the tile's side from `first` on, one after the other along the
@@ -299,16 +301,13 @@ template <bool kTurnA, bool kTurnB, typename T>
 cudaError_t launch_matmul_mma(cudaStream_t stream, MmaMatmul<T> call) {
   using Tile = MmaTile<T>;
   const auto kernel = matmul_mma_kernel<kTurnA, kTurnB, T>;
-  constexpr int kBytes =
-      Tile::kStages * (Tile::template kSlice<kTurnA> + Tile::template kSlice<kTurnB>)*sizeof(T);
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  constexpr int kBytes = Tile::template kBytes<kTurnA, kTurnB>;
   const int64_t row_tiles = divide_up(call.a.side, Tile::kSide);
   const int64_t tiles = row_tiles * divide_up(call.b.side, Tile::kSide);
   if (tiles >= int64_t{1} << 31) return cudaErrorNotSupported;
   call.row_tiles = static_cast<int>(row_tiles);
-  kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, kBytes, stream>>>(call);
-  return cudaGetLastError();
+  const Launch launch{dim3(static_cast<unsigned>(tiles)), dim3(Tile::kThreads), kBytes};
+  return launch_kernel(stream, kernel, launch, call);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // The tiles of a row are with several multiprocessors, at the same time: a launch has as many
 // blocks as run at once, and takes the tiles of a row one after the other. So a tile is gone
 // through twice: once for its part of a row's sums, which it leaves in global memory for the tiles
-// beside it, and again with all parts of them.
+// beside it, and again with all parts of them. docs/waits.md says why that cannot deadlock.
 #pragma once
 
 #include "gemm/matmul_bands.cuh"
@@ -96,6 +96,8 @@ __device__ __forceinline__ void visit_row_sums(const BandWarp<Shape, T>& warp,
         is_missing |=
             __float_as_uint(sum.x) == kMissingRowSum || __float_as_uint(sum.y) == kMissingRowSum;
       }
+      // A fraction of what a load takes: time for the block's other warps.
+      if (is_missing) __nanosleep(64);
     } while (is_missing);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {

@@ -2,24 +2,27 @@
 //
 // The slopes that one product keeps for another take no way through shared memory, of whose
 // bandwidth the operands leave little: the lanes store them as they have them, in an order of their
-// own (gemm/matmul_hopper.h). The slope is computed beside the activation in the forward pass, with
-// which it has most of its operations in common.
+// own (gemm/matmul_hopper.h) and in the dtype of the operands. The slope is computed beside the
+// activation in the forward pass, with which it has most of its operations in common.
 #pragma once
 
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_column_sums.cuh"
-#include "gemm/slope_codes.cuh"
 
 namespace jaxllm {
 namespace {
 
-// The lane's first pack of a band of slopes; its others lie 32 packs apart.
+// The lane's first pack of a band of slopes; its others lie 32 packs apart. A pack holds what the
+// lane has of 16 columns.
+constexpr int kPackColumns = 16;
+constexpr int kSlopePacks = kSlabWidth / kPackColumns;
+
 template <class Shape, typename T>
 __device__ __forceinline__ uint4* slopes_of_band(const BandWarp<Shape, T>& warp,
                                                  const TileOrigin& origin, int band) {
-  unsigned char* const tile = tile_of_slopes<Shape>(warp.arguments, origin);
-  constexpr int kBytes = kBandSize * kSlopeBytes<T>;
-  return reinterpret_cast<uint4*>(tile + (warp.warp * Shape::kBands + band) * kBytes) + warp.lane;
+  T* const tile = tile_of_slopes<Shape>(warp.arguments, origin);
+  return reinterpret_cast<uint4*>(tile + (warp.warp * Shape::kBands + band) * kBandSize) +
+         warp.lane;
 }
 
 // A branch that is always taken. Within one basic block the assembler orders as it likes: it would
@@ -41,15 +44,15 @@ template <class Shape, typename T>
 __device__ __forceinline__ void finish_gelu_and_slope(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin) {
+  static_assert(8 * kBatch == kPackColumns);
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
     uint4* const kept = slopes_of_band(warp, origin, band);
     T* const out = free_slot(warp, band);
-    uint32_t codes[4];  // of a pack
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
-      float x[kBatchElements], slopes[kBatchElements];
+      float x[kBatchElements], dgelu[kBatchElements];
       uint32_t words[2 * kBatch];
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
@@ -57,16 +60,11 @@ __device__ __forceinline__ void finish_gelu_and_slope(
         x[2 * i] = sums[block][at];
         x[2 * i + 1] = sums[block][at + 1];
       }
-      gelu_and_slope_each<T>(x, slopes, kSlopeScale<T>, kSlopeOffset<T>);
+      gelu_and_dgelu_each(x, dgelu);
 #pragma unroll
-      for (int j = first; j < first + kBatch; ++j) {
-        encode_slopes(slopes + 4 * (j - first), codes + j * kSlopeBytes<T> % 4, T{});
-      }
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(dgelu[2 * i], dgelu[2 * i + 1]);
       // Nobody reads them before the backward pass.
-      constexpr int kEights = 4 / kSlopeBytes<T>;  // of columns, to a pack
-      if ((first + kBatch) % kEights == 0) {
-        __stcs(kept + first / kEights * 32, make_uint4(codes[0], codes[1], codes[2], codes[3]));
-      }
+      __stcs(kept + first / kBatch * 32, make_uint4(words[0], words[1], words[2], words[3]));
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
@@ -82,21 +80,21 @@ __device__ __forceinline__ void finish_scaled(
     BandWarp<Shape, T>& warp, const float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
     const TileOrigin& origin) {
   // A lane's packs of a band are loaded a band ahead.
-  constexpr int kPacks = 2 * kSlopeBytes<T>;
-  constexpr int kWords = kSlopeBytes<T>;  // of what a lane has of eight columns
-  uint4 packs[kPacks];
+  uint4 packs[kSlopePacks];
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) packs[i] = __ldcs(slopes_of_band(warp, origin, 0) + i * 32);
+  for (int i = 0; i < kSlopePacks; ++i) {
+    packs[i] = __ldcs(slopes_of_band(warp, origin, 0) + i * 32);
+  }
   float column_sums[16];
 #pragma unroll
   for (int band = 0; band < Shape::kBands; ++band) {
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
-    uint32_t codes[4 * kPacks];
+    uint32_t slopes[4 * kSlopePacks];  // a word for two neighbours of a row
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
+    for (int i = 0; i < kSlopePacks; ++i) {
       const uint32_t of_pack[4] = {packs[i].x, packs[i].y, packs[i].z, packs[i].w};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) codes[4 * i + w] = of_pack[w];
+      for (int w = 0; w < 4; ++w) slopes[4 * i + w] = of_pack[w];
       if (band + 1 < Shape::kBands) {
         packs[i] = __ldcs(slopes_of_band(warp, origin, band + 1) + i * 32);
       }
@@ -106,19 +104,14 @@ __device__ __forceinline__ void finish_scaled(
     for (int first = 0; first < 8; first += 2) {
       uint32_t words[4];
 #pragma unroll
-      for (int j = first; j < first + 2; ++j) {
-        float slopes[4];
-        decode_slopes(codes + j * kWords, slopes, T{});
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = sum_index(slab, j, half);
-          const float2 scaled = {sums[block][at] * slopes[2 * half],
-                                 sums[block][at + 1] * slopes[2 * half + 1]};
-          const bool begins = block == 0 && half == 0;
-          column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
-          column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
-          words[2 * (j - first) + half] = pack<T>(scaled.x, scaled.y);
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
+        const float2 slope = unpack<T>(slopes[2 * j + half]);
+        const float2 scaled = {sums[block][at] * slope.x, sums[block][at + 1] * slope.y};
+        const bool begins = block == 0 && half == 0;
+        column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
+        column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
+        words[i] = pack<T>(scaled.x, scaled.y);
       }
       store_matrices(warp.matrix_row(out) ^ 16 * first, words);
     }

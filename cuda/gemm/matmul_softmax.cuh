@@ -25,7 +25,8 @@ __device__ __forceinline__ float largest_of_row(const float (&sums)[kCount], int
 }
 
 // Stores out = e^(p - shift) for a row's shift, where `sums` has the product p, and adds up each
-// row. Takes -inf for the p of labels and of padding.
+// row. Takes -inf for the p of labels, of padding and of ignored rows, whose labels are negative:
+// so these are zeros, even of a p that is not finite.
 template <class Shape, typename T>
 __device__ __forceinline__ void finish_softmax(
     BandWarp<Shape, T>& warp, float (&sums)[Shape::kBlocksOf64][Shape::kColumns / 2],
@@ -49,14 +50,15 @@ __device__ __forceinline__ void finish_softmax(
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
     const int first_column = warp.column(origin, band), column = first_column + warp.lane % 4 * 2;
     const auto has_label = [&](int half) {
-      return labels[block][half] >= first_column && labels[block][half] < first_column + kSlabWidth;
+      const int label = labels[block][half];
+      return (label >= first_column || label < 0) && label < first_column + kSlabWidth;
     };
     if (__any_sync(0xffffffff, has_label(0) || has_label(1)) ||
         first_column + kSlabWidth > softmax.columns) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int at = column + i / 4 * 8 + i % 2, half = i / 2 % 2;
-        if (at == labels[block][half] || at >= softmax.columns) {
+        if (at == labels[block][half] || at >= softmax.columns || labels[block][half] < 0) {
           sums[block][32 * slab + i] = -INFINITY;
         }
       }

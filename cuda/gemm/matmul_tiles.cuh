@@ -6,7 +6,6 @@
 #include "common/tile_order.cuh"
 #include "gemm/hopper_matrix.cuh"
 #include "gemm/matmul_hopper.h"
-#include "gemm/slope_codes.cuh"
 
 namespace jaxllm {
 namespace {
@@ -64,10 +63,10 @@ struct MatmulArguments {
   const T* bias;  // null for none
   float* partial;
   float* wide_out;
-  unsigned char* slopes;  // see gemm/matmul_hopper.h; null for none
-  int slope_columns;      // of tiles
-  float* head_sums;       // (sequences, columns / 64, tokens)
-  int tokens;             // of a sequence
+  T* slopes;          // see gemm/matmul_hopper.h; null for none
+  int slope_columns;  // of tiles
+  float* head_sums;   // (sequences, columns / 64, tokens)
+  int tokens;         // of a sequence
   SoftmaxRows softmax;
   NormRows norm;
 };
@@ -87,15 +86,15 @@ __device__ __forceinline__ TileOrigin decode_tile(const MatmulArguments<T>& argu
           (place.column * Shape::kClusterColumns + rank / Shape::kClusterRows) * Shape::kColumns};
 }
 
-template <class Shape, typename T>
-constexpr uint32_t kSlopeTileBytes = Shape::kRows * Shape::kColumns * kSlopeBytes<T>;
+template <class Shape>
+constexpr int kTileSize = Shape::kRows * Shape::kColumns;
 
 // A block's tile of the slopes: as many numbers as the tile has, in the order of its accumulators.
 template <class Shape, typename T>
-__device__ __forceinline__ unsigned char* tile_of_slopes(const MatmulArguments<T>& arguments,
-                                                         const TileOrigin& origin) {
+__device__ __forceinline__ T* tile_of_slopes(const MatmulArguments<T>& arguments,
+                                             const TileOrigin& origin) {
   const int64_t row = origin.row / Shape::kRows, column = origin.column / Shape::kColumns;
-  return arguments.slopes + (row * arguments.slope_columns + column) * kSlopeTileBytes<Shape, T>;
+  return arguments.slopes + (row * arguments.slope_columns + column) * kTileSize<Shape>;
 }
 
 // Copies one operand's slice of a stage: `kExtent` rows of the result for a, or columns for b, by
@@ -138,7 +137,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   for (int tile = blockIdx.x / Shape::kCluster; tile < arguments.tiles; tile += clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
     if constexpr (kSlopes) {
-      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin), kSlopeTileBytes<Shape, T>);
+      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin), kTileSize<Shape> * sizeof(T));
     }
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/fragments.cuh"
-#include "common/launch.h"
 #include "gemm/matvec_digits.cuh"
 #include "gemm/matvec_epilogues.cuh"
 #include "gemm/matvec_many_rows.cuh"
@@ -62,10 +62,9 @@ cudaError_t matvec(cudaStream_t stream, const MatvecArguments<T, W>& a, const Ep
   const int64_t pairs = epilogue.pairs();
   const auto launch = [&](auto kernel, int64_t blocks, int warps, int64_t shared,
                           const auto&... more) {
-    JAXLLM_RETURN_IF_ERROR(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    return launch_kernel(stream, kernel, dim3(blocks), dim3(32 * warps), shared, 1, overlap, a,
-                         epilogue, more...);
+    const Launch how{dim3(static_cast<unsigned>(blocks)), dim3(32 * warps),
+                     static_cast<size_t>(shared), 1, overlap};
+    return launch_kernel(stream, kernel, how, a, epilogue, more...);
   };
   if constexpr (sizeof(T) == 2) {
     constexpr int kPerLane = 16 / sizeof(W);

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "common/launch.h"
+#include "common/dependent_launch.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
 #include "gemm/norm_layer.h"
@@ -118,9 +118,9 @@ cudaError_t NormLayer<T>::forward(cudaStream_t stream, const NormAndLayer<T>& la
                                   T* with_bias) {
   if (!fits(layer) || !aligned_16(layer.weight, with_weight)) return cudaErrorNotSupported;
   if (layer.columns == 0) return cudaSuccess;
-  const int64_t strips = divide_up(layer.columns, kStripColumns);
-  layer_with_norm_kernel<<<strips, kStripThreads, 0, stream>>>(layer, with_weight, with_bias);
-  return cudaGetLastError();
+  const auto strips = static_cast<unsigned>(divide_up(layer.columns, kStripColumns));
+  return launch_kernel(stream, layer_with_norm_kernel<T>, {dim3(strips), dim3(kStripThreads)},
+                       layer, with_weight, with_bias);
 }
 
 template <typename T>
@@ -131,9 +131,9 @@ cudaError_t NormLayer<T>::backward(cudaStream_t stream, const NormAndLayer<T>& l
     return cudaErrorNotSupported;
   }
   if (layer.width == 0) return cudaSuccess;
-  layer_without_norm_kernel<<<layer.width, kRowThreads, 0, stream>>>(layer, dweight, dbias,
-                                                                     of_scale, of_bias, of_weight);
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(layer.width);
+  return launch_kernel(stream, layer_without_norm_kernel<T>, {dim3(blocks), dim3(kRowThreads)},
+                       layer, dweight, dbias, of_scale, of_bias, of_weight);
 }
 
 template struct NormLayer<__nv_bfloat16>;

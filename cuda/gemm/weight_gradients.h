@@ -17,11 +17,14 @@ struct WeightGradient {
   int64_t rows, columns;
 };
 
+// The side of a tile of a gradient, in elements.
+inline constexpr int64_t kGradientTileRows = 256, kGradientTileColumns = 192;
+
 // Makes two gradients, of as many tokens each, in one kernel. `partial` is a workspace of
-// partial_floats; of (multiprocessors + tiles) 256 192 there are enough, with tiles of 256 x 192.
-// Sides are multiples of eight elements and pointers of 16 bytes, and the tiles are no more than
-// the GPU has multiprocessors, or this returns cudaErrorNotSupported; so it does on other GPUs than
-// Hopper's.
+// partial_floats, which are (blocks + tiles) tiles for as many blocks as the launch may have, no
+// fewer than there are tiles. More than the GPU has multiprocessors are of no use. Sides are
+// multiples of eight elements and pointers of 16 bytes, and the tiles are no more than the GPU has
+// multiprocessors, or this returns cudaErrorNotSupported; so it does on other GPUs than Hopper's.
 template <typename T>
 cudaError_t weight_gradients(cudaStream_t stream, const WeightGradient<T> (&gradients)[2],
                              int64_t tokens, float* partial, int64_t partial_floats);

@@ -1,6 +1,9 @@
 // The FFI handler of the gradients of two weights: checks the buffers, switches on their dtype,
 // launches.
+#include <algorithm>
+
 #include "common/ffi.h"
+#include "common/launch.h"
 #include "gemm/weight_gradients.h"
 #include "handlers.h"
 
@@ -10,37 +13,49 @@ namespace {
 using Buffer = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-int64_t count(const Buffer& buffer) { return static_cast<int64_t>(buffer.element_count()); }
-
-// The sides of a weight. jax.vmap gives every buffer new leading axes: so many calls.
+// The sides of a weight. jax.vmap gives every buffer the same new leading axes: so many calls.
 struct WeightSizes {
   int64_t calls, rows, columns;
 };
 
-ffi::ErrorOr<WeightSizes> sizes_of(const Buffer& dweight) {
+ffi::ErrorOr<WeightSizes> sizes_of(const Buffer& dweight, const char* name) {
   const auto sizes = dweight.dimensions();
   if (sizes.size() < 2 || count(dweight) == 0) {
-    return ffi::Unexpected(
-        ffi::Error::InvalidArgument("a weight is no matrix, or has no elements"));
+    return ffi::Unexpected(invalid(name, "is no matrix, or has no elements"));
   }
   const int64_t rows = sizes[sizes.size() - 2], columns = sizes.back();
   return WeightSizes{count(dweight) / (rows * columns), rows, columns};
 }
 
+int64_t tiles_of(const WeightSizes& sizes) {
+  return divide_up(sizes.rows, kGradientTileRows) * divide_up(sizes.columns, kGradientTileColumns);
+}
+
+// `partial` has the tiles, and a tile for each of as many blocks as may run.
 ffi::Error WeightGradientsImpl(cudaStream_t stream, Buffer x0, Buffer dout0, Buffer x1,
                                Buffer dout1, Result dweight0, Result dweight1, Result partial) {
-  const ffi::ErrorOr<WeightSizes> first = sizes_of(*dweight0), second = sizes_of(*dweight1);
+  const ffi::ErrorOr<WeightSizes> first = sizes_of(*dweight0, "dweight0");
   if (first.has_error()) return first.error();
+  const ffi::ErrorOr<WeightSizes> second = sizes_of(*dweight1, "dweight1");
   if (second.has_error()) return second.error();
   const auto [calls, rows0, columns0] = *first;
   const auto [calls1, rows1, columns1] = *second;
   const int64_t tokens = count(x0) / (calls * rows0);
-  if (calls1 != calls || count(x0) != calls * tokens * rows0 ||
-      count(dout0) != calls * tokens * columns0 || count(x1) != calls * tokens * rows1 ||
-      count(dout1) != calls * tokens * columns1) {
-    return ffi::Error::InvalidArgument("the shapes of the arrays and their gradients do not fit");
-  }
-  const int64_t of_partial = count(*partial) / calls;
+  constexpr int64_t kTile = kGradientTileRows * kGradientTileColumns;
+  const int64_t of_partial =
+      std::max(count(*partial) / (calls * kTile), 2 * (tiles_of(*first) + tiles_of(*second))) *
+      kTile;
+  const ffi::DataType dtype = x0.element_type();
+  const ffi::Error error = check_buffers({
+      {"x0", x0, dtype, calls * tokens * rows0},
+      {"dout0", dout0, dtype, calls * tokens * columns0},
+      {"x1", x1, dtype, calls * tokens * rows1},
+      {"dout1", dout1, dtype, calls * tokens * columns1},
+      {"dweight0", *dweight0, dtype, calls * rows0 * columns0},
+      {"dweight1", *dweight1, dtype, calls * rows1 * columns1},
+      {"partial", *partial, ffi::F32, calls * of_partial},
+  });
+  if (error.failure()) return error;
   const auto run = [&, calls = calls, rows0 = rows0, columns0 = columns0, rows1 = rows1,
                     columns1 = columns1](auto type) {
     using T = typename decltype(type)::type;
@@ -62,7 +77,8 @@ ffi::Error WeightGradientsImpl(cudaStream_t stream, Buffer x0, Buffer dout0, Buf
     case ffi::F16:
       return run(Type<__half>{});
     default:
-      return ffi::Error::InvalidArgument("dtype is not bfloat16 or float16");
+      return invalid(
+          "x0", "has dtype " + dtype_name(x0.element_type()) + "; bfloat16 or float16 is required");
   }
 }
 

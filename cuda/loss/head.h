@@ -32,7 +32,7 @@ struct HeadLoss {
   bool transpose_weight;
   const int32_t* labels;
   const float* scale;
-  int64_t ignore_index;  // the label of rows with loss and factor zero
+  int64_t ignore_index;  // the label of rows with loss, factor and exponentials zero
   int64_t vocab_size;    // columns from there on are padding
   __nv_bfloat16* exponentials;
   float *factors, *losses;  // a row each

@@ -9,6 +9,7 @@ import pytest
 
 import jaxllm.ffi
 from jaxllm.ops import cross_entropy, linear_cross_entropy
+from jaxllm.ops.loss import cuda
 from jaxllm.testing import assert_close, error, lower_for_cuda
 
 LOGITS = jax.random.normal(jax.random.key(0), (6, 8))
@@ -457,3 +458,35 @@ def test_a_batch_of_heads_is_as_many_calls_and_the_bits_repeat():
     for i in range(2):
         one = exact_head_gradients(hidden[i], weight, labels, transpose_weight=True)
         assert_close(jax.tree.map(lambda x, i=i: x[i], together), one, "bfloat16")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("transpose_weight", [True, False])
+def test_ignored_rows_have_zeros_and_do_not_make_the_logits_again(transpose_weight):
+    hidden, weight, labels = head_arrays(0.1, transpose_weight=transpose_weight)
+    # Rows of padding, whose logits are some thousands, and of one NaN.
+    is_padding = jnp.arange(len(labels)) % 3 == 0
+    hidden = jnp.where(is_padding[:, None], 1e4 * hidden, hidden).at[3].set(jnp.inf)
+    options = {"ignore_index": -1, "vocab_size": weight.shape[0 if transpose_weight else 1]}
+
+    def run(labels):
+        scale = jnp.float32(1)
+        return cuda._head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
+
+    *_, is_redone = run(jnp.where(is_padding, 0, labels))
+    assert is_redone == 1  # with labels these rows would have them made again
+    losses, exponentials, factors, is_redone = run(jnp.where(is_padding, -1, labels))
+    assert is_redone == 0
+    assert (exponentials[is_padding] == 0).all()
+    assert (losses[is_padding] == 0).all() and (factors[is_padding] == 0).all()
+    rest = ~is_padding
+    exact = cross_entropy(
+        jnp.dot(
+            hidden[rest].astype("float32"),
+            (weight.T if transpose_weight else weight).astype("float32"),
+            precision="highest",
+        ),
+        labels[rest],
+        reduction="none",
+    )
+    assert error(losses[rest], exact) < 1e-5

@@ -4,12 +4,10 @@ The products of layers stay with XLA, but for these on a Hopper GPU, which do wh
 in the same kernel, in ``cuda/gemm``. Two are of ``mlp``: the one that GELU follows and the one
 whose result GELU's slope is applied to. That saves a pass over an array of the hidden width in
 either direction. The first computes the slope too, beside GELU, with which it has most of its
-operations in common, and keeps it for the second to multiply by. In bfloat16 GELU is made with the
-hardware's tanh: its factor of x is right to 2^-12, which is less than the rounding after it where
-that factor is above 1/8 (x above about -1.1). The third adds a bias and a residual to the product
-that a norm follows. The norm then reads one array instead of two, and writes one instead of two.
-The fourth makes the gradient of attention's output, and adds up what attention's backward would
-read it for.
+operations in common, and keeps it for the second to multiply by. The third adds a bias and a
+residual to the product that a norm follows. The norm then reads one array instead of two, and
+writes one instead of two. The fourth makes the gradient of attention's output, and adds up what
+attention's backward would read it for.
 
 The stream between the halves of pre-norm blocks is kept normalized, and is itself never written:
 the product that adds to a half goes on to the norm of the sum, and in the backward pass the one
@@ -33,37 +31,98 @@ from jaxllm.ops.activation import cuda as activations
 from jaxllm.ops.gemm import products, slopes
 from jaxllm.ops.norm import cuda as norms
 
-linear_unsupported = activations.gelu_unsupported
-mlp_unsupported = activations.gelu_unsupported
-# The norms take what the activations take, and ask more of the weights.
-linear_add_layer_norm_unsupported = norms.add_layer_norm_unsupported
-
 _TILE = (128, 192)  # rows and columns, as in cuda/gemm/matmul_hopper.cu
 HEAD_WIDTH = 64  # of matmul_head_sums
-# With fewer tiles than an H200 has multiprocessors XLA's products, in smaller tiles, are faster.
-_MIN_TILES = 132
-# Of a row of tiles, those that are sure to run at once: pairs of blocks, of which a GPU with few
-# multiprocessors has 57.
-TILES_AT_ONCE = 48
-_MAX_MULTIPROCESSORS = 160  # more than a Hopper GPU has; it bounds a workspace
+# With fewer tiles for each SM XLA's products, in smaller tiles, are faster.
+_MIN_TILES_OF_SM = 1
+# The tiles of a row wait for one another, so they are no more than the clusters that run at once.
+# Nor are they more than this, the most that the kernels have been tested with.
+_MAX_ROW_TILES = 48
+_NORM_PARTIAL_ROWS = 16  # as in cuda/gemm/matmul_hopper.h
 _MAX_SIZE = 2**31  # the copy engine's coordinates
+_MAX_LAYER_SIDE = 2**30  # as in cuda/gemm/norm_layer.cu
 _GRADIENT_TILE = (256, 192)  # of a weight, as in cuda/gemm/weight_gradients.cuh
-# Of as many as this there are two blocks or more for each, on an H200, and cuBLAS, which gives each
-# weight a kernel and each tile a whole number of blocks, leaves multiprocessors idle.
-_MAX_GRADIENT_TILES = 66
-# Of so many rows the sums of a tile's parts, which take as long whatever the rows are, are so small
-# a part that an MLP's weights, of twice as many tiles, are worth it too: on an H200 by .1% of GPT-2
-# 124M's step.
+# With so many SMs for each tile of the weights, or more, cuBLAS leaves SMs idle: it gives each
+# weight a kernel and each tile a whole number of CTAs.
+_MIN_SMS_OF_GRADIENT_TILE = 2
+# With so many rows one SM is enough: the sums of a tile's parts take as long whatever the rows are,
+# and are a small part then. For an MLP's weights that is worth .1% of GPT-2 124M's step on an H200.
 _MANY_GRADIENT_ROWS = 65536
 _MIN_FILLED = 7 / 8
 _MIN_GRADIENT_ROWS = 8192
 
 
+# The predicates of dispatch say whether the kernels may run at all. Which of them do, the functions
+# ask fused_unsupported and its like.
+
+
+def linear_unsupported(x, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    return activations.gelu_unsupported(x)
+
+
+linear_residual_forward_unsupported = linear_unsupported
+linear_normed_forward_unsupported = linear_unsupported
+linear_weight_gradients_unsupported = linear_unsupported
+
+
+def linear_backward_unsupported(x, weight, bias, h, dout, **_) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del weight, bias, h
+    return activations.gelu_unsupported(dout) or activations.gelu_unsupported(x)
+
+
+def linear_norm_forward_unsupported(x, weight, bias, residual, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del weight, bias
+    return activations.gelu_unsupported(x) or norms.layer_norm_unsupported(residual)
+
+
+def linear_normed_backward_unsupported(
+    dout, weight, bias, dweight, dbias, rows, rstd, scale, norm_bias, dtotal
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del weight, bias, dweight, dbias, rstd
+    reason = activations.gelu_unsupported(dout) or activations.gelu_unsupported(dtotal)
+    return reason or norms.layer_norm_unsupported(rows, scale, norm_bias)
+
+
+def mlp_unsupported(x, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    return activations.gelu_unsupported(x)
+
+
+def mlp_backward_unsupported(
+    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout, **_
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del up_weight, up_bias, down_weight, down_bias, h, slope, hidden
+    return activations.gelu_unsupported(dout) or activations.gelu_unsupported(x)
+
+
+def linear_add_layer_norm_unsupported(x, *arrays, **_) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    return norms.add_layer_norm_unsupported(x, *arrays)
+
+
+def linear_add_layer_norm_backward_unsupported(x, weight, *of_norm) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del weight
+    return norms.add_layer_norm_unsupported(x, *of_norm)
+
+
 def pre_norm_mlp_unsupported(x, *arrays, **_) -> str | None:
-    """As the norm says, which gets no slope and does not know what one is kept in."""
-    kept = slopes.dtype_of(x.dtype)
-    others = (array for array in jax.tree.leaves(arrays) if array.dtype != kept)
-    return norms.layer_norm_unsupported(x, *others)
+    """Why the kernels cannot serve a call; None if they can."""
+    return norms.layer_norm_unsupported(x, *jax.tree.leaves(arrays))
+
+
+def pre_norm_mlp_backward_unsupported(
+    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, dout, **_
+) -> str | None:
+    """Why the kernels cannot serve a call; None if they can."""
+    del rstd, up_weight, up_bias, down_weight, h, slope, hidden
+    reason = activations.gelu_unsupported(rows) or activations.gelu_unsupported(dout)
+    return reason or norms.layer_norm_unsupported(rows, scale, bias)
 
 
 def linear_forward(x, weight, bias, *, activation):
@@ -196,7 +255,8 @@ def linear_weight_gradients(*arrays):
 def _weight_gradients(x, dout, other_x, other_dout):
     arrays = (x, dout, other_x, other_dout)
     shapes = _weight_shapes(*arrays)
-    partial = (_MAX_MULTIPROCESSORS + sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
+    # The kernel has a CTA for each SM of this process's smallest GPU, on larger ones too.
+    partial = (_gpu().multiprocessors + sum(map(_gradient_tiles, shapes)), *_GRADIENT_TILE)
     results = (
         *(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes),
         jax.ShapeDtypeStruct(partial, jnp.float32),
@@ -206,7 +266,7 @@ def _weight_gradients(x, dout, other_x, other_dout):
 
 
 def weight_gradients_unsupported(
-    x, dout, other_x, other_dout, *, max_tiles: int | None = None
+    x, dout, other_x, other_dout, *, sms_of_tile: int | None = None
 ) -> str | None:
     """Why the gradients of two weights are XLA's products; None if one kernel makes both."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -217,13 +277,18 @@ def weight_gradients_unsupported(
     rows = math.prod(x.shape[:-1])
     if not _MIN_GRADIENT_ROWS <= rows < _MAX_SIZE:
         return f"x has {rows} rows, too few to be shared among blocks, or 2^31 or more"
-    tiles = sum(map(_gradient_tiles, shapes))
-    if tiles > (max_tiles or _MAX_GRADIENT_TILES):
-        return f"the weights have {tiles} tiles of {_GRADIENT_TILE}, enough for XLA's products"
+    if reason := ffi.no_hopper_reason():
+        return reason
+    tiles, sms = sum(map(_gradient_tiles, shapes)), _gpu().multiprocessors
+    if (sms_of_tile or _MIN_SMS_OF_GRADIENT_TILE) * tiles > sms:
+        return (
+            f"the weights have {tiles} tiles of {_GRADIENT_TILE} for {sms} SMs, enough for XLA's "
+            "products"
+        )
     filled = sum(map(math.prod, shapes)) / (tiles * math.prod(_GRADIENT_TILE))
     if filled < _MIN_FILLED:
         return f"the weights fill {filled:.2f} of their tiles of {_GRADIENT_TILE}"
-    return ffi.no_hopper_reason()
+    return None
 
 
 def _weight_shapes(x, dout, other_x, other_dout) -> tuple[tuple[int, int], ...]:
@@ -276,7 +341,7 @@ def _one_kernel_makes_both(rows, hidden, dout) -> bool:
     if math.prod(rows.shape[:-1]) < _MANY_GRADIENT_ROWS:
         return False
     arrays = (rows, hidden, hidden, dout)
-    return not weight_gradients_unsupported(*arrays, max_tiles=2 * _MAX_GRADIENT_TILES)
+    return not weight_gradients_unsupported(*arrays, sms_of_tile=1)
 
 
 def fused_unsupported(x, columns: int) -> str | None:
@@ -290,12 +355,27 @@ def fused_unsupported(x, columns: int) -> str | None:
             f"the product of {x.shape} and {(width, columns)} has widths that are no multiples of "
             "8, 16 bytes, as the copy engine needs them"
         )
-    tiles = math.prod(-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
-    if tiles < _MIN_TILES:
-        return f"the product has {tiles} tiles of {_TILE}, too few to fill a GPU"
     if max(rows, width, columns) >= _MAX_SIZE:
         return f"the product of {x.shape} and {(width, columns)} has a size of 2^31 or more"
-    return ffi.no_hopper_reason()
+    if reason := ffi.no_hopper_reason():
+        return reason
+    if _gpu().clusters == 0:
+        return "no two SMs of this GPU can run a cluster of the kernel"
+    tiles, sms = _tiles(rows, columns), _gpu().multiprocessors
+    if tiles < _MIN_TILES_OF_SM * sms:
+        return f"the product has {tiles} tiles of {_TILE}, too few to fill {sms} SMs"
+    return None
+
+
+def _gpu() -> ffi.Device:
+    """The GPU that a call is compiled for, where it is known to be Hopper's."""
+    gpu = ffi.device()
+    assert gpu is not None
+    return gpu
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return math.prod(-(-size // tile) for size, tile in zip((rows, columns), _TILE, strict=True))
 
 
 def _matmul_bias_gelu(x, weight, bias, *, slope=False):
@@ -306,8 +386,7 @@ def _matmul_bias_gelu(x, weight, bias, *, slope=False):
     *outer, columns = *x.shape[:-1], weight.shape[1]
     out = kept = jax.ShapeDtypeStruct((*outer, columns), x.dtype)
     if slope:
-        shape = slopes.shape_of(math.prod(outer), columns)
-        kept = jax.ShapeDtypeStruct(shape, slopes.dtype_of(x.dtype))
+        kept = jax.ShapeDtypeStruct(slopes.shape_of(math.prod(outer), columns), x.dtype)
     return tuple(ffi.call("matmul_bias_gelu", (out, kept), x, weight, bias, slope=slope))
 
 
@@ -349,9 +428,12 @@ def matmul_head_sums(x, weight, saved, tokens: int):
 
 def norm_unsupported(x, columns: int) -> str | None:
     """Why a product is not made by a kernel that goes on to a norm of its rows, or its gradient."""
-    if -(-columns // _TILE[1]) > TILES_AT_ONCE:
-        return f"a row of {columns} columns has more tiles than run at once"
-    return fused_unsupported(x, columns)
+    if reason := fused_unsupported(x, columns):
+        return reason
+    tiles, most = _tiles(1, columns), min(_gpu().clusters, _MAX_ROW_TILES)
+    if tiles > most:
+        return f"a row of {columns} columns has {tiles} tiles, and no more than {most} run at once"
+    return None
 
 
 def _layer_with_norm(scale, norm_bias, weight, bias) -> tuple[Any, Any]:
@@ -380,6 +462,8 @@ def _norm_layer_unsupported(scale, weight) -> str | None:
         return f"weight has dtype {weight.dtype}; the kernel takes bfloat16 and float16"
     if weight.shape[1] % 8:
         return f"weight has {weight.shape[1]} columns, no multiple of 8, 16 bytes"
+    if max(weight.shape) >= _MAX_LAYER_SIDE:
+        return f"weight has shape {weight.shape}, a side of 2^30 or more"
     return None
 
 
@@ -408,7 +492,8 @@ def _matmul_norm_gradient(dout, weight, rows, rstd, dtotal):
         ``(dx, dtotal_sum)``; the latter is the sum over rows of ``dtotal``.
     """
     columns = weight.shape[0]
-    partial_rows = _MAX_MULTIPROCESSORS // 2 // -(-columns // _TILE[1]) * 16
+    # The kernel has as many clusters as run at once on this process's smallest GPU.
+    partial_rows = _gpu().clusters // _tiles(1, columns) * _NORM_PARTIAL_ROWS
     results = (
         jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         jax.ShapeDtypeStruct((columns,), dout.dtype),
@@ -428,7 +513,7 @@ def _row_sums(rows) -> jax.ShapeDtypeStruct:
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernels cannot serve a call; None if they can."""
     if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"a has dtype {a.dtype}; the kernels take float32, bfloat16, float16"
     if max(*a.shape, *b.shape) >= _MAX_SIZE:
@@ -436,7 +521,9 @@ def matmul_unsupported(a, b, *_, **__) -> str | None:
     return None
 
 
-matmul_slower = products.matmul_slower
+# Its first arrays are the forward's, and its products no larger.
+matmul_backward_unsupported = matmul_unsupported
+matmul_slower = matmul_backward_slower = products.matmul_slower
 
 
 def matmul_forward(a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision):

@@ -16,13 +16,62 @@ from jaxllm.ops.norm import pallas as norms
 from jaxllm.ops.pallas_call import pallas_call
 
 
-def linear_unsupported(x, weight, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    h = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-    return activations.gelu_unsupported(h)
+def _dtype_unsupported(x) -> str | None:
+    """Why the kernels do not take a dtype, also where XLA does all the work; None if they do."""
+    return activations.gelu_unsupported(jax.ShapeDtypeStruct((), x.dtype))
 
 
-mlp_unsupported = linear_unsupported
+def _product(x, weight) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
+
+
+def linear_unsupported(x, weight, *_, activation, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can. A kernel runs for the activation."""
+    if activation is None:
+        return _dtype_unsupported(x)
+    return activations.gelu_unsupported(_product(x, weight))
+
+
+def linear_backward_unsupported(x, weight, bias, h, *_, activation, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can. A kernel runs for the activation."""
+    del weight, bias
+    return _dtype_unsupported(x) if activation is None else activations.gelu_unsupported(h)
+
+
+def linear_normed_forward_unsupported(x, *_, **__) -> str | None:
+    """Why the backend does not serve a call, which is XLA's; None if it does."""
+    return _dtype_unsupported(x)
+
+
+linear_residual_forward_unsupported = linear_normed_forward_unsupported
+linear_weight_gradients_unsupported = linear_normed_forward_unsupported
+
+
+def linear_norm_forward_unsupported(x, weight, bias, residual, *_, **__) -> str | None:
+    """Why the kernel, of the norm, cannot serve a call; None if it can."""
+    del x, weight, bias
+    return norms.layer_norm_unsupported(residual)
+
+
+def linear_normed_backward_unsupported(
+    dout, weight, bias, dweight, dbias, rows, *_, **__
+) -> str | None:
+    """Why the kernel, of the norm's backward, cannot serve a call; None if it can."""
+    del dout, weight, bias, dweight, dbias
+    return norms.layer_norm_unsupported(rows)
+
+
+def mlp_unsupported(x, up_weight, *_, **__) -> str | None:
+    """Why the kernels, of the activation, cannot serve a call; None if they can."""
+    return activations.gelu_unsupported(_product(x, up_weight))
+
+
+def mlp_backward_unsupported(
+    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, *_, **__
+) -> str | None:
+    """Why the kernels, of the activation's backward, cannot serve a call; None if they can."""
+    del x, up_weight, up_bias, down_weight, down_bias, h, slope
+    return activations.gelu_unsupported(hidden)
 
 
 def linear_forward(x, weight, bias, *, activation, interpret=False):
@@ -46,9 +95,14 @@ def mlp_backward(*arrays, activation, interpret=False):
 
 
 def linear_add_layer_norm_unsupported(x, weight, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    y = jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-    return norms.add_layer_norm_unsupported(y)
+    """Why the kernel, of the norm, cannot serve a call; None if it can."""
+    return norms.add_layer_norm_unsupported(_product(x, weight))
+
+
+def linear_add_layer_norm_backward_unsupported(x, weight, total, *_) -> str | None:
+    """Why the kernel, of the norm's backward, cannot serve a call; None if it can."""
+    del x, weight
+    return norms.add_layer_norm_unsupported(total)
 
 
 def linear_add_layer_norm_forward(*arrays, eps, statistics=True, interpret=False):
@@ -92,11 +146,18 @@ def linear_normed_backward(*arrays, interpret=False):
     return products.normed_backward(activations, norms, *arrays, interpret=interpret)
 
 
-def pre_norm_mlp_unsupported(x, of_rows, scale, bias, up_weight, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
-    del of_rows, scale, bias
-    why = norms.layer_norm_unsupported(x)
-    return mlp_unsupported(x, up_weight) if why is None else why
+def pre_norm_mlp_unsupported(x, normed, scale, bias, up_weight, *_, **__) -> str | None:
+    """Why the kernels, of norm and activation, cannot serve a call; None if they can."""
+    del normed, scale, bias
+    return norms.layer_norm_unsupported(x) or mlp_unsupported(x, up_weight)
+
+
+def pre_norm_mlp_backward_unsupported(
+    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, *_, **__
+) -> str | None:
+    """Why the kernels, of the backwards of both, cannot serve a call; None if they can."""
+    del rstd, scale, bias, up_weight, up_bias, down_weight, h, slope
+    return norms.layer_norm_unsupported(rows) or activations.gelu_unsupported(hidden)
 
 
 def pre_norm_mlp_forward(*arrays, interpret=False, **options):
@@ -115,7 +176,7 @@ _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
 
 
 def matmul_unsupported(a, b, *_, transpose_a=False, transpose_b=False, **__) -> str | None:
-    """Why the kernel cannot serve a call, in either direction; None if it can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if a.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"a has dtype {a.dtype}; the kernel takes float32, bfloat16, float16"
     size = max(a.size, b.size, a.shape[1 if transpose_a else 0] * b.shape[0 if transpose_b else 1])
@@ -124,7 +185,9 @@ def matmul_unsupported(a, b, *_, transpose_a=False, transpose_b=False, **__) -> 
     return None
 
 
-matmul_slower = products.matmul_slower
+# Its first arrays are the forward's, and the gradient has the size of the forward's product.
+matmul_backward_unsupported = matmul_unsupported
+matmul_slower = matmul_backward_slower = products.matmul_slower
 
 
 def matmul_forward(

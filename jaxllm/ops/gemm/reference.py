@@ -33,13 +33,17 @@ def mlp(x, up_weight, up_bias, down_weight, down_bias, *, activation):
     return mlp_forward(*arrays, activation=activation)[0]
 
 
-def mlp_forward(*arrays, **options):
+def mlp_forward(x, up_weight, up_bias, down_weight, down_bias, **options):
     """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias)
     return products.mlp_forward(activations, *arrays, **options)
 
 
-def mlp_backward(*arrays, activation):
+def mlp_backward(
+    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout, *, activation
+):
     """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
+    arrays = (x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, dout)
     return products.mlp_backward(activations, arrays, activation)
 
 
@@ -49,14 +53,18 @@ def linear_add_layer_norm(x, weight, residual, scale, bias, x_bias=None, *, eps)
     return linear_add_layer_norm_forward(*arrays, eps=eps)[:2]
 
 
-def linear_add_layer_norm_forward(*arrays, eps, statistics=True):
+def linear_add_layer_norm_forward(
+    x, weight, residual, x_bias, scale, bias, *, eps, statistics=True
+):
     """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
+    arrays = (x, weight, residual, x_bias, scale, bias)
     options = {"eps": eps, "statistics": statistics}
     return products.linear_add_layer_norm_forward(norms, *arrays, **options)
 
 
-def linear_add_layer_norm_backward(*arrays):
+def linear_add_layer_norm_backward(x, weight, total, x_bias, scale, mean, rstd, dout, dtotal):
     """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
+    arrays = (x, weight, total, x_bias, scale, mean, rstd, dout, dtotal)
     return products.linear_add_layer_norm_backward(norms, arrays)
 
 
@@ -71,8 +79,11 @@ def linear_norm_forward(x, weight, bias, residual, normed, *, eps):
     return products.norm_forward(norms, x, weight, bias, residual, eps=eps)
 
 
-def linear_normed_backward(*arrays):
+def linear_normed_backward(
+    dout, weight, bias, dweight, dbias, rows, rstd, scale, norm_bias, dtotal
+):
     """As :func:`jaxllm.ops.gemm.products.normed_backward`."""
+    arrays = (dout, weight, bias, dweight, dbias, rows, rstd, scale, norm_bias, dtotal)
     return products.normed_backward(activations, norms, *arrays)
 
 
@@ -85,13 +96,21 @@ def pre_norm_mlp(
     return products.residual_forward(hidden, down_weight, down_bias, x)
 
 
-def pre_norm_mlp_forward(*arrays, **options):
+def pre_norm_mlp_forward(
+    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, **options
+):
     """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
+    arrays = (x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias)
     return products.pre_norm_mlp_forward(activations, norms, arrays, **options)
 
 
-def pre_norm_mlp_backward(*arrays, activation):
+def pre_norm_mlp_backward(
+    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, dout,
+    *, activation,
+):  # fmt: skip
     """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
+    of_rows = (rows, rstd, scale, bias)
+    arrays = (*of_rows, up_weight, up_bias, down_weight, h, slope, hidden, dout)
     return products.pre_norm_mlp_backward(activations, norms, arrays, activation)
 
 

@@ -8,6 +8,8 @@ the products that follow; no kernel goes over the logits.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -16,15 +18,34 @@ from jaxllm.ops.gemm import cuda as gemm
 from jaxllm.ops.loss import head
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MAX_COLUMNS = 2**31 - 2**17  # counted in 32 bits, and the threads of a CTA end beyond the last
+_MAX_ROWS = 2**31 - 1  # the x axis of a grid
 _SUM_COLUMNS = 192  # kSoftmaxColumns in cuda/gemm/matmul_hopper.h
 
 
 def cross_entropy_unsupported(logits, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if logits.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"logits has dtype {logits.dtype}; the kernel takes {names}"
+    *rows, width = logits.shape
+    if width > _MAX_COLUMNS:
+        return f"logits has {width} columns; the kernel takes at most {_MAX_COLUMNS}"
+    if math.prod(rows) > _MAX_ROWS:
+        return f"logits has {math.prod(rows)} rows; the kernel takes at most {_MAX_ROWS}"
     return None
+
+
+def cross_entropy_head_with_gradients_unsupported(hidden, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can. The logits are in hidden's dtype."""
+    return cross_entropy_unsupported(hidden)
+
+
+def cross_entropy_backward_unsupported(dlogits, dloss) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    if dloss.dtype != jnp.float32:
+        return f"dloss has dtype {dloss.dtype}; the kernel takes float32"
+    return cross_entropy_unsupported(dlogits)
 
 
 def cross_entropy_forward(logits, labels, **options):
@@ -58,7 +79,7 @@ def cross_entropy_head_with_gradients(
             accumulate_dtype=accumulate_dtype,
             **options,
         )
-    losses, exponentials, factors = _head_exponentials(*arrays, transpose_weight, options)
+    losses, exponentials, factors, _ = _head_exponentials(*arrays, transpose_weight, options)
     factors = factors[:, None]
     # A sum of exponentials is rounded once, after it has been multiplied by its factor.
     sums = head.hidden_gradient(exponentials, weight, transpose_weight, jnp.float32)
@@ -78,7 +99,10 @@ def _exponentials_unsupported(hidden, columns: int, options: dict) -> str | None
 
 
 def _head_exponentials(hidden, weight, labels, scale, transpose_weight, options):
-    """Returns ``losses``, ``exponentials`` and ``factors``, as ``cuda/loss/head.h`` says."""
+    """Returns ``losses``, ``exponentials`` and ``factors``, as ``cuda/loss/head.h`` says.
+
+    And whether the logits had to be made again, for rows whose label is far below their maximum.
+    """
     rows, columns = len(hidden), weight.shape[0 if transpose_weight else 1]
     of_rows = jax.ShapeDtypeStruct((rows,), jnp.float32)
     results = (
@@ -89,7 +113,7 @@ def _head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
         jax.ShapeDtypeStruct((2, rows), jnp.float32),
         jax.ShapeDtypeStruct((2 * rows + 1,), jnp.int32),
     )
-    exponentials, factors, losses, *_ = ffi.call(
+    exponentials, factors, losses, *_, counts = ffi.call(
         "head_exponentials",
         results,
         *(hidden, weight, labels, scale),
@@ -97,7 +121,7 @@ def _head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
         ignore_index=options["ignore_index"],
         vocab_size=options["vocab_size"],
     )
-    return losses, exponentials, factors
+    return losses, exponentials, factors, counts[-1]
 
 
 def cross_entropy_backward(dlogits, dloss):

@@ -8,6 +8,7 @@ writes over the logits. Everything between is float32.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,31 @@ from jaxllm.ops.pallas_call import pallas_call
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK = 4096  # columns at a time
 _WARPS = 8
+_MAX_COLUMNS = 2**30  # counted in 32 bits, in blocks that are powers of two
+_MAX_ROWS = 2**31 - 1  # the x axis of a grid
 
 
 def cross_entropy_unsupported(logits, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if logits.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"logits has dtype {logits.dtype}; the kernel takes {names}"
+    *rows, width = logits.shape
+    if width > _MAX_COLUMNS:
+        return f"logits has {width} columns; the kernel takes at most {_MAX_COLUMNS}"
+    if math.prod(rows) > _MAX_ROWS:
+        return f"logits has {math.prod(rows)} rows; the kernel takes at most {_MAX_ROWS}"
     return None
+
+
+def cross_entropy_head_with_gradients_unsupported(hidden, *_, **__) -> str | None:
+    """Why the kernels cannot serve a call; None if they can. The logits are in hidden's dtype."""
+    return cross_entropy_unsupported(hidden)
+
+
+def cross_entropy_backward_unsupported(dlogits, dloss) -> str | None:
+    """Always None: XLA multiplies."""
+    del dlogits, dloss
 
 
 def cross_entropy_forward(logits, labels, *, interpret=False, **options):
@@ -76,23 +94,13 @@ def cross_entropy_head_with_gradients(*arrays, **options):
 
 
 def cross_entropy_backward(dlogits, dloss, *, interpret=False):
-    """Returns ``dlogits * dloss`` in the place of ``dlogits``, which is left as it is where 1."""
-    if dlogits.size == 0:
-        return dlogits
-    size = dlogits.size // dloss.size
-    block = min(pl.next_power_of_2(size), _BLOCK)
-    run = pl.BlockSpec((None, block), lambda i, j: (i, j))
-    scaled = pallas_call(
-        functools.partial(_backward_kernel, size=size),
-        grid=(dloss.size, pl.cdiv(size, block)),
-        in_specs=[run, pl.BlockSpec((1,), lambda i, j: (i,))],
-        out_specs=run,
-        out_shape=jax.ShapeDtypeStruct((dloss.size, size), dlogits.dtype),
-        input_output_aliases={0: 0},
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
-        interpret=interpret,
-    )(dlogits.reshape(dloss.size, size), dloss.reshape(-1))
-    return scaled.reshape(dlogits.shape)
+    """Returns ``dlogits * dloss``; there is one ``dloss``, or one a row."""
+    del interpret
+    # XLA takes the multiplication away where dloss is a constant 1, as a rule, and fuses it with
+    # others. A kernel that wrote only where dloss is not 1 would need its result to be its operand,
+    # which XLA does not promise.
+    factors = dloss.reshape(*dloss.shape, *[1] * (dlogits.ndim - dloss.ndim))
+    return (dlogits.astype(jnp.float32) * factors).astype(dlogits.dtype)
 
 
 def _forward_kernel(logits_ref, labels_ref, losses_ref, **options):
@@ -122,16 +130,6 @@ def _forward_with_gradient_kernel(
         plgpu.store(dlogits_ref.at[here], slope, mask=columns < width)
 
     _each_block(logits_ref, width, write, None)
-
-
-def _backward_kernel(dlogits_ref, dloss_ref, scaled_ref, *, size):
-    factor, block = dloss_ref[0], dlogits_ref.shape[0]
-    inside = pl.program_id(1) * block + jnp.arange(block) < size
-
-    @pl.when(factor != 1)
-    def _():
-        values = plgpu.load(dlogits_ref, mask=inside, other=0.0).astype(jnp.float32)
-        plgpu.store(scaled_ref, (values * factor).astype(scaled_ref.dtype), mask=inside)
 
 
 def _loss(logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size):

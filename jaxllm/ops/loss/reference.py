@@ -98,8 +98,9 @@ def cross_entropy_backward(dlogits, dloss):
     return (_wide(dlogits) * dloss[..., None]).astype(dlogits.dtype)
 
 
-def cross_entropy_head_with_gradients(*arrays, **options):
+def cross_entropy_head_with_gradients(hidden, weight, labels, scale, **options):
     """As :func:`jaxllm.ops.loss.head.with_gradients`."""
+    arrays = (hidden, weight, labels, scale)
     return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **options)
 
 
