@@ -3,6 +3,7 @@
 #include "activation/bias.h"
 #include "activation/functions.cuh"
 #include "common/column_sum.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/elementwise.cuh"
 
 namespace jaxllm {
@@ -123,15 +124,16 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const T* bias, cons
       const int64_t resident =
           std::max(device.multiprocessors * Shape::kBlocks / (strips * groups), int64_t{1});
       used = std::min({divide_up(rows, Shape::kWarps * Shape::kRows), resident, partial_rows});
-      bias_backward_kernel<kGelu><<<dim3(strips, used, groups), Shape::kWarps * 32, 0, stream>>>(
-          x, bias, dout, dx, partial, rows, width, partial_rows);
+      JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, bias_backward_kernel<kGelu, T>,
+                                           {dim3(strips, used, groups), Shape::kWarps * 32}, x,
+                                           bias, dout, dx, partial, rows, width, partial_rows));
     } else {
       used = std::min(rows, partial_rows);
       const dim3 grid(divide_up(width, 128), used, groups);
-      bias_backward_unaligned_kernel<kGelu>
-          <<<grid, 128, 0, stream>>>(x, bias, dout, dx, partial, rows, width, partial_rows);
+      JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, bias_backward_unaligned_kernel<kGelu, T>,
+                                           {grid, 128}, x, bias, dout, dx, partial, rows, width,
+                                           partial_rows));
     }
-    JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
   }
   return column_sum(stream, partial, {dbias}, groups, used, partial_rows, width);
 }

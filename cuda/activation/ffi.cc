@@ -1,8 +1,6 @@
 // FFI handlers of the activation kernels: check the buffers, switch on their dtype, launch.
 #include "common/ffi.h"
 
-#include <utility>
-
 #include "activation/bias.h"
 #include "activation/pointwise.h"
 #include "activation/swiglu.h"
@@ -14,34 +12,35 @@ namespace {
 using Buffer = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-// Calls `launch(Type<T>)`, which returns a CUDA status, with the dtype of x.
-template <class Launch>
-ffi::Error dispatch(const Buffer& x, Launch launch) {
-  return dispatch_floating(x.element_type(), [&](auto type) { return to_ffi_error(launch(type)); });
-}
-
 // Arrays of one shape: whatever jax.vmap adds to it, they are so many elements.
 
 template <template <typename> class Function>
 ffi::Error ForwardImpl(cudaStream_t stream, Buffer x, Result out) {
-  return dispatch(x, [&](auto type) {
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Function<T>::forward(stream, data<T>(x), data<T>(out), x.element_count());
+    return check_and_launch({{"out", *out, dtype_of<T>(), count(x)}}, [&] {
+      return Function<T>::forward(stream, data<T>(x), data<T>(out), count(x));
+    });
   });
 }
 
 template <template <typename> class Function>
 ffi::Error BackwardImpl(cudaStream_t stream, Buffer x, Buffer dout, Result dx) {
-  return dispatch(x, [&](auto type) {
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Function<T>::backward(stream, data<T>(x), data<T>(dout), data<T>(dx), x.element_count());
+    return check_and_launch(
+        {{"dout", dout, dtype_of<T>(), count(x)}, {"dx", *dx, dtype_of<T>(), count(x)}}, [&] {
+          return Function<T>::backward(stream, data<T>(x), data<T>(dout), data<T>(dx), count(x));
+        });
   });
 }
 
 ffi::Error AddForwardImpl(cudaStream_t stream, Buffer x, Buffer y, Result out) {
-  return dispatch(x, [&](auto type) {
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Add<T>::forward(stream, data<T>(x), data<T>(y), data<T>(out), x.element_count());
+    return check_and_launch(
+        {{"y", y, dtype_of<T>(), count(x)}, {"out", *out, dtype_of<T>(), count(x)}},
+        [&] { return Add<T>::forward(stream, data<T>(x), data<T>(y), data<T>(out), count(x)); });
   });
 }
 
@@ -49,101 +48,180 @@ ffi::Error AddForwardImpl(cudaStream_t stream, Buffer x, Buffer y, Result out) {
 // rows count the independent groups.
 struct Groups {
   int64_t groups, rows, width;
+
+  int64_t biases() const { return groups * width; }
+  int64_t elements() const { return groups * rows * width; }
 };
 
-ffi::ErrorOr<Groups> groups_of(const Buffer& x, int64_t bias_elements) {
-  const auto dimensions = x.dimensions();
-  if (dimensions.size() == 0) return ffi::Unexpected(ffi::Error::InvalidArgument("x is a scalar"));
-  const int64_t width = dimensions.back();
+constexpr int64_t kMaxBlocks = 65535;  // along the y and the z axis of a grid
+
+ffi::ErrorOr<Groups> groups_of(const Buffer& x, const char* name, const Buffer& bias,
+                               const char* bias_name) {
+  const auto axes = x.dimensions();
+  if (axes.size() == 0) return ffi::Unexpected(invalid(name, "is a scalar"));
+  const int64_t width = axes.back();
+  if (bias.dimensions().size() == 0 || bias.dimensions().back() != width) {
+    return ffi::Unexpected(invalid(bias_name, std::string("is not as wide as ") + name));
+  }
+  if (ffi::Error error = check_leading_axes(x, name, bias, bias_name, 1); error.failure()) {
+    return ffi::Unexpected(error);
+  }
   if (width == 0) return Groups{0, 0, 0};
-  const int64_t groups = bias_elements / width;
-  const int64_t rows = groups == 0 ? 0 : x.element_count() / width / groups;
-  if (groups > 65535) {  // the z axis of a grid
+  const int64_t groups = count(bias) / width;
+  const int64_t rows = groups == 0 ? 0 : count(x) / width / groups;
+  if (groups > kMaxBlocks) {  // the z axis
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax.vmap maps over " + std::to_string(groups) + " calls; at most 65535 are supported"));
   }
   return Groups{groups, rows, width};
 }
 
-int64_t partial_rows(Result& partial) {
-  return partial->dimensions()[partial->dimensions().size() - 2];
+// The rows of the workspace `partial`, (groups, rows, width).
+ffi::ErrorOr<int64_t> partial_rows_of(Result& partial, const Groups& size) {
+  const auto axes = partial->dimensions();
+  if (axes.size() < 2) return ffi::Unexpected(invalid("partial", "has fewer than two axes"));
+  const int64_t rows = axes[axes.size() - 2];
+  if (rows > kMaxBlocks || (rows == 0 && size.rows > 0)) {  // the y axis
+    return ffi::Unexpected(
+        invalid("partial", "has " + std::to_string(rows) + " rows; 1 to 65535 are required"));
+  }
+  ffi::Error error = check_buffer({"partial", *partial, ffi::F32, size.groups * rows * size.width});
+  if (error.failure()) return ffi::Unexpected(error);
+  return rows;
 }
 
 template <template <typename> class Function>
 ffi::Error BiasForwardImpl(cudaStream_t stream, Buffer x, Buffer bias, Result out) {
-  const ffi::ErrorOr<Groups> size = groups_of(x, bias.element_count());
+  const ffi::ErrorOr<Groups> size = groups_of(x, "x", bias, "bias");
   if (size.has_error()) return size.error();
-  return dispatch(x, [&](auto type) {
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Function<T>::forward(stream, data<T>(x), data<T>(bias), data<T>(out), size->groups,
-                                size->rows, size->width);
+    return check_and_launch(
+        {
+            {"x", x, dtype_of<T>(), size->elements()},
+            {"bias", bias, dtype_of<T>(), size->biases()},
+            {"out", *out, dtype_of<T>(), size->elements()},
+        },
+        [&] {
+          return Function<T>::forward(stream, data<T>(x), data<T>(bias), data<T>(out), size->groups,
+                                      size->rows, size->width);
+        });
   });
 }
 
 ffi::Error BiasAddBackwardImpl(cudaStream_t stream, Buffer dout, Result dbias, Result partial) {
-  const ffi::ErrorOr<Groups> size = groups_of(dout, dbias->element_count());
+  const ffi::ErrorOr<Groups> size = groups_of(dout, "dout", *dbias, "dbias");
   if (size.has_error()) return size.error();
-  return dispatch(dout, [&](auto type) {
+  const ffi::ErrorOr<int64_t> partial_rows = partial_rows_of(partial, *size);
+  if (partial_rows.has_error()) return partial_rows.error();
+  return dispatch_floating(dout, "dout", [&](auto type) {
     using T = typename decltype(type)::type;
-    return BiasAdd<T>::backward(stream, data<T>(dout), data<T>(dbias), data<float>(partial),
-                                size->groups, size->rows, size->width, partial_rows(partial));
+    return check_and_launch(
+        {
+            {"dout", dout, dtype_of<T>(), size->elements()},
+            {"dbias", *dbias, dtype_of<T>(), size->biases()},
+        },
+        [&] {
+          return BiasAdd<T>::backward(stream, data<T>(dout), data<T>(dbias), data<float>(partial),
+                                      size->groups, size->rows, size->width, *partial_rows);
+        });
   });
 }
 
 ffi::Error BiasGeluBackwardImpl(cudaStream_t stream, Buffer x, Buffer bias, Buffer dout, Result dx,
                                 Result dbias, Result partial) {
-  const ffi::ErrorOr<Groups> size = groups_of(x, bias.element_count());
+  const ffi::ErrorOr<Groups> size = groups_of(x, "x", bias, "bias");
   if (size.has_error()) return size.error();
-  return dispatch(x, [&](auto type) {
+  const ffi::ErrorOr<int64_t> partial_rows = partial_rows_of(partial, *size);
+  if (partial_rows.has_error()) return partial_rows.error();
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return BiasGelu<T>::backward(stream, data<T>(x), data<T>(bias), data<T>(dout), data<T>(dx),
-                                 data<T>(dbias), data<float>(partial), size->groups, size->rows,
-                                 size->width, partial_rows(partial));
+    return check_and_launch(
+        {
+            {"x", x, dtype_of<T>(), size->elements()},
+            {"bias", bias, dtype_of<T>(), size->biases()},
+            {"dout", dout, dtype_of<T>(), size->elements()},
+            {"dx", *dx, dtype_of<T>(), size->elements()},
+            {"dbias", *dbias, dtype_of<T>(), size->biases()},
+        },
+        [&] {
+          return BiasGelu<T>::backward(stream, data<T>(x), data<T>(bias), data<T>(dout),
+                                       data<T>(dx), data<T>(dbias), data<float>(partial),
+                                       size->groups, size->rows, size->width, *partial_rows);
+        });
   });
 }
 
 // swiglu: two arrays of one shape are one long row; the halves of the rows of one array are not.
 
 ffi::Error SwigluForwardImpl(cudaStream_t stream, Buffer gate, Buffer up, Result out) {
-  return dispatch(gate, [&](auto type) {
+  return dispatch_floating(gate, "gate", [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t size = gate.element_count();
-    return Swiglu<T>::forward(stream, data<T>(gate), data<T>(up), data<T>(out), 1, size, size);
+    const int64_t size = count(gate);
+    return check_and_launch({{"up", up, dtype_of<T>(), size}, {"out", *out, dtype_of<T>(), size}},
+                            [&] {
+                              return Swiglu<T>::forward(stream, data<T>(gate), data<T>(up),
+                                                        data<T>(out), 1, size, size);
+                            });
   });
 }
 
 ffi::Error SwigluBackwardImpl(cudaStream_t stream, Buffer gate, Buffer up, Buffer dout,
                               Result dgate, Result dup) {
-  return dispatch(gate, [&](auto type) {
+  return dispatch_floating(gate, "gate", [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t size = gate.element_count();
-    return Swiglu<T>::backward(stream, data<T>(gate), data<T>(up), data<T>(dout), data<T>(dgate),
-                               data<T>(dup), 1, size, size);
+    const int64_t size = count(gate);
+    return check_and_launch(
+        {
+            {"up", up, dtype_of<T>(), size},
+            {"dout", dout, dtype_of<T>(), size},
+            {"dgate", *dgate, dtype_of<T>(), size},
+            {"dup", *dup, dtype_of<T>(), size},
+        },
+        [&] {
+          return Swiglu<T>::backward(stream, data<T>(gate), data<T>(up), data<T>(dout),
+                                     data<T>(dgate), data<T>(dup), 1, size, size);
+        });
   });
 }
 
-// The rows of an array of pairs of halves, and the width of a half.
-std::pair<int64_t, int64_t> halves_of(const Buffer& x) {
-  const auto dimensions = x.dimensions();
-  if (x.element_count() == 0 || dimensions.size() == 0) return {0, 0};
-  return {x.element_count() / dimensions.back(), dimensions.back() / 2};
+// An array of pairs of halves.
+struct Halves {
+  int64_t rows, width;  // of a half
+};
+
+ffi::ErrorOr<Halves> halves_of(const Buffer& x) {
+  const auto axes = x.dimensions();
+  if (axes.size() == 0 || axes.back() % 2 != 0) {
+    return ffi::Unexpected(invalid("x", "has no last axis of an even number of columns"));
+  }
+  if (count(x) == 0) return Halves{0, 0};
+  return Halves{count(x) / axes.back(), axes.back() / 2};
 }
 
 ffi::Error SwigluPackedForwardImpl(cudaStream_t stream, Buffer x, Result out) {
-  const auto [rows, width] = halves_of(x);
-  return dispatch(x, [&, rows = rows, width = width](auto type) {
+  const ffi::ErrorOr<Halves> halves = halves_of(x);
+  if (halves.has_error()) return halves.error();
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Swiglu<T>::forward(stream, data<T>(x), data<T>(x) + width, data<T>(out), rows, width,
-                              2 * width);
+    return check_and_launch({{"out", *out, dtype_of<T>(), count(x) / 2}}, [&] {
+      return Swiglu<T>::forward(stream, data<T>(x), data<T>(x) + halves->width, data<T>(out),
+                                halves->rows, halves->width, 2 * halves->width);
+    });
   });
 }
 
 ffi::Error SwigluPackedBackwardImpl(cudaStream_t stream, Buffer x, Buffer dout, Result dx) {
-  const auto [rows, width] = halves_of(x);
-  return dispatch(x, [&, rows = rows, width = width](auto type) {
+  const ffi::ErrorOr<Halves> halves = halves_of(x);
+  if (halves.has_error()) return halves.error();
+  return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
-    return Swiglu<T>::backward(stream, data<T>(x), data<T>(x) + width, data<T>(dout), data<T>(dx),
-                               data<T>(dx) + width, rows, width, 2 * width);
+    return check_and_launch(
+        {{"dout", dout, dtype_of<T>(), count(x) / 2}, {"dx", *dx, dtype_of<T>(), count(x)}}, [&] {
+          return Swiglu<T>::backward(stream, data<T>(x), data<T>(x) + halves->width, data<T>(dout),
+                                     data<T>(dx), data<T>(dx) + halves->width, halves->rows,
+                                     halves->width, 2 * halves->width);
+        });
   });
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/unit.cuh"
@@ -260,8 +261,8 @@ cudaError_t Embed<T>::forward(cudaStream_t stream, const int32_t* tokens, const 
           const int64_t tiles = view.groups * divide_up(view.sequences, sequences);
           const dim3 grid(divide_up(view.length, block.y), std::min(tiles, kMaxBlocks),
                           divide_up(units, block.x));
-          kernel<<<grid, block, 0, stream>>>(tokens, token_table, position_table, out, view);
-          return cudaGetLastError();
+          return launch_kernel(stream, kernel, {grid, block}, tokens, token_table, position_table,
+                               out, view);
         };
         // Two warps with four rows each; of few sequences, a block with one.
         if (view.sequences < kSequences) {
@@ -287,11 +288,12 @@ cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const
   float* partial = workspace.partial;
   const auto found = reinterpret_cast<int2*>(workspace.pairs);
   const dim3 tile_grid(kEmbedTiles, 1, groups), bucket_grid(shape.buckets, 1, groups);
-  embed_count_kernel<<<tile_grid, kSortThreads, 0, stream>>>(tokens, tile_counts, shape);
-  embed_bucket_kernel<<<tile_grid, kSortThreads, 0, stream>>>(tokens, tile_counts, found, starts,
-                                                              shape);
-  embed_slot_kernel<<<bucket_grid, kSortThreads, 0, stream>>>(found, places, starts, shape);
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_count_kernel, {tile_grid, kSortThreads},
+                                       tokens, tile_counts, shape));
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_bucket_kernel, {tile_grid, kSortThreads},
+                                       tokens, tile_counts, found, starts, shape));
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_slot_kernel, {bucket_grid, kSortThreads},
+                                       found, places, starts, shape));
 
   return choose_vector<T>(
       shape.width,
@@ -299,21 +301,22 @@ cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const
         constexpr int kVector = decltype(vector)::value;
         const unsigned slabs = divide_up(shape.width, 32 * kVector);
         if (shape.positions > 0) {
-          embed_position_sums_kernel<kVector, T>
-              <<<dim3(shape.positions, slabs, groups), dim3(32, kPositionWarps), 0, stream>>>(
-                  dout, dposition_table, shape);
+          JAXLLM_RETURN_IF_ERROR(
+              launch_kernel(stream, embed_position_sums_kernel<kVector, T>,
+                            {dim3(shape.positions, slabs, groups), dim3(32, kPositionWarps)}, dout,
+                            dposition_table, shape));
         }
         const int64_t chunks = shape.tokens() / kEmbedChunk;
         if (chunks > 0) {
-          embed_chunk_sums_kernel<kVector, T><<<dim3(chunks, slabs, groups), 32, 0, stream>>>(
-              tokens, places, dout, partial, shape);
+          JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_chunk_sums_kernel<kVector, T>,
+                                               {dim3(chunks, slabs, groups), 32}, tokens, places,
+                                               dout, partial, shape));
         }
         const int64_t blocks = divide_up(shape.buckets * shape.slots, kRows * kRowWarps);
         const auto kernel = adds ? embed_backward_kernel<kVector, true, T>
                                  : embed_backward_kernel<kVector, false, T>;
-        kernel<<<dim3(blocks, slabs, groups), dim3(32, kRowWarps), 0, stream>>>(
-            starts, places, dout, partial, dtoken_table, shape);
-        return cudaGetLastError();
+        return launch_kernel(stream, kernel, {dim3(blocks, slabs, groups), dim3(32, kRowWarps)},
+                             starts, places, dout, partial, dtoken_table, shape);
       },
       dout, dtoken_table, dposition_table);
 }

@@ -23,9 +23,11 @@ struct EmbedShape {
 // Places are added up in chunks of this many where a whole chunk has one token.
 inline constexpr int64_t kEmbedChunk = 64;
 
-// What the backward pass writes on its way, for each group of the call.
 // The backward pass shares the tokens out among this many blocks at first.
 inline constexpr int kEmbedTiles = 64;
+
+// The most buckets, and slots of a bucket: their counts are in shared memory.
+inline constexpr int kEmbedMaxKeys = 1024;
 
 // What the backward pass writes on its way, for each group of the call.
 struct EmbedWorkspace {

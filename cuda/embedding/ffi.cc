@@ -1,6 +1,9 @@
 // FFI handlers of the embedding kernels: check the buffers, switch on their dtype, launch.
 #include "common/ffi.h"
 
+#include <limits>
+
+#include "common/launch.h"
 #include "embedding/embed.h"
 #include "handlers.h"
 
@@ -12,34 +15,54 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 
 // The last axes of the tables and of the embeddings give the sizes. jax.vmap gives every buffer new
 // leading axes: those of the token table count the groups.
-ffi::ErrorOr<EmbedShape> shape_of(ffi::Span<const int64_t> token_table,
-                                  ffi::Span<const int64_t> position_table,
-                                  ffi::Span<const int64_t> embeddings) {
-  const size_t axes = token_table.size();
-  if (axes < 2 || position_table.size() != axes || embeddings.size() < axes) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("a table has too few axes"));
+ffi::ErrorOr<EmbedShape> shape_of(const Buffer& token_table, const char* name,
+                                  const Buffer& position_table, const Buffer& embeddings) {
+  const auto of_tokens = token_table.dimensions(), of_positions = position_table.dimensions();
+  const auto axes = embeddings.dimensions();
+  const size_t table_axes = of_tokens.size();
+  if (table_axes < 2 || of_positions.size() != table_axes || axes.size() < table_axes) {
+    return ffi::Unexpected(invalid(name, "or what belongs to it has too few axes"));
   }
+  ffi::Error error = check_leading_axes(embeddings, "the embeddings", token_table, name, 2);
+  if (error.failure()) return ffi::Unexpected(error);
   EmbedShape shape;
-  shape.vocabulary = token_table[axes - 2];
-  shape.positions = position_table[axes - 2];
-  shape.width = token_table[axes - 1];
-  shape.length = embeddings[embeddings.size() - 2];
+  shape.vocabulary = of_tokens[table_axes - 2];
+  shape.positions = of_positions[table_axes - 2];
+  shape.width = of_tokens[table_axes - 1];
+  shape.length = axes[axes.size() - 2];
   shape.groups = shape.sequences = 1;
-  for (size_t i = 0; i + 2 < embeddings.size(); ++i) {
-    (i + 2 < axes ? shape.groups : shape.sequences) *= embeddings[i];
+  for (size_t i = 0; i + 2 < axes.size(); ++i) {
+    (i + 2 < table_axes ? shape.groups : shape.sequences) *= axes[i];
+  }
+  if (shape.vocabulary < 1) return ffi::Unexpected(invalid(name, "has no rows"));
+  if (shape.positions > 0 && shape.positions < shape.length) {
+    return ffi::Unexpected(invalid(
+        "the position table", "has " + std::to_string(shape.positions) + " rows; at least " +
+                                  std::to_string(shape.length) + ", the length, are required"));
   }
   return shape;
 }
 
+int64_t tokens_of(const EmbedShape& shape) { return shape.groups * shape.tokens(); }
+
 ffi::Error EmbedForwardImpl(cudaStream_t stream, Buffer tokens, Buffer token_table,
                             Buffer position_table, Result out) {
-  const ffi::ErrorOr<EmbedShape> shape =
-      shape_of(token_table.dimensions(), position_table.dimensions(), out->dimensions());
+  const ffi::ErrorOr<EmbedShape> shape = shape_of(token_table, "token_table", position_table, *out);
   if (shape.has_error()) return shape.error();
-  return dispatch_floating(token_table.element_type(), [&](auto type) {
+  return dispatch_floating(token_table, "token_table", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(Embed<T>::forward(stream, data<int32_t>(tokens), data<T>(token_table),
-                                          data<T>(position_table), data<T>(out), *shape));
+    const int64_t groups = shape->groups, width = shape->width;
+    return check_and_launch(
+        {
+            {"tokens", tokens, ffi::S32, tokens_of(*shape)},
+            {"token_table", token_table, dtype_of<T>(), groups * shape->vocabulary * width},
+            {"position_table", position_table, dtype_of<T>(), groups * shape->positions * width},
+            {"out", *out, dtype_of<T>(), tokens_of(*shape) * width},
+        },
+        [&] {
+          return Embed<T>::forward(stream, data<int32_t>(tokens), data<T>(token_table),
+                                   data<T>(position_table), data<T>(out), *shape);
+        });
   });
 }
 
@@ -48,23 +71,47 @@ ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Bu
                              Result dtoken_table, Result dposition_table, Result tile_counts,
                              Result pairs, Result places, Result starts, Result partial,
                              int64_t buckets, int64_t slots) {
-  ffi::ErrorOr<EmbedShape> shape =
-      shape_of(dtoken_table->dimensions(), dposition_table->dimensions(), dout.dimensions());
+  ffi::ErrorOr<EmbedShape> shape = shape_of(*dtoken_table, "dtoken_table", *dposition_table, dout);
   if (shape.has_error()) return shape.error();
-  const bool adds = dtable.element_count() > 0;
-  if (adds && dtable.untyped_data() != dtoken_table->untyped_data()) {
-    return ffi::Error::InvalidArgument("dtoken_table is not in the place of dtable");
+  if (buckets < 1 || buckets > kEmbedMaxKeys || (buckets & (buckets - 1)) != 0 || slots < 1 ||
+      slots > kEmbedMaxKeys || buckets * slots < shape->vocabulary) {
+    return ffi::Error::InvalidArgument(
+        "buckets is no power of two up to 1024, slots is not from 1 to 1024, or both are too few "
+        "for the rows of dtoken_table");
+  }
+  if (shape->tokens() > std::numeric_limits<int32_t>::max() / 2) {
+    return invalid("tokens", "has more than 2^30 elements");
   }
   shape->buckets = buckets;
   shape->slots = slots;
   const EmbedWorkspace workspace{data<int32_t>(tile_counts), data<int32_t>(pairs),
                                  data<int32_t>(places), data<int32_t>(starts),
                                  data<float>(partial)};
-  return dispatch_floating(dout.element_type(), [&](auto type) {
+  return dispatch_floating(dout, "dout", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(Embed<T>::backward(stream, data<int32_t>(tokens), data<T>(dout),
-                                           data<T>(dtoken_table), adds, data<T>(dposition_table),
-                                           workspace, *shape));
+    const int64_t groups = shape->groups, width = shape->width;
+    const int64_t of_table = groups * shape->vocabulary * width,
+                  chunks = shape->tokens() / kEmbedChunk;
+    return check_and_launch(
+        {
+            {"tokens", tokens, ffi::S32, tokens_of(*shape)},
+            {"dout", dout, dtype_of<T>(), tokens_of(*shape) * width},
+            {"dtable", dtable, dtype_of<T>(), of_table, Elements::kExactlyOrNone},
+            {"dtoken_table", *dtoken_table, dtype_of<T>(), of_table},
+            {"dposition_table", *dposition_table, dtype_of<T>(), groups * shape->positions * width},
+            {"tile_counts", *tile_counts, ffi::S32, groups * kEmbedTiles * buckets},
+            {"pairs", *pairs, ffi::S32, tokens_of(*shape) * 2},
+            {"places", *places, ffi::S32, tokens_of(*shape)},
+            {"starts", *starts, ffi::S32, groups * (buckets * slots + 1)},
+            {"partial", *partial, ffi::F32, groups * chunks * width},
+        },
+        [&] {
+          const bool adds = count(dtable) > 0;
+          if (adds) JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, dtable, dtoken_table));
+          return Embed<T>::backward(stream, data<int32_t>(tokens), data<T>(dout),
+                                    data<T>(dtoken_table), adds, data<T>(dposition_table),
+                                    workspace, *shape);
+        });
   });
 }
 

@@ -19,8 +19,7 @@ __device__ __forceinline__ int clamped(int token, const EmbedShape& shape) {
 }
 
 inline constexpr int kSortWarps = 8;
-// The most buckets, and slots of a bucket: their counts are in shared memory.
-inline constexpr int kMaxKeys = 1024;
+inline constexpr int kMaxKeys = kEmbedMaxKeys;
 
 // Sorts entries [first, first + count) by a key below `keys`: each warp has a stretch of them.
 struct BlockSort {

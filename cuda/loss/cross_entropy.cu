@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "loss/cross_entropy.h"
 #include "loss/row_sums.cuh"
@@ -238,9 +239,8 @@ cudaError_t CrossEntropy<T>::forward(cudaStream_t stream, const T* logits, const
   if (rows == 0) return cudaSuccess;
   const int threads = row_threads(width, kPackSize<T>, 256);
   // The kernel without a gradient writes no logits.
-  cross_entropy_forward_kernel<false><<<rows, threads, 0, stream>>>(
-      const_cast<T*>(logits), labels, nullptr, options, losses, width, 1, 0);
-  return cudaGetLastError();
+  return launch_kernel(stream, cross_entropy_forward_kernel<false, T>, {rows, threads},
+                       const_cast<T*>(logits), labels, nullptr, options, losses, width, 1, 0);
 }
 
 template <typename T>
@@ -251,16 +251,13 @@ cudaError_t CrossEntropy<T>::forward_with_gradient(cudaStream_t stream, T* logit
                                                    int64_t rows_per_scale) {
   if (rows == 0) return cudaSuccess;
   const auto kernel = cross_entropy_forward_kernel<true, T>;
-  int device = 0, processor_bytes = 0, reserved_bytes = 0;
-  cudaFuncAttributes attributes;
-  JAXLLM_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAXLLM_RETURN_IF_ERROR(cudaDeviceGetAttribute(
-      &processor_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device));
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  DeviceLimits device;
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(device.read());
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
   const auto room = [&](int blocks) {
-    return processor_bytes / blocks - reserved_bytes - static_cast<int>(attributes.sharedSizeBytes);
+    const int share = device.shared_bytes_of_sm / blocks - device.reserved_shared_bytes;
+    return std::min(share - image.static_shared_bytes, image.dynamic_shared_bytes);
   };
   // Two blocks on a multiprocessor, one to compute while the other waits for memory, where both of
   // their rows fit. Else one: more rows at a time, and what is read again has left the cache.
@@ -268,11 +265,8 @@ cudaError_t CrossEntropy<T>::forward_with_gradient(cudaStream_t stream, T* logit
   const bool is_pair = row_bytes <= room(2);
   const int bytes = static_cast<int>(std::min<int64_t>(row_bytes, room(is_pair ? 2 : 1)) / 16 * 16);
   const int threads = row_threads(width, kPackSize<T>, is_pair ? 512 : kMaxThreads);
-  JAXLLM_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  kernel<<<rows, threads, bytes, stream>>>(logits, labels, scales, options, losses, width,
-                                           rows_per_scale, bytes / 16);
-  return cudaGetLastError();
+  return launch_kernel(stream, kernel, {rows, threads, static_cast<size_t>(bytes)}, logits, labels,
+                       scales, options, losses, width, rows_per_scale, bytes / 16);
 }
 
 template <typename T>
@@ -285,8 +279,8 @@ cudaError_t CrossEntropy<T>::backward(cudaStream_t stream, T* dlogits, const flo
   const int64_t useful = divide_up(size, kThreads * kPackSize<T>);
   const int64_t columns = std::min(useful, std::max(kBlocks / groups, int64_t{1}));
   const dim3 grid(columns, std::min(groups, int64_t{65535}));
-  cross_entropy_backward_kernel<<<grid, kThreads, 0, stream>>>(dlogits, factors, groups, size);
-  return cudaGetLastError();
+  return launch_kernel(stream, cross_entropy_backward_kernel<T>, {grid, kThreads}, dlogits, factors,
+                       groups, size);
 }
 
 template struct CrossEntropy<float>;

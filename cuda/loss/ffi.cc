@@ -1,8 +1,10 @@
 // FFI handlers of the loss kernels: check the buffers, switch on the dtype, launch.
 #include "common/ffi.h"
 
+#include <algorithm>
 #include <limits>
 
+#include "common/launch.h"
 #include "handlers.h"
 #include "loss/cross_entropy.h"
 #include "loss/head.h"
@@ -17,40 +19,45 @@ struct Rows {
   int64_t count, width;
 };
 
-ffi::ErrorOr<Rows> rows_of(const Buffer& logits, const Buffer& labels) {
-  if (logits.dimensions().size() == 0)
-    return ffi::Unexpected(ffi::Error::InvalidArgument("logits is a scalar"));
-  const int64_t width = logits.dimensions().back();
+// The rows of logits, after the checks of what all losses take.
+ffi::ErrorOr<Rows> rows_of(const Buffer& logits, const Buffer& labels, const Buffer& losses,
+                           int64_t vocab_size) {
+  if (logits.dimensions().size() == 0) return ffi::Unexpected(invalid("logits", "is a scalar"));
+  const int64_t width = logits.dimensions().back(), rows = count(labels);
   // The grid has a block for each row, and columns are counted in 32 bits.
   if (width > std::numeric_limits<int32_t>::max() - 65536)
-    return ffi::Unexpected(ffi::Error::InvalidArgument("logits has rows of 2^31 columns"));
-  const int64_t count = static_cast<int64_t>(labels.element_count());
-  if (count * width != static_cast<int64_t>(logits.element_count()))
-    return ffi::Unexpected(ffi::Error::InvalidArgument("labels are not one for each row"));
-  if (count > std::numeric_limits<int32_t>::max())
-    return ffi::Unexpected(ffi::Error::InvalidArgument("logits has 2^31 rows"));
-  return Rows{count, width};
+    return ffi::Unexpected(invalid("logits", "has rows of 2^31 columns"));
+  if (rows > std::numeric_limits<int32_t>::max())
+    return ffi::Unexpected(invalid("labels", "has more than 2^31 elements"));
+  if (rows > 0 && (vocab_size < 1 || vocab_size > width)) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "vocab_size is " + std::to_string(vocab_size) + "; 1 to the width of logits, " +
+        std::to_string(width) + ", is required"));
+  }
+  ffi::Error error = check_buffers({
+      {"labels", labels, ffi::S32, rows},
+      {"losses", losses, ffi::F32, rows},
+  });
+  if (error.success()) error = check_count(logits, rows * width, "logits");
+  if (error.failure()) return ffi::Unexpected(error);
+  return Rows{rows, width};
 }
 
 // The elements of `array` that belong to each of `parts`: jax.vmap gives both a new leading axis.
-int64_t each(int64_t array, const Buffer& parts) {
-  return array / std::max<int64_t>(parts.element_count(), 1);
-}
-
-// The kernels work in place. XLA gives an operand and the result that is to take its place one
-// buffer, but for an operand that is a slice of a larger array, which it reads where it lies.
-cudaError_t copy_if_apart(cudaStream_t stream, const Buffer& operand, Result& result) {
-  if (operand.untyped_data() == result->untyped_data()) return cudaSuccess;
-  return cudaMemcpyAsync(result->untyped_data(), operand.untyped_data(), operand.size_bytes(),
-                         cudaMemcpyDeviceToDevice, stream);
+ffi::ErrorOr<int64_t> each(const Buffer& array, const char* name, const Buffer& parts,
+                           const char* parts_name) {
+  ffi::Error error = check_leading_axes(array, name, parts, parts_name);
+  if (error.success()) error = check_dtype(parts, ffi::F32, parts_name);
+  if (error.failure()) return ffi::Unexpected(error);
+  return count(array) / std::max<int64_t>(count(parts), 1);
 }
 
 ffi::Error CrossEntropyForwardImpl(cudaStream_t stream, Buffer logits, Buffer labels,
                                    int64_t ignore_index, float label_smoothing, float z_loss,
                                    int64_t vocab_size, Result losses) {
-  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels);
+  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels, *losses, vocab_size);
   if (rows.has_error()) return rows.error();
-  return dispatch_floating(logits.element_type(), [&](auto type) {
+  return dispatch_floating(logits, "logits", [&](auto type) {
     using T = typename decltype(type)::type;
     return to_ffi_error(
         CrossEntropy<T>::forward(stream, data<T>(logits), data<int32_t>(labels),
@@ -63,56 +70,69 @@ ffi::Error CrossEntropyForwardWithGradientImpl(cudaStream_t stream, Buffer logit
                                                Buffer scales, int64_t ignore_index,
                                                float label_smoothing, float z_loss,
                                                int64_t vocab_size, Result dlogits, Result losses) {
-  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels);
+  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels, *losses, vocab_size);
   if (rows.has_error()) return rows.error();
-  if (const cudaError_t status = copy_if_apart(stream, logits, dlogits))
-    return to_ffi_error(status);
-  return dispatch_floating(logits.element_type(), [&](auto type) {
+  const ffi::ErrorOr<int64_t> rows_per_scale = each(labels, "labels", scales, "scales");
+  if (rows_per_scale.has_error()) return rows_per_scale.error();
+  return dispatch_floating(logits, "logits", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(CrossEntropy<T>::forward_with_gradient(
-        stream, data<T>(dlogits), data<int32_t>(labels), data<float>(scales),
-        {ignore_index, label_smoothing, z_loss, vocab_size}, data<float>(losses), rows->count,
-        rows->width, each(rows->count, scales)));
+    return check_and_launch({{"dlogits", *dlogits, dtype_of<T>(), count(logits)}}, [&] {
+      JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, logits, dlogits));
+      return CrossEntropy<T>::forward_with_gradient(
+          stream, data<T>(dlogits), data<int32_t>(labels), data<float>(scales),
+          {ignore_index, label_smoothing, z_loss, vocab_size}, data<float>(losses), rows->count,
+          rows->width, *rows_per_scale);
+    });
   });
 }
 
 ffi::Error CrossEntropyBackwardImpl(cudaStream_t stream, Buffer dlogits, Buffer dloss,
                                     Result scaled) {
-  if (const cudaError_t status = copy_if_apart(stream, dlogits, scaled))
-    return to_ffi_error(status);
-  const int64_t size = each(static_cast<int64_t>(dlogits.element_count()), dloss);
-  return dispatch_floating(dlogits.element_type(), [&](auto type) {
+  const ffi::ErrorOr<int64_t> size = each(dlogits, "dlogits", dloss, "dloss");
+  if (size.has_error()) return size.error();
+  return dispatch_floating(dlogits, "dlogits", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(CrossEntropy<T>::backward(stream, data<T>(scaled), data<float>(dloss),
-                                                  dloss.element_count(), size));
+    return check_and_launch({{"scaled", *scaled, dtype_of<T>(), count(dlogits)}}, [&] {
+      JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, dlogits, scaled));
+      return CrossEntropy<T>::backward(stream, data<T>(scaled), data<float>(dloss), count(dloss),
+                                       *size);
+    });
   });
 }
 
-// jax.vmap gives every buffer a new leading axis: so many calls.
+// jax.vmap gives every buffer the same new leading axes: so many calls.
 ffi::Error HeadExponentialsImpl(cudaStream_t stream, Buffer hidden, Buffer weight, Buffer labels,
                                 Buffer scales, bool transpose_weight, int64_t ignore_index,
                                 int64_t vocab_size, Result exponentials, Result factors,
                                 Result losses, Result sums, Result statistics, Result counts) {
-  const auto of_hidden = hidden.dimensions(), of_result = exponentials->dimensions();
-  if (of_hidden.size() < 2 || of_result.size() < 2) {
-    return ffi::Error::InvalidArgument("hidden or exponentials is not a matrix");
-  }
-  if (hidden.element_type() != ffi::BF16) {
-    return ffi::Error::InvalidArgument("dtype is not bfloat16");
+  const auto of_hidden = hidden.dimensions(), of_weight = weight.dimensions();
+  const size_t axes = of_hidden.size();
+  if (axes < 2 || of_weight.size() != axes) {
+    return invalid("weight", "has not the axes of hidden, or hidden is no matrix");
   }
   using T = __nv_bfloat16;
-  const HeadSizes sizes{of_hidden[of_hidden.size() - 2], of_hidden.back(), of_result.back()};
-  const int64_t rows = sizes.rows, tiles = HeadLoss::sum_tiles(sizes.columns);
-  const auto count = [](const Buffer& buffer) { return int64_t(buffer.element_count()); };
-  const int64_t calls = count(scales);
-  if (count(hidden) != calls * rows * sizes.width || count(labels) != calls * rows ||
-      count(weight) != calls * sizes.width * sizes.columns ||
-      count(*exponentials) != calls * rows * sizes.columns || count(*factors) != calls * rows ||
-      count(*losses) != calls * rows || count(*sums) != calls * tiles * rows ||
-      count(*statistics) != calls * 2 * rows || count(*counts) != calls * (2 * rows + 1)) {
-    return ffi::Error::InvalidArgument(
-        "the shapes of hidden, weight, labels and results do not fit");
+  const HeadSizes sizes{of_hidden[axes - 2], of_hidden[axes - 1],
+                        of_weight[axes - (transpose_weight ? 2 : 1)]};
+  if (vocab_size < 1 || vocab_size > sizes.columns) {
+    return invalid("vocab_size", "is " + std::to_string(vocab_size) + "; weight has " +
+                                     std::to_string(sizes.columns) + " columns");
   }
+  int64_t calls = 1;
+  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_hidden[i];
+  const int64_t rows = sizes.rows, tiles = HeadLoss::sum_tiles(sizes.columns);
+  const ffi::Error error = check_buffers({
+      {"hidden", hidden, ffi::BF16, calls * rows * sizes.width},
+      {"weight", weight, ffi::BF16, calls * sizes.width * sizes.columns},
+      {"labels", labels, ffi::S32, calls * rows},
+      {"scales", scales, ffi::F32, calls},
+      {"exponentials", *exponentials, ffi::BF16, calls * rows * sizes.columns},
+      {"factors", *factors, ffi::F32, calls * rows},
+      {"losses", *losses, ffi::F32, calls * rows},
+      {"sums", *sums, ffi::F32, calls * tiles * rows},
+      {"statistics", *statistics, ffi::F32, calls * 2 * rows},
+      {"counts", *counts, ffi::S32, calls * (2 * rows + 1)},
+  });
+  if (error.failure()) return error;
   for (int64_t i = 0; i < calls; ++i) {
     const HeadLoss call{data<T>(hidden) + i * rows * sizes.width,
                         data<T>(weight) + i * sizes.width * sizes.columns,

@@ -9,21 +9,13 @@
 
 namespace jaxllm {
 
-// Whether the GPU that this code is compiled for has a copy engine.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasCopyEngine = true;
-#else
-inline constexpr bool kHasCopyEngine = false;
-#endif
-
-// In global memory; or, with kBulk, in shared memory, where the copy engine brings all rows of the
-// block with one instruction and whence it takes the results, so that no thread holds registers for
+// In global memory; or, with kBulk, in shared memory, where bulk copies bring all rows of the block
+// with one instruction and whence they take the results, so that no thread holds registers for
 // bytes on their way. There h takes the place of x, and the result that of the residual, or of x
-// where none is added.
+// where none is added. Whether to use kBulk is the host's decision (KernelImage::has_bulk_copies):
+// compiled for a GPU without bulk copies, a kernel with kBulk is never launched.
 template <bool kBulk, bool kAdd, typename T>
 class ForwardRows {
-  static constexpr bool kUsesEngine = kBulk && kHasCopyEngine;
-
  public:
   // The dynamic shared memory of a block of so many rows.
   static constexpr int64_t shared_bytes(int64_t rows, int64_t width) {
@@ -38,7 +30,7 @@ class ForwardRows {
     const int64_t offset = first_row * width;
     x += offset, out += offset;
     if constexpr (kAdd) residual += offset, h += offset;
-    if constexpr (kUsesEngine) {
+    if constexpr (kBulk) {
       // At an address that is no multiple of 128 the engine is a tenth slower.
       extern __shared__ __align__(128) int4 tile[];
       constexpr int kRows = Team::kRowsPerBlock;
@@ -46,6 +38,7 @@ class ForwardRows {
       tile_h_ = reinterpret_cast<T*>(tile);
       tile_out_ = kAdd ? tile_h_ + kRows * width : tile_h_;
       bytes_ = static_cast<uint32_t>(min(rows, int64_t{kRows})) * width * sizeof(T);
+#if __CUDA_ARCH__ >= 900
       if (threadIdx.x == 0) {
         arrived().init(1);
         hopper::fence_barrier_init();
@@ -53,6 +46,7 @@ class ForwardRows {
         hopper::load_bytes(tile_h_, x, bytes_, arrived());
         if constexpr (kAdd) hopper::load_bytes(tile_out_, residual, bytes_, arrived());
       }
+#endif
       __syncthreads();  // nobody waits at a barrier that is not there yet
       x = tile_h_, out = tile_out_;
       if constexpr (kAdd) residual = tile_out_, h = tile_h_;
@@ -64,12 +58,15 @@ class ForwardRows {
 
   // Waits until the row can be read.
   __device__ __forceinline__ void wait() {
-    if constexpr (kUsesEngine) arrived().wait(0);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBulk) arrived().wait(0);
+#endif
   }
 
   // Sends the results on their way. Teams that have no row may have returned.
   __device__ __forceinline__ void finish() {
-    if constexpr (kUsesEngine) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBulk) {
       hopper::fence_async_proxy();
       __syncthreads();
       if (threadIdx.x != 0) return;
@@ -78,6 +75,7 @@ class ForwardRows {
       hopper::commit_stores();
       hopper::wait_until_stores_have_read();  // with the block its shared memory ends
     }
+#endif
   }
 
   // The team's row.

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/column_sum.cuh"
+#include "common/dependent_launch.cuh"
 #include "norm/layer_norm.h"
 #include "norm/rows.cuh"
 #include "norm/strategies.h"
@@ -307,6 +308,7 @@ template <bool kAdd, typename T, typename W>
 cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* x_bias,
                            const W* scale, const W* bias, float eps, T* out, T* h, float* mean,
                            float* rstd, int64_t groups, int64_t rows, int64_t width) {
+  cudaError_t status = cudaSuccess;
   const bool served =
       rows_are_aligned<T>(width, x, residual, x_bias, scale, bias, out, h) &&
       choose_forward<2, kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
@@ -316,16 +318,14 @@ cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, c
         const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
         const auto kernel = exact ? layer_norm_forward_kernel<S, true, kAdd, T, W>
                                   : layer_norm_forward_kernel<S, false, kAdd, T, W>;
-        kernel<<<grid, threads, 0, stream>>>(x, residual, x_bias, scale, bias, eps, out, h, mean,
-                                             rstd, rows, static_cast<int>(width));
+        status = launch_kernel(stream, kernel, {grid, threads}, x, residual, x_bias, scale, bias,
+                               eps, out, h, mean, rstd, rows, static_cast<int>(width));
         return true;
       });
-  if (!served) {
-    layer_norm_forward_any_width_kernel<kAdd>
-        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
-            x, residual, x_bias, scale, bias, eps, out, h, mean, rstd, rows, width);
-  }
-  return cudaGetLastError();
+  if (served) return status;
+  return launch_kernel(stream, layer_norm_forward_any_width_kernel<kAdd, T, W>,
+                       {dim3(any_width_blocks(rows), groups), kAnyWidthThreads}, x, residual,
+                       x_bias, scale, bias, eps, out, h, mean, rstd, rows, width);
 }
 
 template <bool kAdd, bool kXBias, typename T, typename W>
@@ -349,23 +349,20 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
         status = backward_blocks(kernel, threads, S::kWarps, bytes, groups, tiles, &blocks);
         if (status != cudaSuccess || blocks == 0) return false;
         *used_partial_rows = std::min(blocks, partial_rows);
-        kernel<<<dim3(*used_partial_rows, groups), threads, bytes, stream>>>(
-            x, scale, mean, rstd, dout, dh, dx, partial, rows, static_cast<int>(width),
-            partial_rows);
+        const Launch launch{dim3(*used_partial_rows, groups), threads, static_cast<size_t>(bytes)};
+        status = launch_kernel(stream, kernel, launch, x, scale, mean, rstd, dout, dh, dx, partial,
+                               rows, static_cast<int>(width), partial_rows);
         return true;
       });
-  JAXLLM_RETURN_IF_ERROR(status);
-  if (!served) {
-    layer_norm_backward_any_width_kernel<kAdd>
-        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
-            x, scale, mean, rstd, dout, dh, dx, rows, width);
-    JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
-    *used_partial_rows = partial_rows;
-    const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
-    layer_norm_backward_columns_kernel<kXBias><<<grid, kAnyWidthThreads, 0, stream>>>(
-        x, mean, rstd, dout, dx, partial, rows, width, partial_rows);
-  }
-  return cudaGetLastError();
+  if (served || status != cudaSuccess) return status;
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, layer_norm_backward_any_width_kernel<kAdd, T, W>,
+                                       {dim3(any_width_blocks(rows), groups), kAnyWidthThreads}, x,
+                                       scale, mean, rstd, dout, dh, dx, rows, width));
+  *used_partial_rows = partial_rows;
+  const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
+  return launch_kernel(stream, layer_norm_backward_columns_kernel<kXBias, T>,
+                       {grid, kAnyWidthThreads}, x, mean, rstd, dout, dx, partial, rows, width,
+                       partial_rows);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/column_sum.cuh"
+#include "common/dependent_launch.cuh"
 #include "norm/forward_rows.cuh"
 #include "norm/rms_norm.h"
 #include "norm/rows.cuh"
@@ -238,27 +239,39 @@ template <bool kAdd, typename T, typename W>
 cudaError_t launch_forward(cudaStream_t stream, const T* x, const T* residual, const W* scale,
                            float eps, T* out, T* h, float* rstd, int64_t groups, int64_t rows,
                            int64_t width) {
+  // A team for each row of each group.
+  const auto launch = [&](auto strategy, int threads) {
+    using S = decltype(strategy);
+    const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
+    const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
+    const auto kernel = exact ? rms_norm_forward_kernel<S, true, kAdd, T, W>
+                              : rms_norm_forward_kernel<S, false, kAdd, T, W>;
+    const int64_t bytes =
+        ForwardRows<S::kBulk, kAdd, T>::shared_bytes(S::Team::kRowsPerBlock, width);
+    return launch_kernel(stream, kernel, {grid, threads, static_cast<size_t>(bytes)}, x, residual,
+                         scale, eps, out, h, rstd, rows, static_cast<int>(width));
+  };
+  cudaError_t status = cudaSuccess;
   const bool served =
       rows_are_aligned<T>(width, x, residual, scale, out, h) &&
       choose_forward<1, kAdd>(width / kPackSize<T>, [&](auto strategy, int threads) {
-        // A team for each row of each group.
         using S = decltype(strategy);
-        const dim3 grid(divide_up(rows, S::Team::kRowsPerBlock), groups);
-        const bool exact = width == int64_t{S::kPacks} * S::threads_per_row(threads) * kPackSize<T>;
-        const auto kernel = exact ? rms_norm_forward_kernel<S, true, kAdd, T, W>
-                                  : rms_norm_forward_kernel<S, false, kAdd, T, W>;
-        const int64_t bytes =
-            ForwardRows<S::kBulk, kAdd, T>::shared_bytes(S::Team::kRowsPerBlock, width);
-        kernel<<<grid, threads, bytes, stream>>>(x, residual, scale, eps, out, h, rstd, rows,
-                                                 static_cast<int>(width));
+        if constexpr (S::kBulk) {
+          KernelImage image;
+          status = image.read(rms_norm_forward_kernel<S, true, kAdd, T, W>);
+          if (status != cudaSuccess) return true;
+          if (!image.has_bulk_copies()) {
+            status = launch(typename S::Plain{}, threads);
+            return true;
+          }
+        }
+        status = launch(strategy, threads);
         return true;
       });
-  if (!served) {
-    rms_norm_forward_any_width_kernel<kAdd>
-        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
-            x, residual, scale, eps, out, h, rstd, rows, width);
-  }
-  return cudaGetLastError();
+  if (served) return status;
+  return launch_kernel(stream, rms_norm_forward_any_width_kernel<kAdd, T, W>,
+                       {dim3(any_width_blocks(rows), groups), kAnyWidthThreads}, x, residual, scale,
+                       eps, out, h, rstd, rows, width);
 }
 
 template <bool kAdd, typename T, typename W>
@@ -281,22 +294,19 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const W* scale, con
         status = backward_blocks(kernel, threads, S::kWarps, bytes, groups, tiles, &blocks);
         if (status != cudaSuccess || blocks == 0) return false;
         *used_partial_rows = std::min(blocks, partial_rows);
-        kernel<<<dim3(*used_partial_rows, groups), threads, bytes, stream>>>(
-            x, scale, rstd, dout, dh, dx, partial, rows, static_cast<int>(width), partial_rows);
+        const Launch launch{dim3(*used_partial_rows, groups), threads, static_cast<size_t>(bytes)};
+        status = launch_kernel(stream, kernel, launch, x, scale, rstd, dout, dh, dx, partial, rows,
+                               static_cast<int>(width), partial_rows);
         return true;
       });
-  JAXLLM_RETURN_IF_ERROR(status);
-  if (!served) {
-    rms_norm_backward_any_width_kernel<kAdd>
-        <<<dim3(any_width_blocks(rows), groups), kAnyWidthThreads, 0, stream>>>(
-            x, scale, rstd, dout, dh, dx, rows, width);
-    JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
-    *used_partial_rows = partial_rows;
-    const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
-    rms_norm_backward_columns_kernel<<<grid, kAnyWidthThreads, 0, stream>>>(
-        x, rstd, dout, partial, rows, width, partial_rows);
-  }
-  return cudaGetLastError();
+  if (served || status != cudaSuccess) return status;
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, rms_norm_backward_any_width_kernel<kAdd, T, W>,
+                                       {dim3(any_width_blocks(rows), groups), kAnyWidthThreads}, x,
+                                       scale, rstd, dout, dh, dx, rows, width));
+  *used_partial_rows = partial_rows;
+  const dim3 grid(divide_up(width, kAnyWidthThreads), groups, partial_rows);
+  return launch_kernel(stream, rms_norm_backward_columns_kernel<T>, {grid, kAnyWidthThreads}, x,
+                       rstd, dout, partial, rows, width, partial_rows);
 }
 
 }  // namespace

@@ -32,6 +32,9 @@ struct ForwardStrategy {
   static constexpr bool kBulk = kAccess == Access::kBulk;
   static constexpr bool kWeightsFirst = kAccess == Access::kWeightsFirst;
 
+  // The same for an image without bulk copies.
+  using Plain = ForwardStrategy<TeamType, kPackCount, kBlocks>;
+
   static int threads_per_row(int block_threads) { return block_threads / Team::kRowsPerBlock; }
 };
 
@@ -144,16 +147,13 @@ cudaError_t backward_blocks(Kernel kernel, int threads, int warps, int64_t tile_
                             int64_t groups, int64_t tiles, int64_t* blocks) {
   int resident = 0;
   DeviceLimits device;
-  cudaFuncAttributes attributes;
+  KernelImage image;
   JAXLLM_RETURN_IF_ERROR(device.read());
-  JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
   *blocks = 0;
-  const auto static_bytes = static_cast<int64_t>(attributes.sharedSizeBytes);
-  if (tile_bytes + static_bytes > device.shared_bytes) return cudaSuccess;
-  JAXLLM_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              static_cast<int>(tile_bytes)));
-  JAXLLM_RETURN_IF_ERROR(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, tile_bytes));
+  if (tile_bytes > image.dynamic_shared_bytes) return cudaSuccess;
+  JAXLLM_RETURN_IF_ERROR(find_resident_ctas(kernel, threads, tile_bytes, &resident));
+  if (resident == 0) return cudaSuccess;
   const int64_t each = std::min(std::max(warps * 32 / threads, 1), resident);
   *blocks = std::min(divide_up(device.multiprocessors * each, groups), tiles);
   return cudaSuccess;

@@ -1,3 +1,4 @@
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/vector.cuh"
 #include "optimizer/adamw_update.h"
@@ -112,10 +113,8 @@ cudaError_t AdamW<P, G, C>::update(cudaStream_t stream, const std::vector<AdamWL
                                    AdamWConstants constants, int64_t groups) {
   if (groups == 0) return cudaSuccess;
   return launch_tables(leaves, kElements, [&](const LeafTable<AdamWLeaf>& table, int64_t blocks) {
-    const dim3 grid(blocks, groups);
-    adamw_update_kernel<P, G, C>
-        <<<grid, kThreads, 0, stream>>>(table, scalars, seeds, seed_count, constants);
-    return cudaGetLastError();
+    return launch_kernel(stream, adamw_update_kernel<P, G, C>, {dim3(blocks, groups), kThreads},
+                         table, scalars, seeds, seed_count, constants);
   });
 }
 

@@ -1,3 +1,4 @@
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -81,13 +82,13 @@ cudaError_t global_norm(cudaStream_t stream, const std::vector<NormLeaf>& leaves
   float* next = partial;
   JAXLLM_RETURN_IF_ERROR(
       launch_tables(leaves, chunk, [&](const LeafTable<NormLeaf>& table, int64_t blocks) {
-        const dim3 grid(blocks, groups);
-        global_norm_kernel<<<grid, kNormThreads, 0, stream>>>(table, next, partials, chunk);
+        float* const mine = next;
         next += blocks;
-        return cudaGetLastError();
+        return launch_kernel(stream, global_norm_kernel, {dim3(blocks, groups), kNormThreads},
+                             table, mine, partials, chunk);
       }));
-  global_norm_final_kernel<<<groups, kFinalThreads, 0, stream>>>(partial, norm, partials);
-  return cudaGetLastError();
+  return launch_kernel(stream, global_norm_final_kernel, {groups, kFinalThreads}, partial, norm,
+                       partials);
 }
 
 int64_t global_norm_partials(const std::vector<NormLeaf>& leaves, int64_t chunk) {

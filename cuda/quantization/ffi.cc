@@ -16,44 +16,54 @@ struct Groups {
   int64_t groups, width;
 };
 
-ffi::ErrorOr<Groups> groups_of(const Buffer& values, const Buffer& scales) {
-  const int64_t groups = scales.element_count(), count = values.element_count();
-  if (scales.element_type() != ffi::F32 || (groups == 0 ? count != 0 : count % groups != 0)) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("scales are not float32, one a group"));
+// The last axes of both have the groups of a row; the others are alike.
+ffi::ErrorOr<Groups> groups_of(const Buffer& values, const char* name, const Buffer& scales) {
+  const auto axes = values.dimensions(), of_scales = scales.dimensions();
+  if (axes.size() == 0 || of_scales.size() != axes.size() || !has_leading_axes(values, scales, 1)) {
+    return ffi::Unexpected(invalid("scales", std::string("has not the axes of ") + name));
   }
-  return Groups{groups, groups == 0 ? 0 : count / groups};
+  const int64_t groups_of_row = of_scales.back();
+  if (groups_of_row == 0 ? axes.back() != 0 : axes.back() % groups_of_row != 0) {
+    return ffi::Unexpected(
+        invalid("scales", std::string("has groups that do not divide the rows of ") + name));
+  }
+  ffi::Error error = check_dtype(scales, ffi::F32, "scales");
+  if (error.failure()) return ffi::Unexpected(error);
+  return Groups{count(scales), groups_of_row == 0 ? 0 : axes.back() / groups_of_row};
 }
 
 ffi::Error QuantizeImpl(cudaStream_t stream, Buffer w, int64_t group_size, Result q,
                         Result scales) {
-  const ffi::ErrorOr<Groups> groups = groups_of(w, *scales);
+  const ffi::ErrorOr<Groups> groups = groups_of(w, "w", *scales);
   if (groups.has_error()) return groups.error();
-  if (q->element_type() != ffi::S8 || (groups->groups > 0 && groups->width != group_size)) {
-    return ffi::Error::InvalidArgument("q is not int8, or scales do not fit group_size");
+  if (groups->groups > 0 && groups->width != group_size) {
+    return invalid("scales", "has groups of " + std::to_string(groups->width) +
+                                 " elements; group_size is " + std::to_string(group_size));
   }
-  return dispatch_floating(w.element_type(), [&](auto type) {
+  return dispatch_floating(w, "w", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(GroupQuantization<T>::quantize(
-        stream, data<T>(w), data<int8_t>(q), data<float>(scales), groups->groups, groups->width));
+    return check_and_launch({{"q", *q, ffi::S8, count(w)}}, [&] {
+      return GroupQuantization<T>::quantize(stream, data<T>(w), data<int8_t>(q),
+                                            data<float>(scales), groups->groups, groups->width);
+    });
   });
 }
 
 ffi::Error DequantizeImpl(cudaStream_t stream, Buffer q, Buffer scales, Result w) {
-  const ffi::ErrorOr<Groups> groups = groups_of(q, scales);
+  const ffi::ErrorOr<Groups> groups = groups_of(q, "q", scales);
   if (groups.has_error()) return groups.error();
-  if (q.element_type() != ffi::S8 || w->element_count() != q.element_count()) {
-    return ffi::Error::InvalidArgument("q is not int8, or w not of its size");
-  }
-  return dispatch_floating(w->element_type(), [&](auto type) {
+  return dispatch_floating(*w, "w", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(GroupQuantization<T>::dequantize(
-        stream, data<int8_t>(q), data<float>(scales), data<T>(w), groups->groups, groups->width));
+    return check_and_launch({{"q", q, ffi::S8, count(*w)}}, [&] {
+      return GroupQuantization<T>::dequantize(stream, data<int8_t>(q), data<float>(scales),
+                                              data<T>(w), groups->groups, groups->width);
+    });
   });
 }
 
 ffi::Error QuantizedMatvecImpl(cudaStream_t stream, Buffer q, Buffer scales, Buffer x, Result out) {
-  if (q.element_type() != ffi::S8) return ffi::Error::InvalidArgument("q is not int8");
-  const ffi::ErrorOr<Groups> groups = groups_of(q, scales);
+  if (ffi::Error error = check_dtype(q, ffi::S8, "q"); error.failure()) return error;
+  const ffi::ErrorOr<Groups> groups = groups_of(q, "q", scales);
   if (groups.has_error()) return groups.error();
   return run_products<int8_t>(stream, q, data<float>(scales), groups->width, x, out);
 }

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce_max.cuh"
 #include "common/vector.cuh"
@@ -15,9 +16,11 @@ constexpr int64_t kMaxBlocks = 1 << 20;
 template <typename T>
 using Bytes = std::conditional_t<kPackSize<T> == 4, uint32_t, uint2>;
 
-// Ties go to even.
+// Ties go to even. Where a weight is not finite, nor is the scale, and all numbers of the group are
+// 0: what is NaN becomes 0 on its way to an integer.
 __device__ __forceinline__ int8_t quotient(float w, float divisor) {
-  return static_cast<int8_t>(fminf(fmaxf(rintf(__fdiv_rn(w, divisor)), -127.0f), 127.0f));
+  const int number = __float2int_rn(__fdiv_rn(w, divisor));
+  return static_cast<int8_t>(min(max(number, -127), 127));
 }
 
 // Added to a number, it leaves the nearest integer in the lowest bits, and ties go to even.
@@ -70,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = first + p * kThreads;
     float largest = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPackSize<T>; ++j) largest = fmaxf(largest, fabsf(packs[p][j]));
+    for (int j = 0; j < kPackSize<T>; ++j) largest = max_or_nan(largest, fabsf(packs[p][j]));
     const float scale = __fdiv_rn(max_over_lanes<kLanes>(largest), 127.0f);
     if (i >= count) continue;
     __stcs(reinterpret_cast<Bytes<T>*>(q) + i, quotients(packs[p], scale == 0.0f ? 1.0f : scale));
@@ -90,7 +93,9 @@ __global__ void __launch_bounds__(32 * kWarps)
        group += step) {
     const T* from = w + group * width;
     float largest = 0.0f;
-    for (int64_t i = lane; i < width; i += 32) largest = fmaxf(largest, fabsf(to_float(from[i])));
+    for (int64_t i = lane; i < width; i += 32) {
+      largest = max_or_nan(largest, fabsf(to_float(from[i])));
+    }
     const float scale = __fdiv_rn(max_over_lanes<32>(largest), 127.0f);
     const float divisor = scale == 0.0f ? 1.0f : scale;
     for (int64_t i = lane; i < width; i += 32) {
@@ -178,16 +183,17 @@ cudaError_t GroupQuantization<T>::quantize(cudaStream_t stream, const T* w, int8
   if (groups == 0) return cudaSuccess;
   constexpr int kSize = kPackSize<T>;
   const int64_t count = groups * width / kSize;  // of packs
+  cudaError_t status = cudaSuccess;
   const auto launch = [&](auto lanes) {
-    quantize_packs_kernel<lanes>
-        <<<static_cast<unsigned>(divide_up(count, kThreads * kPacks)), kThreads, 0, stream>>>(
-            w, q, scales, count);
+    status = launch_kernel(stream, quantize_packs_kernel<lanes, T>,
+                           {divide_up(count, kThreads * kPacks), kThreads}, w, q, scales, count);
   };
-  if (width % kSize != 0 || !aligned_16(w, q) || !launch_with_lanes(width / kSize, launch)) {
-    const int64_t blocks = std::min(divide_up(groups, kWarps), kMaxBlocks);
-    quantize_kernel<<<blocks, 32 * kWarps, 0, stream>>>(w, q, scales, groups, width);
+  if (width % kSize == 0 && aligned_16(w, q) && launch_with_lanes(width / kSize, launch)) {
+    return status;
   }
-  return cudaGetLastError();
+  const int64_t blocks = std::min(divide_up(groups, kWarps), kMaxBlocks);
+  return launch_kernel(stream, quantize_kernel<T>, {blocks, 32 * kWarps}, w, q, scales, groups,
+                       width);
 }
 
 template <typename T>
@@ -199,14 +205,12 @@ cudaError_t GroupQuantization<T>::dequantize(cudaStream_t stream, const int8_t* 
   constexpr int kSize = kPackSize<T>;
   if (width % kSize == 0 && aligned_16(q, w)) {
     const int64_t blocks = divide_up(count / kSize, kThreads * kPacks);
-    dequantize_packs_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-        q, scales, w, count / kSize, GroupOf(width / kSize));
-  } else {
-    const int64_t blocks = std::min(divide_up(count, 256), kMaxBlocks);
-    dequantize_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(q, scales, w, count,
-                                                                         GroupOf(width));
+    return launch_kernel(stream, dequantize_packs_kernel<T>, {blocks, kThreads}, q, scales, w,
+                         count / kSize, GroupOf(width / kSize));
   }
-  return cudaGetLastError();
+  const int64_t blocks = std::min(divide_up(count, 256), kMaxBlocks);
+  return launch_kernel(stream, dequantize_kernel<T>, {blocks, 256}, q, scales, w, count,
+                       GroupOf(width));
 }
 
 template struct GroupQuantization<float>;

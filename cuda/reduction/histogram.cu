@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "reduction/histogram.h"
@@ -98,29 +99,28 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t histogram(cudaStream_t stream, const int32_t* x, int32_t* counts, int64_t groups,
                       int64_t size, int64_t bins) {
   DeviceLimits device;
+  KernelImage image;
   JAXLLM_RETURN_IF_ERROR(device.read());
+  JAXLLM_RETURN_IF_ERROR(image.read(histogram_kernel));
   JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(counts, 0, groups * bins * sizeof(*counts), stream));
   if (size == 0) return cudaSuccess;
 
   // Ranges of bins as a block's shared memory holds them, all of a size; a block on each
   // multiprocessor, but none without a tile, and at least one for each group and range.
-  const int64_t ranges = divide_up(bins, device.shared_bytes / int64_t{sizeof(*counts)});
+  const int64_t ranges = divide_up(bins, image.dynamic_shared_bytes / int64_t{sizeof(*counts)});
   if (ranges > kMaxRanges) {
     const int64_t wanted = 2 * device.multiprocessors / groups;
     const int64_t blocks = std::clamp<int64_t>(wanted, 1, divide_up(size, kThreads));
-    histogram_in_memory_kernel<<<groups * blocks, kThreads, 0, stream>>>(x, counts, size, bins,
-                                                                         blocks);
-    return cudaGetLastError();
+    return launch_kernel(stream, histogram_in_memory_kernel, {groups * blocks, kThreads}, x, counts,
+                         size, bins, static_cast<int>(blocks));
   }
   const int64_t width = divide_up(bins, ranges);
   const int64_t wanted = device.multiprocessors / (groups * ranges);
   const int64_t blocks = std::clamp<int64_t>(wanted, 1, divide_up(size, kTile));
   const size_t shared_bytes = width * sizeof(*counts);
-  JAXLLM_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      histogram_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  histogram_kernel<<<groups * blocks * ranges, kThreads, shared_bytes, stream>>>(
-      x, counts, size, bins, ranges, width, blocks);
-  return cudaGetLastError();
+  return launch_kernel(stream, histogram_kernel, {groups * blocks * ranges, kThreads, shared_bytes},
+                       x, counts, size, bins, static_cast<int>(ranges), static_cast<int>(width),
+                       static_cast<int>(blocks));
 }
 
 }  // namespace jaxllm

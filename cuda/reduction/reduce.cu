@@ -1,7 +1,9 @@
 #include <cuda_runtime.h>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
+#include "common/reduce_max.cuh"
 #include "common/vector.cuh"
 #include "reduction/reduce.h"
 
@@ -20,11 +22,7 @@ struct Sum {
 
 struct Max {
   static constexpr float kIdentity = -INFINITY;
-  __device__ __forceinline__ static float combine(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));  // fmaxf passes over NaN
-    return larger;
-  }
+  __device__ __forceinline__ static float combine(float a, float b) { return max_or_nan(a, b); }
 };
 
 // The values of all threads combined, for every thread. Once in a kernel: nothing keeps a second
@@ -115,12 +113,11 @@ cudaError_t reduce(cudaStream_t stream, const T* x, const T* y, Out* out, float*
   constexpr int64_t kStep = kReducePacks * kReduceThreads * kPackSize<T>;
   const int64_t chunk = divide_up(divide_up(shape.size, shape.partials), kStep) * kStep;
   const int64_t blocks = shape.groups * shape.partials;
-  reduce_kernel<Reduction, kProduct>
-      <<<blocks, kReduceThreads, 0, stream>>>(x, y, partial, shape.partials, shape.size, chunk);
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
-  reduce_final_kernel<Reduction>
-      <<<shape.groups, kFinalThreads, 0, stream>>>(partial, out, shape.partials);
-  return cudaGetLastError();
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, reduce_kernel<Reduction, kProduct, T>,
+                                       {blocks, kReduceThreads}, x, y, partial, shape.partials,
+                                       shape.size, chunk));
+  return launch_kernel(stream, reduce_final_kernel<Reduction, Out>, {shape.groups, kFinalThreads},
+                       partial, out, shape.partials);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // FFI handlers of the rotary kernels: check the buffers, switch on their dtype, launch.
 #include "common/ffi.h"
 
+#include <limits>
+
 #include "handlers.h"
 #include "rotary/rope.h"
 
@@ -14,9 +16,11 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 // jax.vmap gives every buffer a new leading axis, whether or not each sequence has its table.
 ffi::ErrorOr<RopeShape> shape_of(const Buffer& q, const Buffer& k, const Buffer& cos) {
   const auto q_axes = q.dimensions(), k_axes = k.dimensions(), table_axes = cos.dimensions();
-  if (q_axes.size() < 3 || k_axes.size() != q_axes.size() || table_axes.size() < 2) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("q, k or cos has too few axes"));
+  if (q_axes.size() < 3) return ffi::Unexpected(invalid("q", "has too few axes"));
+  if (k_axes.size() != q_axes.size()) {
+    return ffi::Unexpected(invalid("k", "has another number of axes than q"));
   }
+  if (table_axes.size() < 2) return ffi::Unexpected(invalid("cos", "has too few axes"));
   RopeShape shape;
   shape.length = q_axes[q_axes.size() - 3];
   shape.q_heads = q_axes[q_axes.size() - 2];
@@ -26,11 +30,15 @@ ffi::ErrorOr<RopeShape> shape_of(const Buffer& q, const Buffer& k, const Buffer&
   shape.sequences = shape.tables = 1;
   for (size_t i = 0; i + 3 < q_axes.size(); ++i) shape.sequences *= q_axes[i];
   for (size_t i = 0; i + 2 < table_axes.size(); ++i) shape.tables *= table_axes[i];
-  if (cos.element_type() != ffi::F32 || k.element_type() != q.element_type()) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("cos is not float32, or k not like q"));
+  ffi::Error error = check_leading_axes(q, "q", cos, "cos", 2);
+  if (error.failure()) return ffi::Unexpected(error);
+  if (2 * shape.pairs > shape.width || shape.width > std::numeric_limits<int32_t>::max()) {
+    return ffi::Unexpected(invalid("cos", "has " + std::to_string(shape.pairs) +
+                                              " pairs of columns; heads have " +
+                                              std::to_string(shape.width) + " columns"));
   }
   if (shape.tables != 0 && shape.sequences % shape.tables != 0) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("q and cos do not fit each other"));
+    return ffi::Unexpected(invalid("cos", "has tables that do not divide the sequences of q"));
   }
   return shape;
 }
@@ -39,12 +47,24 @@ ffi::Error rotate(cudaStream_t stream, const Buffer& q, const Buffer& k, const B
                   const Buffer& sin, bool interleaved, bool inverse, Result& q_out, Result& k_out) {
   const ffi::ErrorOr<RopeShape> shape = shape_of(q, k, cos);
   if (shape.has_error()) return shape.error();
-  return dispatch_floating(q.element_type(), [&](auto type) {
+  const int64_t rows = shape->sequences * shape->length;
+  const int64_t q_row = shape->q_heads * shape->width, k_row = shape->k_heads * shape->width;
+  const int64_t of_table = shape->tables * shape->length * shape->pairs;
+  return dispatch_floating(q, "q", [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t q_row = shape->q_heads * shape->width, k_row = shape->k_heads * shape->width;
-    return to_ffi_error(Rope<T>::rotate(stream, {data<T>(q), q_row}, {data<T>(k), k_row},
-                                        data<float>(cos), data<float>(sin), {data<T>(q_out), q_row},
-                                        {data<T>(k_out), k_row}, interleaved, inverse, *shape));
+    return check_and_launch(
+        {
+            {"k", k, dtype_of<T>(), rows * k_row},
+            {"cos", cos, ffi::F32, of_table},
+            {"sin", sin, ffi::F32, of_table},
+            {"q_out", *q_out, dtype_of<T>(), rows * q_row},
+            {"k_out", *k_out, dtype_of<T>(), rows * k_row},
+        },
+        [&] {
+          return Rope<T>::rotate(stream, {data<T>(q), q_row}, {data<T>(k), k_row}, data<float>(cos),
+                                 data<float>(sin), {data<T>(q_out), q_row}, {data<T>(k_out), k_row},
+                                 interleaved, inverse, *shape);
+        });
   });
 }
 

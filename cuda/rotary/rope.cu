@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/vector.cuh"
 #include "rotary/rope.h"
@@ -164,12 +165,11 @@ cudaError_t Rope<T>::rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<c
     const dim3 block(columns, slots);
     const auto kernel =
         interleaved ? rope_kernel<true, kUnroll, T> : rope_kernel<false, kUnroll, T>;
-    kernel<<<grid, block, 0, stream>>>(heads, cos, sin, sign, shape);
-  } else {
-    const dim3 block(32, std::min<int64_t>(count, 8));
-    rope_any_width_kernel<<<grid, block, 0, stream>>>(heads, cos, sin, sign, interleaved, shape);
+    return launch_kernel(stream, kernel, {grid, block}, heads, cos, sin, sign, shape);
   }
-  return cudaGetLastError();
+  const dim3 block(32, std::min<int64_t>(count, 8));
+  return launch_kernel(stream, rope_any_width_kernel<T>, {grid, block}, heads, cos, sin, sign,
+                       interleaved, shape);
 }
 
 template struct Rope<float>;

@@ -13,22 +13,25 @@ using Result = ffi::Result<ffi::AnyBuffer>;
 ffi::Error NmsImpl(cudaStream_t stream, Buffer boxes, Result keep, Result overlaps,
                    float iou_threshold, bool inclusive) {
   const auto axes = keep->dimensions();
-  if (axes.size() == 0) return ffi::Error::InvalidArgument("keep has no axis of boxes");
-  const int64_t count = axes.back();
-  if (keep->element_count() == 0) return ffi::Error::Success();
+  if (axes.size() == 0) return invalid("keep", "has no axis of boxes");
   // jax.vmap gives every buffer new leading axes: what comes out counts the groups.
-  const int64_t groups = keep->element_count() / count;
-  if (static_cast<int64_t>(boxes.element_count()) != groups * count * 4) {
-    return ffi::Error::InvalidArgument("boxes has not four numbers for each element of keep");
-  }
-  const int64_t words = groups * count * nms_tiles(count);
-  if (static_cast<int64_t>(overlaps->size_bytes()) < words * int64_t{sizeof(uint64_t)}) {
-    return ffi::Error::InvalidArgument("the workspace has too few words");
-  }
-  return dispatch_floating(boxes.element_type(), [&](auto type) {
+  ffi::Error error = check_leading_axes(boxes, "boxes", *keep, "keep");
+  if (error.failure()) return error;
+  const int64_t boxes_of_group = axes.back();
+  const int64_t groups = boxes_of_group == 0 ? 0 : count(*keep) / boxes_of_group;
+  const int64_t words = groups * boxes_of_group * nms_tiles(boxes_of_group);
+  return dispatch_floating(boxes, "boxes", [&](auto type) {
     using T = typename decltype(type)::type;
-    return to_ffi_error(nms(stream, data<T>(boxes), data<bool>(keep), data<uint64_t>(overlaps),
-                            groups, count, iou_threshold, inclusive));
+    return check_and_launch(
+        {
+            {"boxes", boxes, dtype_of<T>(), count(*keep) * 4},
+            {"keep", *keep, ffi::PRED, count(*keep)},
+            {"overlaps", *overlaps, ffi::U32, words * 2},
+        },
+        [&] {
+          return nms(stream, data<T>(boxes), data<bool>(keep), data<uint64_t>(overlaps), groups,
+                     boxes_of_group, iou_threshold, inclusive);
+        });
   });
 }
 

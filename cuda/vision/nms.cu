@@ -2,8 +2,10 @@
 
 #include <algorithm>
 
+#include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
+#include "common/reduce_max.cuh"
 #include "common/vector.cuh"
 #include "vision/nms.h"
 
@@ -14,9 +16,10 @@ constexpr int kSelectThreads = 1024;  // a warp for each two boxes of a tile
 constexpr int kWords = 5;             // of a row, on their way at once in a lane
 constexpr int64_t kMaxGridZ = 65535;
 
-// A side, that of a box or of what two boxes share; nothing where it would be negative.
+// A side, that of a box or of what two boxes share; nothing where it would be negative, and NaN
+// where a corner is: such a box overlaps nothing.
 __device__ __forceinline__ float side(float low, float high, float pixel) {
-  return fmaxf(high - low + pixel, 0.0f);
+  return max_or_nan(high - low + pixel, 0.0f);
 }
 
 struct Box {
@@ -33,8 +36,8 @@ struct Box {
 
   // Whether the intersection over the union is above the threshold, without a division.
   __device__ __forceinline__ bool overlaps(const Box& other, float threshold, float pixel) const {
-    const float width = side(fmaxf(x1, other.x1), fminf(x2, other.x2), pixel);
-    const float height = side(fmaxf(y1, other.y1), fminf(y2, other.y2), pixel);
+    const float width = side(max_or_nan(x1, other.x1), min_or_nan(x2, other.x2), pixel);
+    const float height = side(max_or_nan(y1, other.y1), min_or_nan(y2, other.y2), pixel);
     const float both = width * height;
     return both > threshold * (area + other.area - both);
   }
@@ -155,12 +158,12 @@ cudaError_t nms(cudaStream_t stream, const T* boxes, bool* keep, uint64_t* overl
   if (groups == 0 || count == 0) return cudaSuccess;
   const int64_t tiles = nms_tiles(count);
   const dim3 grid(tiles, tiles, std::min(groups, kMaxGridZ));
-  nms_overlaps_kernel<<<grid, kNmsTile, 0, stream>>>(boxes, overlaps, groups, count, iou_threshold,
-                                                     inclusive ? 1.0f : 0.0f);
-  JAXLLM_RETURN_IF_ERROR(cudaGetLastError());
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, nms_overlaps_kernel<T>, {grid, kNmsTile}, boxes,
+                                       overlaps, groups, count, iou_threshold,
+                                       inclusive ? 1.0f : 0.0f));
   const size_t shared_bytes = 2 * sizeof(uint32_t) * tiles;
-  nms_select_kernel<<<groups, kSelectThreads, shared_bytes, stream>>>(overlaps, keep, count, tiles);
-  return cudaGetLastError();
+  return launch_kernel(stream, nms_select_kernel, {groups, kSelectThreads, shared_bytes}, overlaps,
+                       keep, count, static_cast<int>(tiles));
 }
 
 template cudaError_t nms<float>(cudaStream_t, const float*, bool*, uint64_t*, int64_t, int64_t,

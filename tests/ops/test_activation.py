@@ -7,6 +7,7 @@ import pytest
 
 import jaxllm
 from jaxllm.ops import add, bias_add, bias_gelu, gelu, relu, sigmoid, swiglu, swiglu_packed
+from jaxllm.ops.activation import cuda
 from jaxllm.testing import assert_close
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -166,3 +167,19 @@ def test_float64_is_left_to_the_definition(backend):
                 jaxllm.BackendError, match="the input has dtype float64; the kernel"
             ):
                 gelu(x, backend=backend)
+
+
+# On a GPU with more SMs than the workspace has rows for, the workspace says how many CTAs run.
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [768, 770])
+@pytest.mark.parametrize("most", [1, 7])
+@pytest.mark.parametrize("op", [bias_add, bias_gelu])
+def test_a_workspace_of_few_rows_is_enough(monkeypatch, op, most, width):
+    monkeypatch.setattr(cuda, "_MAX_PARTIAL_ROWS", most)
+    x = jax.random.normal(jax.random.key(0), (1000 + most, width))  # of other rows than elsewhere
+    bias = jax.random.normal(jax.random.key(1), (width,))
+
+    def gradients(backend):
+        return jax.jit(jax.grad(lambda *a: jnp.sin(op(*a, backend=backend)).sum(), (0, 1)))(x, bias)
+
+    assert_close(gradients("cuda"), gradients("xla"), "float32")

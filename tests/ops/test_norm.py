@@ -8,8 +8,11 @@ from jaxllm import ffi
 from jaxllm.ops import (
     add_layer_norm,
     add_rms_norm,
+    layer_norm,
     linear_add_layer_norm,
+    rms_norm,
 )
+from jaxllm.ops.norm import cuda
 from jaxllm.testing import assert_close, lower_for_cuda
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -86,6 +89,24 @@ def test_no_zeros_are_written_for_a_stream_that_nobody_reads(op):
 
     assert "tensor<0xf32>" not in calls(jnp.zeros(ROWS)).split("->")[0]
     assert "tensor<0xf32>" in calls(None).split("->")[0]
+
+
+# On a GPU with more SMs than the workspace has rows for, the workspace says how many CTAs run.
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [768, 770])
+@pytest.mark.parametrize("most", [1, 7])
+@pytest.mark.parametrize("op", [layer_norm, rms_norm])
+def test_a_workspace_of_few_rows_is_enough(monkeypatch, op, most, width):
+    monkeypatch.setattr(cuda, "_MAX_PARTIAL_ROWS", most)
+    x = jax.random.normal(jax.random.key(0), (1000 + most, width))  # of other rows than elsewhere
+    scale = 1 + jax.random.normal(jax.random.key(1), (width,)) / 8
+
+    def gradients(backend):
+        return jax.jit(jax.grad(lambda *a: jnp.sin(op(*a, backend=backend)).sum(), (0, 1)))(
+            x, scale
+        )
+
+    assert_close(gradients("cuda"), gradients("xla"), "float32")
 
 
 @pytest.mark.parametrize("op", [add_layer_norm, add_rms_norm])

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxllm import ffi, ops, testing
+from jaxllm.ops.quantization import cases
 
 BACKENDS = ["xla", "pallas"]
+CASE = next(case for case in cases.CASES if case.op == "quantize")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -31,6 +33,26 @@ def test_a_group_of_zeros(backend):
     q, scales = ops.quantize(w, backend=backend)
     assert scales[0] == 0 and not q[:64].any()
     np.testing.assert_array_equal(ops.dequantize(q, scales, backend=backend), w)
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize("group_size", [64, 24, 1024])  # in packs, element by element, in warps
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_group_that_is_not_finite_is_nan_when_it_is_widened(backend, value, group_size, dtype):
+    # What is lost in the numbers stays in the scale.
+    w = np.array(testing.make_inputs(CASE, "float32")[0]).reshape(-1)[: 6 * group_size]
+    w = np.resize(w, 6 * group_size)
+    w[2 * group_size + 5], w[4 * group_size] = value, value
+    is_spoilt = np.isin(np.arange(6), [2, 4])
+    q, scales = ops.quantize(jnp.asarray(w, dtype), group_size=group_size, backend=backend)
+    expected = np.isnan if np.isnan(value) else np.isposinf
+    np.testing.assert_array_equal(expected(scales), is_spoilt)
+    np.testing.assert_array_equal(np.isfinite(scales), ~is_spoilt)
+    assert not q.reshape(6, group_size)[is_spoilt].any()
+    assert q.reshape(6, group_size)[~is_spoilt].any(axis=1).all()
+    widened = ops.dequantize(q, scales, backend=backend).reshape(6, group_size)
+    np.testing.assert_array_equal(np.isnan(widened), np.repeat(is_spoilt[:, None], group_size, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

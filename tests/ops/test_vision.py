@@ -28,6 +28,18 @@ def iou(a, b, pixel):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("corner", range(4))
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_box_with_a_corner_that_is_nan_overlaps_nothing(corner, first, backend):
+    boxes = np.array([[0.0, 0, 10, 10]] * 2, np.float32)
+    scores = jnp.array([0.9, 0.8])
+    options = {"iou_threshold": 0.5, "backend": backend}
+    assert ops.nms(jnp.asarray(boxes), scores, **options).tolist() == [True, False]
+    boxes[first, corner] = np.nan
+    assert ops.nms(jnp.asarray(boxes), scores, **options).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("inclusive", [False, True])
 def test_the_boxes_are_those_of_a_loop(backend, count, inclusive):

@@ -10,27 +10,40 @@ from jaxllm import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# In the backward pass of a bias a block adds up the rows that it visits and writes one partial row;
-# a second kernel adds the partial rows. This bounds the blocks, and with them the workspace: a few
-# blocks on each multiprocessor of the largest GPUs.
+# In the backward pass of a bias a CTA adds up the rows that it visits and writes one partial row; a
+# second kernel adds the partial rows. The launcher takes no more CTAs along the rows than the
+# workspace has rows, whatever the GPU: these are a few for each SM of the largest ones.
 _MAX_PARTIAL_ROWS = 640
 
 
 def gelu_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"the input has dtype {x.dtype}; the kernel takes {names}"
     return None
 
 
-bias_gelu_unsupported = gelu_unsupported
+gelu_backward_unsupported = gelu_unsupported
+bias_gelu_unsupported = bias_gelu_backward_unsupported = gelu_unsupported
 bias_add_unsupported = gelu_unsupported
-swiglu_unsupported = gelu_unsupported
-swiglu_packed_unsupported = gelu_unsupported
-relu_unsupported = gelu_unsupported
-sigmoid_unsupported = gelu_unsupported
+swiglu_packed_unsupported = swiglu_packed_backward_unsupported = gelu_unsupported
+relu_unsupported = relu_backward_unsupported = gelu_unsupported
+sigmoid_unsupported = sigmoid_backward_unsupported = gelu_unsupported
 add_unsupported = gelu_unsupported
+
+
+def bias_add_backward_unsupported(dout) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return gelu_unsupported(dout)
+
+
+def swiglu_unsupported(gate, *_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return gelu_unsupported(gate)
+
+
+swiglu_backward_unsupported = swiglu_unsupported
 
 
 def gelu_forward(x):

@@ -33,7 +33,7 @@ _SATURATION = 30.0  # beyond it gelu' is exactly 0 or 1, and a huge x would over
 
 
 def gelu_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"the input has dtype {x.dtype}; the kernel takes {names}"
@@ -42,13 +42,26 @@ def gelu_unsupported(x, *_, **__) -> str | None:
     return None
 
 
-bias_gelu_unsupported = gelu_unsupported
+gelu_backward_unsupported = gelu_unsupported
+bias_gelu_unsupported = bias_gelu_backward_unsupported = gelu_unsupported
 bias_add_unsupported = gelu_unsupported
-swiglu_unsupported = gelu_unsupported
-swiglu_packed_unsupported = gelu_unsupported
-relu_unsupported = gelu_unsupported
-sigmoid_unsupported = gelu_unsupported
+swiglu_packed_unsupported = swiglu_packed_backward_unsupported = gelu_unsupported
+relu_unsupported = relu_backward_unsupported = gelu_unsupported
+sigmoid_unsupported = sigmoid_backward_unsupported = gelu_unsupported
 add_unsupported = gelu_unsupported
+
+
+def bias_add_backward_unsupported(dout) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return gelu_unsupported(dout)
+
+
+def swiglu_unsupported(gate, *_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return gelu_unsupported(gate)
+
+
+swiglu_backward_unsupported = swiglu_unsupported
 
 
 def gelu_forward(x, *, interpret=False):

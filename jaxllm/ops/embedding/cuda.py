@@ -11,21 +11,27 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 # What the backward pass's workspaces hang on: cuda/embedding/embed.h says what they hold.
 _MIN_BUCKETS = 256
+_MAX_WIDTH = 2**21 - 32  # a slab of 32 columns for each CTA along the y axis of a grid
 _MAX_KEYS = 1024  # buckets, and slots of a bucket
 _TILES = 64
 _CHUNK = 64
 
 
 def embed_unsupported(tokens, token_table, position_table, *_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if token_table.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"token_table has dtype {token_table.dtype}; the kernel takes {names}"
     if token_table.shape[0] > _MAX_KEYS**2:
         return f"token_table has {token_table.shape[0]} rows; the kernel takes {_MAX_KEYS**2}"
+    if token_table.shape[1] > _MAX_WIDTH:
+        return f"token_table has rows of {token_table.shape[1]}; the kernel takes {_MAX_WIDTH}"
     if tokens.size >= 2**30:
         return f"tokens has {tokens.size} elements; the kernel takes fewer than 2**30"
     return None
+
+
+embed_backward_unsupported = embed_unsupported
 
 
 def embed_forward(tokens, token_table, position_table):

@@ -26,7 +26,7 @@ _CHUNK = 64
 
 
 def embed_unsupported(tokens, token_table, position_table, *_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if token_table.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"token_table has dtype {token_table.dtype}; the kernel takes {names}"
@@ -35,6 +35,9 @@ def embed_unsupported(tokens, token_table, position_table, *_) -> str | None:
     if tokens.size >= 2**30:
         return f"tokens has {tokens.size} elements; the kernel takes fewer than 2**30"
     return None
+
+
+embed_backward_unsupported = embed_unsupported
 
 
 def embed_forward(tokens, token_table, position_table, *, interpret=False):

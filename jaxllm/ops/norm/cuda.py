@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,14 +12,15 @@ from jaxllm import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# In the backward pass a block adds up the weight gradients of the rows that it visits and writes
-# one partial row of them; a second kernel adds the partial rows. This bounds the blocks, and with
-# them the workspace: a few blocks on each multiprocessor of the largest GPUs.
+# In the backward pass a CTA adds up the weight gradients of the rows that it visits and writes one
+# partial row of them; a second kernel adds the partial rows. The launcher takes no more CTAs than
+# the workspace has rows, whatever the GPU: these are a few for each SM of the largest ones.
 _MAX_PARTIAL_ROWS = 640
+_MAX_ROWS = 2**31 - 1  # the x axis of a grid
 
 
 def layer_norm_unsupported(x, *arrays, **_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"x has dtype {x.dtype}; the kernel takes {names}"
@@ -27,12 +30,24 @@ def layer_norm_unsupported(x, *arrays, **_) -> str | None:
                 f"an argument has dtype {array.dtype}; beside x of {x.dtype} the kernel takes "
                 "that dtype or float32"
             )
+    if (rows := math.prod(x.shape[:-1])) > _MAX_ROWS:
+        return f"x has {rows} rows; the kernel takes at most {_MAX_ROWS}"
     return None
 
 
 rms_norm_unsupported = layer_norm_unsupported
 add_layer_norm_unsupported = layer_norm_unsupported
 add_rms_norm_unsupported = layer_norm_unsupported
+layer_norm_backward_unsupported = layer_norm_unsupported
+rms_norm_backward_unsupported = layer_norm_unsupported
+
+
+def add_layer_norm_backward_unsupported(h, *arrays, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return layer_norm_unsupported(h, *arrays)
+
+
+add_rms_norm_backward_unsupported = add_layer_norm_backward_unsupported
 
 
 def layer_norm_forward(x, scale, bias, *, eps, statistics=True):

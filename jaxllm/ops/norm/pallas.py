@@ -22,23 +22,36 @@ from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
+_MAX_ROWS = 2**30  # rows are counted in 32 bits, and the last tile ends beyond the last row
 _TILE = 1024  # elements that a program works on at once, unless one row is longer
 _MAX_PROGRAMS = 1024  # of a backward kernel: each writes one partial row of weight gradients
 
 
 def layer_norm_unsupported(x, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if x.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"x has dtype {x.dtype}; the kernel takes {names}"
     if x.shape[-1] > _MAX_WIDTH:
         return f"x has rows of {x.shape[-1]}; the kernel takes at most {_MAX_WIDTH}"
+    if (rows := math.prod(x.shape[:-1])) > _MAX_ROWS:
+        return f"x has {rows} rows; the kernel takes at most {_MAX_ROWS}"
     return None
 
 
 rms_norm_unsupported = layer_norm_unsupported
 add_layer_norm_unsupported = layer_norm_unsupported
 add_rms_norm_unsupported = layer_norm_unsupported
+layer_norm_backward_unsupported = layer_norm_unsupported
+rms_norm_backward_unsupported = layer_norm_unsupported
+
+
+def add_layer_norm_backward_unsupported(h, *_, **__) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return layer_norm_unsupported(h)
+
+
+add_rms_norm_backward_unsupported = add_layer_norm_backward_unsupported
 
 
 def layer_norm_forward(x, scale, bias, *, eps, statistics=True, interpret=False):

@@ -19,7 +19,7 @@ def quantize_unsupported(w, **_) -> str | None:
     return None
 
 
-def dequantize_unsupported(q, scales) -> str | None:
+def dequantize_unsupported(q, scales, **_) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     if scales.dtype != jnp.float32:
         return f"scales has dtype {scales.dtype}; the kernel takes float32"
@@ -48,7 +48,7 @@ def quantize(w, *, group_size):
     return tuple(ffi.call("quantize", results, w, group_size=group_size))
 
 
-def dequantize(q, scales, dtype=jnp.float32):
+def dequantize(q, scales, *, dtype=jnp.float32):
     """Returns ``w``, rounded to a dtype of the kernels."""
     (w,) = ffi.call("dequantize", [jax.ShapeDtypeStruct(q.shape, dtype)], q, scales)
     return w
@@ -64,5 +64,6 @@ def quantized_matvec(q, scales, x):
 def quantized_matmul(q, scales, x):
     """Returns ``out``."""
     # In the dtype of x from the start: a cast by XLA would be a pass over the matrix of its own.
-    w = dequantize(q, scales, x.dtype if x.dtype in _DTYPES else jnp.float32).astype(x.dtype)
+    dtype = x.dtype if x.dtype in _DTYPES else jnp.float32
+    w = dequantize(q, scales, dtype=dtype).astype(x.dtype)
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())))

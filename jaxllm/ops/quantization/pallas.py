@@ -21,6 +21,7 @@ from jaxllm.ops.pallas_call import pallas_call
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE = 4096  # elements that a program works on at once
 _MAX_GROUP = 16384
+_MAX_GROUPS = 2**30  # counted in 32 bits, and the last tile ends beyond the last group
 _MIN_BLOCK = 16
 
 
@@ -31,6 +32,8 @@ def quantize_unsupported(w, *, group_size) -> str | None:
         return f"w has dtype {w.dtype}; the kernel takes {names}"
     if group_size > _MAX_GROUP:
         return f"group_size is {group_size}; the kernel takes at most {_MAX_GROUP}"
+    if w.size // group_size > _MAX_GROUPS:
+        return f"w has {w.size // group_size} groups; the kernel takes at most {_MAX_GROUPS}"
     return None
 
 
@@ -40,6 +43,8 @@ def dequantize_unsupported(q, scales) -> str | None:
         return f"scales has dtype {scales.dtype}; the kernel takes float32"
     if q.size and q.shape[-1] // scales.shape[-1] > _MAX_GROUP:
         return f"groups are {q.shape[-1] // scales.shape[-1]} long; the kernel takes {_MAX_GROUP}"
+    if scales.size > _MAX_GROUPS:
+        return f"there are {scales.size} groups; the kernel takes at most {_MAX_GROUPS}"
     return None
 
 
@@ -145,10 +150,19 @@ def _masks(count, width, block):
 def _quantize_kernel(w_ref, q_ref, scales_ref, *, count, width):
     groups, mask = _masks(count, width, w_ref.shape)
     w = plgpu.load(w_ref, mask=mask, other=0).astype(jnp.float32)
-    scales = jnp.max(jnp.abs(w), axis=1) / 127
+    scales = _largest(w) / 127
     q = _round(w / jnp.where(scales == 0, 1, scales)[:, None])
+    # Only now: jnp.clip loses NaN in Triton.
+    q = jnp.clip(jnp.where(q == q, q, 0), -127, 127)
     plgpu.store(q_ref, q.astype(jnp.int8), mask=mask)
     plgpu.store(scales_ref, scales, mask=groups)
+
+
+def _largest(w):
+    """The largest magnitude of each row, or NaN; Triton's maximum passes over NaN."""
+    # As integers: magnitudes have the same order, and NaN comes after infinity.
+    bits = lax.bitcast_convert_type(jnp.abs(w), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
 
 def _round(x):

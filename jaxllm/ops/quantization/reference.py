@@ -6,7 +6,8 @@ Of each group of :math:`g` neighbours along the last axis
     scale = \max |w| / 127 \qquad q = round(w / scale) \qquad w \approx q \cdot scale
 
 with ties to even; a group of zeros has the scale 0 and the numbers 0. No weight is further than
-half a scale from its own.
+half a scale from its own. A group with a weight that is not finite has a scale that is not, the
+numbers 0, and so is NaN when it is widened again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ def quantize(w, *, group_size):
     wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
     groups = wide.reshape(*w.shape[:-1], -1, group_size) if w.size else _no_groups(wide, group_size)
     scales = jnp.max(jnp.abs(groups), axis=-1, initial=0) / 127
+    # XLA's maximum on a CPU may pass over NaN.
+    scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales)
     divisors = jnp.where(scales == 0, 1, scales)[..., None]
     q = jnp.clip(jnp.round(groups / divisors), -127, 127)
+    q = jnp.where(jnp.isnan(q), 0, q)  # which integer NaN becomes is left to the device
     return q.astype(jnp.int8).reshape(w.shape), scales
 
 

@@ -59,7 +59,7 @@ def reduce_sum(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
 
 
 def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, ""]:
-    """The largest element; NaN where any element is (XLA on a CPU may pass over it).
+    """The largest element; NaN where any element is.
 
     Elements that are equal and largest share the gradient.
 

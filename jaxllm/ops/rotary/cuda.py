@@ -11,13 +11,18 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def rope_unsupported(q, k, cos, sin, **_) -> str | None:
-    """Why the kernels cannot serve a call, in either direction; None if they can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
     if cos.dtype != jnp.float32:
         return f"cos has dtype {cos.dtype}; the kernel takes float32"
     return None
+
+
+def rope_backward_unsupported(dq, dk, cos, sin, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return rope_unsupported(dq, dk, cos, sin)
 
 
 def rope_forward(q, k, cos, sin, *, interleaved):

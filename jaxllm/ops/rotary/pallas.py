@@ -23,7 +23,7 @@ _TILE = 2048  # elements that a program turns, unless one position has more
 
 
 def rope_unsupported(q, k, cos, sin, **_) -> str | None:
-    """Why the kernel cannot serve a call, in either direction; None if it can."""
+    """Why the kernel cannot serve a call; None if it can."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
@@ -40,6 +40,14 @@ def rope_slower(*_, interleaved, **__) -> str | None:
     if interleaved:
         return None
     return "XLA turns half-split pairs as fast, by the rows in benchmarks/results"
+
+
+rope_backward_slower = rope_slower
+
+
+def rope_backward_unsupported(dq, dk, cos, sin, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    return rope_unsupported(dq, dk, cos, sin)
 
 
 def rope_forward(q, k, cos, sin, *, interleaved, interpret=False) -> tuple[Array, Any]:

@@ -101,13 +101,24 @@ def _overlap(rows, columns, iou_threshold, pixel):
     other_x1, other_y1, other_x2, other_y2 = (x[None, :] for x in columns)
 
     def area(x1, y1, x2, y2):
-        return jnp.maximum(x2 - x1 + pixel, 0.0) * jnp.maximum(y2 - y1 + pixel, 0.0)
+        return _maximum(x2 - x1 + pixel, 0.0) * _maximum(y2 - y1 + pixel, 0.0)
 
     both = area(
-        jnp.maximum(x1, other_x1),
-        jnp.maximum(y1, other_y1),
-        jnp.minimum(x2, other_x2),
-        jnp.minimum(y2, other_y2),
+        _maximum(x1, other_x1),
+        _maximum(y1, other_y1),
+        _minimum(x2, other_x2),
+        _minimum(y2, other_y2),
     )
     areas = area(x1, y1, x2, y2) + area(other_x1, other_y1, other_x2, other_y2)
     return both > iou_threshold * (areas - both)
+
+
+# A box with a corner that is NaN overlaps nothing; but jnp.maximum passes over NaN in Triton.
+
+
+def _maximum(a, b):
+    return jnp.where((a > b) | (a != a), a, b)
+
+
+def _minimum(a, b):
+    return jnp.where((a < b) | (a != a), a, b)
