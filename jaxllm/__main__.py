@@ -38,10 +38,23 @@ def info() -> str:
         )
     if reason := ffi.unavailable_reason():
         lines.append(f"extension   unavailable: {reason}")
+    if gpus := ffi.devices():
+        lines += [f"gpu         {_describe(gpu)}" for gpu in gpus]
+        reason = ffi.no_hopper_reason()
+        lines.append(f"hopper      its kernels {'run' if reason is None else f'do not: {reason}'}")
 
     lines.append(f"backend     {backend.resolve()} is asked for")
     lines.append(f"auto        {_auto()}")
     return "\n".join(lines)
+
+
+def _describe(gpu: ffi.Device) -> str:
+    """What decides which kernels a GPU runs."""
+    code = f"the extension's code for sm_{gpu.image}{'a' if gpu.has_sm90a else ''}"
+    return (
+        f"sm_{gpu.capability}, {gpu.multiprocessors} SMs, {gpu.shared_bytes >> 10} KiB of shared "
+        f"memory for a CTA; runs {code if gpu.image else 'no code of the extension'}"
+    )
 
 
 def _auto() -> str:

@@ -1,12 +1,19 @@
 """The one place where an op and a backend become a function.
 
-An op's implementations are plain functions named ``<op>_forward`` and ``<op>_backward`` (or just
-``<op>`` where there is no backward) in the modules of its family, all with one contract. Beside
-them ``<op>_unsupported(*arrays, **static)`` says in a sentence why a call cannot be served, or
-returns None; the first of ``arrays`` is the op's main input in either direction. Likewise
-``<op>_slower`` says why ``auto`` leaves a call that it could serve to the backends after it. And
-``<op>_forward_options``, of the implementation that a GPU will run, returns options that it wants,
-such as what to keep for the backward pass: those for other devices get the same.
+An op's implementations are plain functions in the modules of its family, all with one contract. The
+name of one is its stem: ``<op>_<direction>``, such as ``layer_norm_forward``, or ``<op>`` where the
+op has one direction. Beside the implementation of a stem stand
+
+* ``<stem>_unsupported(*arrays, **static)``, which says in a sentence why the implementation cannot
+  serve a call, or returns None;
+* ``<stem>_slower``, likewise: why ``auto`` leaves a call that it could serve to the backends after
+  it;
+* ``<stem>_options``, of the implementation that a GPU will run: options that it wants, such as what
+  to keep for the backward. Those for other devices get the same.
+
+Each of them gets the arrays of its own stem. ``<op>_unsupported`` and ``<op>_slower`` stand for all
+forward directions, whose names begin with "forward" and which have the op's own arrays. Of no other
+direction are they asked: its arrays are others.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +101,7 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
             on_gpu=on_gpu,
             elsewhere=elsewhere,
             static=tuple(sorted(static.items())),
+            gpu=ffi.device() if on_gpu == "cuda" else None,
         )
 
 
@@ -129,8 +137,17 @@ def _unsupported(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> s
         return f"{stem} has no {name} kernel; use backend 'xla' or 'auto'"
     if name == "cuda" and (reason := ffi.unavailable_reason(stem)):
         return reason
-    check = getattr(module, f"{op.name}_unsupported", None)
+    check = predicate(module, op, stem, "unsupported")
     return check(*arrays, **static) if check else None
+
+
+def predicate(
+    module: Implementation | None, op: Op, stem: str, question: Literal["unsupported", "slower"]
+) -> Callable[..., str | None] | None:
+    """The function of an implementation that answers a question about the calls of a stem."""
+    is_forward = stem == op.name or stem.startswith(f"{op.name}_forward")
+    of_op = getattr(module, f"{op.name}_{question}", None) if is_forward else None
+    return getattr(module, f"{stem}_{question}", of_op)
 
 
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
@@ -138,17 +155,22 @@ def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | 
 
     Where JAX ships one of its own for a GPU, that is the one meant, and it must serve the call.
     """
-    check = getattr(_module(op, name), f"{op.name}_slower", None)
+    check = predicate(_module(op, name), op, stem, "slower")
     if check is None or (op.xla and _unsupported(op, stem, "xla-gpu", arrays, static)):
         return None
     return check(*arrays, **static)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("op", "stem", "on_gpu", "elsewhere", "static"), inline=True
+    jax.jit, static_argnames=("op", "stem", "on_gpu", "elsewhere", "static", "gpu"), inline=True
 )
-def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple):
+def _run(
+    *arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple, gpu: ffi.Device | None
+):
     # jit, so that an eager call runs where its arrays are; inline, so that a trace sees through it.
+    # A CUDA implementation asks for the GPU as well: a trace for another must not be found again.
+    del gpu
+
     def implementation(name: str) -> Callable:
         options = dict(static)
         if name == "pallas-interpreter":
@@ -158,11 +180,11 @@ def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple)
 
     def refusal(why: str, instead: str) -> Callable:
         why = f"backend {on_gpu!r} cannot serve {stem}: {why}"
-        return functools.partial(_refuse, like=gpu, why=why, instead=instead)
+        return functools.partial(_refuse, like=kernel, why=why, instead=instead)
 
     if on_gpu == elsewhere == "xla":
         return implementation("xla")(*arrays)
-    gpu = implementation(on_gpu)
+    kernel = implementation(on_gpu)
     axes = varying.axes_of(arrays)
     if elsewhere == "cuda":
         other = refusal("it needs an NVIDIA GPU", "use backend 'auto', 'xla' or 'pallas' there")
@@ -176,7 +198,7 @@ def _run(*arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple)
         # Both in one type: a kernel's results vary as its operands do, a constant does not.
         return lambda *arrays: varying.vary(fn(*arrays), axes)
 
-    return jax.lax.platform_dependent(*arrays, cuda=typed(gpu), default=typed(other))
+    return jax.lax.platform_dependent(*arrays, cuda=typed(kernel), default=typed(other))
 
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:

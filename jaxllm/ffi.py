@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,41 @@ _HOW_TO_BUILD = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What decides whether a kernel serves a call: facts of a GPU and of the code built for it.
+
+    Attributes:
+        capability: The compute capability, 90 for sm_90.
+        multiprocessors: The number of SMs that launchers count on.
+        shared_bytes: The shared memory that a CTA may take.
+        image: The architecture that the extension's code for this GPU was compiled for, such as 80
+            where the GPU runs PTX of sm_80; 0 where there is none.
+        has_sm90a: Whether that code has the instructions of sm_90a.
+        clusters: How many clusters of two CTAs of the row-at-once GEMM run at once; 0 where it does
+            not run.
+    """
+
+    capability: int
+    multiprocessors: int
+    shared_bytes: int
+    image: int
+    has_sm90a: bool
+    clusters: int = 0
+
+
+H100 = Device(
+    capability=90,
+    multiprocessors=132,
+    shared_bytes=227 << 10,
+    image=90,
+    has_sm90a=True,
+    clusters=66,
+)
+
+_FACTS = {field.name for field in dataclasses.fields(Device)}
+
+
 def _describe_fault(extension: Any, import_error: ImportError | None) -> str | None:
     """Why the extension cannot be used, in a sentence."""
     if extension is None:
@@ -40,6 +77,9 @@ def _describe_fault(extension: Any, import_error: ImportError | None) -> str | N
             f"the CUDA extension was built for jaxlib {built}, newer than the installed {running}; "
             + _HOW_TO_BUILD
         )
+    known = extension.device_fact_names() if hasattr(extension, "device_fact_names") else ()
+    if _FACTS.difference(known):
+        return f"the CUDA extension is older than this version of jaxllm; {_HOW_TO_BUILD}"
     return None
 
 
@@ -84,15 +124,42 @@ def load(library: str | Path, handlers: Mapping[str, str]) -> None:
 def unavailable_reason(stem: str | None = None) -> str | None:
     """Why the CUDA kernels cannot be called from this process, in a sentence; None if they can.
 
+    In a process without an NVIDIA GPU they can: a program may be compiled for a GPU elsewhere. The
+    GPUs are asked for, so JAX's backends are initialized, and ``jax.distributed.initialize`` has to
+    come before.
+
     Args:
         stem: One kernel; that of a library that was loaded needs nothing of ours. None for ours.
     """
-    return None if stem in _loaded else _fault
+    if stem in _loaded:
+        return None
+    if _fault is not None:
+        return _fault
+    if reason := _survey()[1]:
+        return reason
+    gpu = device()
+    return _describe_missing_image(gpu) if gpu is not None and gpu.image == 0 else None
+
+
+def _describe_missing_image(gpu: Device) -> str:
+    """Why a GPU of this process has no code in the extension."""
+    without = [each for each in devices() if each.image == 0] or [gpu]
+    which = "this GPU is" if len(set(devices())) < 2 else "of the GPUs here it has none for"
+    names = build_facts().get("architectures", "").split()
+    # An architecture without a suffix stands for machine code and PTX.
+    code = [f"sm_{name.removesuffix('-real')}" for name in names if not name.endswith("-virtual")]
+    ptx = [name.removesuffix("-virtual") for name in names if not name.endswith("-real")]
+    code += [f"PTX of compute_{name}" for name in ptx]
+    reason = f"the extension has code for {', '.join(code)}; {which} {_names(without)}"
+    least = min(each.capability for each in without)
+    if any(name.isdecimal() and int(name) <= least for name in ptx):
+        reason += f", whose driver is too old for PTX of CUDA {build_facts().get('cuda')}"
+    return f"{reason}; reinstall jaxllm on this machine, or with CUDAARCHS for it"
 
 
 def is_available() -> bool:
-    """Whether the CUDA extension is built and fits the installed jaxlib (not: whether a GPU is)."""
-    return _fault is None
+    """Whether the CUDA kernels can be called: see :func:`unavailable_reason`."""
+    return unavailable_reason() is None
 
 
 def build_facts() -> dict[str, str]:
@@ -101,17 +168,83 @@ def build_facts() -> dict[str, str]:
 
 
 @functools.cache
+def _survey() -> tuple[tuple[Device, ...], str | None]:
+    """The GPUs of this process, and why the extension cannot ask for them, if it cannot.
+
+    At import it would be too early: it initializes JAX's backends. JAX keeps those too, so the
+    answer stays right. Threads that ask at once both get it.
+    """
+    if _cuda is None or _fault is not None:
+        return (), None
+    try:
+        local = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is no such backend
+        return (), None
+    ordinals = [each.local_hardware_id for each in local]
+    if None in ordinals:  # a client that does not say: nothing is known
+        return (), None
+    try:
+        found = [_cuda.device_facts(ordinal) for ordinal in ordinals]
+    except RuntimeError as error:
+        return (), f"the CUDA extension finds no facts of the GPU: {error}"
+    return tuple(Device(**{name: each[name] for name in _FACTS}) for each in found), None
+
+
+def devices() -> tuple[Device, ...]:
+    """The NVIDIA GPUs that this process runs programs on, in JAX's order."""
+    return _survey()[0]
+
+
+def device() -> Device | None:
+    """The GPU that a call is compiled for; None where this process has none, and nothing is known.
+
+    A program may run on any GPU of the process. Of several it has what all of them have.
+    """
+    found = set(devices())
+    if len(found) < 2:
+        return next(iter(found), None)
+    return Device(**{name: min(getattr(each, name) for each in found) for name in _FACTS})
+
+
 def no_hopper_reason() -> str | None:
     """Why kernels for Hopper GPUs will not serve this process, in a sentence; None if they will."""
-    if "90a" not in build_facts().get("architectures", ""):
-        return "the CUDA extension is not built for sm_90a"
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
+    gpu = device()
+    if gpu is None:
         return "this process has no NVIDIA GPU, and the kernel is for Hopper alone"
-    if {device.compute_capability for device in devices} != {"9.0"}:
+    if gpu.capability == 90 and gpu.has_sm90a:
+        return None
+    if len({each.capability for each in devices()}) > 1:
+        return f"this process has GPUs of several kinds, {_names(devices())}, and not only Hopper's"
+    if gpu.capability != 90:
         return "the kernel needs a Hopper GPU (compute capability 9.0)"
-    return None
+    return "the CUDA extension is not built for sm_90a"
+
+
+def _names(gpus: Iterable[Device]) -> str:
+    return ", ".join(f"sm_{kind}" for kind in sorted({gpu.capability for gpu in gpus}))
+
+
+@functools.cache
+def shared_needs() -> Mapping[str, int]:
+    """The shared memory, in bytes, of kernels that take as much on every GPU, by kernel.
+
+    Launchers take these constants too. It is empty without the extension.
+    """
+    return types.MappingProxyType({} if _cuda is None or _fault else _cuda.shared_needs())
+
+
+def shared_memory_reason(kernel: str) -> str | None:
+    """Why a kernel of :func:`shared_needs` does not fit into the GPU; None if it does.
+
+    Where the GPU is unknown, or the extension is not built, nothing is known against it.
+    """
+    gpu, need = device(), shared_needs().get(kernel, 0)
+    if gpu is None or need <= gpu.shared_bytes:
+        return None
+    return (
+        f"the kernel takes {need / 1024:.1f} KiB of shared memory; "
+        f"this GPU has {gpu.shared_bytes >> 10} KiB for a CTA"
+    )
 
 
 # XLA decodes an attribute by its exact type: a bare Python float would arrive as an f64.

@@ -1,7 +1,9 @@
 """Options, and what every test runs under."""
 
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import jaxlib.version
 
@@ -34,6 +36,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-crosscheck", action="store_true", help="fail without torch and transformers"
     )
+    parser.addoption(
+        "--compiled",
+        metavar="FOLDER",
+        type=Path,
+        help="take compiled programs from this folder, and add those of this run to it",
+    )
 
 
 def has_gpu() -> bool:
@@ -41,15 +49,79 @@ def has_gpu() -> bool:
     return jax.default_backend() == "gpu" and jaxllm.ffi.is_available()
 
 
+class Declined(pytest.skip.Exception):
+    """A kernel declines this GPU or this build: the one skip that --require-gpu allows."""
+
+    __module__ = "builtins"  # as of pytest's own: it is left out where the reason is printed
+
+
+def _skip_if_declined(why):
+    """Skips the test where a kernel declines this GPU or this build, as ``why()`` says.
+
+    Any other reason is a failure: ``why()`` must be None on an H100 with code for sm_90a.
+    """
+    reason = why()
+    if reason is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxllm.ffi, "device", lambda: jaxllm.ffi.H100)
+        everywhere = why()
+    assert everywhere is None, f"declined on every GPU: {everywhere}"
+    raise Declined(reason)
+
+
+@pytest.fixture
+def skip_if_declined():
+    """A function that skips where a kernel declines this GPU or this build.
+
+    It takes a function that returns the kernel's reason or None, such as
+    ``lambda: cuda.fused_unsupported(x, columns)``.
+    """
+    return _skip_if_declined
+
+
+def pytest_itemcollected(item):
+    if item.get_closest_marker("hopper"):
+        item.add_marker("gpu")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("hopper"):
+        _skip_if_declined(jaxllm.ffi.no_hopper_reason)
+
+
+def _link_programs(shared, own):
+    """Gives a process what is in the shared folder."""
+    shared.mkdir(parents=True, exist_ok=True)
+    for path in shared.glob("*-cache"):
+        (own / path.name).symlink_to(path.absolute())
+
+
+def _add_programs(own, shared):
+    """Moves what a process has compiled to the shared folder, each file at once."""
+    for path in own.glob("*-cache"):
+        if not path.is_symlink() and not (shared / path.name).exists():
+            incomplete = shared / f"{path.name}.{os.getpid()}"
+            shutil.copyfile(path, incomplete)
+            incomplete.replace(shared / path.name)
+
+
 def pytest_configure(config):
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
-    if jax.default_backend() == "cpu":  # on a GPU nobody has seen yet that all tests stand it
+    shared = config.getoption("--compiled")
+    # On a GPU only where it is asked for: nobody has seen yet that all tests stand it.
+    if shared is not None or jax.default_backend() == "cpu":
         # Many programs are compiled by several tests: those that need one later find it here. Each
         # process has its folder: JAX writes without a lock, and another could read half a file.
         compiled = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
         config.add_cleanup(compiled.cleanup)
         training.keep_compiled(compiled.name)
+        if shared is not None:
+            # Else the name of the process's folder would be part of what a program is found by.
+            jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+            _link_programs(shared, Path(compiled.name))
+            config.add_cleanup(lambda: _add_programs(Path(compiled.name), shared))
     if config.getoption("--require-gpu") and not has_gpu():
         reason = jaxllm.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
@@ -72,10 +144,11 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
-    # With --require-gpu everything can run, so a skip hides something.
+    # With --require-gpu everything can run but what a kernel declines, so a skip hides something.
     if (
         report.skipped
         and not hasattr(report, "wasxfail")
+        and not (call.excinfo and isinstance(call.excinfo.value, Declined))
         and item.config.getoption("--require-gpu")
     ):
         report.outcome = "failed"
@@ -87,7 +160,7 @@ def on_hopper(monkeypatch):
     """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
     if not jaxllm.ffi.is_available():
         pytest.skip(str(jaxllm.ffi.unavailable_reason()))
-    monkeypatch.setattr(jaxllm.ffi, "no_hopper_reason", lambda: None)
+    monkeypatch.setattr(jaxllm.ffi, "device", lambda: jaxllm.ffi.H100)
 
 
 @pytest.fixture

@@ -1,0 +1,276 @@
+"""What is known of a GPU and of the code built for it, and what follows; no GPU is needed."""
+
+import dataclasses
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxllm
+from jaxllm import ffi, ops
+from jaxllm.__main__ import main
+
+X = jnp.ones((6, 32))
+SCALE = jnp.ones(32)
+A100 = ffi.Device(
+    capability=80, multiprocessors=108, shared_bytes=163 << 10, image=80, has_sm90a=False
+)
+# A build that has machine code for sm_80 alone, on an H100.
+NO_IMAGE = dataclasses.replace(ffi.H100, image=0, has_sm90a=False)
+WITHOUT_EXTENSION = ffi._fault
+
+
+def normalize(x):
+    return ops.rms_norm(x, SCALE)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Makes this process have some GPUs and an extension built for some architectures."""
+
+    def set_up(*gpus, architectures="80-real"):
+        facts = {"architectures": architectures, "cuda": "13.0.88", "jaxlib": "0.10.0"}
+        monkeypatch.setattr(ffi, "_fault", None)
+        monkeypatch.setattr(ffi, "_survey", lambda: (gpus, None))
+        monkeypatch.setattr(ffi, "build_facts", lambda: facts)
+
+    return set_up
+
+
+def test_a_gpu_without_code_is_named_beside_the_code_there_is(pretend):
+    pretend(NO_IMAGE)
+    reason = str(ffi.unavailable_reason())
+    assert reason.startswith("the extension has code for sm_80; this GPU is sm_90; reinstall ")
+    assert not ffi.is_available()
+
+
+def test_a_patched_device_is_enough_to_have_no_image(pretend, monkeypatch):
+    pretend()
+    monkeypatch.setattr(ffi, "device", lambda: NO_IMAGE)
+    assert "code for sm_80; this GPU is sm_90" in str(ffi.unavailable_reason())
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "wanted"),
+    [
+        ("80-real 90a-real", 120, "code for sm_80, sm_90a; this GPU is sm_120; "),
+        ("80-real 90a-real 120-virtual", 100, "sm_90a, PTX of compute_120; this GPU is sm_100; "),
+        # Without a suffix, code and PTX; PTX of sm_90a is for that alone.
+        ("100", 90, "code for sm_100, PTX of compute_100; this GPU is sm_90; "),
+        ("90a", 100, "code for sm_90a, PTX of compute_90a; this GPU is sm_100; "),
+        # There is PTX that would do, but not for this driver.
+        ("80-real 90-virtual", 120, "sm_120, whose driver is too old for PTX of CUDA 13.0.88; "),
+    ],
+)
+def test_code_is_told_from_ptx(pretend, architectures, capability, wanted):
+    pretend(dataclasses.replace(NO_IMAGE, capability=capability), architectures=architectures)
+    assert wanted in str(ffi.unavailable_reason())
+
+
+def test_several_gpus_have_what_all_have(pretend):
+    pretend(ffi.H100, A100)
+    assert ffi.device() == A100
+    pretend(ffi.H100, ffi.H100)
+    assert ffi.device() == ffi.H100 and ffi.no_hopper_reason() is None
+    pretend(ffi.H100, NO_IMAGE)
+    assert ffi.device() == dataclasses.replace(NO_IMAGE, clusters=ffi.H100.clusters)
+
+
+def test_gpus_of_several_kinds_are_told_apart(pretend):
+    pretend(ffi.H100, A100)
+    assert ffi.unavailable_reason() is None
+    assert "GPUs of several kinds, sm_80, sm_90," in str(ffi.no_hopper_reason())
+    newer = dataclasses.replace(NO_IMAGE, capability=120)
+    pretend(ffi.H100, newer, A100)
+    assert "code for sm_80; of the GPUs here it has none for sm_120; " in str(
+        ffi.unavailable_reason()
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"has_sm90a": False}, "not built for sm_90a"),
+        ({"capability": 100, "has_sm90a": False}, "needs a Hopper GPU"),
+    ],
+)
+def test_kernels_for_hopper_want_the_gpu_and_the_code(pretend, changes, wanted):
+    pretend(dataclasses.replace(ffi.H100, **changes))
+    assert wanted in str(ffi.no_hopper_reason())
+
+
+def test_auto_goes_on_where_no_code_runs_and_explains_it(pretend):
+    pretend(NO_IMAGE)
+    explanation = jaxllm.explain(jax.grad(lambda x: normalize(x).sum()), X)
+    assert {call.on_gpu for call in explanation.calls} == {"pallas"}
+    assert "    not cuda: the extension has code for sm_80; this GPU is sm_90" in str(explanation)
+
+
+def test_cuda_by_name_says_that_no_code_runs(pretend):
+    pretend(NO_IMAGE)
+    wanted = "backend 'cuda' cannot serve rms_norm_forward: the extension has code for sm_80; this"
+    with pytest.raises(jaxllm.BackendError, match=wanted):
+        ops.rms_norm(X, SCALE, backend="cuda")
+
+
+def test_a_kernel_of_another_library_needs_no_code_of_ours(pretend, monkeypatch):
+    pretend(NO_IMAGE)
+    monkeypatch.setattr(ffi, "_loaded", {"softsign_forward"})
+    assert ffi.unavailable_reason("softsign_forward") is None
+    assert ffi.unavailable_reason("rms_norm_forward") is not None
+
+
+def test_without_a_gpu_nothing_is_held_against_the_extension(pretend):
+    pretend()
+    assert ffi.device() is None
+    assert ffi.unavailable_reason() is None
+    (call,) = jaxllm.explain(normalize, X).calls
+    assert call.on_gpu == "cuda"
+
+
+def test_info_tells_what_runs_on_each_gpu(pretend, capsys):
+    pretend(ffi.H100, architectures="90a-real")
+    main(["info"])
+    lines = capsys.readouterr().out.splitlines()
+    described = "sm_90, 132 SMs, 227 KiB of shared memory for a CTA; runs the extension's code for"
+    assert f"gpu         {described} sm_90a" in lines
+    assert "hopper      its kernels run" in lines
+    pretend(dataclasses.replace(ffi.H100, image=80, has_sm90a=False), architectures="80")
+    main(["info"])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"gpu         {described} sm_80" in lines
+    assert "hopper      its kernels do not: the CUDA extension is not built for sm_90a" in lines
+
+
+def test_info_tells_of_a_gpu_without_code(pretend, capsys):
+    pretend(NO_IMAGE)
+    main(["info"])
+    printed = capsys.readouterr().out
+    assert "extension   unavailable: the extension has code for sm_80; this GPU is sm_90" in printed
+    assert "runs no code of the extension" in printed
+
+
+class Extension:
+    """An extension that knows of two GPUs."""
+
+    @staticmethod
+    def device_facts(ordinal):
+        known = {0: ffi.H100, 3: A100}
+        if ordinal not in known:
+            raise RuntimeError(f"device {ordinal}: CUDA driver version is insufficient")
+        return dataclasses.asdict(known[ordinal]) | {"a fact of a later version": 1}
+
+
+def survey(monkeypatch, *ordinals):
+    asked = []
+
+    def local_devices(backend):
+        asked.append(backend)
+        return [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in ordinals]
+
+    monkeypatch.setattr(ffi, "_fault", None)
+    monkeypatch.setattr(ffi, "_cuda", Extension)
+    monkeypatch.setattr(ffi.jax, "local_devices", local_devices)
+    found = ffi._survey.__wrapped__()
+    assert asked == ["cuda"]
+    return found
+
+
+def test_the_gpus_are_those_of_this_process_by_their_ordinals(monkeypatch):
+    assert survey(monkeypatch, 3, 0) == ((A100, ffi.H100), None)
+
+
+def test_a_gpu_whose_ordinal_nobody_says_is_unknown(monkeypatch):
+    assert survey(monkeypatch, 0, None) == ((), None)
+
+
+def test_an_extension_that_cannot_ask_the_gpu_is_not_called(monkeypatch):
+    gpus, fault = survey(monkeypatch, 1)
+    assert gpus == () and "device 1: CUDA driver version is insufficient" in str(fault)
+    monkeypatch.setattr(ffi, "_survey", lambda: (gpus, fault))
+    assert ffi.unavailable_reason() == fault
+    assert ffi.device() is None
+
+
+def test_an_import_asks_for_no_gpu():
+    # jax.distributed.initialize has to come before the first question about devices.
+    script = (
+        "import jaxllm, jaxllm.models, jaxllm.ops\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "jaxllm.ffi.unavailable_reason()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_extension_of_older_sources_is_refused():
+    class Old:
+        @staticmethod
+        def build_facts():
+            return {"jaxlib": "0.1.0"}
+
+    class Newer(Old):
+        @staticmethod
+        def device_fact_names():
+            return [field.name for field in dataclasses.fields(ffi.Device)]
+
+    class Between(Old):
+        @staticmethod
+        def device_fact_names():
+            return ["capability", "multiprocessors"]
+
+    assert "is older than this version of jaxllm; reinstall" in str(ffi._describe_fault(Old, None))
+    assert "is older than this" in str(ffi._describe_fault(Between, None))
+    assert ffi._describe_fault(Newer, None) is None
+
+
+@pytest.mark.skipif(WITHOUT_EXTENSION is not None, reason=str(WITHOUT_EXTENSION))
+def test_the_extension_names_the_facts_that_python_has():
+    assert set(ffi._cuda.device_fact_names()) == ffi._FACTS
+
+
+@pytest.mark.gpu
+def test_the_gpu_of_this_machine_has_facts_and_code():
+    (gpu, *_) = ffi.devices()
+    assert gpu.multiprocessors > 0 and gpu.shared_bytes >= 48 << 10
+    capability = jax.local_devices(backend="cuda")[0].compute_capability
+    assert gpu.capability == int(capability.replace(".", ""))
+    built = {name.split("-")[0] for name in ffi.build_facts()["architectures"].split()}
+    assert str(gpu.image) in {name.rstrip("af") for name in built}
+    # The code for sm_90a is taken wherever it is there.
+    assert gpu.has_sm90a == ("90a" in built and gpu.capability == 90)
+
+
+def test_a_kernel_too_large_for_the_gpu_has_both_sizes_told(monkeypatch):
+    monkeypatch.setattr(ffi, "shared_needs", lambda: {"small": 1000, "large": 180 << 10})
+    monkeypatch.setattr(ffi, "device", lambda: None)
+    assert ffi.shared_memory_reason("large") is None
+    monkeypatch.setattr(ffi, "device", lambda: A100)
+    assert ffi.shared_memory_reason("small") is None
+    assert ffi.shared_memory_reason("large") == (
+        "the kernel takes 180.0 KiB of shared memory; this GPU has 163 KiB for a CTA"
+    )
+
+
+def test_a_trace_for_one_gpu_is_not_taken_for_another(pretend, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "jaxllm.ops.norm.cuda.rms_norm_forward",
+        lambda x, scale, **_: seen.append(ffi.device()) or (x, x[:, 0].astype(jnp.float32)),
+    )
+    for gpu in (A100, ffi.H100, A100):
+        pretend(gpu)
+        jax.eval_shape(lambda x: ops.rms_norm(x, SCALE, backend="cuda"), X)
+    assert set(seen) == {A100, ffi.H100}
+
+
+def test_a_test_is_skipped_only_for_what_this_gpu_lacks(skip_if_declined, pretend):
+    pretend(dataclasses.replace(ffi.H100, has_sm90a=False))
+    with pytest.raises(pytest.skip.Exception, match="is not built for sm_90a"):
+        skip_if_declined(ffi.no_hopper_reason)
+    with pytest.raises(AssertionError, match="declined on every GPU: the width is odd"):
+        skip_if_declined(lambda: "the width is odd")
+    skip_if_declined(lambda: None)

@@ -1,0 +1,190 @@
+"""What predicates accept fits the GPU: every op, traced for GPUs that this machine need not have.
+
+The limits are those of the launchers, by the constants that they take; see docs/architectures.py.
+"""
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+
+import architectures
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxllm
+import jaxllm.ops
+from jaxllm import ffi
+from jaxllm.backend import BackendError
+from jaxllm.models import gpt2
+from jaxllm.ops.gemm import cuda as gemm
+
+if ffi._fault is not None:
+    pytest.skip(
+        f"the launchers' limits are in the extension: {ffi._fault}", allow_module_level=True
+    )
+
+
+def hopper(sms, **changes):
+    """A Hopper GPU with so many SMs, of which any two make a cluster."""
+    return dataclasses.replace(ffi.H100, multiprocessors=sms, clusters=sms // 2, **changes)
+
+
+# Hopper GPUs with fewer SMs: an H100 PCIe, an H20, parts of a GPU. And one of whose SMs few have a
+# neighbour for a cluster, one where none has, and a machine whose GPU nobody knows.
+GPUS = {f"sm_{name}": gpu for name, gpu in architectures.GPUS.items()} | {
+    **{f"sm_90a with {sms} SMs": hopper(sms) for sms in (114, 78, 60, 14)},
+    "sm_90a with 3 clusters": dataclasses.replace(ffi.H100, clusters=3),
+    "sm_90a without clusters": dataclasses.replace(ffi.H100, clusters=0),
+    "unknown": None,
+}
+FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
+LEAST_SHARED_BYTES = 99 << 10  # of all GPUs: sm_86, sm_89 and sm_120
+
+
+def cases_of(family):
+    """Those that are large, and two small ones of each op."""
+    cases = importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
+    few = [
+        case
+        for op in dict.fromkeys(case.op for case in cases)
+        for case in [case for case in cases if case.op == op and not case.large][:2]
+    ]
+    return [case for case in (*few, *(case for case in cases if case.large)) if not refused(case)]
+
+
+def refused(case):
+    return "cuda" in case.refused_by
+
+
+def tiles(rows, columns, tile):
+    return math.prod(
+        -(-size // of_tile) for size, of_tile in zip((rows, columns), tile, strict=True)
+    )
+
+
+def assert_launches(launch, gpu):
+    """The conditions that launchers check, and return an error for."""
+    for kernel in architectures.kernels_of(launch, gpu):
+        need = ffi.shared_needs().get(kernel, 0)
+        assert need <= (LEAST_SHARED_BYTES if gpu is None else gpu.shared_bytes), kernel
+    if launch.stem in architectures.HOPPER_STEMS:
+        assert gpu is not None and gpu.capability == 90 and gpu.has_sm90a, launch.stem
+        # weight_gradients has no clusters.
+        assert gpu.clusters > 0 or launch.stem == "weight_gradients"
+    if gpu is None:
+        return
+    if launch.stem in ("matmul_norm", "matmul_norm_gradient"):
+        # The column tiles of a row run at once. The gradient has rows of partial sums for each
+        # group of clusters that has a row, 16 for each of its clusters' CTAs' warps.
+        columns = launch.results[0].shape[-1]
+        assert tiles(1, columns, (1, 192)) <= gpu.clusters
+        if launch.stem == "matmul_norm_gradient":
+            assert launch.results[2].shape[0] >= 16
+    if launch.stem == "weight_gradients":
+        *weights, partial = (result.shape for result in launch.results)
+        count = sum(tiles(rows, columns, (256, 192)) for rows, columns in weights)
+        assert count <= min(gpu.multiprocessors, partial[0] - count)
+
+
+def family_and_gpu():
+    """Every family with a few GPUs, and with all of them where its kernels differ, in 16 bits."""
+    few = ("sm_80", "sm_86", "sm_90a", "sm_120", "unknown")
+    for family in FAMILIES:
+        differs = family in ("attention", "decoding", "gemm", "loss")
+        for name in GPUS if differs else few:
+            dtypes = ("bfloat16", "float32") if name in few else ("bfloat16",)
+            yield pytest.param(family, GPUS[name], dtypes, id=f"{family}-{name}")
+
+
+@pytest.mark.parametrize(("family", "gpu", "dtypes"), list(family_and_gpu()))
+def test_what_is_accepted_fits_the_gpu_and_nothing_is_declined(family, gpu, dtypes):
+    # Every op has kernels for every GPU from sm_80 on, and others where those for Hopper decline.
+    for case in cases_of(family):
+        for dtype in dtypes:
+            program = architectures.program_of(case, "cuda")
+            with architectures.on(gpu):
+                launches = architectures.launches(program, *architectures.inputs_of(case, dtype))
+            # Without an activation or a bias a layer and its gradients are XLA's alone.
+            assert launches or case.op == "linear", case
+            for launch in launches:
+                assert_launches(launch, gpu)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("width", [8, 32, 40, 64, 80, 96, 128, 129, 192, 200, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_of_any_width_fits_every_gpu(dtype, width, gpu):
+    case = architectures._heads(1, 70, 4, width)
+    program = architectures.program_of(case, "cuda")
+    with architectures.on(gpu):
+        forward, backward = architectures.launches(program, *architectures.inputs_of(case, dtype))
+    assert_launches(forward, gpu)
+    assert_launches(backward, gpu)
+    if gpu is not None and gpu.has_sm90a and dtype == "bfloat16" and width in (64, 128):
+        assert architectures.kernels_of(forward, gpu) == ("flash_attention_forward_hopper",)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_the_kernels_for_hopper_run_where_they_fit(gpu):
+    rows, width, hidden = 65536, 768, 3072
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    of_hidden = jax.ShapeDtypeStruct((rows, hidden), jnp.bfloat16)
+    with architectures.on(gpu):
+        fused = gemm.fused_unsupported(x, hidden)
+        norm = gemm.norm_unsupported(of_hidden, width)
+        gradients = gemm.weight_gradients_unsupported(x, x, x, x)
+    if gpu is None or not gpu.has_sm90a:
+        assert None not in (fused, norm, gradients)
+        return
+    assert (fused is None) == (gpu.clusters > 0)
+    # A row of 768 columns has four tiles, and two weights of 768 x 768 have 24.
+    assert (norm is None) == (gpu.clusters >= 4)
+    assert (gradients is None) == (gpu.multiprocessors >= 48)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_the_step_of_gpt2_is_one_that_launches(gpu):
+    config = gpt2.GPT2Config(layers=2)
+    tokens = jax.ShapeDtypeStruct((64, 1024), jnp.int32)
+
+    def step(params, tokens):
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return jax.grad(gpt2.loss)(params, tokens, tokens, config)
+
+    params = jax.eval_shape(lambda: gpt2.init(jax.random.key(0), config))
+    with architectures.on(gpu), jaxllm.use_backend("auto"):
+        launches = architectures.launches(step, params, tokens)
+    stems = {launch.stem for launch in launches}
+    for launch in launches:
+        assert_launches(launch, gpu)
+    runs_rows_at_once = gpu is not None and gpu.has_sm90a and gpu.clusters >= 4
+    assert ("matmul_norm_gradient" in stems) == runs_rows_at_once
+
+
+def test_a_gpu_with_too_little_shared_memory_is_declined_with_both_sizes():
+    # Smaller than any GPU, so that the kernels for wide heads do not fit.
+    small = dataclasses.replace(architectures.GPUS["86"], shared_bytes=64 << 10)
+    case = architectures._heads(1, 70, 4, 256)
+    with architectures.on(small), pytest.raises(BackendError, match=r"99.0 KiB .* has 64 KiB"):
+        architectures.launches(
+            architectures.program_of(case, "cuda"), *architectures.inputs_of(case, "bfloat16")
+        )
+
+
+def test_the_launchers_needs_are_known_by_their_names():
+    needs = ffi.shared_needs()
+    widths = ("32", "64", "96", "128", "256")
+    attention = {f"flash_attention_{way}_{w}" for way in ("forward", "backward") for w in widths}
+    attention |= {f"flash_attention_float32_{width}" for width in ("64", "128", "256")}
+    decode = {"decode_attention", "decode_attention_any_width"}
+    products = {"matmul_mma_16_bits", "matmul_mma_float32"}
+    products |= {f"matmul_float32_{size}" for size in ("large", "square", "small")}
+    # A kernel that is missing here has no test of where it fits.
+    assert set(needs) == attention | decode | products
+    assert all(0 < need <= LEAST_SHARED_BYTES for need in needs.values())
+
+
+def test_the_page_on_architectures_is_current():
+    assert architectures.page() == architectures.PAGE.read_text(), "python docs/architectures.py"
