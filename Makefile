@@ -18,12 +18,16 @@ PYTEST_FLAGS ?=
 
 comma := ,
 PIP := $(VENV)/bin/python -m pip
-KERNEL_SOURCES := $(shell find cuda -type f) $(wildcard examples/*/*.cu)
+KERNEL_SOURCES := $(shell find cuda -name '*.cu*' -o -name '*.cc' -o -name '*.h') \
+	$(wildcard examples/*/*.cu)
 
 # An editable install with an extra, if PY is the one in .venv.
 installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
 
-.PHONY: help venv install demo test test-gpu lint format bench clean
+# What `make kernels` compiles for: every GPU that docs/architectures.md tells of.
+ARCHS ?= 80 86 89 90 90a 100 103 120
+
+.PHONY: help venv install demo test test-gpu lint format bench kernels clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -39,7 +43,7 @@ demo: $(call installed,train) ## train a small GPT-2, sample from it, draw the l
 test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
 	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
-test-gpu: $(call installed,test) ## run the tests on a GPU; a test that is skipped fails
+test-gpu: $(call installed,test) ## run the tests on a GPU; only a kernel that declines it skips one
 	$(PY) -m pytest -n 12 --dist loadgroup --require-gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check formatting, lint and types
@@ -57,6 +61,9 @@ bench: $(call installed,train) ## time the ops and the training step; needs a GP
 	for family in $$($(PY) -c 'from benchmarks.ops import families; print(*families())'); do \
 	    $(PY) -m benchmarks.ops $$family || exit 1; done
 	$(PY) -m benchmarks.train --implementation plain_unrolled torch_compile jaxllm
+
+kernels: ## compile every kernel, and link none; ARCHS="80 120" says for which GPUs
+	cuda/compile.sh $(ARCHS)
 
 clean: ## remove .venv, build products and caches; leaves data/ and runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
@@ -81,7 +88,8 @@ $(VENV)/.options: $(VENV)/.created FORCE
 	@echo "$(CUDA) $(CUDAARCHS) $(EXTRAS)" | cmp -s - $@ || echo "$(CUDA) $(CUDAARCHS) $(EXTRAS)" > $@
 
 # Editable: a change of a Python file needs no reinstall.
-$(VENV)/.installed-%: $(VENV)/.build-tools $(VENV)/.options pyproject.toml CMakeLists.txt $(KERNEL_SOURCES)
+$(VENV)/.installed-%: $(VENV)/.build-tools $(VENV)/.options pyproject.toml CMakeLists.txt \
+		cmake/architectures.cmake $(KERNEL_SOURCES)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install --quiet --no-build-isolation \
 	    -C cmake.define.JAXLLM_CUDA=$(CUDA) -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	touch $@
