@@ -2,16 +2,21 @@
 
     python tests/share_a_gpu.py processes --seconds 60          # two processes on one GPU
     python tests/share_a_gpu.py processes --seconds 60 --mps    # both at once on its SMs
+    python tests/share_a_gpu.py streams --seconds 60            # one program, two streams, two GPUs
 
 A process loops GPT-2's training step, whose row-at-once GEMMs exchange the sums of rows, and
 attention's backward, in which a tile of keys waits for those before it. Each process prints a line
 a second with the number of its rounds. If none comes for ``--patience`` seconds, the script ends
 the processes and fails. ``docs/waits.md`` says why none can hang.
+
+With ``streams``, one program has row-at-once GEMMs on one stream of each GPU, attention's backward
+on another, and all-reduces of NCCL beside them. Its results must be the same bits in each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import queue
 import subprocess
@@ -99,6 +104,88 @@ def loop(seconds: float, batch_size: int, tokens: int) -> None:
     print(f"done {rounds} loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
 
 
+def stream_program(rows: int, tokens: int, heads: int = 4, products: int = 24, turns: int = 2):
+    """The program of two streams beside all-reduces, and its arguments.
+
+    XLA gives no stream to the calls inside what is annotated with one. So the kernels are called
+    themselves, and not the ops, which JAX traces as calls.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.compute_on import compute_on
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from jaxllm.ops.attention import cuda as attention
+    from jaxllm.ops.gemm import cuda as gemm
+
+    width = 768
+    options = {"causal": True, "scale": 128**-0.5, "window": None, "softcap": None}
+    forward = functools.partial(attention.flash_attention_forward, segment_ids=None, **options)
+
+    def multiply(x, weight, bias, normed, mean, rstd):
+        for _ in range(products):
+            normed, mean, rstd = gemm._matmul_norm(x, weight, bias, normed, mean, rstd, eps=1e-5)
+        return normed, mean, rstd
+
+    def differentiate(q, k, v, out, lse, dout):
+        for _ in range(turns):
+            gradients = attention.flash_attention_backward(q, k, v, out, lse, dout, None, **options)
+            dout = gradients[0]
+        return gradients
+
+    def on_stream(i, fn):
+        space = jax.memory.Space.Device
+        return compute_on(fn, compute_type=f"gpu_stream:{i}", out_memory_spaces=space)
+
+    def program(of_products, of_attention, shard):
+        first = on_stream(1, multiply)(*of_products)
+        second = on_stream(2, differentiate)(*of_attention)
+        for _ in range(6):
+            shard = jax.lax.psum(shard, "gpu") * 0.5
+        return first, second, shard
+
+    mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,))
+    everywhere, split = PartitionSpec(), PartitionSpec("gpu")
+    x, normed = jax.random.normal(jax.random.key(0), (2, rows, width), jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16) * width**-0.5
+    statistics = jnp.zeros(rows), jnp.ones(rows)
+    q, k, v, dout = attention_arguments(tokens, heads)
+    out, lse = jax.jit(forward)(q, k, v)
+    arguments = (
+        ((x, weight, jnp.zeros(width, x.dtype), normed, *statistics), everywhere),
+        ((q, k, v, out, lse, dout), everywhere),
+        (jnp.ones(1 << 26), split),
+    )
+    placed = [jax.device_put(tree, NamedSharding(mesh, spec)) for tree, spec in arguments]
+    sharded = jax.shard_map(
+        program,
+        mesh=mesh,
+        in_specs=tuple(spec for _, spec in arguments),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    return jax.jit(sharded), placed
+
+
+def loop_streams(seconds: float, tokens: int) -> None:
+    """One process on two GPUs: rounds of the program, a line a second."""
+    import jax
+    import jax.numpy as jnp
+
+    program, arguments = stream_program(32768, tokens)
+    expected = jax.block_until_ready(program(*arguments))
+    print("compiled", flush=True)
+    rounds, said, end = 0, 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        results = jax.block_until_ready(program(*arguments))
+        rounds += 1
+        if time.monotonic() - said > 1:
+            said = time.monotonic()
+            assert jax.tree.all(jax.tree.map(jnp.array_equal, results, expected)), rounds
+            print(f"rounds {rounds}", flush=True)
+    print(f"done {rounds}", flush=True)
+
+
 def watch(commands: list[list[str]], environment: dict[str, str], patience: float) -> int:
     """Runs commands at the same time; ends them all where one is silent for so long."""
     lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
@@ -157,7 +244,7 @@ def stop_mps(environment: dict[str, str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["processes", "loop"])
+    parser.add_argument("mode", choices=["processes", "streams", "loop", "loop-streams"])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--patience", type=float, default=120, help="seconds without a line")
     parser.add_argument("--mps", action="store_true")
@@ -167,9 +254,15 @@ def main(argv: list[str] | None = None) -> int:
     if options.mode == "loop":
         loop(options.seconds, options.batch_size, options.tokens)
         return 0
+    if options.mode == "loop-streams":
+        loop_streams(options.seconds, options.tokens)
+        return 0
     environment = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     seconds = ["--seconds", str(options.seconds)]
     sizes = ["--batch-size", str(options.batch_size), "--tokens", str(options.tokens)]
+    if options.mode == "streams":
+        child = [sys.executable, __file__, "loop-streams", *seconds, *sizes]
+        return watch([child], environment, options.patience)
     child = [sys.executable, __file__, "loop", *seconds, *sizes]
     if not options.mps:
         return watch([child] * PROCESSES, environment, options.patience)

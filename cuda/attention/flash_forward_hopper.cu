@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "attention/flash_forward_hopper.cuh"
-#include "common/dependent_launch.cuh"
+#include "common/zero_counter.cuh"
 
 namespace jaxllm {
 namespace {
@@ -67,11 +67,12 @@ cudaError_t launch(cudaStream_t stream, const HopperAttention& attention, HeadRo
                                    counter,
                                    {attention.query_segments, attention.key_segments,
                                     attention.segment_ranges, keys_seen, nullptr}};
-  JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(counter, 0, sizeof(int), stream));
+  JAXLLM_RETURN_IF_ERROR(zero_counter(stream, counter));
   Launch launch;
   launch.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)));
   launch.block = dim3(Shape::kThreads);
   launch.shared = sizeof(ForwardShared<T, Shape>);
+  launch.overlap = true;
   return launch_kernel(stream, kernel, launch, q_map, k_map, v_map, out_map, arguments);
 }
 

@@ -21,6 +21,7 @@
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/hopper.cuh"
 #include "common/tile_order.cuh"
 
@@ -115,6 +116,7 @@ __device__ __forceinline__ void copy_forward(ForwardShared<T, Shape>& shared,
   RingPosition<Shape::kStages> k_ring, v_ring;
   RingPosition<1> q_ring;
 
+  wait_for_last_kernel();  // which sets the counter to zero
   int tile = blockIdx.x;
   while (tile < a.tiles) {
     const int next_tile = gridDim.x + atomicAdd(a.counter, 1);  // long before it is needed

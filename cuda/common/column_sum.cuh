@@ -45,6 +45,7 @@ template <typename T, int kOutputs>
 __global__ void __launch_bounds__(kColumnSumThreads)
     column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
                       int64_t row_stride, int64_t width) {
+  wait_for_last_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_column = int64_t{blockIdx.x} * 32, my_column = first_column + warp;
   const float total = sum_column_of_warp(partial + int64_t{blockIdx.y} * row_stride * width, rows,
@@ -63,9 +64,12 @@ cudaError_t column_sum(cudaStream_t stream, const float* partial, T* const (&out
                        int64_t groups, int64_t rows, int64_t row_stride, int64_t width) {
   ColumnSumOutputs<T, kOutputs> columns;
   std::copy(outputs, outputs + kOutputs, columns.arrays);
-  const dim3 grid(divide_up(width, 32), groups * kOutputs);
-  return launch_kernel(stream, column_sum_kernel<T, kOutputs>, {grid, kColumnSumThreads}, partial,
-                       columns, rows, row_stride, width);
+  Launch launch;
+  launch.grid = dim3(divide_up(width, 32), groups * kOutputs);
+  launch.block = dim3(kColumnSumThreads);
+  launch.overlap = true;
+  return launch_kernel(stream, column_sum_kernel<T, kOutputs>, launch, partial, columns, rows,
+                       row_stride, width);
 }
 
 }  // namespace jaxllm

@@ -60,11 +60,6 @@ __device__ __forceinline__ void store_matrix_box(const CUtensorMap& map, const v
       : "memory");
 }
 
-// Has bytes brought into the L2 cache: a multiple of 16, from an address that is one.
-__device__ __forceinline__ void prefetch_bytes(const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // Waits until all but the last kPending groups of this thread's stores have read their source.
 template <int kPending>
 __device__ __forceinline__ void wait_until_older_stores_have_read() {

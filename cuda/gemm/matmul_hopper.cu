@@ -11,8 +11,17 @@ using MlpTile = TileShape<192, 4, 1, 2>;
 using PlainTile = TileShape<192, 4, 2, 1>;
 using NarrowTile = TileShape<128, 5, 2, 1>;
 using ResidualTile = PlainTile;
-constexpr int kRowTilesAtATime = 16;  // of clusters
 constexpr int kTilesOfOneRowAtATime = 1;
+
+// In how many row tiles, of clusters, the tiles lie that are at work at once. If b stays in the L2
+// cache, few: then all columns of a row are written at about the same time, and DRAM opens a page
+// once (GPT-2's MLP on an H100: 2 to 4 of 100). Else b is read again for each group of row tiles,
+// and the more of them the better.
+template <typename T>
+int row_tiles_at_a_time(const HopperMatmul<T>& call) {
+  constexpr int64_t kCachedBytes = int64_t{16} << 20;
+  return call.columns * call.depth * int64_t{sizeof(T)} <= kCachedBytes ? 4 : 16;
+}
 
 template <class Shape, Epilogue kEpilogue, typename T>
 cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
@@ -25,7 +34,8 @@ cudaError_t launch_product(cudaStream_t stream, const MatmulCall<T>& call) {
     matmul.saved = static_cast<const T*>(call.h);
   }
   const auto launch = [&](auto turn_a, auto turn_b) {
-    return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul, kRowTilesAtATime);
+    return launch_matmul<Shape, kEpilogue, turn_a, turn_b>(stream, matmul,
+                                                           row_tiles_at_a_time(matmul));
   };
   // In b as it comes the depth is across the rows.
   constexpr std::false_type along;
@@ -77,7 +87,7 @@ cudaError_t MatmulHopper<T>::bias_gelu(cudaStream_t stream, const T* x, const T*
   call.slopes = saved;
   const auto launch = slope ? launch_matmul<MlpTile, Epilogue::kGeluSlope, false, true, T>
                             : launch_matmul<MlpTile, Epilogue::kGelu, false, true, T>;
-  return launch(stream, call, kRowTilesAtATime);
+  return launch(stream, call, row_tiles_at_a_time(call));
 }
 
 template <typename T>
@@ -97,8 +107,8 @@ cudaError_t MatmulHopper<T>::scale(cudaStream_t stream, const T* x, const T* wei
   if (rows > 0) {
     HopperMatmul<T> call{rows, columns, width, x, weight, out, nullptr, nullptr, partial};
     call.slopes = const_cast<T*>(slopes);
-    JAXLLM_RETURN_IF_ERROR(
-        (launch_matmul<MlpTile, Epilogue::kScale, false, false>(stream, call, kRowTilesAtATime)));
+    JAXLLM_RETURN_IF_ERROR((launch_matmul<MlpTile, Epilogue::kScale, false, false>(
+        stream, call, row_tiles_at_a_time(call))));
   }
   static_assert(kScaleRows == MlpTile::kRows);
   const int64_t row_tiles = divide_up(rows, kScaleRows);
@@ -112,7 +122,7 @@ cudaError_t MatmulHopper<T>::residual(cudaStream_t stream, const T* x, const T* 
   if (rows == 0 || columns == 0) return cudaSuccess;
   const HopperMatmul<T> call{rows, columns, width, x, weight, out, residual, bias, nullptr};
   return launch_matmul<ResidualTile, Epilogue::kResidual, false, true>(stream, call,
-                                                                       kRowTilesAtATime);
+                                                                       row_tiles_at_a_time(call));
 }
 
 template <typename T>
@@ -127,7 +137,7 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
   call.head_sums = sums;
   call.tokens = tokens;
   return launch_matmul<ResidualTile, Epilogue::kHeadSums, false, false>(stream, call,
-                                                                        kRowTilesAtATime);
+                                                                        row_tiles_at_a_time(call));
 }
 
 template <typename T>
@@ -202,7 +212,7 @@ cudaError_t MatmulHopper<T>::softmax(cudaStream_t stream, const T* x, const T* w
     call.softmax = softmax;
     const auto launch = turned ? launch_matmul<PlainTile, Epilogue::kSoftmax, false, false, T>
                                : launch_matmul<PlainTile, Epilogue::kSoftmax, false, true, T>;
-    return launch(stream, call, kRowTilesAtATime);
+    return launch(stream, call, row_tiles_at_a_time(call));
   }
 }
 

@@ -251,14 +251,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     __syncthreads();
   }
+  start_next_kernel();  // a column sum, if any: its CTAs come as these go, and wait for all of them
 
   const int rank = blockIdx.x % Shape::kCluster;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
     give_registers<Shape::kCopierRegisters>();
     if (threadIdx.x == 0) {
-      copy_operands<Shape, kTurnA, kTurnB, kEpilogue == Epilogue::kScale>(shared, arguments, a_map,
-                                                                          b_map, rank);
+      copy_operands<Shape, kTurnA, kTurnB>(shared, arguments, a_map, b_map, rank);
     }
     __syncwarp();
   } else {

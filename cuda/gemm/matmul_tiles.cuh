@@ -118,8 +118,7 @@ __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, in
   }
 }
 
-// kSlopes: also has the slopes that the end of a tile reads brought into the L2 cache.
-template <class Shape, bool kTurnA, bool kTurnB, bool kSlopes, typename T>
+template <class Shape, bool kTurnA, bool kTurnB, typename T>
 __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
                                               const MatmulArguments<T>& arguments,
                                               const CUtensorMap& a_map, const CUtensorMap& b_map,
@@ -136,9 +135,6 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   const int clusters = gridDim.x / Shape::kCluster;
   for (int tile = blockIdx.x / Shape::kCluster; tile < arguments.tiles; tile += clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
-    if constexpr (kSlopes) {
-      prefetch_bytes(tile_of_slopes<Shape>(arguments, origin), kTileSize<Shape> * sizeof(T));
-    }
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {
       const int depth = step * Shape::kDepth;
