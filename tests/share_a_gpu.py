@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 PROCESSES = 2
 
@@ -135,7 +136,8 @@ def stream_program(rows: int, tokens: int, heads: int = 4, products: int = 24, t
 
     def on_stream(i, fn):
         space = jax.memory.Space.Device
-        return compute_on(fn, compute_type=f"gpu_stream:{i}", out_memory_spaces=space)
+        annotate: Any = compute_on  # as JAX has it from 0.11 on
+        return annotate(fn, compute_type=f"gpu_stream:{i}", out_memory_spaces=space)
 
     def program(of_products, of_attention, shard):
         first = on_stream(1, multiply)(*of_products)
