@@ -9,16 +9,20 @@ A request is one of four names:
   be slower than one after it, or than what JAX ships for it; elsewhere ``xla``.
 
 The innermost request wins: an op's ``backend=`` argument, then :func:`use_backend`, then the
-environment variable ``JAXLLM_BACKEND`` (read once, at import), then ``"auto"``.
+environment variable ``JAXLLM_BACKEND`` (read once, at import; empty counts as unset), then
+``"auto"``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast, get_args
 
@@ -38,7 +42,36 @@ class BackendError(RuntimeError):
 # environment variable read at trace time would serve a stale one.
 _requested = jax.make_user_context(None)
 _recorder = jax.make_user_context(None)
-_DEFAULT = os.environ.get("JAXLLM_BACKEND", "auto")
+_DEFAULT = os.environ.get("JAXLLM_BACKEND", "").strip() or "auto"
+
+
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """A ``with`` block of :func:`use_backend` that is open.
+
+    JAX has one request for each thread, and asyncio's tasks share a thread: so each block knows its
+    task, and each task its block.
+
+    Attributes:
+        restore: Gives the thread back the request that it had before the block.
+        task: The asyncio task that entered the block, if one did.
+    """
+
+    restore: contextlib.AbstractContextManager[Any]
+    task: asyncio.Task[Any] | None
+
+
+class _OpenBlocks(threading.local):
+    """The open blocks of a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+_open = _OpenBlocks()
+_block_of_task: contextvars.ContextVar[_Block | None] = contextvars.ContextVar(
+    "block", default=None
+)
 
 
 def _check(name: object, source: str) -> Backend:
@@ -54,10 +87,17 @@ def resolve(backend: Backend | None = None) -> Backend:
         backend: An op's ``backend=`` argument; None defers to the surrounding request.
 
     Raises:
+        BackendError: Another asyncio task of this thread has a :func:`use_backend` block open.
         ValueError: The name is not one of :data:`BACKENDS`.
     """
     if backend is not None:
         return _check(backend, "backend")
+    if _open.blocks and _is_of_another_task(_open.blocks[-1]):
+        raise BackendError(
+            f"another asyncio task of this thread is inside use_backend({_requested.value!r}), "
+            "which holds for the whole thread; let no task await inside such a block, or give the "
+            "op its backend= argument"
+        )
     return _requested.value or _check(_DEFAULT, "the environment variable JAXLLM_BACKEND")
 
 
@@ -68,6 +108,12 @@ def use_backend(backend: Backend) -> Iterator[None]:
     Ops keep the backend that they were traced with: a pullback made inside the block and called
     outside it still runs the kernels of the block.
 
+    The request is the thread's, as JAX's own settings are: other threads do not have it, and all
+    asyncio tasks of the thread do. So no task should await inside the block, but for tasks that it
+    starts there. While a block is open that another task has entered, an op that is traced, or
+    called outside ``jax.jit``, raises an error; a compiled function runs as the innermost open
+    block says. Whatever the order in which blocks are left, none leaves its request behind.
+
     Example:
         >>> with jaxllm.use_backend("pallas"):
         ...     y = jaxllm.ops.layer_norm(x, scale, bias)
@@ -75,8 +121,46 @@ def use_backend(backend: Backend) -> Iterator[None]:
     Raises:
         ValueError: The name is not one of :data:`BACKENDS`.
     """
-    with _requested(_check(backend, "backend")):
+    block = _Block(_requested(_check(backend, "backend")), _current_task())
+    block.restore.__enter__()
+    _open.blocks.append(block)
+    outer = _block_of_task.get()
+    _block_of_task.set(block)
+    try:
         yield
+    finally:
+        _block_of_task.set(outer)
+        _leave(block)
+
+
+def _leave(block: _Block) -> None:
+    """Gives the thread back its request; the last of overlapping blocks that is left does that."""
+    if block not in _open.blocks:
+        raise BackendError("use_backend: the block was entered in another thread; leave it there")
+    place = _open.blocks.index(block)
+    if block is not _open.blocks[-1]:
+        inner = _open.blocks[place + 1]
+        inner.restore, block.restore = block.restore, inner.restore
+    else:
+        block.restore.__exit__(None, None, None)
+    del _open.blocks[place]
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+def _is_of_another_task(block: _Block) -> bool:
+    """Whether a task is inside a block that neither this one nor the one that started it entered.
+
+    A task that has ended left the block open on purpose, as a cell of a notebook may.
+    """
+    if block.task is None or block.task is _current_task() or block is _block_of_task.get():
+        return False
+    return not block.task.done()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxllm import ffi, varying
+from jaxllm import ffi, promotion, varying
 from jaxllm.backend import Backend, BackendError, Call, record
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
@@ -93,7 +94,7 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
             passed_over=passed_over,
         )
 
-    with record(call, f"{stem}[{on_gpu}]"):
+    with record(call, f"{stem}[{on_gpu}]"), promotion.defaults():
         return _run(
             *arrays,
             op=op,
@@ -118,13 +119,53 @@ def _choose(
         candidates = [backend]
     passed_over = []
     for name in candidates:
-        reason = _unsupported(op, stem, name, arrays, static)
-        if reason is None and backend == "auto":
-            reason = _slower(op, stem, name, arrays, static)
+        reason = _declined(op, stem, name, backend, arrays, static)
         if reason is None:
             return name, tuple(passed_over)
         passed_over.append((name, reason))
     raise BackendError(f"backend {backend!r} cannot serve {stem}: {passed_over[0][1]}")
+
+
+def _declined(
+    op: Op, stem: str, name: str, backend: Backend, arrays: tuple, static: dict[str, Any]
+) -> str | None:
+    """Why an implementation does not run; None if it does."""
+    is_symbolic = _has_symbolic_sizes(arrays)
+    if is_symbolic and name in _SIZED and _module(op, name) is not None:
+        return f"an array has a symbolic size; {_SIZED[name]} kernels need sizes that are numbers"
+    try:
+        reason = _unsupported(op, stem, name, arrays, static)
+        if reason is None and backend == "auto":
+            reason = _slower(op, stem, name, arrays, static)
+        if reason is None and is_symbolic and name == "cuda":
+            reason = _undecided(op, stem, arrays, static)
+        return reason
+    except jax.errors.InconclusiveDimensionOperation as error:
+        return _on_symbolic_sizes(str(error))
+
+
+_SIZED = {"pallas": "Pallas", "xla-gpu": "cuDNN's"}
+
+
+def _has_symbolic_sizes(arrays: tuple) -> bool:
+    """Whether ``jax.export`` traces the call for any batch, or another size that is no number."""
+    return any(map(jax.export.is_symbolic_dim, sum(map(jnp.shape, jax.tree.leaves(arrays)), ())))
+
+
+def _undecided(op: Op, stem: str, arrays: tuple, static: dict[str, Any]) -> str | None:
+    """Why a CUDA kernel needs sizes that are numbers; None if it does not."""
+    options = getattr(op.cuda, f"{stem}_options", None)
+    static = static | (options(*arrays, **static) if options else {})
+    try:
+        jax.eval_shape(functools.partial(getattr(op.cuda, stem), **static), *arrays)
+    except TypeError as error:  # an int of a size
+        return f"an array has a symbolic size: {error}"
+    return None
+
+
+def _on_symbolic_sizes(error: str) -> str:
+    comparison = error.partition("\n")[0].partition(" is inconclusive")[0].rpartition("comparison ")
+    return f"it would have to know whether {comparison[2]}; a constraint on the size may tell"
 
 
 def _module(op: Op, name: str) -> Implementation | None:
@@ -176,6 +217,8 @@ def _run(
         if name == "pallas-interpreter":
             name, options["interpret"] = "pallas", True
         fn = functools.partial(getattr(_module(op, name), stem), **options)
+        if name == "xla-gpu":
+            return _differentiated_as(implementation("xla"), fn)
         return _undifferentiable(fn, stem, name) if name in ("cuda", "pallas") else fn
 
     def refusal(why: str, instead: str) -> Callable:
@@ -199,6 +242,17 @@ def _run(
         return lambda *arrays: varying.vary(fn(*arrays), axes)
 
     return jax.lax.platform_dependent(*arrays, cuda=typed(kernel), default=typed(other))
+
+
+def _differentiated_as(definition: Callable, fn: Callable) -> Callable:
+    """``fn``, which JAX cannot differentiate, with the derivative of its definition."""
+    differentiable = jax.custom_jvp(fn)
+
+    @differentiable.defjvp
+    def derivative(primals, tangents):
+        return jax.jvp(definition, primals, tangents)
+
+    return differentiable
 
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:

@@ -281,7 +281,7 @@ def call(
     Returns:
         A tuple of arrays, one for each entry of ``results``.
     """
-    decoded = {name: _ATTRIBUTE_TYPES[type(value)](value) for name, value in attributes.items()}
+    decoded = {name: _attribute(stem, name, value) for name, value in attributes.items()}
     out = jax.ffi.ffi_call(
         f"jaxllm_{stem}",
         tuple(results),
@@ -289,3 +289,19 @@ def call(
         input_output_aliases=dict(aliases or {}),
     )(*varying.alike(arrays), **decoded)
     return varying.vary(out, varying.axes_of(arrays))
+
+
+def _attribute(stem: str, name: str, value: Any) -> Any:
+    if type(value) not in _ATTRIBUTE_TYPES:  # such as a symbolic size
+        raise TypeError(f"{name} of {stem} is {value!r}; it must be a number or a tuple of numbers")
+    return _ATTRIBUTE_TYPES[type(value)](value)
+
+
+def targets() -> tuple[str, ...]:
+    """The names of the custom calls that programs with CUDA kernels hold, sorted.
+
+    They are those of the extension, if it is built, and of libraries that were loaded. A caller of
+    ``jax.export`` disables the check of each: see ``docs/export.md``.
+    """
+    own = _cuda.registrations() if _cuda is not None else {}
+    return tuple(sorted({*own, *(f"jaxllm_{stem}" for stem in _loaded)}))

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import ManualAxisType
 
+from jaxllm import derivatives
+
 Axes = frozenset[Any]
 _ARRAYS = (jax.Array, np.ndarray)
 
@@ -53,8 +55,8 @@ def shapes(structs: Any, arrays: Any) -> Any:
 
 
 def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """``jax.custom_vjp`` of a function whose arguments are brought to one type first."""
-    op = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
+    """:func:`jaxllm.derivatives.custom_vjp` of a function with arguments of one type."""
+    op = derivatives.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm import ops
+from jaxllm.ops.checks import is_certain
 
 Params = dict[str, Any]
 FEW_ROWS = 16  # that a product reads its matrix once for
@@ -81,7 +82,7 @@ def project(
     if weight is not None:
         return ops.linear(x, weight, bias, activation=activation)
     rows = x.reshape(-1, x.shape[-1])
-    few = 1 <= len(rows) <= FEW_ROWS
+    few = is_certain(lambda: 1 <= rows.shape[0] <= FEW_ROWS)
     if weight_q is not None and weight_scales is not None:
         product = ops.quantized_matvec if few else ops.quantized_matmul
         out = product(weight_q, weight_scales, rows)
@@ -89,7 +90,7 @@ def project(
         assert weight_t is not None, "a linear layer without a weight"
         out = ops.matvec(weight_t, rows) if few else ops.linear(rows, weight_t.T)
     if bias is not None:
-        out = out + bias
+        out = out + bias[None, :]
     if activation is not None:
         out = ops.gelu(out)
     return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -111,7 +112,12 @@ def next_logits(x: Array, head: Array | Params) -> Array:
 
 
 def head_loss(
-    params: Params, hidden: Array, labels: Array, vocab_size: int, kept: int
+    params: Params,
+    hidden: Array,
+    labels: Array,
+    vocab_size: int,
+    kept: int,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, of what comes out of the last norm.
 
@@ -122,16 +128,18 @@ def head_loss(
         vocab_size: Without the padding.
         kept: Numbers that the blocks keep of each token for the backward pass. The fewer chunks of
             rows, the faster their products: the logits of one may take two fifths as much.
+        ignore_index: As in :func:`jaxllm.ops.cross_entropy`.
     """
     head = widen(head_of(params), params["wte"].dtype)
-    rows = 2 * labels.size * kept // (5 * len(head))
+    rows = 2 * labels.size * kept // (5 * head.shape[0])
     return ops.linear_cross_entropy(
         hidden,
         head,
         labels,
         transpose_weight=True,
+        ignore_index=ignore_index,
         vocab_size=vocab_size,
-        chunk_rows=rows if rows >= _MANY_ROWS else None,
+        chunk_rows=rows if is_certain(lambda: rows >= _MANY_ROWS) else None,
     )
 
 
@@ -236,7 +244,7 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
         raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
     if tokens.ndim != 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
-    if tokens.shape[1] > max_seq_len:
+    if is_certain(lambda: tokens.shape[1] > max_seq_len):
         raise ValueError(
             f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
             f"max_seq_len {max_seq_len}"

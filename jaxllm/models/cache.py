@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -13,6 +15,7 @@ from jaxtyping import Float, Int, Num
 
 from jaxllm import ops
 from jaxllm.models.blocks import check_tokens
+from jaxllm.ops.checks import is_certain
 
 
 class KVCache(NamedTuple):
@@ -41,6 +44,9 @@ class KVCache(NamedTuple):
     def quantized(self) -> bool:
         """Whether the cache holds int8."""
         return bool(self.key_scales)
+
+
+jax.export.register_namedtuple_serialization(KVCache, serialized_name="jaxllm.KVCache")
 
 
 def make_cache(
@@ -77,7 +83,7 @@ def check_prompts(tokens: Array, lengths: Array, max_seq_len: int, cache: KVCach
             raise ValueError(
                 f"{name} has shape {shape}; it must be ({B},), by the rows of tokens {tokens.shape}"
             )
-    if cache.room < T:
+    if is_certain(lambda: cache.room < T):
         raise ValueError(
             f"tokens has shape {tokens.shape}, prompts of {T}; the cache has room for {cache.room}"
         )
@@ -97,7 +103,7 @@ def attend_prompt(
 
 def attend_token(cache: KVCache, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
     """Attention of one more token a sequence, (B, 1, N, H); a full cache stays as it is."""
-    sequence = jnp.arange(len(cache.lengths))
+    sequence = jnp.arange(cache.lengths.shape[0])
 
     def write(array: Array, x: Array) -> Array:
         return array.at[sequence, cache.lengths].set(x[:, 0], mode="drop")

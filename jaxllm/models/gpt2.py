@@ -51,6 +51,7 @@ from jaxllm.models.cache import (
     check_prompts,
     make_cache,
 )
+from jaxllm.models.special_tokens import SpecialTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,8 @@ class GPT2Config:
         layers: Blocks.
         heads: Attention heads; they divide ``width``.
         width: The residual stream's width.
+        special_tokens: What a checkpoint names as the begin, the ends and the padding of a text.
+            Configs that differ in nothing else are equal.
 
     Raises:
         ValueError: A size is below 1, or ``heads`` does not divide ``width``.
@@ -73,9 +76,16 @@ class GPT2Config:
     layers: int = 12
     heads: int = 12
     width: int = 768
+    special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
-        check_sizes(**dataclasses.asdict(self))
+        check_sizes(
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            layers=self.layers,
+            heads=self.heads,
+            width=self.width,
+        )
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -176,15 +186,19 @@ def loss(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
     Args:
         params: As in :func:`forward`.
         tokens: As in :func:`forward`.
-        labels: The token that follows each token; -1 leaves a place out of the mean.
+        labels: The token that follows each token. A label that is ignored leaves its place out of
+            the mean; any other one outside the vocabulary makes the loss NaN.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
+        ignore_index: The label that is ignored; None for every negative label. As in
+            :func:`jaxllm.ops.cross_entropy`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
@@ -193,7 +207,9 @@ def loss(
     hidden, table = _hidden(params, tokens, config, remat)
     # The inputs of four products, two of which are norms', queries, keys and values, GELU's slope.
     kept = 0 if remat else config.layers * 14 * config.width
-    return head_loss({**params, "wte": table}, hidden, labels, config.vocab_size, kept)
+    return head_loss(
+        {**params, "wte": table}, hidden, labels, config.vocab_size, kept, ignore_index
+    )
 
 
 def empty_cache(config: GPT2Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:

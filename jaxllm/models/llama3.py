@@ -57,6 +57,8 @@ from jaxllm.models.cache import (
     check_prompts,
     make_cache,
 )
+from jaxllm.models.special_tokens import SpecialTokens
+from jaxllm.ops.checks import is_certain
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -77,6 +79,8 @@ class Llama3Config:
         rope_theta: The base of the rotary frequencies.
         rope_scaling: How slow frequencies are stretched; None to leave them.
         norm_eps: Added to the mean square in each norm.
+        special_tokens: What a checkpoint names as the begin, the ends and the padding of a text.
+            Configs that differ in nothing else are equal.
 
     Raises:
         ValueError: A size is below 1, a head's width is not even and whole, ``kv_heads`` does not
@@ -94,6 +98,7 @@ class Llama3Config:
     rope_theta: float = 500_000.0
     rope_scaling: ops.RopeScaling | None = _SCALING
     norm_eps: float = 1e-5
+    special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
         check_sizes(
@@ -239,15 +244,19 @@ def loss(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
+    ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
     Args:
         params: As in :func:`forward`.
         tokens: As in :func:`forward`.
-        labels: The token that follows each token; -1 leaves a place out of the mean.
+        labels: The token that follows each token. A label that is ignored leaves its place out of
+            the mean; any other one outside the vocabulary makes the loss NaN.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
+        ignore_index: The label that is ignored; None for every negative label. As in
+            :func:`jaxllm.ops.cross_entropy`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
@@ -257,7 +266,7 @@ def loss(
     # The inputs of four products and two norms, queries, keys and values, gate and up.
     of_block = 5 * config.width + sum(config.qkv_widths) + 3 * config.mlp_width
     kept = 0 if remat else config.layers * of_block
-    return head_loss(params, hidden, labels, config.vocab_size, kept)
+    return head_loss(params, hidden, labels, config.vocab_size, kept, ignore_index)
 
 
 def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
@@ -321,7 +330,8 @@ def decode_step(
     """
     blocks = params["blocks"]
     turned = isinstance(blocks, list) and "weight" not in blocks[0]["attention"]["qkv"]
-    if turned and not cache.quantized and 1 <= len(tokens) <= FEW_ROWS:
+    few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
+    if turned and few and not cache.quantized:
         x, cache = _decode_blocks(params, tokens, config, cache)
     else:
         positions = cache.lengths[:, None]

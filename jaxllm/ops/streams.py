@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
@@ -30,6 +31,9 @@ class NormedRows(NamedTuple):
     rows: Float[Array, "*rows D"]
     mean: Float[Array, "*rows"]
     rstd: Float[Array, "*rows"]
+
+
+jax.export.register_namedtuple_serialization(NormedRows, serialized_name="jaxllm.NormedRows")
 
 
 def check_normed(normed: NormedRows | None, x: Array) -> None:
@@ -68,6 +72,22 @@ def defvjp(op: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -
         return backward(*others, (dout, dstream))
 
     op.defvjp(forward_of_values, backward_of_given, symbolic_zeros=True)
+
+
+def without_normed(op: Callable[..., Any]) -> Callable[..., Any]:
+    """What forward mode differentiates of an op that takes and returns a :class:`NormedRows`.
+
+    The tangent goes along the stream, so the op normalizes it itself.
+
+    Args:
+        op: ``op(x, normed, ...) -> (out, normed)``.
+    """
+
+    def definition(x: Array, normed: NormedRows | None, *rest: Any) -> Any:
+        out, _ = op(x, None, *rest)
+        return out, jax.tree.map(jax.lax.stop_gradient, op(x, normed, *rest)[1])
+
+    return definition
 
 
 def _value(leaf: Any) -> Any:

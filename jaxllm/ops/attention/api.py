@@ -836,7 +836,11 @@ def _pre_norm_self_attention_backward(options, eps, backend, residuals, cotangen
     return dx, None, dscale, dnorm_bias, dweight, dbias, dout_weight, dout_bias, None
 
 
-_pre_norm_self_attention.defvjp(_pre_norm_self_attention_forward, _pre_norm_self_attention_backward)
+_pre_norm_self_attention.defvjp(
+    _pre_norm_self_attention_forward,
+    _pre_norm_self_attention_backward,
+    definition=streams.without_normed,
+)
 
 
 @functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))

@@ -21,6 +21,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxllm.ops.attention import packing
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
+# The custom calls of the two directions, without a bias and without dropout.
+TARGETS = tuple(cudnn.get_custom_call_name(False, False, backward) for backward in (False, True))
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MAX_HEAD_WIDTH = 128
 

@@ -7,7 +7,14 @@ from jaxtyping import Array, Float, Int8, Integer
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_float,
+    check_floating,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+    is_certain,
+)
 from jaxllm.ops.decoding import cuda, pallas, reference
 
 DECODE_BLOCK = Op("decode_block", reference=reference, pallas=pallas, cuda=cuda)
@@ -70,7 +77,7 @@ def decode_block(
         BackendError: The backend that was asked for cannot serve the call.
     """
     check_floating(residual=residual)
-    if residual.ndim != 2 or not 1 <= len(residual) <= _MAX_ROWS:
+    if residual.ndim != 2 or is_certain(lambda: not 1 <= residual.shape[0] <= _MAX_ROWS):
         raise ValueError(
             f"residual has shape {residual.shape}; it must be (B, D) with B from 1 to {_MAX_ROWS}"
         )
@@ -78,7 +85,7 @@ def decode_block(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_floating(**{name: cache})
         check_same_dtype(name, cache, "residual", residual)
-    if k_cache.ndim != 4 or len(k_cache) != B or k_cache.shape[-1] % 2:
+    if k_cache.ndim != 4 or k_cache.shape[0] != B or k_cache.shape[-1] % 2:
         raise ValueError(f"k_cache has shape {k_cache.shape}; it must be ({B}, S, K, H), H even")
     check_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
     _, _, K, H = k_cache.shape

@@ -25,7 +25,7 @@ def block(
     residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths, *, eps,
 ):  # fmt: skip
     """Returns ``(out, k_cache, v_cache)``."""
-    B = len(residual)
+    B = residual.shape[0]
     K, H = k_cache.shape[2:]
 
     def product(matrix, x):

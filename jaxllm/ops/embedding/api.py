@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm import varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype
+from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
 EMBED = Op("embed", reference=reference, pallas=pallas, cuda=cuda)
@@ -107,7 +107,7 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
             f"position_table has shape {position_table.shape}; it must be (P, {width}), "
             f"as wide as token_table {token_table.shape}"
         )
-    if length > position_table.shape[0]:
+    if is_certain(lambda: length > position_table.shape[0]):
         raise ValueError(
             f"tokens has shape {tokens.shape}, {length} positions; position_table "
             f"{position_table.shape} has rows for {position_table.shape[0]}"

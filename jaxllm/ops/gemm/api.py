@@ -25,6 +25,7 @@ from jaxllm.ops.checks import (
     check_same_dtype,
     check_shape,
     check_way_back,
+    is_certain,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
 
@@ -373,7 +374,7 @@ def matvec(
         )
     if x.ndim == 1:
         return matvec(w, x[None], backend=backend)[0]
-    if x.ndim != 2 or not 1 <= x.shape[0] <= _MAX_ROWS:
+    if x.ndim != 2 or is_certain(lambda: not 1 <= x.shape[0] <= _MAX_ROWS):
         raise ValueError(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )
@@ -497,4 +498,8 @@ def _pre_norm_mlp_backward(activation, eps, backend, residuals, cotangents):
     return dx, None, *others, None if down_bias is None else ddown_bias
 
 
-_pre_norm_mlp.defvjp(_pre_norm_mlp_forward, _pre_norm_mlp_backward)
+_pre_norm_mlp.defvjp(
+    _pre_norm_mlp_forward,
+    _pre_norm_mlp_backward,
+    definition=streams.without_normed,
+)

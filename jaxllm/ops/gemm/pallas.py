@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -358,4 +359,6 @@ def _matvec_kernel(w_ref, x_ref, out_ref, *, M, K, tile):
     zeros = jnp.zeros((_ROWS, tile[0]), jnp.float32)
     total, _ = lax.fori_loop(0, pl.cdiv(K, tile[1]), visit, (zeros, zeros))
     mask = jnp.broadcast_to(inside[None, :], (_ROWS, tile[0]))
-    plgpu.store(out_ref.at[pl.ds(0, _ROWS), rows], total.astype(out_ref.dtype), mask=mask)
+    # With 64-bit types enabled a plain 0 would have 64 bits, and the index of rows has 32.
+    every = pl.ds(np.int32(0), _ROWS)  # pyright: ignore
+    plgpu.store(out_ref.at[every, rows], total.astype(out_ref.dtype), mask=mask)

@@ -77,7 +77,7 @@ def normed_rows(
 
     Returns:
         What :func:`jaxllm.ops.pre_norm_self_attention` and :func:`jaxllm.ops.pre_norm_mlp` take as
-        ``normed``. It has no derivative: gradients go along ``x``.
+        ``normed``. Those ops give it no gradient: theirs go along ``x``.
 
     Raises:
         TypeError: ``x`` is not floating-point.
@@ -87,7 +87,10 @@ def normed_rows(
     check_floating(x=x)
     if x.ndim == 0:
         raise ValueError("x has shape (); it must have a last axis to normalize over")
-    return normalize(lax.stop_gradient(x), as_float("eps", eps), resolve(backend))
+    backend = resolve(backend)
+    if backend != "xla":  # kernels have no derivative; a second derivative goes along the rows too
+        x = lax.stop_gradient(x)
+    return normalize(x, as_float("eps", eps), backend)
 
 
 def normalize(x: Array, eps: float, backend: Backend) -> streams.NormedRows:

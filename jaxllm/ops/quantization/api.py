@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int8
 
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import as_integer, check_floating
+from jaxllm.ops.checks import as_integer, check_floating, is_certain
 from jaxllm.ops.quantization import cuda, pallas, reference
 
 QUANTIZE = Op("quantize", reference=reference, pallas=pallas, cuda=cuda)
@@ -118,7 +118,7 @@ def quantized_matvec(
     _check_product(q, scales, x)
     if x.ndim == 1:
         return quantized_matvec(q, scales, x[None], backend=backend)[0]
-    if x.ndim != 2 or not 1 <= x.shape[0] <= _MAX_ROWS:
+    if x.ndim != 2 or is_certain(lambda: not 1 <= x.shape[0] <= _MAX_ROWS):
         raise ValueError(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )

@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -196,4 +197,6 @@ def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, blo
 
     total = lax.fori_loop(0, K // step, visit, jnp.zeros((_MIN_BLOCK, block), jnp.float32))
     mask = jnp.broadcast_to(inside[None, :], (_MIN_BLOCK, block))
-    plgpu.store(out_ref.at[pl.ds(0, _MIN_BLOCK), rows], total.astype(out_ref.dtype), mask=mask)
+    # With 64-bit types enabled a plain 0 would have 64 bits, and the index of rows has 32.
+    every = pl.ds(np.int32(0), _MIN_BLOCK)  # pyright: ignore
+    plgpu.store(out_ref.at[every, rows], total.astype(out_ref.dtype), mask=mask)

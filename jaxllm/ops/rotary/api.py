@@ -8,6 +8,7 @@ import typing
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
@@ -166,7 +167,8 @@ def rope_table(
         turns = scaling.original_length * frequencies / (2 * np.pi)
         kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
         frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
-    angles = positions[..., None].astype(jnp.float32) * frequencies.astype(np.float32)
+    frequencies = np.expand_dims(frequencies.astype(np.float32), tuple(range(positions.ndim)))
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -187,4 +189,13 @@ def _rope_backward(interleaved, backend, tables, cotangents):
     return *gradients, None, None
 
 
-_rope.defvjp(_rope_forward, _rope_backward)
+def _with_constant_tables(rope):
+    """What forward mode differentiates: the tables have no tangents, as they have no gradients."""
+
+    def definition(q, k, cos, sin, *options):
+        return rope(q, k, *lax.stop_gradient((cos, sin)), *options)
+
+    return definition
+
+
+_rope.defvjp(_rope_forward, _rope_backward, definition=_with_constant_tables)

@@ -17,7 +17,7 @@ def nms(boxes, *, iou_threshold, inclusive):
     """Returns which boxes stay."""
     boxes = boxes.astype(jnp.promote_types(boxes.dtype, jnp.float32))
     areas = _area(boxes[:, :2], boxes[:, 2:], inclusive)
-    later = jnp.arange(len(boxes))
+    later = jnp.arange(boxes.shape[0])
 
     def visit(i, keep):
         low = jnp.maximum(boxes[i, :2], boxes[:, :2])
@@ -26,7 +26,7 @@ def nms(boxes, *, iou_threshold, inclusive):
         overlaps = both > iou_threshold * (areas[i] + areas - both)
         return keep & ~(keep[i] & overlaps & (later > i))
 
-    return lax.fori_loop(0, len(boxes), visit, jnp.ones_like(areas, bool))
+    return lax.fori_loop(0, boxes.shape[0], visit, jnp.ones_like(areas, bool))
 
 
 def _area(low: Array, high: Array, inclusive: bool) -> Array:

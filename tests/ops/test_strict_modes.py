@@ -1,0 +1,263 @@
+"""Every op and both models under JAX's strict modes: promotion, 64-bit types, ``disable_jit``.
+
+What a mode forbids is found where a program is traced or lowered, so most of these run nothing.
+"""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_contract import FIRST_CASES, differentiate, op_under, traced_under_each_backend
+
+import jaxllm
+from jaxllm import dispatch, generate, optim, quantize, testing, training
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.blocks import for_decoding, unstack
+
+EACH = traced_under_each_backend(FIRST_CASES)
+# Pallas kernels are programs in every mode: of them the first case of a few families is enough.
+RUN = [
+    (case, backend)
+    for case in FIRST_CASES
+    for backend in ("xla", "pallas")
+    if backend == "xla" or case.op in ("layer_norm", "cross_entropy", "quantized_matvec")
+]
+
+
+@contextlib.contextmanager
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def everything(case, backend):
+    """The op and its gradients, as one function of its inputs."""
+
+    def run(*inputs):
+        out, pull = differentiate(op_under(case, backend), inputs)
+        if not case.has_backward:
+            return out
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return run
+
+
+def inputs_of(case, dtype):
+    return jax.eval_shape(lambda: testing.make_inputs(case, dtype))
+
+
+def program(fn, *args):
+    """The text of a traced function, but for where its functions are in memory."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
+
+
+@pytest.mark.parametrize(("case", "backend"), EACH)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion_changes_no_program(case, backend, dtype):
+    inputs = inputs_of(case, dtype)
+    expected = program(everything(case, backend), *inputs)
+    with strict():
+        assert program(everything(case, backend), *inputs) == expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla", "pallas"])
+def test_strict_promotion_compiles_no_op_again(backend):
+    x = jnp.ones((3, 5))
+    op = functools.partial(jaxllm.ops.layer_norm, x, x[0], x[0], backend=backend)
+    compiled = dispatch._run._cache_size  # pyright: ignore[reportAttributeAccessIssue]
+    op()  # JAX compiles a Pallas program at the first call and at the second
+    expected, misses = op(), compiled()
+    with strict():
+        assert (op() == expected).all()
+    assert compiled() == misses
+
+
+@pytest.mark.parametrize("given", ["learning_rate", "weight_decay", "mask"])
+def test_a_callers_function_keeps_the_callers_rules(given):
+    params = {"w": jnp.ones((3, 4))}
+
+    def function(_):
+        mistaken = jnp.ones((3, 4)) * jnp.ones(4)  # broadcasts
+        return {"w": True} if given == "mask" else mistaken[0, 0]
+
+    optimizer = optim.adamw(**{"learning_rate": 1e-3, given: function})
+    state = optimizer.init(params)
+    optimizer.update(params, state, params)
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank_promotion"):
+        optimizer.update(params, state, params)
+    optimizer.update(params, state, params)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.op) for case in FIRST_CASES if case.has_backward]
+)
+def test_forward_mode_takes_strict_promotion(case):
+    inputs = inputs_of(case, "bfloat16")
+    tangents = jax.tree.map(tangent_type, inputs)
+    with strict():
+        jax.eval_shape(lambda p, t: jax.jvp(op_under(case, "xla"), p, t), inputs, tangents)
+
+
+def tangent_type(x):
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if floating else jax.dtypes.float0)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), [values for values in EACH if values.values[1] != "cuda"]
+)
+def test_64_bit_types_change_no_type_of_an_op(case, backend):
+    # Pallas kernels meet the interpreter where a program is lowered. On a GPU: test_contract.py.
+    inputs, run = inputs_of(case, "float32"), everything(case, backend)
+    expected = jax.eval_shape(run, *inputs)
+    with jax.enable_x64(True):
+        lowered = jax.jit(run).lower(*inputs)
+    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [pytest.param(case, backend, id=f"{case}-{backend}") for case, backend in RUN],
+)
+def test_disable_jit_changes_no_value(case, backend):
+    inputs, run = testing.make_inputs(case, "float32"), everything(case, backend)
+    expected = jax.jit(run)(*inputs)
+    with jax.disable_jit():
+        actual = run(*inputs)
+    testing.assert_close(actual, expected, "float32", what=str(case))
+
+
+GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
+LLAMA3 = llama3.Llama3Config(
+    vocab_size=61, max_seq_len=24, layers=2, heads=2, kv_heads=1, width=32, mlp_width=64
+)
+MODELS = [pytest.param(gpt2, GPT2, id="gpt2"), pytest.param(llama3, LLAMA3, id="llama3")]
+BACKENDS = ["xla", "pallas"]
+
+
+def loss_and_gradients(model, config, remat, params, tokens):
+    """Of a model and its optimizer: what a step of training has."""
+
+    def loss(params):
+        return model.loss(params, tokens, jnp.roll(tokens, -1, axis=1), config, remat=remat)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    optimizer = optim.adamw(1e-3)
+    return value, optimizer.update(gradients, optimizer.init(params), params)
+
+
+def decode(model, config, params, tokens):
+    """The logits after a prompt and a token more."""
+    params = for_decoding(params)
+    cache = model.empty_cache(config, 2, 24, params["wte"].dtype)
+    logits, cache = model.prefill(params, tokens, jnp.array([9, 16]), config, cache)
+    return model.decode_step(params, jnp.argmax(logits, axis=-1), config, cache)
+
+
+def programs(model, config):
+    return (
+        functools.partial(loss_and_gradients, model, config, False),
+        functools.partial(loss_and_gradients, model, config, True),
+        lambda params, tokens: loss_and_gradients(model, config, False, unstack(params), tokens),
+        lambda params, tokens: model.forward(params, tokens, config),
+        functools.partial(decode, model, config),
+    )
+
+
+def arguments(model, config, dtype):
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+    return params, jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion_changes_no_type_of_a_model(model, config, dtype, backend):
+    args = arguments(model, config, dtype)
+    with jaxllm.use_backend(backend):
+        for fn in programs(model, config):
+            expected = jax.eval_shape(fn, *args)
+            with strict():
+                assert jax.eval_shape(fn, *args) == expected
+    with strict():
+        jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_a_model_takes_64_bit_types(model, config, backend):
+    # The tokens of a caller are int64 then.
+    params, tokens = arguments(model, config, jnp.float32)
+    tokens = jax.ShapeDtypeStruct(tokens.shape, jnp.int64)
+    with jaxllm.use_backend(backend), jax.enable_x64(True):
+        for fn in programs(model, config)[-2:]:
+            logits, *_ = jax.tree.leaves(jax.jit(fn).lower(params, tokens).out_info)
+            assert logits.dtype == jnp.float32
+        fn = functools.partial(jax.value_and_grad(model.loss), config=config)
+        value, gradients = jax.jit(fn).lower(params, tokens, tokens).out_info
+        assert value.dtype == jnp.float32
+        assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_disable_jit_changes_no_loss(model, config):
+    params = model.init(jax.random.key(0), config)
+    tokens = jax.random.randint(jax.random.key(1), (1, 8), 0, config.vocab_size)
+    fn = functools.partial(jax.value_and_grad(model.loss), config=config)
+    with jaxllm.use_backend("xla"):
+        expected = jax.jit(fn)(params, tokens, tokens)
+        with jax.disable_jit():
+            actual = fn(params, tokens, tokens)
+    testing.assert_close(actual, expected, "float32")
+
+
+def train(model, config, optimizer):
+    """The loss of two steps of two microbatches each."""
+
+    def loss(params, tokens, labels):
+        return model.loss(params, tokens, labels, config)
+
+    step = training.make_train_step(loss, optimizer, compute_dtype="float32")
+    state = training.init_state(model.init(jax.random.key(0), config), optimizer)
+    tokens = jax.random.randint(jax.random.key(1), (2, 1, 8), 0, config.vocab_size, jnp.int32)
+    for _ in range(2):
+        state, metrics = step(state, tokens, tokens)
+    return metrics["loss"]
+
+
+def complete(model, config, params):
+    """What a model makes of two prompts, drawn and greedy."""
+    prompts = [[3, 1, 4], [1, 5]]
+    drawn = generate.complete(
+        model, params, prompts, config=config, max_new_tokens=3, top_k=5, key=jax.random.key(2)
+    )
+    greedy = generate.complete(
+        model, params, prompts, config=config, max_new_tokens=3, temperature=0.0
+    )
+    return [tokens.tolist() for tokens in (*drawn, *greedy)]
+
+
+MODES = {"strict": strict, "x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
+
+
+@functools.cache
+def everything_of(model, config):
+    """What training with either optimizer leads to, and what the int8 model then generates."""
+    losses = [train(model, config, optimizer(1e-2)) for optimizer in (optim.adamw, training.adamw)]
+    params = model.init(jax.random.key(0), config)
+    return losses, complete(model, config, quantize.quantize_params(params, group_size=32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model", "config"), MODELS)
+def test_training_and_generation_are_the_same_in_each_mode(model, config, mode):
+    losses, tokens = everything_of(model, config)
+    with MODES[mode]():
+        actual = everything_of.__wrapped__(model, config)
+    testing.assert_close(actual[0], losses, "float32")
+    assert actual[1] == tokens

@@ -1,0 +1,254 @@
+"""``jax.export``: both models for a batch of any size, and the checks that a caller disables."""
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import kernel_table
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import export, ffi, ops, optim, training
+from jaxllm.backend import BackendError
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.blocks import for_decoding
+from jaxllm.testing import assert_close
+
+PLATFORMS = ("cpu", "cuda")
+LENGTH, ROOM = 6, 8
+MODELS = {
+    "gpt2": (gpt2, gpt2.GPT2Config(vocab_size=61, max_seq_len=8, layers=2, heads=2, width=32)),
+    "llama3": (
+        llama3,
+        llama3.Llama3Config(
+            vocab_size=61, max_seq_len=8, layers=2, heads=2, kv_heads=1, width=32, mlp_width=48
+        ),
+    ),
+}
+each_model = pytest.mark.parametrize("model", MODELS)
+CASES = [(model, what) for model in MODELS for what in ("forward", "loss", "prefill", "decode")]
+
+
+def program_of(model, what):
+    """A function of ``(params, *arrays)``, and a function from a batch to its arrays."""
+    module, config = MODELS[model]
+
+    def rows(batch, *length):
+        return jnp.arange(np.prod((batch, *length))).reshape(batch, *length) % config.vocab_size
+
+    def labels(batch):
+        return rows(batch, LENGTH).at[0, 1].set(-100)
+
+    def cache(batch):
+        empty = module.empty_cache(config, batch, ROOM, jnp.float32)
+        keys = tuple(jnp.ones_like(x) for x in empty.keys)
+        return empty._replace(keys=keys, values=keys, lengths=jnp.arange(batch, dtype=jnp.int32))
+
+    if what == "forward":
+        return lambda p, x: module.forward(p, x, config), lambda b: (rows(b, LENGTH),)
+    if what == "loss":
+        gradients = jax.value_and_grad(lambda p, x, y: module.loss(p, x, y, config))
+        return gradients, lambda b: (rows(b, LENGTH), labels(b))
+    if what == "prefill":
+        return (
+            lambda p, x, n, c: module.prefill(p, x, n, config, c),
+            lambda b: (rows(b, LENGTH), jnp.full(b, LENGTH), cache(b)),
+        )
+    return lambda p, x, c: module.decode_step(p, x, config, c), lambda b: (rows(b), cache(b))
+
+
+def params_of(model, what="forward"):
+    module, config = MODELS[model]
+    params = module.init(jax.random.key(0), config)
+    return for_decoding(params) if what == "decode" else params
+
+
+def any_batch(arrays, constraints=()):
+    """The types of arrays of one sequence, made those of a batch of any size."""
+    (b,) = jax.export.symbolic_shape("b", constraints=constraints)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), arrays)
+
+
+def exported(fn, *args, platforms=PLATFORMS, checks=None):
+    checks = export.disabled_checks() if checks is None else checks
+    fresh = jax.jit(lambda *args: fn(*args))  # traced anew, whatever JAX has cached
+    return jax.export.export(fresh, platforms=platforms, disabled_checks=checks)(*args)
+
+
+def custom_calls(program):
+    """Those of a program, but for JAX's own, which asserts what was assumed of sizes."""
+    return set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module())) - {"shape_assertion"}
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Traces as a process with the CUDA extension does."""
+    if not ffi.is_available():
+        monkeypatch.setattr(ffi, "unavailable_reason", lambda *_: None)
+        stems = [f"jaxllm_{stem}" for stem in kernel_table.handlers()]
+        monkeypatch.setattr(ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems))
+
+
+@pytest.mark.parametrize(("model", "what"), CASES)
+def test_an_exported_model_serves_every_batch(model, what):
+    fn, arrays_of = program_of(model, what)
+    params = params_of(model, what)
+    program = exported(fn, params, *any_batch(arrays_of(1)))
+    loaded = jax.export.deserialize(program.serialize())
+    for batch in (1, 3):
+        arrays = arrays_of(batch)
+        assert_close(loaded.call(params, *arrays), jax.jit(fn)(params, *arrays), "float32")
+
+
+@pytest.mark.parametrize(("model", "what"), CASES)
+def test_an_exported_model_has_kernels_for_a_gpu(model, what, with_kernels):
+    fn, arrays_of = program_of(model, what)
+    args = params_of(model, what), *any_batch(arrays_of(1), ["b <= 1024"])
+    found = custom_calls(exported(fn, *args))
+    assert found and found <= set(export.custom_calls())
+    assert all(target.startswith("jaxllm_") for target in found)
+
+
+@each_model
+def test_the_sequence_may_have_any_length_too(model):
+    module, config = MODELS[model]
+    b, t = jax.export.symbolic_shape("b, t", constraints=[f"t <= {config.max_seq_len}"])
+    tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
+    params = params_of(model)
+    program = exported(lambda p, x: module.forward(p, x, config), params, tokens)
+    for shape in ((1, 3), (2, 8)):
+        tokens = jnp.arange(np.prod(shape)).reshape(shape)
+        expected = module.forward(params, tokens.astype(jnp.int32), config)
+        assert_close(program.call(params, tokens.astype(jnp.int32)), expected, "float32")
+
+
+def test_a_training_step_may_have_any_batch():
+    module, config = MODELS["gpt2"]
+    optimizer = optim.adamw(1e-3)
+    step: Any = training.make_train_step(
+        lambda p, x, y: module.loss(p, x, y, config), optimizer, compute_dtype="float32"
+    )
+    state = training.init_state(params_of("gpt2"), optimizer)
+    (b,) = jax.export.symbolic_shape("b")
+    tokens = jax.ShapeDtypeStruct((1, b, LENGTH), jnp.int32)
+    program = jax.export.export(step, platforms=PLATFORMS)(state, tokens, tokens)
+    loaded = jax.export.deserialize(program.serialize())
+    tokens = jnp.arange(2 * LENGTH, dtype=jnp.int32).reshape(1, 2, LENGTH)
+    actual, metrics = loaded.call(state, tokens, tokens)
+    assert isinstance(actual, training.TrainState)
+    assert_close(metrics, step(state, tokens, tokens)[1], "float32")
+
+
+# What a GPU will run
+
+
+def norm(x, scale):
+    return ops.rms_norm(x, scale)
+
+
+X, SCALE = jnp.ones((4, 256)), jnp.ones(256)
+
+
+def test_the_checks_are_those_of_the_kernels(with_kernels):
+    kernels = {f"jaxllm_{stem}" for stem in kernel_table.handlers()}
+    others = {"__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+    assert set(export.custom_calls()) == kernels | others
+    assert {check.is_custom_call() for check in export.disabled_checks()} == kernels | others
+
+
+def test_a_kernel_of_a_loaded_library_is_among_them(monkeypatch):
+    monkeypatch.setattr(ffi, "_loaded", {"softsign_forward"})
+    assert "jaxllm_softsign_forward" in export.custom_calls()
+
+
+def test_a_program_with_kernels_needs_their_checks_disabled(with_kernels):
+    with pytest.raises(
+        ValueError, match="custom calls whose targets have no compatibility"
+    ) as info:
+        exported(norm, X, SCALE, checks=[])
+    assert "@jaxllm_rms_norm_forward" in str(info.value)
+    assert custom_calls(exported(norm, X, SCALE)) == {"jaxllm_rms_norm_forward"}
+
+
+def test_a_program_of_xla_alone_needs_no_check_disabled(with_kernels):
+    with jaxllm.use_backend("xla"):
+        program = exported(norm, *any_batch((X,)), SCALE, checks=[])
+    assert not custom_calls(program)
+
+
+def test_a_limit_of_the_batch_lets_kernels_serve_it(with_kernels):
+    assert not custom_calls(exported(norm, *any_batch((X,)), SCALE))
+    program = exported(norm, *any_batch((X,), ["b <= 4096"]), SCALE)
+    assert custom_calls(program) == {"jaxllm_rms_norm_forward"}
+    assert_close(program.call(X, SCALE), norm(X, SCALE), "float32")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(ffi, "unavailable_reason", lambda *_: "the CUDA extension is not built")
+
+
+@pytest.mark.parametrize("backend", ["auto", "pallas"])
+def test_pallas_kernels_are_exported_without_a_gpu(backend, without_kernels):
+    with jaxllm.use_backend(backend):
+        program = exported(norm, X, SCALE)
+    assert custom_calls(program) == {"__gpu$xla.gpu.triton"}
+    assert_close(program.call(X, SCALE), norm(X, SCALE), "float32")
+
+
+def test_pallas_kernels_are_exported_in_a_shard_map(without_kernels):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    sharded = jax.shard_map(
+        norm, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec
+    )
+    program = exported(sharded, X, SCALE)
+    assert "__gpu$xla.gpu.triton" in custom_calls(program)
+    assert_close(program.call(X, SCALE), norm(X, SCALE), "float32")
+
+
+def test_of_any_batch_auto_leaves_pallas_and_pallas_says_why(without_kernels):
+    args = *any_batch((X,), ["b <= 4096"]), SCALE
+    assert not custom_calls(exported(norm, *args))
+    message = "'pallas' cannot serve rms_norm_forward: an array has a symbolic size; Pallas kernels"
+    with jaxllm.use_backend("pallas"), pytest.raises(BackendError, match=message):
+        exported(norm, *args)
+
+
+def test_cuda_by_name_is_for_a_gpu_alone(with_kernels):
+    with jaxllm.use_backend("cuda"):
+        assert custom_calls(exported(norm, X, SCALE, platforms=["cuda"]))
+        message = (
+            "needs an NVIDIA GPU, and this program is compiled for cpu, cuda; use backend 'auto'"
+        )
+        with pytest.raises(BackendError, match=message):
+            exported(norm, X, SCALE)
+        message = r"it would have to know whether 'b' > '\d+'; a constraint on the size may tell"
+        with pytest.raises(BackendError, match=message):
+            exported(norm, *any_batch((X,)), SCALE, platforms=["cuda"])
+
+
+def test_cuda_by_name_needs_the_extension(without_kernels):
+    message = "'cuda' cannot serve rms_norm_forward: the CUDA extension is not built"
+    with jaxllm.use_backend("cuda"), pytest.raises(BackendError, match=message):
+        exported(norm, X, SCALE, platforms=["cuda"])
+
+
+def test_an_attribute_that_is_no_number_is_refused():
+    rows: Any = jax.export.symbolic_shape("b")[0]
+    result = jax.ShapeDtypeStruct((4,), jnp.float32)
+    with pytest.raises(TypeError, match="rows of some_kernel is b; it must be a number or a tuple"):
+        jax.eval_shape(lambda x: ffi.call("some_kernel", (result,), x, rows=rows), result)
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(kernel_table.ROOT) / "docs" / "export.md"
+    for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        exec(compile(example, str(page), "exec"), names := {})
+        assert names["logits"].shape == (3, 128, 50304)
