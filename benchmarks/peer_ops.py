@@ -179,7 +179,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
-        return F.cross_entropy(logits.flatten(0, -2), _labels(labels, logits), ignore_index=-1)
+        return F.cross_entropy(logits.flatten(0, -2), _labels(labels), ignore_index=-1)
 
     def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
         logits = F.linear(hidden, weight if transpose_weight else weight.T)
@@ -227,9 +227,9 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _labels(labels: Any, logits: Any) -> Any:
-    """Labels in a line, none of them beyond the last column, which torch would not forgive."""
-    return labels.flatten().clamp(max=logits.shape[-1] - 1)
+def _labels(labels: Any) -> Any:
+    """Labels in a line; those to ignore are -1, the peers' ``ignore_index``."""
+    return labels.flatten().clamp(min=-1)
 
 
 def torchvision_ops() -> dict[str, Callable[..., Any]]:
@@ -275,12 +275,12 @@ def liger_ops() -> dict[str, Callable[..., Any]]:
 
     # Both leave the padding of the vocabulary in the softmax; the bytes moved are the same.
     def cross_entropy(logits, labels, *, vocab_size=None):
-        labels = _labels(labels, logits)
+        labels = _labels(labels)
         return LigerCrossEntropyFunction.apply(logits, labels, None, -1)[0]
 
     def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
         weight = weight if transpose_weight else weight.T
-        labels = _labels(labels, weight.T)
+        labels = _labels(labels)
         return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels, None, None, -1)[0]
 
     def rope(q, k, cos, sin, interleaved=False):
@@ -310,6 +310,6 @@ def cut_cross_entropy_ops() -> dict[str, Callable[..., Any]]:
     # library's default.
     def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
         weight = weight if transpose_weight else weight.T
-        return cut(hidden, weight, _labels(labels, weight.T), ignore_index=-1)
+        return cut(hidden, weight, _labels(labels), ignore_index=-1)
 
     return {"linear_cross_entropy": linear_cross_entropy}

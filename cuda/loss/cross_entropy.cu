@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t given_label = labels[row];
   const bool is_ignored = given_label == options.ignore_index;
   const int label = min(max(static_cast<int>(given_label), 0), vocab - 1);
+  const bool is_outside = given_label != label;
   const float label_logit = to_float(line[label]);
 
   const auto kept_pack = [&](int p) {
@@ -159,10 +160,14 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (column < vocab) sums.add(to_float(line[column]));
   }
   sums.merge_block();
-  if (thread == 0) losses[row] = is_ignored ? 0.0f : loss_of(sums, label_logit, options);
+  if (thread == 0) {
+    const float loss = is_outside ? nanf("") : loss_of(sums, label_logit, options);
+    losses[row] = is_ignored ? 0.0f : loss;
+  }
 
   if constexpr (kGradient) {
-    const float scale = is_ignored ? 0.0f : scales[row / rows_per_scale];
+    const float of_label = is_outside ? nanf("") : scales[row / rows_per_scale];
+    const float scale = is_ignored ? 0.0f : of_label;
     const Slope slope(sums, scale, options);
     const auto write = [&](int p, const Pack<T>& pack) {
       float values[kVector];

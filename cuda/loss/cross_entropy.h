@@ -8,7 +8,7 @@
 namespace jaxllm {
 
 struct CrossEntropyOptions {
-  int64_t ignore_index;
+  int64_t ignore_index;  // the label of rows with loss and gradient zero
   float label_smoothing, z_loss;
   int64_t vocab_size;  // columns from there on are padding
 };
@@ -16,7 +16,8 @@ struct CrossEntropyOptions {
 // T is the dtype of the logits.
 template <typename T>
 struct CrossEntropy {
-  // losses = lse - (1 - smoothing) * logit[label] - smoothing * mean(logits) + z_loss * lse^2.
+  // losses = lse - (1 - smoothing) * logit[label] - smoothing * mean(logits) + z_loss * lse^2. A row
+  // whose label is neither a column of the vocabulary nor ignore_index has loss and gradient NaN.
   static cudaError_t forward(cudaStream_t stream, const T* logits, const int32_t* labels,
                              CrossEntropyOptions options, float* losses, int64_t rows,
                              int64_t width);

@@ -76,16 +76,6 @@ def test_columns_of_padding_have_no_influence(padding):
     assert error(dlogits[:, :8], gradient(LOGITS, LABELS, **options)) < 1e-6
 
 
-def test_labels_outside_the_vocabulary_count_as_the_nearest_column():
-    labels = jnp.array([-2, -100, 6, 7, 2**31 - 1, 5])
-    clamped = jnp.array([0, 0, 5, 5, 5, 5])
-    options = {"vocab_size": 6}
-    np.testing.assert_array_equal(each(LOGITS, labels, **options), each(LOGITS, clamped, **options))
-    np.testing.assert_array_equal(
-        gradient(LOGITS, labels, **options), gradient(LOGITS, clamped, **options)
-    )
-
-
 def test_huge_logits_are_exact_to_the_last_digits():
     logits = jnp.array([[1e4, 1e4 - 1, -1e4], [-1e4, -1e4, -1e4], [1e4, -1e4, 0.0]])
     losses = each(logits, jnp.array([1, 2, 1]))
@@ -428,17 +418,32 @@ def test_a_head_that_is_sure_has_a_small_loss_and_gradient():
 
 
 @pytest.mark.gpu
-def test_rows_of_a_head_may_be_ignored_and_labels_lie_outside():
+def test_rows_of_a_head_may_be_ignored():
     hidden, weight, labels = head_arrays(10.0)
     ignored = jnp.arange(300) % 3 == 0
-    labels = jnp.where(ignored, -7, labels).at[1].set(-1).at[2].set(COLUMNS + 5)
-    options = {"transpose_weight": True, "ignore_index": -7}
-    arrays = (hidden, weight, labels)
-    loss, gradients = head_gradients(*arrays, backend="cuda", **options)
-    expected, exact = exact_head_gradients(*arrays, **options)
-    assert error(loss, expected) < 1e-5
-    assert_close(gradients, exact, "bfloat16")
-    assert not gradients[0][ignored].any()
+    for label, ignore_index in ((-7, -7), (-100, None)):
+        options = {"transpose_weight": True, "ignore_index": ignore_index}
+        arrays = (hidden, weight, jnp.where(ignored, label, labels))
+        loss, gradients = head_gradients(*arrays, backend="cuda", **options)
+        expected, exact = exact_head_gradients(*arrays, **options)
+        assert error(loss, expected) < 1e-5
+        assert_close(gradients, exact, "bfloat16")
+        assert not gradients[0][ignored].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outside", [VOCAB, COLUMNS + 5, -1])
+def test_a_label_outside_the_vocabulary_makes_its_row_of_a_head_nan(outside):
+    hidden, weight, labels = head_arrays()
+    options = {"transpose_weight": True, "ignore_index": -7, "reduction": "sum"}
+    _, exact = exact_head_gradients(hidden, weight, labels, **options)
+    arrays = (hidden, weight, labels.at[1].set(outside))
+    loss, (dhidden, dweight) = head_gradients(*arrays, backend="cuda", **options)
+    assert np.isnan(loss)
+    assert np.isnan(dhidden[1].astype("float32")).all()
+    assert np.isnan(dweight[:VOCAB].astype("float32")).all()
+    rest = jnp.arange(300) != 1
+    assert_close(dhidden[rest], exact[0][rest], "bfloat16")
 
 
 @pytest.mark.gpu

@@ -7,13 +7,17 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxllm import varying
+from jaxllm import promotion, varying
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
 from jaxllm.ops.checks import (
@@ -32,13 +36,14 @@ CROSS_ENTROPY = LINEAR_CROSS_ENTROPY = Op(
 )
 
 Reduction = Literal["mean", "sum", "none"]
+_INT32 = np.iinfo(np.int32)
 
 
 def cross_entropy(
     logits: Float[Array, "*rows V"],
     labels: Integer[Array, "*rows"],
     *,
-    ignore_index: int = -1,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
@@ -53,21 +58,25 @@ def cross_entropy(
     .. math::
         loss = lse - (1 - \epsilon)\, z_{label} - \frac{\epsilon}{V'} \sum_v z_v + \lambda\, lse^2
 
-    A row whose label is ``ignore_index`` has loss zero and gradient zero, and does not count in
-    the mean. Any other label outside ``0 <= label < vocab_size`` counts as the nearest column:
-    0 if it is negative, ``vocab_size - 1`` if it is too large.
+    An ignored row has loss zero and gradient zero, and does not count in the mean. By default every
+    negative label is ignored: -1, and the -100 of torch and Hugging Face. An ``ignore_index`` is
+    the only ignored label, as in torch. Any other label outside ``0 <= label < vocab_size`` makes
+    loss and gradient of its row NaN, and never trains another column. With
+    ``jax.debug_nans(True)`` such a label is an error. The error names the label, but inside a loop
+    or ``jax.vmap`` it is JAX's own.
 
     Args:
         logits: The rows; float32, bfloat16 or float16 for the kernels. Where the loss is
             differentiated, the gradient is computed with it and written over the logits; XLA copies
             them first if anything else still needs them. Logits up to 1e38 give a finite loss.
-        labels: A column for each row; used as int32.
-        ignore_index: The label of the rows to leave out; may lie inside or outside the vocabulary.
+        labels: A column for each row, of any integer dtype.
+        ignore_index: The label of the rows to ignore, inside or outside the vocabulary, between the
+            least and the greatest int32; None for every negative label.
         label_smoothing: The share of the target that is spread over all columns, from 0 to 1.
         z_loss: The weight of the squared ``lse``, which keeps logits from drifting.
         vocab_size: How many columns are real; those from there on are padding, left out of the
             softmax, with gradient zero. None for all.
-        reduction: ``"mean"`` over the rows that count (zero if none does), ``"sum"``, or
+        reduction: ``"mean"`` over the rows that are not ignored (zero if all are), ``"sum"``, or
             ``"none"`` for the loss of each row.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -77,7 +86,8 @@ def cross_entropy(
     Raises:
         TypeError: ``logits`` is not floating-point or ``labels`` not of an integer dtype.
         ValueError: ``labels`` is not shaped as the rows of ``logits``, an option is out of its
-            range, or the backend is unknown.
+            range, the backend is unknown, or a label is outside the vocabulary and not ignored
+            while ``jax_debug_nans`` is set.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: llm.c's ``fused_classifier``; Szegedy et al., "Rethinking the Inception Architecture
@@ -97,8 +107,9 @@ def cross_entropy(
     )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
+    labels, ignore_index = _rows_to_learn(labels, ignore_index, vocab_size)
     options = _options(ignore_index, label_smoothing, z_loss, vocab_size)
-    return _cross_entropy(logits, labels.astype(jnp.int32), reduction, options, resolve(backend))
+    return _cross_entropy(logits, labels, reduction, options, resolve(backend))
 
 
 def linear_cross_entropy(
@@ -107,7 +118,7 @@ def linear_cross_entropy(
     labels: Integer[Array, "*rows"],
     *,
     transpose_weight: bool = False,
-    ignore_index: int = -1,
+    ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
@@ -134,9 +145,10 @@ def linear_cross_entropy(
         label_smoothing: As in :func:`cross_entropy`.
         z_loss: As in :func:`cross_entropy`.
         vocab_size: As in :func:`cross_entropy`; the gradients of the weights of padding are zero.
-        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+        reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
         chunk_rows: Rows in a chunk, at most. None for as many as make its logits as large as the
-            weight, or 320 MiB if that is more.
+            weight, or 320 MiB if that is more. A symbolic number of rows, of ``jax.export``, is one
+            chunk.
         accumulate_dtype: What the gradient of the weight is summed in from chunk to chunk; within
             one it is always float32. None for float32, but for bfloat16 where the weight is of that
             and there is one chunk only, or float32 would take more than half a GiB: the sum is then
@@ -149,8 +161,8 @@ def linear_cross_entropy(
     Raises:
         TypeError: ``hidden`` is not floating-point, ``weight`` differs from it in dtype, or
             ``labels`` is not of an integer dtype.
-        ValueError: ``weight`` or ``labels`` does not fit ``hidden`` in shape, an option is out of
-            its range, or the backend is unknown.
+        ValueError: ``weight`` or ``labels`` does not fit ``hidden`` in shape, or as in
+            :func:`cross_entropy`.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Hsu et al., "Liger Kernel" (arXiv:2410.10989) for gradients chunk by chunk in the
@@ -182,7 +194,8 @@ def linear_cross_entropy(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
     chunk_rows = chunk_rows or _chunk_rows(weight, width)
-    is_one_chunk = labels.size <= chunk_rows
+    labels, ignore_index = _rows_to_learn(labels, ignore_index, vocab_size)
+    is_one_chunk = jax.export.is_symbolic_dim(labels.size) or labels.size <= chunk_rows
     how = _Chunked(
         reduction=reduction,
         options=_options(ignore_index, label_smoothing, z_loss, vocab_size),
@@ -193,7 +206,7 @@ def linear_cross_entropy(
         backend=resolve(backend),
     )
     rows = hidden.reshape(labels.size, hidden.shape[-1])
-    return _linear_cross_entropy(rows, weight, labels.astype(jnp.int32).reshape(-1), how)
+    return _linear_cross_entropy(rows, weight, labels.reshape(-1), how)
 
 
 def _chunk_rows(weight: Array, width: int) -> int:
@@ -202,6 +215,7 @@ def _chunk_rows(weight: Array, width: int) -> int:
     return most // _TILE_ROWS * _TILE_ROWS or most
 
 
+@promotion.by_default
 def _accumulate_dtype(weight: Array, is_one_chunk: bool) -> DTypeLike:
     wide = jnp.promote_types(weight.dtype, jnp.float32)
     is_large = weight.size * wide.itemsize > 2**29
@@ -213,6 +227,49 @@ def _accumulate_dtype(weight: Array, is_one_chunk: bool) -> DTypeLike:
 def _check_labels(labels: Array, name: str, rows: Array) -> None:
     check_integer(labels=labels)
     check_shape("labels", labels, rows.shape[:-1], f"the rows of {name} {rows.shape}")
+
+
+def _rows_to_learn(labels: Array, ignore_index: int | None, vocab_size: int) -> tuple[Array, int]:
+    """The labels in int32, and the one of them whose rows are ignored."""
+    columns = _as_int32(labels)
+    if ignore_index is None:
+        columns, ignore_index = jnp.maximum(columns, -1), -1
+    ignore_index = as_integer("ignore_index", ignore_index)
+    # The ends of int32 stand for all labels beyond them.
+    if not _INT32.min < ignore_index < _INT32.max:
+        raise ValueError(
+            f"ignore_index is {ignore_index}; it must be from {_INT32.min + 1} to {_INT32.max - 1}"
+        )
+    is_debugged = jax.config.jax_debug_nans  # type: ignore[attr-defined]
+    if is_debugged and not isinstance(columns, Tracer):
+        _refuse_outside(labels, columns, ignore_index, vocab_size)
+    return columns, ignore_index
+
+
+def _as_int32(labels: Any) -> Array:
+    """The labels in int32; what int32 does not hold becomes its nearest value.
+
+    A plain cast would turn 2^32 + 3 into column 3. NumPy's labels are clipped by NumPy, because
+    without 64-bit types JAX casts them on arrival.
+    """
+    found = jnp.iinfo(labels.dtype)
+    if found.max > _INT32.max:
+        clip: Any = np.clip if isinstance(labels, np.ndarray | np.generic) else jnp.clip
+        labels = clip(labels, max(_INT32.min, found.min), _INT32.max)
+    return jnp.asarray(labels).astype(jnp.int32)
+
+
+def _refuse_outside(labels: Array, columns: Array, ignore_index: int, vocab_size: int) -> None:
+    """Raises ValueError where a label is no column of the vocabulary and is not ignored."""
+    if not columns.is_fully_addressable:  # another process has some; the NaN remains
+        return
+    places = np.argwhere(head.is_outside(columns, ignore_index, vocab_size))
+    if len(places):
+        first = tuple(map(int, places[0]))
+        raise ValueError(
+            f"labels{list(first)} is {labels[first]}; it must be from 0 to {vocab_size - 1}, or be "
+            f"ignored ({len(places)} of {labels.size} labels are neither)"
+        )
 
 
 def _check_options(width: int, what: str, label_smoothing: float, vocab_size: int | None) -> int:
@@ -325,10 +382,12 @@ def _over_chunks(
     that they share, and the second writes over what it left there: a last chunk of another size
     would stand behind the loop, and XLA would hold its logits beside the loop's.
     """
-    rows = len(labels)
+    rows = labels.shape[0]
     carry = varying.vary(carry, varying.axes_of((hidden, labels)))  # a loop's stays of one type
     if rows == 0:
         return carry
+    if jax.export.is_symbolic_dim(rows):  # nobody knows how many chunks
+        return step(hidden, labels, jnp.zeros((), jnp.int32), carry)
     chunks = math.ceil(rows / how.chunk_rows)
     # As many chunks, but no larger than they must be; products like multiples of a tile.
     size = min(rows, how.chunk_rows, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)

@@ -12,21 +12,21 @@ def _case(
     name: str,
     *shape: int,
     std: float = 1.0,
-    overshoot: int = 1,
+    ignored: int = 1,
     large: bool = False,
     timed_only: bool = False,
     **static: int | float | str,
 ) -> Case:
     vocab = int(static.get("vocab_size", shape[-1]))
     size = math.prod(shape)
-    # The overshoot draws a few labels of -1, which is ignore_index, and clamped ones.
+    # A few labels are negative, the least of them -ignored: their rows are left out.
     # Forward: logits in. With the gradient, in the same pass: logits in, dlogits out.
     return Case(
         "cross_entropy",
         name,
         {
             "logits": Normal(shape, std=std),
-            "labels": Integers(shape[:-1], low=-overshoot, high=vocab + overshoot),
+            "labels": Integers(shape[:-1], low=-ignored, high=vocab),
         },
         static,
         forward_elements=size,
@@ -41,7 +41,7 @@ def _linear_case(
     name: str,
     *shape: int,
     vocab: int,
-    overshoot: int = 1,
+    ignored: int = 1,
     large: bool = False,
     timed_only: bool = False,
     **static: int | float | str,
@@ -58,9 +58,7 @@ def _linear_case(
                 matrix[::-1] if static.get("transpose_weight") else matrix,
                 std=1 / math.sqrt(shape[-1]),
             ),
-            "labels": Integers(
-                shape[:-1], low=-overshoot, high=int(static.get("vocab_size", vocab)) + overshoot
-            ),
+            "labels": Integers(shape[:-1], low=-ignored, high=int(static.get("vocab_size", vocab))),
         },
         static,
         # Forward: both factors in. With gradients, those of both out as well.
@@ -87,9 +85,9 @@ CASES = (
     _case("z_loss", 9, 77, z_loss=1e-2),
     _case("all_options", 9, 80, label_smoothing=0.1, z_loss=1e-2, vocab_size=77, reduction="sum"),
     _case("each_row", 2, 5, 33, reduction="none"),
-    _case("ignore_column_zero", 17, 5, ignore_index=0),
+    _case("ignore_column_zero", 17, 5, ignored=0, ignore_index=0),
     _case("large_logits", 7, 65, std=20.0),
-    _case("beyond_the_vocabulary", 40, 7, overshoot=5),
+    _case("many_ignored_rows", 40, 7, ignored=5),
     _case("long_row", 2, 5003),
     _case("one_column", 6, 1),
     _case("one_row", 40),

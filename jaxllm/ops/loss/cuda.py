@@ -81,6 +81,9 @@ def cross_entropy_head_with_gradients(
         )
     losses, exponentials, factors, _ = _head_exponentials(*arrays, transpose_weight, options)
     factors = factors[:, None]
+    # The kernels of the head take the nearest column for a label outside the vocabulary.
+    is_known = head.nan_outside(labels, options["ignore_index"], options["vocab_size"], jnp.float32)
+    losses, factors = losses * is_known, factors * is_known[:, None]
     # A sum of exponentials is rounded once, after it has been multiplied by its factor.
     sums = head.hidden_gradient(exponentials, weight, transpose_weight, jnp.float32)
     dhidden = (sums * factors).astype(hidden.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 
@@ -28,6 +29,17 @@ def weight_gradient(hidden: Array, dlogits: Array, transpose_weight: bool, dtype
     """Returns ``hidden.T @ dlogits``, as the weight is stored."""
     factors = (dlogits, 0, hidden, 0) if transpose_weight else (hidden, 0, dlogits, 0)
     return _contract(*factors, dtype)
+
+
+def is_outside(labels: Array, ignore_index: int, vocab_size: int) -> Array:
+    """Whether a label is no column of the vocabulary, and its row is not left out either."""
+    return (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))
+
+
+def nan_outside(labels: Array, ignore_index: int, vocab_size: int, dtype: Any) -> Array:
+    """NaN for each row whose label is neither in the vocabulary nor ignored, 1 for the others."""
+    signs = jnp.where(is_outside(labels, ignore_index, vocab_size), -1, 1).astype(dtype)
+    return jnp.sqrt(signs)  # no constant NaN, which jax_debug_nans would find in every call
 
 
 def with_gradients(

@@ -116,7 +116,8 @@ def _forward_with_gradient_kernel(
         logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size
     )
     losses_ref[0] = loss
-    scale = jnp.where(given == ignore_index, 0.0, scale_ref[0])
+    scale = jnp.where(given == label, scale_ref[0], jnp.nan)  # NaN outside the vocabulary
+    scale = jnp.where(given == ignore_index, 0.0, scale)
     of_exponential = scale * (1 + 2 * z_loss * (largest + jnp.log(total))) / total
     at_label, everywhere = -scale * (1 - label_smoothing), -scale * label_smoothing / vocab_size
 
@@ -159,6 +160,7 @@ def _loss(logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size):
     if label_smoothing:
         target += label_smoothing * (mean - largest)
     loss = log_sum - target + z_loss * lse * lse
+    loss = jnp.where(given == label, loss, jnp.nan)  # NaN outside the vocabulary
     return jnp.where(given == ignore_index, 0.0, loss), largest, total, label
 
 

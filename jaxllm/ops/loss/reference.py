@@ -14,8 +14,11 @@ and :math:`\partial lse / \partial z_v = p_v = e^{z_v - lse}` gives
            - \frac{\epsilon}{V} \right)
 
 Rows without a label to learn have loss zero and gradient zero, and so have the columns of padding.
-A label outside the vocabulary counts as the nearest column, the first or the last. All is computed
-in float32 (float64 for float64 logits).
+A row with any other label outside the vocabulary has loss NaN and gradient NaN. All is computed in
+float32 (float64 for float64 logits).
+
+Which rows have no label to learn the caller says: an implementation takes one ``ignore_index``, and
+``cross_entropy`` gives all ignored labels that value.
 
 The gradient needs nothing but what the loss needs, so one pass computes both: where a loss is
 differentiated, its forward returns ``dlogits`` for a known ``dloss``, which takes the memory of the
@@ -48,13 +51,15 @@ def cross_entropy(
     logits,
     labels,
     *,
-    ignore_index=-1,
+    ignore_index=None,
     label_smoothing=0.0,
     z_loss=0.0,
     vocab_size=None,
     reduction="mean",
 ):
     """The definition of ``cross_entropy``, for JAX to differentiate."""
+    if ignore_index is None:
+        labels, ignore_index = jnp.maximum(labels.astype(jnp.int32), -1), -1
     losses = cross_entropy_forward(
         logits,
         labels,
@@ -73,6 +78,8 @@ def cross_entropy(
 def cross_entropy_forward(logits, labels, *, ignore_index, label_smoothing, z_loss, vocab_size):
     """Returns ``losses``, one a row."""
     losses, _ = _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size)
+    # A factor, so that JAX's derivative is NaN too.
+    losses = losses * head.nan_outside(labels, ignore_index, vocab_size, losses.dtype)
     return jnp.where(labels == ignore_index, 0, losses)
 
 
@@ -87,10 +94,12 @@ def cross_entropy_forward_with_gradient(
     p = jnp.exp(jnp.where(real, _wide(logits) - lse[..., None], -jnp.inf))
     slope = p * (1 + 2 * z_loss * lse[..., None])
     slope = slope - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
-    slope = jnp.where(real, slope - label_smoothing / vocab_size, 0)
+    slope = slope - label_smoothing / vocab_size
     ignored = labels == ignore_index
-    scales = jnp.where(ignored, 0, scale)
-    return jnp.where(ignored, 0, losses), (slope * scales[..., None]).astype(logits.dtype)
+    factors = head.nan_outside(labels, ignore_index, vocab_size, losses.dtype)
+    scales = jnp.where(ignored, 0, scale * factors)
+    dlogits = jnp.where(real, slope * scales[..., None], 0).astype(logits.dtype)
+    return jnp.where(ignored, 0, losses * factors), dlogits
 
 
 def cross_entropy_backward(dlogits, dloss):
