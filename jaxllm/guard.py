@@ -14,10 +14,18 @@ Source: llm.c's ``outlier_detector.h``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
+import jax.export
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm import promotion
+from jaxllm.models.blocks import unstack
+from jaxllm.precision import cast, default_compute_dtype
 
 WINDOW = 128
 
@@ -39,6 +47,9 @@ class Guard(NamedTuple):
     halted_at: Int[Array, ""]
 
 
+jax.export.register_namedtuple_serialization(Guard, serialized_name="jaxllm.Guard")
+
+
 def new_guard() -> Guard:
     """The guard before the first step."""
     # Arrays of their own, for a step that donates them all.
@@ -47,6 +58,7 @@ def new_guard() -> Guard:
     )
 
 
+@promotion.by_default
 def judge(
     guard: Guard,
     step: Int[Array, ""],
@@ -104,3 +116,54 @@ def z_score(window: Float[Array, " W"], x: Float[Array, ""]) -> Float[Array, ""]
     mean, deviation = jnp.mean(window), jnp.std(window)
     differ = deviation > 1e-6 * jnp.abs(mean)  # by more than the rounding of a mean
     return jnp.where(differ, (x - mean) / deviation, 0.0)
+
+
+def explain_halt(
+    loss_fn: Callable[..., Float[Array, ""]],
+    params: Any,
+    tokens: ArrayLike,
+    labels: ArrayLike,
+    *,
+    compute_dtype: DTypeLike | None = None,
+) -> str:
+    """What is not finite in the step at which a guarded run halted.
+
+    Args:
+        loss_fn: As in :func:`jaxllm.training.make_train_step`.
+        params: The parameters that the step found, which a guarded state still has.
+        tokens: The step's, of shape (accumulate, B, T).
+        labels: Likewise.
+        compute_dtype: As in :func:`jaxllm.training.make_train_step`.
+
+    Returns:
+        Lines that name each parameter that is not finite, and of each microbatch that is not finite
+        the loss and each parameter whose gradient is not.
+    """
+    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    lines = [f"parameter {fault}" for fault in nonfinite(params)]
+    gradients = jax.jit(jax.value_and_grad(loss_fn))
+    for i, microbatch in enumerate(zip(jnp.asarray(tokens), jnp.asarray(labels), strict=True)):
+        loss, grads = gradients(cast(params, dtype), *microbatch)
+        faults = [f"gradient of {fault}" for fault in nonfinite(grads)]
+        if faults or not jnp.isfinite(loss):
+            lines += [f"microbatch {i}: loss {float(loss)}", *faults]
+    if not lines:
+        lines = ["each microbatch is finite by itself: the sum or the norm of the gradients is not"]
+    return "\n".join(lines)
+
+
+def nonfinite(params: Any) -> list[str]:
+    """The arrays that hold a NaN or an infinity, and how many; layers counted one by one."""
+    if isinstance(params, dict) and isinstance(params.get("blocks"), dict):
+        params = unstack(params)
+    counts = jax.jit(
+        lambda tree: jax.tree.map(lambda x: (jnp.isnan(x).sum(), jnp.isinf(x).sum()), tree)
+    )
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    found = jax.tree.leaves(jax.device_get(counts(params)))
+    return [
+        f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {nans} NaN and {infinities} "
+        f"infinite of {x.size}"
+        for (path, x), nans, infinities in zip(paths, found[::2], found[1::2], strict=True)
+        if nans or infinities
+    ]

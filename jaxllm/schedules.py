@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -31,7 +32,7 @@ NAMES = tuple(_SHAPES)
 
 def make_schedule(
     name: str,
-    peak: float,
+    peak: float | Array,
     steps: int,
     *,
     warmup: int = 0,
@@ -44,7 +45,7 @@ def make_schedule(
         name: ``"cosine"``: down along half a cosine; ``"linear"``: down along a line;
             ``"constant"``: the peak to the end; ``"wsd"``: the peak, and for the last part of the
             run down as one minus a root.
-        peak: The highest rate.
+        peak: The highest rate, a number or a traced scalar.
         steps: The length of the run.
         warmup: The steps of the rise.
         final_fraction: The last rate, as a share of the peak; without effect on ``"constant"``.
@@ -62,7 +63,8 @@ def make_schedule(
     """
     if name not in _SHAPES:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
-    if not (0 <= peak < math.inf and 0 <= warmup <= steps and 0 <= final_fraction <= 1):
+    is_sound = isinstance(peak, Tracer) or 0 <= float(peak) < math.inf
+    if not (is_sound and 0 <= warmup <= steps and 0 <= final_fraction <= 1):
         raise ValueError(
             f"peak {peak}, warmup {warmup}, steps {steps} and final_fraction {final_fraction} must "
             "have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
@@ -82,7 +84,9 @@ def make_schedule(
     return schedule
 
 
-def warmup_cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.1) -> Schedule:
+def warmup_cosine(
+    peak: float | Array, steps: int, *, warmup: int = 0, floor: float = 0.1
+) -> Schedule:
     """:func:`make_schedule` of ``"cosine"``, falling to a share of the peak.
 
     Args:

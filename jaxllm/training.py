@@ -8,42 +8,42 @@ A step uses the backend that surrounds it::
 
 from __future__ import annotations
 
-import re
-import time
+import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 try:
     import optax
 except ImportError as error:
     raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
 
-from jaxllm import data, ops
+from jaxllm import data, ops, promotion
+from jaxllm.flops import PEAK_FLOPS as PEAK_FLOPS
+from jaxllm.flops import measured_matmul_flops as measured_matmul_flops
+from jaxllm.flops import model_flops_utilization as model_flops_utilization
+from jaxllm.flops import peak_flops as peak_flops
 from jaxllm.guard import Guard, judge, new_guard
-from jaxllm.models.blocks import unstack
-from jaxllm.optim import Optimizer, clipping
+from jaxllm.guard import explain_halt as explain_halt
+from jaxllm.guard import nonfinite as nonfinite
+from jaxllm.optim import Optimizer
+from jaxllm.optim_optax import adamw as adamw
+from jaxllm.optim_optax import decay_mask as decay_mask
+from jaxllm.precision import cast as cast
+from jaxllm.precision import default_compute_dtype as default_compute_dtype
+from jaxllm.precision import widen as widen
 from jaxllm.schedules import Schedule
 from jaxllm.schedules import warmup_cosine as warmup_cosine
 
 Params = Any  # a nested dict of arrays
 LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
-
-# Dense bfloat16 peaks in flop/s from NVIDIA's data sheets; the first name that is found counts.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-}
 
 
 class TrainState(NamedTuple):
@@ -63,6 +63,9 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     copy: Params | None = None
     guard: Guard | None = None
+
+
+jax.export.register_namedtuple_serialization(TrainState, serialized_name="jaxllm.TrainState")
 
 
 def keep_compiled(folder: str | Path) -> None:
@@ -86,105 +89,9 @@ def keep_compiled(folder: str | Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def default_compute_dtype() -> str:
-    """``"bfloat16"`` where JAX runs on a GPU, ``"float32"`` elsewhere."""
-    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
-
-
-def cast(tree: Any, dtype: DTypeLike) -> Any:
-    """The floating-point arrays of a structure in another dtype, the other arrays as they are."""
-
-    def convert(x: Array) -> Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(convert, tree)
-
-
-def decay_mask(params: Params) -> Any:
-    """Which parameters weight decay pulls to zero: the matrices, not the biases and norm scales.
-
-    What lies under a ``"blocks"`` key is stacked over layers, unless there is a list of them: its
-    first axis does not count, and a bias of shape (L, D) is a vector.
-
-    Args:
-        params: The parameters.
-
-    Returns:
-        The same structure with a bool for each array.
-    """
-
-    def is_matrix(path: tuple, x: Array) -> bool:
-        in_blocks = any(getattr(key, "key", None) == "blocks" for key in path)
-        in_list = any(isinstance(key, jax.tree_util.SequenceKey) for key in path)
-        return x.ndim - (in_blocks and not in_list) >= 2
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
-def adamw(
-    learning_rate: float | Schedule,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    max_grad_norm: float | None = 1.0,
-) -> Optimizer:
-    """AdamW as GPT-2 is trained with: clipped gradients, decay on matrices alone.
-
-    The state is that of ``optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))``, and
-    ``update`` is that chain's. ``step`` gives the same parameters and state, to float32 rounding,
-    from :func:`jaxllm.ops.adamw_update`: one pass over memory, with the clipping folded in.
-
-    Args:
-        learning_rate: A rate, or a schedule of it.
-        b1: The decay of the mean gradient.
-        b2: The decay of the mean squared gradient.
-        eps: Added to the root of the mean square.
-        weight_decay: Applied where :func:`decay_mask` says so.
-        max_grad_norm: Gradients of a larger global norm are scaled down to it; None for no limit.
-
-    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
-    llm.c's defaults.
-    """
-    chain = optax.adamw(
-        learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask
-    )
-    if max_grad_norm is not None:
-        chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), chain)
-
-    def step(
-        grads: Params,
-        state: Any,
-        params: Params,
-        *,
-        grad_scale: ArrayLike = 1.0,
-        grad_norm: ArrayLike | None = None,
-        skip: ArrayLike = False,
-        copy_dtype: DTypeLike | None = None,
-    ):
-        scale, norm = clipping(grads, max_grad_norm, grad_scale, grad_norm)
-        # Adam's count, and the schedule's where there is one: they are equal.
-        count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
-        params, m, v, *copy = ops.adamw_update(
-            params,
-            grads,
-            optax.tree_utils.tree_get(state, "mu"),
-            optax.tree_utils.tree_get(state, "nu"),
-            step=count + 1,
-            lr=learning_rate(count) if callable(learning_rate) else learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            mask=decay_mask(params),
-            grad_scale=scale,
-            skip=skip,
-            copy_dtype=copy_dtype,
-        )
-        return params, optax.tree_utils.tree_set(state, count=count + 1, mu=m, nu=v), norm, *copy
-
-    return Optimizer(chain.init, chain.update, step)
+def counted(labels: Int[Array | np.ndarray, "*A B T"]) -> Bool[Array | np.ndarray, "*A B T"]:
+    """Which labels count in a loss: those that are not negative."""
+    return labels >= 0
 
 
 def init_state(
@@ -194,7 +101,7 @@ def init_state(
     copy_dtype: DTypeLike | None = None,
     guarded: bool = False,
 ) -> TrainState:
-    """The state before the first step.
+    """The state before the first step, in the dtypes that every later one has.
 
     Args:
         params: The parameters; the first step donates them, so they are gone after it.
@@ -204,10 +111,64 @@ def init_state(
             copy.
         guarded: Whether a step that is not finite, or far out, leaves the parameters as they are:
             see :mod:`jaxllm.guard`.
+
+    Raises:
+        TypeError: The parameters are narrower than float32, and the optimizer takes gradients of
+            their dtype alone.
     """
     copy = None if copy_dtype is None else cast(params, copy_dtype)
     guard = new_guard() if guarded else None
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), copy, guard)
+    is_narrow = jax.eval_shape(widen, params) != jax.eval_shape(lambda tree: tree, params)
+    if is_narrow and not isinstance(optimizer, Optimizer):
+        opt_state = _settled_state(optimizer, params)
+    else:
+        opt_state = optimizer.init(params)
+    return _own_arrays(TrainState(params, opt_state, jnp.zeros((), jnp.int32), copy, guard))
+
+
+def _settled_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
+    """The first state of an optimizer of optax's, in the dtypes that it has after a step.
+
+    Optax makes the means of bfloat16 parameters in bfloat16, and float32 gradients turn them into
+    float32: the second step would be another program.
+    """
+    state = optimizer.init(params)
+    grads = jax.eval_shape(widen, params)
+    for _ in range(3):  # a wrapper's dtypes may follow those of what it wraps
+        try:
+            _, after = jax.eval_shape(optimizer.update, grads, state, params)
+        except TypeError as error:
+            raise TypeError(
+                "the optimizer takes no float32 gradients of narrower parameters, which a training "
+                f"step gives it; keep the parameters in float32. {error}"
+            ) from error
+        before, state = state, _in_dtypes_of(state, after)
+        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(state))):
+            break
+    return state
+
+
+def _in_dtypes_of(tree: Any, like: Any) -> Any:
+    """A tree in the dtypes of another; as it is where their structures differ."""
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        return tree
+    return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, like)
+
+
+def _own_arrays(tree: Any) -> Any:
+    """Arrays of their own, as a step donates each, and of no weak type, as it returns none."""
+    seen: dict[int, Array] = {}
+
+    def own(x: ArrayLike) -> Array:
+        array = x if isinstance(x, jax.Array) else jnp.array(x)
+        if getattr(array, "weak_type", False):  # which the key of a generator has not
+            array = jax.lax.convert_element_type(array, array.dtype)
+        if id(array) in seen:
+            array = jnp.copy(array)
+        seen[id(array)] = array
+        return array
+
+    return jax.tree.map(own, tree)
 
 
 def make_train_step(
@@ -216,22 +177,27 @@ def make_train_step(
     *,
     learning_rate: float | Schedule | None = None,
     compute_dtype: DTypeLike | None = None,
+    microbatch_weights: Literal["labels", "equal"] | Callable[[Array], Array] = "labels",
     max_loss_z: float | None = None,
     max_norm_z: float | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Makes the jitted function that takes one optimizer step.
 
-    The parameters are cast to the compute dtype once, or the state has them in it. Their gradients
-    are averaged over the microbatches in float32, and each microbatch counts alike, however many
-    labels it ignores.
+    The parameters are cast to the compute dtype once, or the state has them in it. Loss and
+    gradients are averaged over the microbatches in float32, each weighted by its number of labels.
+    So a step is the same however its sequences are cut into microbatches.
 
     Args:
-        loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch.
+        loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch over the
+            labels that count.
         optimizer: Such as :func:`adamw`, or any of optax's. An :class:`Optimizer` takes its step in
             place, from gradients in the compute dtype where nothing is accumulated.
         learning_rate: What the optimizer was given, to have it among the metrics. (An optimizer of
             optax's counts its own steps, without those that a guard has skipped.)
         compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
+        microbatch_weights: ``"labels"`` weights a microbatch by the labels that :func:`counted`
+            counts; one without any adds nothing. ``"equal"`` weights all alike. A function from
+            the labels of a microbatch, (B, T), to its weight is for a loss that counts otherwise.
         max_loss_z: Of a guarded state: as in :func:`jaxllm.guard.judge`.
         max_norm_z: Likewise.
 
@@ -239,10 +205,14 @@ def make_train_step(
         ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T). The metrics are float32 scalars: ``loss`` in nats, ``grad_norm`` before
         clipping, ``learning_rate`` if it was given, and of a guarded state those of
-        :func:`jaxllm.guard.judge`. The state that goes in is donated: its
-        buffers become those of the state that comes out.
+        :func:`jaxllm.guard.judge`. Loss and norm are those of the whole step, with the weights.
+        The state that goes in is donated: its buffers become those of the state that comes out.
+
+    Raises:
+        ValueError: ``microbatch_weights`` is neither of the names nor a function.
     """
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    weigh = _weigher(microbatch_weights)
 
     def train_step(state: TrainState, tokens: Array, labels: Array):
         # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
@@ -255,14 +225,23 @@ def make_train_step(
             loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
             return loss.astype(jnp.float32), grads
 
+        def weighted(weight: Array, tokens: Array, labels: Array):
+            return jax.tree.map(
+                lambda x: jnp.where(weight == 0, jnp.zeros_like(x), weight.astype(x.dtype) * x),
+                widen(gradients(tokens, labels)),
+            )
+
         def accumulate(total, microbatch):
-            return jax.tree.map(jnp.add, total, cast(gradients(*microbatch), jnp.float32)), None
+            return jax.tree.map(jnp.add, total, weighted(*microbatch)), None
 
         # The first microbatch starts the sum, so that without accumulation there is no second
         # copy of the gradients.
-        total = gradients(tokens[0], labels[0])
-        if len(tokens) > 1:
-            total, _ = jax.lax.scan(accumulate, cast(total, jnp.float32), (tokens[1:], labels[1:]))
+        if len(tokens) == 1:
+            total = gradients(tokens[0], labels[0])
+        else:
+            microbatches = (weigh(labels), tokens, labels)
+            first, rest = ([x[i] for x in microbatches] for i in (0, slice(1, None)))
+            total, _ = jax.lax.scan(accumulate, weighted(*first), rest)
         total_loss, grads = total
         loss, scale = total_loss / len(tokens), 1 / len(tokens)
 
@@ -291,6 +270,27 @@ def make_train_step(
     return jax.jit(train_step, donate_argnames="state")
 
 
+def _weigher(
+    weights: Literal["labels", "equal"] | Callable[[Array], Array],
+) -> Callable[[Array], Float[Array, " A"]]:
+    """The function from the labels of a step, (A, B, T), to weights of mean 1."""
+    if weights == "equal":
+        return lambda labels: jnp.ones(len(labels), jnp.float32)
+    if weights != "labels" and not callable(weights):
+        raise ValueError(
+            f"microbatch_weights is {weights!r}; it must be 'labels', 'equal' or a function"
+        )
+    weight_of = weights if callable(weights) else lambda labels: counted(labels).sum()
+
+    def weigh(labels: Array) -> Array:
+        found = jnp.stack([weight_of(of) for of in labels]).astype(jnp.float32)
+        mean = found.mean()
+        return found / jnp.where(mean == 0, 1, mean)
+
+    return weigh
+
+
+@promotion.by_default
 def _optax_step(
     optimizer: optax.GradientTransformation,
     grads: Params,
@@ -299,8 +299,9 @@ def _optax_step(
     skip: Array | None,
 ) -> tuple[Params, Any, Array]:
     """The new parameters and optimizer's state, and the norm of the gradients."""
-    grads = jax.tree.map(lambda x: x * grad_scale, cast(grads, jnp.float32))
+    grads = jax.tree.map(lambda x: x * grad_scale, widen(grads))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    opt_state = _in_dtypes_of(opt_state, state.opt_state)
     params, norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
     if skip is not None:
         params, opt_state = jax.tree.map(
@@ -340,8 +341,10 @@ def mean_loss(
     seq_len: int,
     batches: int | None = None,
 ) -> float:
-    """The mean loss over the windows of a data set, each read once; its exponential is the
+    """The mean loss over the labels of a data set, each window read once; its exponential is the
     perplexity.
+
+    Batches are weighted by their number of labels, as :func:`counted` counts them.
 
     Args:
         evaluate: Of :func:`make_eval_step`.
@@ -365,117 +368,11 @@ def mean_loss(
             f"batch_size is {batch_size} and seq_len {seq_len}; they must be at least 1"
         )
     full = max(data.num_windows(dataset, seq_len) // batch_size, 1)
-    losses = [
-        evaluate(params, *data.batch(dataset, batch_size, seq_len, seed=0, step=i))
-        for i in range(full if batches is None else min(batches, full))
-    ]
-    return float(np.mean(jax.device_get(losses), dtype=np.float64))
-
-
-def explain_halt(
-    loss_fn: LossFn,
-    params: Params,
-    tokens: ArrayLike,
-    labels: ArrayLike,
-    *,
-    compute_dtype: DTypeLike | None = None,
-) -> str:
-    """What is not finite in the step at which a guarded run halted.
-
-    Args:
-        loss_fn: As in :func:`make_train_step`.
-        params: The parameters that the step found, which a guarded state still has.
-        tokens: The step's, of shape (accumulate, B, T).
-        labels: Likewise.
-        compute_dtype: As in :func:`make_train_step`.
-
-    Returns:
-        Lines that name each parameter that is not finite, and of each microbatch that is not finite
-        the loss and each parameter whose gradient is not.
-    """
-    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
-    lines = [f"parameter {fault}" for fault in nonfinite(params)]
-    gradients = jax.jit(jax.value_and_grad(loss_fn))
-    for i, microbatch in enumerate(zip(jnp.asarray(tokens), jnp.asarray(labels), strict=True)):
-        loss, grads = gradients(cast(params, dtype), *microbatch)
-        faults = [f"gradient of {fault}" for fault in nonfinite(grads)]
-        if faults or not jnp.isfinite(loss):
-            lines += [f"microbatch {i}: loss {float(loss)}", *faults]
-    if not lines:
-        lines = ["each microbatch is finite by itself: the sum or the norm of the gradients is not"]
-    return "\n".join(lines)
-
-
-def nonfinite(params: Params) -> list[str]:
-    """The arrays that hold a NaN or an infinity, and how many; layers counted one by one."""
-    if isinstance(params, dict) and isinstance(params.get("blocks"), dict):
-        params = unstack(params)
-    counts = jax.jit(
-        lambda tree: jax.tree.map(lambda x: (jnp.isnan(x).sum(), jnp.isinf(x).sum()), tree)
-    )
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    found = jax.tree.leaves(jax.device_get(counts(params)))
-    return [
-        f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {nans} NaN and {infinities} "
-        f"infinite of {x.size}"
-        for (path, x), nans, infinities in zip(paths, found[::2], found[1::2], strict=True)
-        if nans or infinities
-    ]
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The dense bfloat16 peak of a device in flop/s, or None if it is not in the table.
-
-    Args:
-        device_kind: As in ``jax.devices()[0].device_kind``.
-    """
-    for name, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_kind):
-            return peak
-    return None
-
-
-def measured_matmul_flops(
-    dtype: DTypeLike | None = None, *, size: int | None = None, repeats: int = 20
-) -> float:
-    """The rate of large square matrix products on the default device, in flop/s.
-
-    ``2 size^3`` operations a product, the best of three runs of ``repeats`` products, each of which
-    needs the one before.
-
-    Args:
-        dtype: Of the matrices; None for :func:`default_compute_dtype`.
-        size: Their rows and columns; None for 8192 on a GPU, 512 elsewhere.
-        repeats: Products in a run.
-    """
-    size = size or (8192 if jax.default_backend() == "gpu" else 512)
-    dtype = jnp.dtype(dtype or default_compute_dtype())
-    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
-    weight = jax.random.normal(jax.random.key(1), (size, size), dtype) / size**0.5
-    run = jax.jit(
-        lambda x: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ weight).astype(dtype), x)
-    )
-    run(x).block_until_ready()
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        run(x).block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 * repeats / min(seconds)
-
-
-def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> float | None:
-    """The share of a device's bfloat16 peak that the model's own arithmetic reaches.
-
-    ``MFU = flops / seconds / peak``, where a model's ``flops_per_token`` says what counts.
-
-    Args:
-        flops: What the model must compute, recomputation not counted.
-        seconds: How long it took.
-        device_kind: As in :func:`peak_flops`.
-
-    Returns:
-        A number between 0 and 1; None where the peak is unknown, such as on a CPU.
-    """
-    peak = peak_flops(device_kind)
-    return None if peak is None else flops / seconds / peak
+    losses, counts = [], []
+    for i in range(full if batches is None else min(batches, full)):
+        tokens, labels = data.batch(dataset, batch_size, seq_len, seed=0, step=i)
+        losses.append(evaluate(params, tokens, labels))
+        counts.append(np.count_nonzero(counted(labels)))
+    # A batch without labels adds nothing, whatever its loss is.
+    losses = np.where(counts, np.asarray(jax.device_get(losses), np.float64), 0.0)
+    return float(losses @ counts / max(sum(counts), 1))

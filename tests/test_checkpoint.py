@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from jaxllm import checkpoint, data, optim, training
+from jaxllm.checksum import checksums
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import unstack
 
@@ -70,6 +71,21 @@ def test_other_optimizers_states(tmp_path, optimizer):
         checkpoint.save(folder, 1, state, {})
         folder.wait_until_finished()
         assert_equal(checkpoint.restore(folder, state), state)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_in_a_state_are_restored(tmp_path, impl):
+    optimizer = optax.add_noise(0.01, 0.5, jax.random.key(0, impl=impl))
+    state = training.init_state({"w": jnp.ones((3, 4))}, optimizer)
+    _, opt_state = optimizer.update(state.params, state.opt_state)
+    later = state._replace(opt_state=opt_state)
+    with checkpoint.open_folder(tmp_path) as folder:
+        checkpoint.save(folder, 1, later, {})
+        folder.wait_until_finished()
+        for like in (state, jax.eval_shape(lambda: state)):
+            restored = checkpoint.restore(folder, like)
+            assert checksums(restored) == checksums(later) != checksums(state)
+            optimizer.update(state.params, restored.opt_state)  # fails unless it is a key again
 
 
 def test_the_last_ones_stay_and_every_so_many(tmp_path):
@@ -133,6 +149,18 @@ def test_a_damaged_checkpoint_is_named(tmp_path, lost):
             checkpoint.restore(folder, fresh())
 
 
+def test_a_checkpoint_with_a_damaged_description_is_named(tmp_path):
+    with checkpoint.open_folder(tmp_path) as folder:
+        checkpoint.save(folder, 1, fresh(), RECORD)
+    path = tmp_path / "1" / "state" / "_METADATA"
+    path.write_text(path.read_text().replace("jax.Array", "jax.Arrax"))
+    with (
+        checkpoint.open_folder(tmp_path) as folder,
+        pytest.raises(ValueError, match="^" + DAMAGED.format(tmp_path)),
+    ):
+        checkpoint.restore(folder, fresh())
+
+
 def test_a_checkpoint_with_a_damaged_array_is_named(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), RECORD)
@@ -154,6 +182,206 @@ def test_a_checkpoint_with_a_damaged_array_is_named(tmp_path):
 def restore_fresh(path):
     with checkpoint.open_folder(path) as folder:
         checkpoint.restore(folder, fresh())
+
+
+def toy_state(dtype="float32", **options):
+    params = {"w": jnp.linspace(0, 1, 12).reshape(3, 4).astype(dtype), "b": jnp.ones(4, dtype)}
+    return training.init_state(params, optax.adamw(1e-2), **options)
+
+
+def saved(folder, state, step=1):
+    checkpoint.save(folder, step, state, RECORD)
+    folder.wait_until_finished()
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, stored, wanted):
+    state, like = toy_state(stored), toy_state(wanted, copy_dtype="float16")
+    with checkpoint.open_folder(tmp_path) as folder:
+        saved(folder, state)
+        message = (
+            rf"params/b has dtype {stored} in the checkpoint and {wanted} here; params/w .*"
+            r"restore\(..., cast_dtypes=True\) casts"
+        )
+        with pytest.raises(ValueError, match=message):
+            checkpoint.restore(folder, like)
+        found = checkpoint.restore(folder, like, cast_dtypes=True)
+    assert_equal(found.params, training.cast(state.params, wanted))
+    assert_equal(
+        found.opt_state, jax.tree.map(lambda x, y: x.astype(y.dtype), *states(state, like))
+    )
+    assert_equal(found.copy, training.cast(found.params, "float16"))
+
+
+def states(*each):
+    return [state.opt_state for state in each]
+
+
+def test_a_dtype_that_jax_does_not_have_is_refused(tmp_path):
+    with checkpoint.open_folder(tmp_path) as folder:
+        with jax.enable_x64(True):
+            saved(folder, toy_state("float64"))
+            assert_equal(checkpoint.restore(folder, toy_state("float64")), toy_state("float64"))
+        with pytest.raises(ValueError, match="mu/b has dtype float64, which needs jax_enable_x64"):
+            checkpoint.restore(folder, toy_state(), cast_dtypes=True)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optim.adamw(1e-2)], ids=["optax", "ours"])
+def test_a_run_in_bfloat16_goes_on_to_the_bit(tmp_path, optimizer):
+    """Optax's means are made in bfloat16, and the first step turned them into float32."""
+
+    def start():
+        params = training.cast(gpt2.init(jax.random.key(0), CONFIG), "bfloat16")
+        return training.init_state(params, optimizer)
+
+    step = training.make_train_step(loss_fn, optimizer, compute_dtype="bfloat16")
+    tokens = np.random.default_rng(0).integers(0, 61, (4, 1, 4, 17), np.int32)
+    state, losses = start(), []
+    with checkpoint.open_folder(tmp_path) as folder:
+        for i, batch in enumerate(tokens):
+            if i == 2:
+                saved(folder, state)
+                restored = checkpoint.restore(folder, start())
+                assert_equal(restored, state)
+            state, metrics = step(state, batch[..., :-1], batch[..., 1:])
+            losses.append(metrics["loss"])
+        for i, batch in enumerate(tokens[2:], 2):
+            restored, metrics = step(restored, batch[..., :-1], batch[..., 1:])
+            assert metrics["loss"] == losses[i]
+    assert_equal(restored, state)
+    assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_a_checkpoint_without_checksums_is_read_with_a_warning(tmp_path):
+    """As versions before this one wrote them."""
+    state = toy_state()
+    with checkpoint.open_folder(tmp_path) as folder:
+        args = checkpoint._import_orbax().args
+        items = {"state": args.StandardSave(state), "record": args.JsonSave(RECORD)}
+        folder.save(1, args=args.Composite(**items), force=True)
+    with checkpoint.open_folder(tmp_path) as folder:
+        with pytest.warns(UserWarning, match=r"step 1: has no checksums, and damage to it may not"):
+            assert_equal(checkpoint.restore(folder, state), state)
+        with pytest.warns(UserWarning, match="no checksums"):
+            assert checkpoint.read_record(folder) == RECORD
+
+
+def test_checksums_that_are_lost_are_damage(tmp_path):
+    with checkpoint.open_folder(tmp_path) as folder:
+        saved(folder, toy_state())
+    shutil.rmtree(tmp_path / "1" / "checksums")
+    with checkpoint.open_folder(tmp_path) as folder:
+        for read in (lambda: checkpoint.restore(folder, toy_state()), folder_record(folder)):
+            with pytest.raises(ValueError, match=DAMAGED.format(tmp_path)):
+                read()
+
+
+def folder_record(folder):
+    return lambda: checkpoint.read_record(folder)
+
+
+def test_other_numbers_than_were_saved_are_named(tmp_path, monkeypatch):
+    state = toy_state()
+    with checkpoint.open_folder(tmp_path) as folder:
+        sums = checksums(state)
+        sums["params/w"] = checksums(toy_state("bfloat16"))["params/w"]
+        monkeypatch.setattr(checkpoint, "checksums", lambda _: sums)
+        saved(folder, state)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match=r"step 1: damaged, .* saved: params/w; delete"):
+            checkpoint.restore(folder, state)
+        record = next((tmp_path / "1" / "record").glob("metadata*"))
+        record.write_text(record.read_text().replace("shuffled", "shuffle"))
+        with pytest.raises(ValueError, match="step 1: the record is damaged"):
+            checkpoint.read_record(folder)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"a": jnp.ones((0, 3))},
+            r"params/a has shape \(0, 3\); a checkpoint holds no empty arrays",
+        ),
+        ({"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)}, "params/a.b and params/a/b would have one"),
+        ({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}, "params/a/b and params/a/b would have one"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, params, message):
+    with checkpoint.open_folder(tmp_path) as folder:
+        state = training.TrainState(params, (), jnp.int32(0))
+        with pytest.raises(ValueError, match=message):
+            checkpoint.save(folder, 1, state, {})
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpoint.save(folder, 1, toy_state(), {"path": tmp_path})
+        assert checkpoint.steps(folder) == []
+
+
+def test_flipped_bits_and_shards_in_other_places(tmp_path):
+    flips = 25
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "damaged_checkpoints.py"), str(tmp_path), str(flips)],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
+        },
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert len(set(found["specs"])) == 3
+    counts = found["flips"]
+    assert sum(counts.values()) == flips
+    assert set(counts) == {"nothing changed", "not readable", "by its checksum"}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "bool", "complex64"],
+)
+def test_a_checksum_sees_every_element_and_its_place(dtype):
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=(3, 5, 7))
+    array = jnp.asarray(array > 0 if dtype == "bool" else 9 * array, dtype)
+    values = np.asarray(array)
+
+    def of(values):
+        return checksums({"x": jnp.asarray(values, dtype)})["x"]
+
+    assert of(values).startswith(f"{dtype}[3,5,7] ")
+    sums = {
+        of(values),
+        of(values.reshape(5, 3, 7)),
+        of(values[::-1]),
+        of(values.transpose(0, 2, 1)),
+    }
+    if dtype == "bool":
+        changed = [np.logical_xor(values, np.arange(values.size).reshape(values.shape) == 17)]
+    else:  # each bit of an element
+        bits = values.copy().reshape(-1)
+        raw = bits.view(np.uint8)
+        width = bits.dtype.itemsize
+        changed = []
+        for bit in range(8 * width):
+            raw[17 * width + bit // 8] ^= 1 << bit % 8
+            changed.append(bits.reshape(values.shape).copy())
+            raw[17 * width + bit // 8] ^= 1 << bit % 8
+    sums |= {of(each) for each in changed}
+    assert len(sums) == 4 + len(changed)
+
+
+def test_a_checksum_of_what_is_equal_but_not_the_same():
+    values = {"zero": 0.0, "negative": -0.0, "nan": np.nan}
+    sums = {checksums({"x": jnp.float32(value)})["x"] for value in values.values()}
+    other_nan = jax.lax.bitcast_convert_type(jnp.uint32(0x7FC00001), jnp.float32)
+    assert len(sums | {checksums({"x": other_nan})["x"]}) == 4
+    with jax.enable_x64(True):
+        low, high = (checksums({"x": jnp.float64(x)})["x"] for x in (1.0, np.nextafter(1.0, 2)))
+        assert low != high
+    assert checksums({"k": jax.random.key(0)}) != checksums({"k": jax.random.key(1)})
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import numpy as np
 import optax
 import pytest
 
+import jaxllm
 from jaxllm import optim, training
 from jaxllm.models import gpt2
+from jaxllm.models.blocks import unstack
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
 
@@ -38,10 +40,9 @@ def test_masters_are_those_of_optax_over_a_hundred_steps():
     def run(params):
         def step(carry, count):
             (params, state), (their_params, their_state) = carry
-            grads = gradients(params, count)
-            updates, state = ours.update(grads, state, params)
+            wide = training.cast(gradients(params, count), "float32")
+            updates, state = ours.update(wide, state, params)
             params = optax.apply_updates(params, updates)
-            wide = training.cast(grads, "float32")
             updates, their_state = theirs.update(wide, their_state, their_params)
             their_params = optax.apply_updates(their_params, updates)
             return ((params, state), (their_params, their_state)), None
@@ -78,12 +79,27 @@ def test_step_and_update_agree_on_mixed_dtypes():
         grads = gradients(params, count)
         params, state, norm = optimizer.step(grads, state, params)
         np.testing.assert_allclose(norm, optax.tree_utils.tree_norm(grads), rtol=1e-2)
-        updates, other = optimizer.update(grads, other, by_update)
+        updates, other = optimizer.update(training.widen(grads), other, by_update)
         by_update = optax.apply_updates(by_update, updates)
     assert_equal(params, by_update)
     assert_equal(state, other)
     for name in ("weight", "half", "bias"):
         assert_equal(params[name], state.master[name].astype(params[name].dtype))
+
+
+def test_updates_of_narrow_gradients_miss_the_masters_by_their_rounding_at_most():
+    optimizer = optim.adamw(0.1)
+    params, state = MIXED, optimizer.init(MIXED)
+    for count in range(5):
+        updates: Any
+        updates, state = optimizer.update(gradients(params, count), state, params)
+        dtypes = jax.tree.map(lambda x: x.dtype.name, updates)
+        wide = {"scale": "float32", "half": "float32"}  # float16 and bfloat16 have no narrower one
+        assert dtypes == {"weight": "bfloat16", "bias": "bfloat16", **wide}
+        params: Any = optax.apply_updates(params, updates)
+        for name in ("weight", "bias"):
+            miss = training.widen(params[name]) - training.widen(narrow(state.master[name]))
+            assert (abs(miss) <= abs(training.widen(updates[name])) / 128).all()
 
 
 def test_the_step_is_optax_on_float32():
@@ -144,3 +160,275 @@ def test_clipping():
         np.testing.assert_allclose([found, norm], [factor, 50 * scale], rtol=1e-6)
     with pytest.raises(ValueError, match=r"max_grad_norm is -1.0; it must be above 0, or None"):
         optim.clipping(grads, -1.0)
+
+
+TREE: Any = {"w1": jnp.ones((2, 3)), "w2": jnp.ones((2, 3)), "list": [jnp.ones(2), None]}
+OPTIMIZERS: Any = pytest.mark.parametrize("make", [optim.adamw, training.adamw])
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("how", ["update", "step"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda grads: {"w2": grads["w1"], "w3": grads["w2"], "list": grads["list"]},
+            "grads differs from params in structure: w1 is missing; w3 is unexpected",
+        ),
+        (lambda grads: grads | {"list": [grads["w1"], grads["w1"]]}, "list/1 is unexpected"),
+        (lambda grads: grads | {"list": (grads["list"][0], None)}, "grads has the structure"),
+        (lambda grads: grads | {"w1": {"a": grads["w1"]}}, "w1 is missing; w1/a is unexpected"),
+        (lambda grads: [*grads.values()], "and 2 more"),
+        (lambda grads: grads | {"w2": jnp.ones((3, 2))}, r"w2 has shape \(3, 2\); it must be"),
+        (lambda grads: grads | {"w2": jnp.ones(())}, r"w2 has shape \(\); it must be"),
+    ],
+    ids=["names", "none", "type", "deeper", "list", "shape", "broadcast"],
+)
+def test_gradients_of_other_trees_are_refused(make, how, change, message):
+    optimizer = make(0.1)
+    with pytest.raises(ValueError, match=message):
+        getattr(optimizer, how)(change(TREE), optimizer.init(TREE), TREE)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("how", ["update", "step"])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (TREE | {"w3": jnp.ones(3)}, r"\w+ differs from params in structure: w3 is unexpected"),
+        (TREE | {"w2": jnp.ones(())}, r"m\w*/w2 has shape \(\); it must be"),
+    ],
+    ids=["names", "broadcast"],
+)
+def test_states_of_other_trees_are_refused(make, how, other, message):
+    optimizer = make(0.1)
+    with pytest.raises(ValueError, match=message):
+        getattr(optimizer, how)(TREE, optimizer.init(other), TREE)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("how", ["update", "step"])
+def test_parameters_that_are_no_floats_are_refused(make, how):
+    params = TREE | {"w2": jnp.ones(3, jnp.int32)}
+    optimizer = make(0.1)
+    with pytest.raises(TypeError, match="w2 has dtype int32; it must be a floating-point array"):
+        getattr(optimizer, how)(params, optimizer.init(params), params)
+
+
+def test_a_state_of_other_dtypes_is_refused():
+    optimizer = optim.adamw(0.1)
+    for params, found in ((narrow(MIXED), MIXED), (training.widen(MIXED), MIXED)):
+        with pytest.raises(ValueError, match=r"state.master has (no|an) array for \w+, which has"):
+            optimizer.step(params, optimizer.init(found), params)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ({"w1": True, "w2": False}, "mask differs from params in structure: list/0 is missing"),
+        (TREE | {"w3": True}, "w3 is unexpected"),
+        ([True] * 9, "missing"),
+        ({"w1": {"a": True}, "w2": True, "list": True}, "w1 is missing; w1/a is unexpected"),
+        ({"w1": np.ones(2), "w2": True, "list": True}, "mask has array.*; it must be a bool"),
+        ({"w1": "False", "w2": True, "list": True}, "mask has 'False'; it must be a bool"),
+        ({"w1": np.ndim, "w2": True, "list": True}, "mask has <function ndim.*; it must be a bool"),
+        (dict.fromkeys(TREE, np.ndim), "mask has <function ndim.*; it must be a bool"),
+    ],
+    ids=["short", "long", "list", "deep", "array", "text", "function", "functions"],
+)
+def test_masks_of_other_trees_are_refused(mask, message):
+    for given in (mask, lambda params: mask):
+        optimizer = optim.adamw(0.1, mask=given)
+        with pytest.raises((ValueError, TypeError), match=message):
+            optimizer.step(TREE, optimizer.init(TREE), TREE)
+
+
+def test_a_mask_of_unstacked_parameters_is_none_of_stacked_ones():
+    stacked = gpt2.init(jax.random.key(0), CONFIG)
+    optimizer = optim.adamw(0.1, mask=training.decay_mask(unstack(stacked)))
+    with pytest.raises(ValueError, match="mask differs from params in structure: blocks/"):
+        optimizer.step(stacked, optimizer.init(stacked), stacked)
+
+
+class CallableMask(dict):
+    """A pytree that can be called, as Equinox's modules can: no function."""
+
+    def __call__(self, _):
+        raise AssertionError("called")
+
+
+jax.tree_util.register_pytree_with_keys(
+    CallableMask,
+    lambda mask: ([(jax.tree_util.DictKey(key), mask[key]) for key in sorted(mask)], None),
+    lambda _, values: CallableMask(zip(("list", "w1", "w2"), values, strict=True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("mask", "decayed"),
+    [
+        (None, [True, True, True]),
+        (True, [True, True, True]),
+        (False, [False, False, False]),
+        ({"w1": True, "w2": np.False_, "list": True}, [True, True, False]),  # a prefix
+        ({"w1": jnp.array(False), "w2": True, "list": [False, None]}, [False, False, True]),
+        (lambda params: {"w1": False, "w2": True, "list": False}, [False, False, True]),
+    ],
+)
+def test_masks_that_optax_takes(mask, decayed):
+    zeros = jax.tree.map(jnp.zeros_like, TREE)
+    for module in (optim, optax):
+        optimizer = module.adamw(0.5, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
+        updates, _ = optimizer.update(zeros, optimizer.init(TREE), TREE)
+        found = [float(leaf.ravel()[0]) for leaf in jax.tree.leaves(updates)]
+        np.testing.assert_allclose(found, [-0.05 if x else 0.0 for x in decayed], rtol=2e-6)
+
+
+def test_a_mask_that_is_a_callable_tree_is_not_called():
+    mask = CallableMask(list=True, w1=False, w2=True)
+    params = CallableMask(TREE | {"list": TREE["list"][0]})
+    optimizer = optim.adamw(0.5, weight_decay=0.1, mask=mask)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["w1"], 0)
+    np.testing.assert_allclose(updates["w2"], -0.05, rtol=2e-6)
+
+
+@OPTIMIZERS
+def test_what_has_no_gradient_stays(make):
+    """As Equinox's filter_grad leaves parameters that are not trained; and so does the state."""
+    params = {**MIXED, "count": jnp.arange(3), "function": None}
+    optimizer = make(0.1, max_grad_norm=None)
+    state = first = optimizer.init(params)
+    frozen = {"weight": None, "scale": None, "count": None}
+    for count in range(3):
+        grads = gradients({**MIXED, "function": None}, count) | frozen
+        updates, _ = optimizer.update(grads, state, params)
+        assert [updates[name] for name in (*frozen, "function")] == [None] * 4
+        new, state, _, copy = optimizer.step(grads, state, params, copy_dtype="bfloat16")
+        assert_equal({name: new[name] for name in frozen}, {name: params[name] for name in frozen})
+        assert jax.tree.structure(state) == jax.tree.structure(first)
+        assert copy["count"].dtype == jnp.int32
+        assert copy["scale"].dtype == copy["bias"].dtype == jnp.bfloat16
+        assert (new["bias"] != params["bias"]).all()
+        params = new
+    _, after = optimizer.update(gradients({**MIXED, "function": None}, 0) | frozen, state, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, first)
+
+
+@OPTIMIZERS
+def test_float64_is_optax_to_its_last_digits(make):
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, "float64"), MIXED)
+        params["single"] = jnp.ones(3, jnp.float32)
+        ours = make(1e-3, max_grad_norm=0.5, weight_decay=0.0)
+        theirs = optax.chain(
+            optax.clip_by_global_norm(0.5), optax.adamw(1e-3, b2=0.95, weight_decay=0.0)
+        )
+        state, their_state, expected = ours.init(params), theirs.init(params), params
+        types = jax.tree.map(jax.typeof, state)
+        for count in range(3):
+            grads = jax.tree.map(lambda p, n=count: jnp.cos(p + n), params)
+            params, state, norm = ours.step(grads, state, params)
+            updates, their_state = theirs.update(grads, their_state, expected)
+            expected: Any = optax.apply_updates(expected, updates)
+            assert jax.tree.map(jax.typeof, state) == types
+        assert norm.dtype == jnp.float64
+        for name, leaf in params.items():
+            rtol = 1e-6 if leaf.dtype == jnp.float32 else 1e-13
+            np.testing.assert_allclose(leaf, expected[name], rtol=rtol, atol=rtol)
+
+
+def test_numbers_of_any_kind_are_parameters():
+    params = {"a": 1.0, "b": np.ones(3, np.float32)}
+    for module in (optim, optax):
+        optimizer = module.adamw(0.5, b2=0.95, weight_decay=0.1)
+        updates, _ = optimizer.update({"a": 2.0, "b": np.ones(3)}, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["a"], -0.55, rtol=1e-6)
+        np.testing.assert_allclose(updates["b"], -0.55, rtol=1e-6)
+    with pytest.raises(TypeError, match="grads/n has dtype int32; it must be a floating-point"):
+        optimizer = optim.adamw(0.5)
+        optimizer.step(
+            {"n": jnp.arange(3)}, optimizer.init({"n": jnp.arange(3)}), {"n": jnp.arange(3)}
+        )
+
+
+HYPER = {"learning_rate": 0.1, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.2}
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("backend", ["auto", "pallas"])
+def test_hyperparameters_may_be_traced(make, backend):
+    params = training.widen(MIXED)
+    grads = training.widen(gradients(params, 1))
+
+    def update(values):
+        limit = values.pop("max_grad_norm")
+        optimizer = make(**values, max_grad_norm=limit)
+        return optimizer.step(grads, optimizer.init(params), params)[0]
+
+    values = HYPER | {"max_grad_norm": 0.7}
+    with jaxllm.use_backend(backend):
+        traced = jax.jit(update)(values)
+    expected = update(dict(values))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, traced, expected)
+    if backend == "auto":  # a sweep
+        several = jax.vmap(update)(jax.tree.map(lambda x: jnp.array([x, x / 2]), values))
+        jax.tree.map(lambda x, y: close(x[0], y), several, expected)
+        half = update({name: value / 2 for name, value in values.items()})
+        jax.tree.map(lambda x, y: close(x[1], y), several, half)
+
+
+@OPTIMIZERS
+def test_the_weight_decay_may_be_a_schedule(make):
+    params = {"x": jnp.ones((2, 3))}
+    zeros = {"x": jnp.zeros((2, 3))}
+    optimizer = make(0.5, weight_decay=lambda count: 0.1 * (count + 1), max_grad_norm=None)
+    state = optimizer.init(params)
+    for factor in (0.95, 0.9):
+        before = params
+        updates, by_update = optimizer.update(zeros, state, params)
+        updated: Any = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(updated["x"], factor * before["x"], rtol=1e-6)
+        params, state, _ = optimizer.step(zeros, state, params)
+        np.testing.assert_allclose(params["x"], factor * before["x"], rtol=1e-6)
+        assert_equal(by_update, state)
+
+
+def test_names_of_parameters_are_no_names_of_the_state():
+    params = {"count": jnp.ones((2, 3)), "mu": jnp.ones(3), "nu": jnp.ones(3)}
+    optimizer = training.adamw(0.1)
+    state = optimizer.init(params)
+    grads = jax.tree.map(jnp.cos, params)
+    params, state, _ = optimizer.step(grads, state, params)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, optimizer.init(params))
+    assert int(state[1][0].count) == 1
+
+
+@OPTIMIZERS
+def test_parameters_of_one_path_are_kept_apart(make):
+    params = {"a/b": jnp.ones(3), "a": {"b": jnp.zeros(2)}}
+    optimizer = make(0.1, weight_decay=0.0)
+    new, *_ = optimizer.step(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(new["a/b"], 0.9, rtol=1e-5)
+    np.testing.assert_allclose(new["a"]["b"], -0.1, rtol=1e-5)
+
+
+def test_means_keep_the_shardings_of_the_parameters():
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.device_put({"a": jnp.ones((4, 2)), "b": jnp.ones(4, jnp.bfloat16)}, sharding)
+    state = optim.adamw(0.1).init(params)
+    for leaf in jax.tree.leaves((state.m, state.v, state.master)):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+@OPTIMIZERS
+def test_strict_promotion_is_enough(make):
+    optimizer = make(1e-2, max_grad_norm=1.0)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        state = optimizer.init(MIXED)
+        grads = gradients(MIXED, 0)
+        params, state, _ = optimizer.step(grads, state, MIXED)
+        optimizer.update(grads, state, params)

@@ -1,5 +1,7 @@
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -36,6 +38,19 @@ def test_the_shapes():
     np.testing.assert_allclose(wsd, [2.0, 2.0, low + fall / 2, low], rtol=1e-5)
     half = rates("wsd", (55, 62.5), final_fraction=0.0, decay_fraction=0.5)
     np.testing.assert_allclose(half, [2 - 2 * math.sqrt(0.1), 1.0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_may_be_traced_and_promotion_strict(name):
+    steps, peaks = jnp.array([3, 50, 95]), jnp.array([1.0, 2.0])
+
+    def of_peak(peak):
+        return make_schedule(name, peak, 100, warmup=10, final_fraction=0.1)(steps)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        found = jax.vmap(of_peak)(peaks)
+    expected = rates(name, steps, final_fraction=0.1)
+    np.testing.assert_allclose(found, np.multiply.outer([0.5, 1.0], expected), rtol=1e-6)
 
 
 def test_cosine_and_linear_are_optax_s():

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,27 @@ def test_decay_mask_on_gpt2(form, blocks):
     }
     weights = itertools.product(blocks, ("attention/qkv", "attention/out", "mlp/up", "mlp/down"))
     assert decayed == {"wte", "wpe", *(f"{block}/{name}/weight" for block, name in weights)}
+
+
+class Model(NamedTuple):
+    blocks: Any
+    scale: Any
+
+
+@pytest.mark.parametrize("outer", [lambda x: x, lambda x: (x,), lambda x: [{"model": x}]])
+@pytest.mark.parametrize("kind", [lambda **of: of, Model])
+def test_decay_mask_inside_other_containers(kind, outer):
+    """What stands around the blocks says nothing of what is in them."""
+    layer = {"weight": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2)), "none": None}
+    stacked = outer(kind(blocks=layer, scale=jnp.ones(2)))
+    decays = {"weight": True, "bias": False, "none": None}
+    assert training.decay_mask(stacked) == outer(kind(blocks=decays, scale=False))
+    apart = {"weight": jnp.ones((2, 2)), "bias": np.ones(2), "none": None}
+    unstacked = outer(kind(blocks=[apart, apart], scale=jax.eval_shape(lambda: jnp.ones(2))))
+    assert training.decay_mask(unstacked) == outer(kind(blocks=[decays, decays], scale=False))
+    numbered = outer(kind(blocks={"0": apart, "1": apart}, scale=jnp.ones(2)))
+    expected = outer(kind(blocks={"0": decays, "1": decays}, scale=False))
+    assert training.decay_mask(numbered) == expected
 
 
 def test_decay_reaches_matrices_alone():

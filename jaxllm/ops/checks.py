@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+
+
+def is_certain(condition: Callable[[], bool]) -> bool:
+    """Whether a condition on sizes holds, whatever the values of symbolic ones."""
+    try:
+        return bool(condition())
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def check_floating(**arrays: jax.Array) -> None:
@@ -43,6 +53,23 @@ def as_integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} is {value!r}; it must be an integer") from error
 
 
+def as_bool(name: str, value: Any) -> bool:
+    """The bool that an option is, whatever its type; raises TypeError where it is not known."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError) as error:  # a traced value, or an array of several
+        raise TypeError(f"{name} has {value!r}; it must be a bool, and no traced one") from error
+
+
+def as_number(name: str, value: Any) -> Any:
+    """:func:`as_float`; a traced scalar in float32, or in float64 where JAX has that."""
+    if isinstance(value, Tracer):
+        if value.shape:
+            raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
+        return value.astype(float)
+    return as_float(name, value)
+
+
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], why: str) -> None:
     """Raises ValueError where a shape is not ``shape``; ``why`` says where that is from."""
     if array.shape != shape:
@@ -55,6 +82,112 @@ def check_same_dtype(name: str, array: jax.Array, other_name: str, other: jax.Ar
         raise TypeError(
             f"{name} has dtype {array.dtype}; it must have the dtype of {other_name}, {other.dtype}"
         )
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The paths of a tree's leaves, such as ``"blocks/mlp/weight"``; "" for a tree that is one."""
+    return [_name(path) for path in _paths(tree)]
+
+
+def leaves_like(
+    name: str, tree: Any, like: Any, like_name: str, *, optional: bool = False
+) -> list[Any]:
+    """The leaves of a tree that must have the structure of another.
+
+    Args:
+        name: What the tree is called.
+        tree: The tree.
+        like: The other one.
+        like_name: What that is called.
+        optional: Whether None may stand in the place of a leaf.
+
+    Raises:
+        ValueError: The structures differ; the message names the leaves.
+    """
+    try:
+        leaves = jax.tree.structure(like).flatten_up_to(tree)
+    except (TypeError, ValueError) as error:
+        raise _mismatch(name, tree, like, like_name, optional=optional) from error
+    if not all(_is_leaf(leaf) or (optional and leaf is None) for leaf in leaves):
+        raise _mismatch(name, tree, like, like_name, optional=optional)
+    return leaves
+
+
+def mask_leaves(name: str, mask: Any, like: Any, like_name: str) -> list[bool]:
+    """The bool that a mask has for each leaf of a tree.
+
+    Args:
+        name: What the mask is called.
+        mask: A tree of bools with the structure of the other, or a prefix of it; None for True.
+        like: The other tree.
+        like_name: What that is called.
+
+    Raises:
+        TypeError: A leaf of the mask is no bool that is known while the program is traced.
+        ValueError: The mask is no prefix of the other tree; the message names the leaves.
+    """
+    found: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda leaf, part: found.extend([leaf] * len(jax.tree.leaves(part))),
+            True if mask is None else mask,
+            like,
+        )
+    except (TypeError, ValueError) as error:
+        raise _mismatch(name, mask, like, like_name, is_prefix=True) from error
+    for leaf in found:
+        if callable(leaf) or isinstance(leaf, str):  # which would count as True
+            raise TypeError(f"{name} has {leaf!r}; it must be a bool")
+    return [as_bool(name, leaf) for leaf in found]
+
+
+def _is_leaf(value: Any) -> bool:
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
+
+
+def _name(path: Iterable[Any]) -> str:
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def _paths(tree: Any, *, with_none: bool = False) -> list[tuple]:
+    is_leaf = (lambda x: x is None) if with_none else None
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def _mismatch(
+    name: str,
+    tree: Any,
+    like: Any,
+    like_name: str,
+    *,
+    optional: bool = False,
+    is_prefix: bool = False,
+) -> ValueError:
+    """The error that says in which leaves two trees differ."""
+    wanted = _paths(like)
+    found = _paths(tree, with_none=optional)
+    if optional:
+        empty = set(_paths(like, with_none=True)) - set(wanted)
+        found = [path for path in found if path not in empty or path in _paths(tree)]
+
+    def is_covered(path: tuple, by: list[tuple]) -> bool:
+        return any(path[: len(other)] == other if is_prefix else path == other for other in by)
+
+    faults = [f"{_name(path)} is missing" for path in wanted if not is_covered(path, found)]
+    expected = {path[:n] for path in wanted for n in range(len(path) + 1)}
+    if not is_prefix:
+        expected = set(wanted)
+    faults += [f"{_name(path)} is unexpected" for path in found if path not in expected]
+    if len(faults) > 5:
+        faults[5:] = [f"and {len(faults) - 5} more"]
+    # The root has no name, and containers of two types may have the same names in them.
+    if () in (*found, *wanted) or not faults:
+        found, wanted = jax.tree.structure(tree), jax.tree.structure(like)
+        begin = "a prefix of " if is_prefix else ""
+        return ValueError(
+            f"{name} has the structure {found}; it must be {begin}that of {like_name}, {wanted}"
+        )
+    return ValueError(f"{name} differs from {like_name} in structure: {'; '.join(faults)}")
 
 
 def check_layer(

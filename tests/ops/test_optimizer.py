@@ -13,7 +13,7 @@ import pytest
 import jaxllm
 from jaxllm import ffi, ops, testing, training
 from jaxllm.models import gpt2
-from jaxllm.ops.optimizer import reference
+from jaxllm.ops.optimizer import cuda, reference
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
@@ -219,6 +219,34 @@ def test_scalars_are_traced(backend):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_other_numbers_may_be_traced_too(backend, dtype):
+    param, grad, m, v = fresh(0, 5, 33, dtype=dtype)
+    trees = [{"a": x, "b": x[0]} for x in (param, grad, m, v)]
+    numbers = {"b1": 0.8, "b2": 0.99, "eps": 1e-3, "weight_decay": 0.3}
+
+    def update(numbers):
+        return ops.adamw_update(
+            *trees, step=3, lr=0.1, mask={"a": True, "b": False}, **numbers, backend=backend
+        )
+
+    traces = jax.jit(update)
+    for factor in (1, 0.9):
+        these = {name: factor * value for name, value in numbers.items()}
+        for found, wanted in zip(traces(these), update(these), strict=True):
+            jax.tree.map(lambda x, y: testing.assert_close(x, y, x.dtype), found, wanted)
+    with pytest.raises(ValueError, match=r"eps has shape \(2,\); it must be a scalar"):
+        jax.eval_shape(update, numbers | {"eps": jnp.ones(2)})
+
+
+def test_the_cuda_kernel_says_which_numbers_it_takes():
+    leaf = (jnp.ones(3),)
+    why = cuda.adamw_update_unsupported(leaf, leaf, leaf, leaf, jnp.ones(5), None, jnp.ones(4))
+    assert why == "b1, b2, eps or weight_decay is traced; the kernel takes numbers"
+    assert not cuda.adamw_update_unsupported(leaf, leaf, leaf, leaf, jnp.ones(5), None, None)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_tree_of_several_dtypes(backend):
     leaves = {
@@ -270,6 +298,15 @@ def test_decay_reaches_what_the_mask_names():
     )[0]
     np.testing.assert_allclose(new["a"], 0.95, rtol=1e-6)
     np.testing.assert_array_equal(new["b"], 1.0)
+    nested = {"a": tree, "b": tree}
+    new = ops.adamw_update(
+        *(nested, *[jax.tree.map(jnp.zeros_like, nested)] * 3),
+        step=1,
+        lr=0.5,
+        weight_decay=0.1,
+        mask={"a": np.False_, "b": True},  # a prefix
+    )[0]
+    assert new["a"]["b"][0] == 1 and new["b"]["a"][0] < 1
 
 
 def test_the_call_writes_over_its_operands():
@@ -400,6 +437,19 @@ def test_trees_without_leaves():
         ({"grad": jnp.ones(4)}, ValueError, r"grad has shape \(4,\); it must be \(3,\)"),
         ({"grad": {"a": jnp.ones(3)}}, ValueError, "grad has the structure"),
         ({"mask": {"a": True}}, ValueError, "mask has the structure"),
+        ({"mask": np.ones(2)}, TypeError, r"mask has array\(.*\); it must be a bool"),
+        (
+            {name: {"w": jnp.ones(3)} for name in ("param", "m", "v")}
+            | {"grad": {"x": jnp.ones(3)}},
+            ValueError,
+            "grad differs from param in structure: w is missing; x is unexpected",
+        ),
+        (
+            {name: {"w": [jnp.ones(3)]} for name in ("param", "m", "v")}
+            | {"grad": {"w": [jnp.ones(4)]}},
+            ValueError,
+            r"grad/w/0 has shape \(4,\); it must be \(3,\), the shape of param/w/0",
+        ),
         ({"param": jnp.ones(3, jnp.int32)}, TypeError, "param has dtype int32"),
         ({"m": jnp.ones(3, jnp.bfloat16)}, TypeError, "m has dtype bfloat16; it must be float32"),
         ({"v": jnp.ones(3, jnp.float16)}, TypeError, "v has dtype float16; it must be float32"),
@@ -412,6 +462,7 @@ def test_trees_without_leaves():
             "with a copy_dtype it must be float32",
         ),
         ({"seed": 0}, TypeError, "with a seed one of them must be bfloat16"),
+        ({"seed": 0.5, "copy_dtype": "bfloat16"}, TypeError, "seed is 0.5; it must be an integer"),
         ({"seed": 0, "copy_dtype": "float16"}, TypeError, "with a seed one of them"),
         ({"backend": "nothing"}, ValueError, "backend is 'nothing'"),
     ],

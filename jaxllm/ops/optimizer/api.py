@@ -9,9 +9,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from jaxllm import promotion
 from jaxllm.backend import Backend, resolve
 from jaxllm.dispatch import Op, dispatch
-from jaxllm.ops.checks import as_float, check_floating, check_shape
+from jaxllm.ops.checks import (
+    as_number,
+    check_floating,
+    check_shape,
+    leaf_names,
+    leaves_like,
+    mask_leaves,
+)
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
 # XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a
@@ -28,6 +36,7 @@ GLOBAL_NORM = Op(
 Tree = Any  # an array, or a nested dict (or any other pytree) of arrays
 
 
+@promotion.by_default
 def adamw_update(
     param: Tree,
     grad: Tree,
@@ -36,10 +45,10 @@ def adamw_update(
     *,
     step: ArrayLike,
     lr: ArrayLike,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 0.1,
     mask: Any = None,
     grad_scale: ArrayLike = 1.0,
     skip: ArrayLike = False,
@@ -69,11 +78,12 @@ def adamw_update(
         v: The running mean of their squares, float32.
         step: The number of this step, an integer scalar; the first is 1.
         lr: The learning rate, a scalar.
-        b1: The decay of ``m``, from 0 to 1.
+        b1: The decay of ``m``, from 0 to 1. Where it, ``b2``, ``eps`` or ``weight_decay`` is
+            traced, the CUDA kernel does not serve the call, and nothing checks the range.
         b2: The decay of ``v``, from 0 to 1.
         eps: Added to the root of the mean square.
         weight_decay: The share of ``lr`` by which parameters shrink.
-        mask: Which arrays decay: a tree of bools like ``param``; None for all.
+        mask: Which arrays decay: a tree of bools like ``param``, or a prefix of one; None for all.
         grad_scale: A factor for all gradients, a scalar: clipping without a pass of its own.
         skip: A bool scalar: True leaves the parameters and the means as they are, whatever the
             gradients. The copy is made all the same.
@@ -88,8 +98,8 @@ def adamw_update(
         ``(param, m, v)``, or ``(param, m, v, copy)`` where there is a ``copy_dtype``.
 
     Raises:
-        TypeError: An array is not of a dtype that its description allows, or there is a seed and
-            nothing to round to bfloat16.
+        TypeError: An array is not of a dtype that its description allows, there is a seed and
+            nothing to round to bfloat16, or the mask is traced.
         ValueError: The trees differ in structure or shapes, or a decay is not in its range.
         BackendError: The backend that was asked for cannot serve the call.
 
@@ -102,22 +112,30 @@ def adamw_update(
     """
     backend = resolve(backend)
     params, structure = jax.tree.flatten(param)
-    grads = _leaves("grad", grad, param)
-    ms, vs = _leaves("m", m, param), _leaves("v", v, param)
-    decays = [True] * len(params) if mask is None else _leaves("mask", mask, param)
+    names = leaf_names(param)
+    grads, ms, vs = (
+        leaves_like(name, tree, param, "param")
+        for name, tree in (("grad", grad), ("m", m), ("v", v))
+    )
+    decays = mask_leaves("mask", mask, param, "param")
     copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
-    for arrays in zip(params, grads, ms, vs, strict=True):
-        _check_arrays(*arrays)
-        _check_rounding(arrays[0].dtype, copy_dtype, seed)
-    b1, b2, eps = as_float("b1", b1), as_float("b2", b2), as_float("eps", eps)
-    weight_decay = as_float("weight_decay", weight_decay)
-    for name, value in (("b1", b1), ("b2", b2)):
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value}; it must have 0 <= {name} < 1")
+    for name, *arrays in zip(names, params, grads, ms, vs, strict=True):
+        _check_arrays(name, *arrays)
+        _check_rounding(name, arrays[0].dtype, copy_dtype, seed)
+    options: Any = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    options = {name: as_number(name, value) for name, value in options.items()}
+    for name in ("b1", "b2"):
+        if isinstance(options[name], float) and not 0 <= options[name] < 1:
+            raise ValueError(f"{name} is {options[name]}; it must have 0 <= {name} < 1")
 
     # optax's own formula, float32 roundings included.
-    corrections = [1 / (1 - b ** jnp.asarray(step)) for b in (b1, b2)]
+    corrections = [1 / (1 - options[name] ** jnp.asarray(step)) for name in ("b1", "b2")]
     scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale, skip)])
+    traced = None
+    if not all(isinstance(value, float) for value in options.values()):
+        traced = jnp.stack([jnp.asarray(value, float) for value in options.values()])
+        options = dict.fromkeys(("b1", "b2", "eps")) | {"weight_decay": 1.0}  # times the traced one
+    weight_decay = options.pop("weight_decay")
     seeds = None if seed is None else _leaf_seeds(seed, step, len(params))
     results: list[Any] = [None] * len(params)
     for group in _groups(params, grads):
@@ -128,9 +146,8 @@ def adamw_update(
             *(tuple(leaves[i] for i in group) for leaves in (params, grads, ms, vs)),
             scalars.astype(ms[group[0]].dtype),
             None if seeds is None else seeds[jnp.array(group)],
-            b1=b1,
-            b2=b2,
-            eps=eps,
+            None if traced is None else traced.astype(ms[group[0]].dtype),
+            **options,
             decays=tuple(weight_decay if decays[i] else 0.0 for i in group),
             copy_dtype=copy_dtype,
         )
@@ -175,33 +192,28 @@ def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, "
     return dispatch(GLOBAL_NORM, "", resolve(backend), tuple(leaves))
 
 
-def _leaves(name: str, tree: Tree, param: Tree) -> list[Any]:
-    """The leaves of a tree that must be structured as the parameters."""
-    found, wanted = jax.tree.structure(tree), jax.tree.structure(param)
-    if found != wanted:
-        raise ValueError(f"{name} has the structure {found}; it must be that of param, {wanted}")
-    return jax.tree.leaves(tree)
-
-
-def _check_arrays(param: Array, grad: Array, m: Array, v: Array) -> None:
-    check_floating(param=param, grad=grad, m=m, v=v)
+def _check_arrays(path: str, param: Array, grad: Array, m: Array, v: Array) -> None:
+    names = [f"{name}/{path}" if path else name for name in ("param", "grad", "m", "v")]
+    arrays = dict(zip(names, (param, grad, m, v), strict=True))
+    check_floating(**arrays)
     wide = jnp.promote_types(param.dtype, jnp.float32)
-    for name, array in (("grad", grad), ("m", m), ("v", v)):
-        check_shape(name, array, param.shape, "the shape of param")
-    for name, array in (("m", m), ("v", v)):
-        if array.dtype != wide:
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be {wide}")
+    for name in names[1:]:
+        check_shape(name, arrays[name], param.shape, f"the shape of {names[0]}")
+    for name in names[2:]:
+        if arrays[name].dtype != wide:
+            raise TypeError(f"{name} has dtype {arrays[name].dtype}; it must be {wide}")
 
 
-def _check_rounding(dtype: Any, copy_dtype: Any, seed: ArrayLike | None) -> None:
+def _check_rounding(path: str, dtype: Any, copy_dtype: Any, seed: ArrayLike | None) -> None:
+    name = f"param/{path}" if path else "param"
     if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
         raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
     if copy_dtype is not None and dtype.itemsize < 4:
-        raise TypeError(f"param has dtype {dtype}; with a copy_dtype it must be float32")
+        raise TypeError(f"{name} has dtype {dtype}; with a copy_dtype it must be float32")
     if seed is not None and jnp.bfloat16 not in (dtype, copy_dtype):
         raise TypeError(
-            f"param has dtype {dtype} and copy_dtype is {copy_dtype}; with a seed one of them must "
-            "be bfloat16"
+            f"{name} has dtype {dtype} and copy_dtype is {copy_dtype}; with a seed one of them "
+            "must be bfloat16"
         )
 
 
@@ -215,5 +227,7 @@ def _groups(params: list[Array], grads: list[Array]) -> list[list[int]]:
 
 def _leaf_seeds(seed: ArrayLike, step: ArrayLike, count: int) -> Array:
     """A random uint32 for each leaf, different at each step."""
+    if not jnp.issubdtype(jnp.result_type(seed), jnp.integer):
+        raise TypeError(f"seed is {seed!r}; it must be an integer")
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.random.bits(key, (count,), jnp.uint32)

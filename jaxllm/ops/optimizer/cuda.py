@@ -16,8 +16,10 @@ _MIN_CHUNK = 16384
 _MAX_CHUNKS = 32768
 
 
-def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
+def adamw_update_unsupported(params, grads, ms, vs, scalars, seeds, traced, **_) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
+    if traced is not None:
+        return "b1, b2, eps or weight_decay is traced; the kernel takes numbers"
     param, grad, m = params[0].dtype, grads[0].dtype, ms[0].dtype
     if reason := _unsupported_dtype("param", param) or _unsupported_dtype("grad", grad):
         return reason
@@ -28,8 +30,9 @@ def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
     return None
 
 
-def adamw_update(params, grads, ms, vs, scalars, seeds, *, b1, b2, eps, decays, copy_dtype):
+def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, decays, copy_dtype):
     """Returns ``(params, ms, vs, copies)``, all but the copies written over the operands."""
+    assert traced is None
     count = len(params)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*params, *ms, *vs)]
     if copy_dtype is not None:

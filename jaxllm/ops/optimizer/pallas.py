@@ -18,6 +18,7 @@ from jaxllm.ops.pallas_call import pallas_call
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _BLOCK, _WARPS = 512, 4  # of a program of the update
 _SCALARS = 5
+_TRACED = 4  # b1, b2, eps and weight_decay, where they are no numbers
 _NORM_BLOCK, _NORM_WARPS = 4096, 4  # of one of the norm, which leaves a partial sum
 
 
@@ -44,9 +45,24 @@ def _unsupported(name: str, arrays: tuple[Array, ...]) -> str | None:
 
 
 def adamw_update(
-    params, grads, ms, vs, scalars, seeds, *, b1, b2, eps, decays, copy_dtype, interpret=False
+    params,
+    grads,
+    ms,
+    vs,
+    scalars,
+    seeds,
+    traced,
+    *,
+    b1,
+    b2,
+    eps,
+    decays,
+    copy_dtype,
+    interpret=False,
 ):
     """Returns ``(params, ms, vs, copies)``."""
+    if traced is not None:
+        scalars = jnp.concatenate([scalars, traced])
     results = [
         _update_leaf(
             *(*arrays, scalars, seeds, i),
@@ -73,6 +89,9 @@ def _adamw_update_kernel(
     position = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK)
     inside = position < size
     lr, m_correction, v_correction, grad_scale, skip = (scalars_ref[i] for i in range(_SCALARS))
+    if b1 is None:  # traced, as all four then are
+        b1, b2, eps, weight_decay = (scalars_ref[_SCALARS + i] for i in range(_TRACED))
+        decay *= weight_decay
     param, grad, m, v = (_load(ref, inside) for ref in (param_ref, grad_ref, m_ref, v_ref))
     grad *= grad_scale
     new_m = b1 * m + (1 - b1) * grad
@@ -126,7 +145,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
         grid=(pl.cdiv(param.size, _BLOCK),),
         in_specs=[
             *[row] * 4,
-            pl.BlockSpec((_SCALARS,), lambda i: (0,)),
+            pl.BlockSpec(scalars.shape, lambda i: (0,)),
             None if seeds is None else pl.BlockSpec((1,), lambda i: (place,)),
         ],
         out_specs=[row, row, row, None if copy is None else row],

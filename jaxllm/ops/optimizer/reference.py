@@ -16,14 +16,18 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def adamw_update(params, grads, ms, vs, scalars, seeds, *, b1, b2, eps, decays, copy_dtype):
+def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, decays, copy_dtype):
     """Returns ``(params, ms, vs, copies)``, tuples all.
 
     ``scalars`` are the learning rate, the two bias corrections ``1 / (1 - b ** step)``, and the
     factor of the gradients, and whether to skip the step; ``seeds`` has a random uint32 for each
-    leaf, or is None; ``decays`` has a weight decay for each leaf. ``copies`` is empty where
+    leaf, or is None; ``decays`` has a weight decay for each leaf. ``traced`` is None, or has b1,
+    b2, eps and a weight decay that those of the leaves are multiplied by. ``copies`` is empty where
     ``copy_dtype`` is None.
     """
+    if traced is not None:
+        b1, b2, eps, weight_decay = traced
+        decays = [weight_decay * decay for decay in decays]
     lr, m_correction, v_correction, grad_scale, skip = scalars
     results = []
     for i, (param, grad, m, v) in enumerate(zip(params, grads, ms, vs, strict=True)):

@@ -1,0 +1,178 @@
+"""AdamW with optax's state, as GPT-2 is trained with; :mod:`jaxllm.training` exports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+try:
+    import optax
+except ImportError as error:
+    raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
+
+from jaxllm import promotion
+from jaxllm.ops.checks import check_floating, check_shape, leaf_names, leaves_like
+from jaxllm.optim import Optimizer, Params, Schedule, at_step, clipping, update_in_place
+from jaxllm.precision import widen
+
+
+def decay_mask(params: Params) -> Any:
+    """Which parameters weight decay pulls to zero: the matrices, not the biases and norm scales.
+
+    What lies under a key or an attribute ``blocks`` is stacked over layers, unless there is a list
+    of them in it, or a dict by number: its first axis does not count, and a bias of shape (L, D) is
+    a vector.
+
+    Args:
+        params: The parameters.
+
+    Returns:
+        The same structure with a bool for each array.
+    """
+
+    def is_matrix(path: tuple, x: ArrayLike) -> bool:
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        inside = names[names.index("blocks") :] if "blocks" in names else ()
+        is_layer = any(name.isdigit() for name in inside)
+        return np.ndim(x) - (bool(inside) and not is_layer) >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def adamw(
+    learning_rate: ArrayLike | Schedule,
+    *,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike | Schedule = 0.1,
+    max_grad_norm: ArrayLike | None = 1.0,
+) -> Optimizer:
+    """AdamW as GPT-2 is trained with: clipped gradients, decay on matrices alone.
+
+    For float32 parameters the state is that of ``optax.chain(optax.clip_by_global_norm(...),
+    optax.adamw(...))``, and ``update`` is that chain's. ``step`` gives the same parameters and
+    state, to float32 rounding, from :func:`jaxllm.ops.adamw_update`: one pass over memory, with the
+    clipping folded in.
+
+    The means are float32 for narrower parameters too, from the first state on, but there are no
+    masters: a step too small for a bfloat16 is lost. :func:`jaxllm.optim.adamw` has masters.
+
+    Args:
+        learning_rate: A rate, or a schedule of it.
+        b1: The decay of the mean gradient.
+        b2: The decay of the mean squared gradient.
+        eps: Added to the root of the mean square.
+        weight_decay: Applied where :func:`decay_mask` says so; a number, or a schedule of it.
+        max_grad_norm: Gradients of a larger global norm are scaled down to it; None for no limit.
+
+    Raises:
+        TypeError: From ``update`` and ``step``: an array is not of a floating dtype.
+        ValueError: From ``update`` and ``step``: gradients or state differ from the parameters in
+            structure or shapes; the message names the leaves.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
+    llm.c's defaults.
+    """
+    options: Any = {"b1": b1, "b2": b2, "eps": eps}
+    chain = optax.adamw(learning_rate, **options, weight_decay=weight_decay, mask=decay_mask)  # pyright: ignore
+    if max_grad_norm is not None:
+        chain = optax.chain(optax.clip_by_global_norm(max_grad_norm), chain)  # pyright: ignore
+
+    def init(params: Params) -> Any:
+        return chain.init(widen(params))
+
+    def update(grads: Params, state: Any, params: Params | None = None):
+        if params is None:
+            return chain.update(grads, state, params)  # which says that it needs them
+        _check_update(grads, state, params)
+        given = jax.tree.map(
+            lambda x, of: jnp.zeros_like(of) if x is None and of is not None else x,
+            *(grads, params),
+            is_leaf=_is_none,
+        )
+        updates, new = chain.update(widen(given), state, widen(params))
+        updates = jax.tree.map(
+            lambda x, update, of: None if x is None else update.astype(jnp.result_type(x, of)),
+            *(grads, updates, params),
+            is_leaf=_is_none,
+        )
+
+        def keep(new: Any, old: Any) -> Any:
+            """Keeps the old means of what has no gradient."""
+            if not _is_adam(new):
+                return new
+            means = (
+                jax.tree.map(lambda x, y, z: z if x is None else y, grads, *of, is_leaf=_is_none)
+                for of in ((new.mu, old.mu), (new.nu, old.nu))
+            )
+            return optax.ScaleByAdamState(new.count, *means)
+
+        return updates, jax.tree.map(keep, new, state, is_leaf=_is_adam)
+
+    def step(
+        grads: Params,
+        state: Any,
+        params: Params,
+        *,
+        grad_scale: ArrayLike = 1.0,
+        grad_norm: ArrayLike | None = None,
+        skip: ArrayLike = False,
+        copy_dtype: DTypeLike | None = None,
+    ):
+        scale, norm = clipping(grads, max_grad_norm, grad_scale, grad_norm)
+        adam = _adam_of(state)
+        params, _, m, v, copy = update_in_place(
+            grads,
+            params,
+            jax.tree.map(lambda _: None, params),
+            adam.mu,
+            adam.nu,
+            step=adam.count + 1,
+            lr=at_step(learning_rate, adam.count),
+            **options,
+            weight_decay=at_step(weight_decay, adam.count),
+            mask=decay_mask,
+            grad_scale=scale,
+            skip=skip,
+            copy_dtype=copy_dtype,
+        )
+        adam = optax.ScaleByAdamState(adam.count + 1, m, v)
+        # What else there is in the state are counts of schedules, equal to Adam's.
+        state = jax.tree.map(lambda x: adam if _is_adam(x) else adam.count, state, is_leaf=_is_adam)
+        return (params, state, norm) if copy_dtype is None else (params, state, norm, copy)
+
+    return Optimizer(*map(promotion.by_default, (init, update, step)))
+
+
+def _check_update(grads: Params, state: Any, params: Params) -> None:
+    """Raises ValueError or TypeError where gradients or means do not fit the parameters."""
+    adam = _adam_of(state)
+    trees = {"params": params, "grads": grads, "state.mu": adam.mu, "state.nu": adam.nu}
+    leaves = [leaves_like(of, trees[of], params, "params", optional=of == "grads") for of in trees]
+    for name, *found in zip(leaf_names(params), *leaves, strict=True):
+        arrays = {
+            f"{of}/{name}": jnp.asarray(leaf)
+            for of, leaf in zip(trees, found, strict=True)
+            if leaf is not None
+        }
+        if len(arrays) == len(trees):
+            check_floating(**arrays)
+        for of, array in arrays.items():
+            check_shape(of, array, np.shape(found[0]), f"the shape of params/{name}")
+
+
+def _adam_of(state: Any) -> Any:
+    return next(filter(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam)))
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
