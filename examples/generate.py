@@ -6,7 +6,7 @@
 A model is a folder with ``config.json`` and safetensors files, as Hugging Face's are and as the
 pretraining examples leave one in ``runs/NAME/model``; the newest of those is the default. Its
 tokenizer is the ``tokenizer.json`` in the folder; without one, bytes or GPT-2's, if the vocabulary
-is of that size.
+is of that size. A text ends with any of the tokens that the configs of model and tokenizer name.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: MODEL's"
     )
+    parser.add_argument(
+        "--end-of-text",
+        metavar="NAME",
+        help="the token that ends a text; default: by the configs",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 for all tokens")
@@ -68,14 +73,14 @@ def newest_model() -> Path:
     return configs[-1].parent
 
 
-def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
+def tokenizer_of(folder: Path, vocab_size: int, end_of_text: str | None = None) -> Tokenizer:
     """The folder's tokenizer, or the one whose vocabulary has this size."""
     if (folder / "tokenizer.json").exists():
-        return tokenizer.from_file(folder)
+        return tokenizer.from_file(folder, end_of_text=end_of_text)
     if vocab_size <= BYTES.vocab_size:
-        return BYTES
+        return tokenizer.load("bytes", end_of_text=end_of_text)
     if vocab_size in (gpt2.GPT2Config().vocab_size, gpt2.GPT2Config().padded_vocab_size):
-        return tokenizer.gpt2()
+        return tokenizer.load("gpt2", end_of_text=end_of_text)
     raise ValueError(
         f"{folder} has no tokenizer.json, and {vocab_size} tokens are neither bytes nor GPT-2's; "
         "name its tokenizer by --tokenizer"
@@ -93,16 +98,21 @@ def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
     return params, config, folder
 
 
-def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer]:
-    """Parameters, config and tokenizer."""
+def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer, tuple[int, ...]]:
+    """Parameters, config, tokenizer, and the tokens that end a text."""
     dtype = options.dtype or training.default_compute_dtype()
     if options.smoke:
         params = gpt2.init(jax.random.key(options.seed), SMOKE_CONFIG)
-        return training.cast(params, dtype), SMOKE_CONFIG, BYTES
+        return training.cast(params, dtype), SMOKE_CONFIG, BYTES, BYTES.stop_tokens
     params, config, folder = load_model(options.model, dtype)
     if options.tokenizer:
-        return params, config, tokenizer.load(options.tokenizer)
-    return params, config, tokenizer_of(folder, config.vocab_size)
+        encoding = tokenizer.load(options.tokenizer, end_of_text=options.end_of_text)
+    else:
+        encoding = tokenizer_of(folder, config.vocab_size, options.end_of_text)
+    stops = encoding.stop_tokens
+    if options.end_of_text is None:
+        stops += config.special_tokens.eos
+    return params, config, encoding, stops
 
 
 def quantize(params: Any, group_size: int) -> Any:
@@ -138,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.max_new_tokens < 1:
         raise SystemExit(f"--max-new-tokens is {options.max_new_tokens}, must be above 0")
     try:
-        params, config, tokenizer = load(options)
+        params, config, tokenizer, stops = load(options)
         ids = tokenizer.encode(options.prompt).tolist()
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
@@ -163,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             temperature=options.temperature,
             top_k=options.top_k or None,
             top_p=options.top_p,
-            stop_tokens=[tokenizer.end_of_text],
+            stop_tokens=stops,
             key=jax.random.key(options.seed),
             cache_dtype="int8" if options.int8_cache else None,
         )
@@ -174,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def timed() -> Iterator[int]:
         for token in tokens:
             times.append(time.perf_counter())
-            if token != tokenizer.end_of_text:
+            if token not in stops:
                 yield token
 
     print(options.prompt, end="", flush=True)

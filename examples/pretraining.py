@@ -74,6 +74,7 @@ def train(options: argparse.Namespace) -> list[dict]:
         optimizer,
         learning_rate=options.learning_rate,
         compute_dtype=options.dtype,
+        microbatch_weights=options.microbatch_weights,
         max_loss_z=options.max_loss_z,
         max_norm_z=options.max_norm_z,
     )
@@ -191,14 +192,18 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
             f"{options.out} has checkpoints of a run: --resume goes on from step "
             f"{folder.latest_step()}; or give another --out"
         )
-    found, wanted = checkpoint.read_record(folder), identity(options)
-    if differing := [name for name in wanted if found.get(name) != wanted[name]]:
-        name = differing[0]
-        raise SystemExit(
-            f"the checkpoints in {options.out} are of a run with {name} {found.get(name)}; this "
-            f"one has {wanted[name]}"
-        )
-    state = checkpoint.restore(folder, state)
+    wanted = identity(options)
+    try:
+        found = checkpoint.read_record(folder)
+        if differing := [name for name in wanted if found.get(name) != wanted[name]]:
+            name = differing[0]
+            raise SystemExit(
+                f"the checkpoints in {options.out} are of a run with {name} {found.get(name)}; "
+                f"this one has {wanted[name]}"
+            )
+        state = checkpoint.restore(folder, state)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     print(f"going on from step {int(state.step)}")
     for name, value in settings(options).items():
         if name in found and found[name] != value:
@@ -283,10 +288,21 @@ def save(state: training.TrainState, options: argparse.Namespace) -> None:
         params,
         config,
         tokenizer_json=tokenizer_json(options),
+        special_tokens=special_tokens(options),
         overwrite=True,
     )
     if options.save_llmc:
         llmc.save_gpt2(options.out / "model.bin", params, config)
+
+
+def special_tokens(options: argparse.Namespace) -> huggingface.SpecialTokens | None:
+    """The ids of the end of a text that was named; None for those of the model that was loaded, or
+    of the folder of the tokenizer.
+    """
+    if options.end_of_text is None:
+        return None
+    ids = options.model_config.special_tokens
+    return ids._replace(eos=options.tokenizer.stop_tokens)
 
 
 def tokenizer_json(options: argparse.Namespace) -> Path | None:

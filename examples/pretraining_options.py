@@ -64,7 +64,7 @@ IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "a
 IDENTITY += ("dtype", "unroll")
 # In these it may differ, and says so.
 SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
-SETTINGS += ("weight_decay", "max_grad_norm", "max_loss_z", "max_norm_z")
+SETTINGS += ("weight_decay", "max_grad_norm", "microbatch_weights", "max_loss_z", "max_norm_z")
 
 
 def make_parser(family: Family, description: str | None) -> argparse.ArgumentParser:
@@ -83,6 +83,7 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--init-from", type=Path, help="a folder of Hugging Face's, or a .bin of llm.c's (GPT-2)")
     add("--vocab-size", type=int, help="of the tokens in DATA; default: the tokenizer's")
     add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: bytes")
+    add("--end-of-text", metavar="NAME", help="the token between two documents; default: found")
     add("--backend", choices=BACKENDS, help="of every op; default: as JAXLLM_BACKEND says, or auto")
     add("--dtype", choices=("float32", "bfloat16"), help="to compute in; default: by the device")
     add(
@@ -116,6 +117,12 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--decay-fraction", type=float, default=0.2, help="the share of the steps that wsd falls")
     add("--weight-decay", type=float, default=0.1)
     add("--max-grad-norm", type=float, default=1.0, help="0 for no limit")
+    add(
+        "--microbatch-weights",
+        choices=("labels", "equal"),
+        default="labels",
+        help="how microbatches count: by their number of labels, or all alike",
+    )
     add("--max-loss-z", type=float, help="skip a step whose loss is so many deviations too high")
     add("--max-norm-z", type=float, help="likewise by the norm of the gradients")
 
@@ -234,8 +241,8 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer that was named; bytes, if the vocabulary is that of bytes; else none."""
-    if options.tokenizer is not None:
-        return tokenizer.load(options.tokenizer)
+    if options.tokenizer is not None or options.end_of_text is not None:
+        return tokenizer.load(options.tokenizer or "bytes", end_of_text=options.end_of_text)
     return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
 
 

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import codecs
 import dataclasses
-import fnmatch
 import functools
 import glob
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
 
+from jaxllm.compression import plain_name, read_bytes
 from jaxllm.convert.llmc_shards import read_shard, write_shard
-from jaxllm.files import check_new, new_folder
+from jaxllm.documents import ENDINGS, TEXTS
+from jaxllm.files import check_new, new_folder, walk
 from jaxllm.tokenizer import BYTES, Tokenizer
 
-EXTENSIONS = (".md", ".py", ".txt")
+EXTENSIONS = TEXTS
 # What is passed over in a Python installation: what is not the library proper, and the files that
 # an installation fills in with its own paths and compiler flags.
 STANDARD_LIBRARY_SKIP = ("site-packages", "dist-packages", "test", "tests", "idlelib")
@@ -221,7 +222,8 @@ def find_texts(
 
     Args:
         paths: Files, taken whatever their name, and folders, searched recursively.
-        extensions: The file name endings that are taken from a folder.
+        extensions: The file name endings that are taken from a folder, in any case of letters, and
+            before an ending of a compression: ``.txt.gz``.
         skip: Patterns, such as ``"test*"``, for the names of files and folders that are passed
             over in a folder. Hidden ones always are.
 
@@ -230,24 +232,24 @@ def find_texts(
 
     Raises:
         FileNotFoundError: A path does not exist.
+        PermissionError: A folder cannot be opened.
     """
     found = []
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file or folder")
-        found += sorted(_walk(path, extensions, skip)) if path.is_dir() else [path]
+        found += _in_folder(path, extensions, skip) if path.is_dir() else [path]
     return list(dict.fromkeys(found))
 
 
-def _walk(root: Path, extensions: Sequence[str], skip: Sequence[str]) -> Iterator[Path]:
-    def wanted(name: str) -> bool:
-        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in (".*", *skip))
-
-    for folder, folders, files in os.walk(root):
-        folders[:] = filter(wanted, folders)
-        for name in filter(wanted, files):
-            if name.endswith(tuple(extensions)):
-                yield Path(folder, name)
+def _in_folder(root: Path, extensions: Sequence[str], skip: Sequence[str]) -> list[Path]:
+    found = []
+    for path, reason in walk(root, skip):
+        if reason.startswith("cannot be opened"):
+            raise PermissionError(f"{path}: {reason}")
+        if not reason and plain_name(path).endswith(tuple(map(str.lower, extensions))):
+            found.append(path)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Summary:
         folder: Where the shards are: ``train_000000.bin`` and so on, and ``val_000000.bin``.
         files: The numbers of text files in the training and the validation split.
         tokens: Likewise the numbers of tokens.
-        skipped: Files left out because they are not UTF-8.
+        skipped: Files of the folders that are left out because they are not UTF-8.
     """
 
     folder: Path
@@ -288,7 +290,7 @@ def build(
     """Builds training and validation shards from text files; equal files give equal shards.
 
     Each document is followed by the tokenizer's end-of-text id. The folder appears only once it is
-    complete.
+    complete. Files may be compressed by gzip, zstd, bzip2 or xz.
 
     Args:
         folder: The folder to create.
@@ -303,8 +305,10 @@ def build(
     Raises:
         FileExistsError: The folder exists and is not empty.
         FileNotFoundError: A path does not exist, or there is no text in any.
-        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range, or the tokenizer has more
-            ids than two bytes hold; :mod:`jaxllm.tokenize` writes shards of four.
+        PermissionError: A file or a folder cannot be opened.
+        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. A file is damaged; or it
+            was named, and is not UTF-8 or has rows of documents, which :mod:`jaxllm.tokenize`
+            reads. The tokenizer has more ids than two bytes hold; that module writes four.
     """
     folder, paths = Path(folder), list(paths)
     if tokenizer.vocab_size > 2**16:
@@ -318,12 +322,20 @@ def build(
         raise ValueError(f"shard_tokens is {shard_tokens}; it must be at least 1 and below 2**31")
     check_new(folder)
 
-    texts, skipped = [], []
+    texts, skipped, named = [], [], {path for path in map(Path, paths) if not path.is_dir()}
     for path in find_texts(paths, extensions, skip):
-        data = path.read_bytes()
+        ending = Path(plain_name(path)).suffix
+        if path in named and ending in ENDINGS and ending not in (*TEXTS, *extensions):
+            raise ValueError(
+                f"{path}: has documents in rows, as its name says, which python -m jaxllm.tokenize "
+                f"reads; with the extension {ending} (--extensions) it is taken as one text"
+            )
+        data = read_bytes(path).removeprefix(codecs.BOM_UTF8)
         try:
             data.decode()
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
+            if path in named:
+                raise ValueError(f"{path}: not UTF-8: {error}") from error
             skipped.append(path)
         else:
             texts.append(data)
@@ -437,7 +449,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             val_fraction=options.val_fraction,
             shard_tokens=options.shard_tokens,
         )
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     print(summary)
 

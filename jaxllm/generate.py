@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.blocks import Params, for_decoding
 from jaxllm.models.cache import KVCache
+from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.sampling import check_sampling, sample
 
 
@@ -146,7 +147,7 @@ def complete(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: int | Sequence[int] | None = None,
     key: Array | None = None,
     room: int | None = None,
     cache_dtype: DTypeLike | None = None,
@@ -164,7 +165,9 @@ def complete(
         top_k: Sample among the ``top_k`` likeliest tokens; None for all.
         top_p: Sample among the fewest likeliest tokens whose probabilities add up to ``top_p``;
             None for all.
-        stop_tokens: A text ends with the first of these that it gets.
+        stop_tokens: A text ends with the first of these that it gets. None for
+            ``config.special_tokens.eos``, the ends that the model's checkpoint names; () for none.
+            A tokenizer's ``stop_tokens`` are ids for it too.
         key: The source of randomness; equal keys give equal samples.
         room: Tokens that the cache has room for, prompt and all; None for as many as are needed.
         cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
@@ -174,7 +177,8 @@ def complete(
 
     Raises:
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
-            the cache or the model; a number is out of range; or a key is needed and missing.
+            the cache or the model; a number is out of range; ``stop_tokens`` are no integers; or a
+            key is needed and missing.
     """
     check_sampling(temperature, top_k, top_p, key)
     tokens, lengths = _pad_prompts(prompts, config)
@@ -191,7 +195,7 @@ def complete(
         max_new_tokens=max_new_tokens,
         top_k=1 if temperature == 0 else top_k,
         top_p=top_p,
-        stop_tokens=tuple(int(token) for token in stop_tokens),
+        stop_tokens=_stops(stop_tokens, config),
     )
     return [row[:count] for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
 
@@ -206,7 +210,7 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: int | Sequence[int] | None = None,
     key: Array | None = None,
     room: int | None = None,
     cache_dtype: DTypeLike | None = None,
@@ -225,6 +229,7 @@ def stream(
     tokens, lengths = _pad_prompts([prompt], config)
     room = _check_room(lengths, max_new_tokens, room, config)
     cache = model.empty_cache(config, 1, room, _cache_dtype(params, cache_dtype))
+    stops = _stops(stop_tokens, config)
     options = {
         "model": model,
         "config": config,
@@ -243,10 +248,20 @@ def stream(
             else:
                 token, cache = _next(turned, token, cache, heat, source, i, **options)
             yield int(token[0])
-            if int(token[0]) in stop_tokens:
+            if int(token[0]) in stops:
                 return
 
     return run()
+
+
+def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, ...]:
+    """One id or several, as configs have them, as a tuple."""
+    if stop_tokens is None:
+        return getattr(config, "special_tokens", SpecialTokens()).eos
+    ids = np.atleast_1d(np.asarray(stop_tokens))
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"stop_tokens is {stop_tokens!r}; it must be an integer or a list of them")
+    return tuple(ids.tolist())
 
 
 def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -336,7 +351,7 @@ def _complete(
     def add(i, token, state):
         new, counts, done = state
         new = jax.lax.dynamic_update_index_in_dim(new, token, i, axis=1)
-        counts = counts + ~done
+        counts = counts + (~done).astype(counts.dtype)
         for stop in stop_tokens:
             done = done | (token == stop)
         return new, counts, done

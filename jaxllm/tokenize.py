@@ -1,12 +1,13 @@
 """Real corpora to token shards: ``python -m jaxllm.tokenize OUT_DIR PATH...``.
 
-Text, JSON lines and parquet files go in, a document each file, line or row. Documents are tokenized
-by several processes, each document after the end-of-text id, as llm.c has it, and written in their
-order into shards: the first is ``val_000000.bin``, unless ``--val-tokens`` is 0, those after it
-``train_000001.bin`` and so on.
+Text, JSON and parquet files go in, compressed or not; :mod:`jaxllm.documents` reads them. Documents
+are tokenized by several processes, each document after the end-of-text id, as llm.c has it, and
+written in their order into shards: the first is ``val_000000.bin``, unless ``--val-tokens`` is 0,
+those after it ``train_000001.bin`` and so on.
 
 A run that was stopped goes on with the same command: shards appear whole or not at all, and
-``progress.json`` tells at which document the next one begins.
+``progress.json`` tells at which document the next one begins. A document that cannot be read stops
+the run, unless ``--skip-bad`` allows for it.
 """
 
 from __future__ import annotations
@@ -14,121 +15,27 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import dataclasses
-import functools
-import gzip
 import json
 import multiprocessing
 import os
-import zlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxllm import documents
 from jaxllm.convert.llmc_shards import write_shard
-from jaxllm.data import EXTENSIONS, find_texts
+from jaxllm.documents import Document, Fault, LeftOut
 from jaxllm.files import replacing
 from jaxllm.tokenizer import Tokenizer, load
 
-TEXTS, LINES, TABLES = EXTENSIONS, (".jsonl", ".ndjson"), (".parquet",)
-ENDINGS = (*TEXTS, *LINES, *TABLES)
 BATCH_CHARACTERS = 1 << 20  # about as much as a process is given at a time
-
-
-def files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files that are meant: those named, and those in the folders named that are known, sorted.
-
-    Hidden files and folders are passed over in a folder.
-
-    Raises:
-        FileNotFoundError: A path does not exist.
-    """
-    zipped = (f"{ending}.gz" for ending in (*TEXTS, *LINES))
-    return find_texts(paths, (*ENDINGS, *zipped))
-
-
-def documents(paths: Iterable[Path], *, key: str = "text") -> Iterator[tuple[str, float]]:
-    """The texts of files, in their order, each with the bytes of the file that it stands for.
-
-    Args:
-        paths: Files: ``.jsonl`` has an object a line, ``.parquet`` a row a document, any other is
-            one text. ``.gz`` may come after the ending of a text or of lines.
-        key: The field or column that holds the text.
-
-    Raises:
-        ImportError: A parquet file, and the package ``pyarrow`` is not installed.
-        ValueError: A line or a table has no such text, a text is not UTF-8, or a file is damaged.
-    """
-    for path in paths:
-        yield from (_read_table if _ending(path) in TABLES else _read_lines)(path, key)
-
-
-def _ending(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-def _read_lines(path: Path, key: str) -> Iterator[tuple[str, float]]:
-    """The documents of a text, or of lines."""
-    with (
-        _naming(path, EOFError, gzip.BadGzipFile, zlib.error),
-        path.open("rb") as raw,
-        gzip.open(raw) if path.suffix == ".gz" else raw as file,
-    ):
-        if _ending(path) not in LINES:
-            try:
-                yield file.read().decode(), path.stat().st_size
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: not UTF-8: {error}") from error
-            return
-        place = 0
-        for number, line in enumerate(file, 1):
-            before, place = place, raw.tell()
-            if line.strip():
-                try:
-                    text = json.loads(line)[key]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}, line {number}: no object with {key!r}") from error
-                yield _checked(text, f"{path}, line {number}: {key!r}"), place - before
-
-
-def _read_table(path: Path, key: str) -> Iterator[tuple[str, float]]:
-    """The documents of a parquet file."""
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError as error:
-        raise ImportError(
-            'parquet files need the package pyarrow: pip install "jaxllm[data]"'
-        ) from error
-    with _naming(path, ArrowInvalid), parquet.ParquetFile(path) as table:
-        if key not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise ValueError(f"{path}: no column {key!r}; there are {names}")
-        size = path.stat().st_size / max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(batch_size=1024, columns=[key]):
-            for text in batch.column(0).to_pylist():
-                yield _checked(text, f"{path}: column {key!r}"), size
-
-
-@contextlib.contextmanager
-def _naming(path: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Makes errors of a damaged file into one that names it."""
-    try:
-        yield
-    except errors as error:
-        raise ValueError(f"{path}: damaged, or not what its name says: {error}") from error
-
-
-def _checked(text: Any, where: str) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"{where} holds {type(text).__name__}, no text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can name half of a character
-        raise ValueError(f"{where} is no text: {error}") from error
-    return text
+_SHOWN = 20  # of a list that is printed
 
 
 @dataclasses.dataclass
@@ -139,9 +46,13 @@ class Progress:
         recipe: What the shards are made from and how; another recipe makes other shards.
         shards: How many are complete.
         tokens: How many tokens they hold.
-        document: The number of the document with which the next shard begins, counted from 0.
+        document: The number of the document with which the next shard begins, counted from 0. A
+            document that was skipped counts.
         offset: How many of its tokens are in the shards already.
         finished: Whether nothing is left to do.
+        skipped: What was skipped before that document, a sentence each: file, row, reason.
+        bad: How many documents those are.
+        left_out: The files in the folders that are not read, a sentence each.
     """
 
     recipe: dict[str, Any]
@@ -150,6 +61,9 @@ class Progress:
     document: int = 0
     offset: int = 0
     finished: bool = False
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    bad: int = 0
+    left_out: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, recipe: dict[str, Any]) -> Progress:
@@ -167,8 +81,11 @@ class Progress:
                 )
             return cls(recipe)
         try:
-            progress = cls(**json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
+            progress = cls(**json.loads(path.read_bytes()))
+            for field, initial in dataclasses.asdict(cls({})).items():
+                if type(getattr(progress, field)) is not type(initial):
+                    raise TypeError(f"{field} is {getattr(progress, field)!r}")
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}: not as it was written: {error}") from error
         if not (progress.shards or progress.finished):
             return cls(recipe)  # nothing was made of the old recipe
@@ -185,13 +102,33 @@ class Progress:
         with replacing(folder / "progress.json") as partial:
             partial.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
+    def __str__(self) -> str:
+        files, read = len(self.recipe.get("files", ())), self.document - len(self.skipped)
+        lines = [
+            f"{files:,} files, {read:,} documents, {self.tokens:,} tokens in {self.shards:,} shards"
+        ]
+        if self.skipped:
+            lines += [f"skipped {self.bad:,} bad documents:", *_shortened(self.skipped)]
+        if self.left_out:
+            lines += [f"left out {len(self.left_out):,} files:", *_shortened(self.left_out)]
+        return "\n".join(lines)
+
+
+def _shortened(sentences: list[str]) -> Iterator[str]:
+    yield from (f"  {sentence}" for sentence in sentences[:_SHOWN])
+    if len(sentences) > _SHOWN:
+        yield f"  and {len(sentences) - _SHOWN:,} more, in progress.json"
+
 
 def tokenize(
     folder: str | Path,
     paths: Sequence[str | Path],
     *,
     tokenizer: str = "gpt2",
+    end_of_text: str | None = None,
     key: str = "text",
+    format: str | None = None,
+    skip_bad: int = 0,
     shard_tokens: int = 100_000_000,
     val_tokens: int = 10_000_000,
     workers: int | None = None,
@@ -204,42 +141,58 @@ def tokenize(
 
     Args:
         folder: Where the shards go.
-        paths: Files and folders; see :func:`files` and :func:`documents`.
+        paths: Files and folders; see :func:`jaxllm.documents.find`.
         tokenizer: As in :func:`jaxllm.tokenizer.load`. A vocabulary of more than 65536 ids makes
             shards of Llama 3's kind.
-        key: As in :func:`documents`.
+        end_of_text: The name of the token before each document; None for the tokenizer's own.
+        key: The field that holds the text, as in :func:`jaxllm.documents.read`.
+        format: How to read every file; None to tell by name and contents.
+        skip_bad: How many documents that cannot be read or tokenized are skipped. One more ends the
+            call.
         shard_tokens: The length of every training shard but the last.
         val_tokens: The length of the validation shard, the first; 0 for none.
         workers: Processes beside this one; 0 for none, None for one a processor.
-        show_progress: Draw a bar.
+        show_progress: Draw a bar, and print which files are left out.
+
+    Returns:
+        What was done: printed, it is a summary.
 
     Raises:
+        ChildProcessError: A process died, as when memory is short.
         FileExistsError: The folder has shards of another corpus or tokenizer.
-        FileNotFoundError: A path does not exist, or there is no file to read in any.
+        FileNotFoundError: A path does not exist, or a folder holds no file to read.
         ImportError: A package is not installed.
-        ValueError: A number is out of range, a file is not what it should be, or the corpus does
-            not fill the validation shard.
+        ValueError: A number is out of range, a file that was named cannot be read as any, there are
+            more bad documents than ``skip_bad``, or the corpus is empty or does not fill the
+            validation shard.
     """
-    for name, value, least in (("shard_tokens", shard_tokens, 1), ("val_tokens", val_tokens, 0)):
+    for name, value, least in (
+        ("shard_tokens", shard_tokens, 1),
+        ("val_tokens", val_tokens, 0),
+        ("skip_bad", skip_bad, 0),
+    ):
         if not least <= value < 2**31:
             raise ValueError(f"{name} is {value}; it must be at least {least} and below 2**31")
-    folder, inputs = Path(folder), files(paths)
-    if not inputs:
-        raise FileNotFoundError(
-            f"{', '.join(map(str, paths))}: no file found that ends in {', '.join(ENDINGS)}"
-        )
-    sizes = [path.stat().st_size for path in inputs]
+    folder = Path(folder)
+    sources, left_out = documents.find(paths, key=key, format=format)
+    sizes = [path.stat().st_size for path, _ in sources]
     recipe = {
-        "files": [list(pair) for pair in zip(map(str, inputs), sizes, strict=True)],
+        "files": [[str(path), size] for (path, _), size in zip(sources, sizes, strict=True)],
         "tokenizer": tokenizer,
+        "end_of_text": end_of_text,
         "key": key,
+        "format": format,
         "shard_tokens": shard_tokens,
         "val_tokens": val_tokens,
     }
     progress = Progress.read(folder, recipe)
     if progress.finished:
         return progress
-    kind = "gpt2" if load(tokenizer).vocab_size <= 2**16 else "llama3"
+    progress.left_out = list(map(str, left_out))
+    if show_progress and left_out:
+        _tell_left_out(left_out)
+    encoding = load(tokenizer, end_of_text=end_of_text)
+    kind = "gpt2" if encoding.vocab_size <= 2**16 else "llama3"
     folder.mkdir(parents=True, exist_ok=True)
     progress.write(folder)
 
@@ -253,17 +206,29 @@ def tokenize(
         progress.document, progress.offset = document, offset
         progress.write(folder)
 
-    with _bar(sum(sizes), show_progress) as bar, _encoder(tokenizer, workers) as encode:
+    def skip(fault: Fault) -> None:
+        progress.bad += fault.count
+        progress.skipped.append(str(fault))
+        if progress.bad > skip_bad:
+            raise ValueError(
+                f"{fault} (bad documents so far: {progress.bad:,}; skip_bad, --skip-bad, is "
+                f"{skip_bad:,})"
+            )
 
-        def unread() -> Iterator[str]:
-            for number, (text, size) in enumerate(documents(inputs, key=key)):
-                bar.update(size)
+    with _bar(sum(sizes), show_progress) as bar, _encoder(encoding, workers) as encode:
+
+        def unread() -> Iterator[Document | Fault]:
+            for number, document in enumerate(documents.read(sources, key=key)):
+                bar.update(document.size)
                 if number >= progress.document:
-                    yield text
+                    yield document
 
         number, pending, waiting = progress.document, [], 0
         cut = progress.offset  # of the first document, which the last shard has begun
         for tokens in encode(unread()):
+            if isinstance(tokens, Fault):
+                skip(tokens)
+                tokens = np.zeros(0, np.uint16)
             pending.append(tokens[cut:])
             waiting, cut = waiting + len(pending[-1]), 0
             while waiting >= (
@@ -276,12 +241,16 @@ def tokenize(
                 write(joined[:size], *place)
                 bar.set_postfix(shards=progress.shards, tokens=f"{progress.tokens:,}")
             number += 1
+        if not progress.shards and not waiting:
+            raise ValueError(
+                f"{', '.join(map(str, paths))}: no document found in {len(sources)} files"
+            )
         if val_tokens and progress.shards + (waiting > 0) < 2:
             raise ValueError(
                 f"the corpus has {progress.tokens + waiting} tokens, and val_tokens is "
                 f"{val_tokens}: nothing is left to train on"
             )
-        progress.finished = True
+        progress.finished, progress.document, progress.offset = True, number, 0
         if waiting:
             write(np.concatenate(pending), number, 0)
         progress.write(folder)
@@ -298,29 +267,62 @@ def _bar(total: int, shown: bool) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, disable=not shown, dynamic_ncols=True)
 
 
+def _tell_left_out(left_out: Sequence[LeftOut]) -> None:
+    """Prints, before the work begins, how many files are left out for which reason."""
+    for reason, count in collections.Counter(one.reason for one in left_out).items():
+        first = next(one.path for one in left_out if one.reason == reason)
+        others = f" and {count - 1:,} more" if count > 1 else ""
+        print(f"left out: {first}{others}: {reason}", file=sys.stderr)
+
+
+Encoded = np.ndarray | Fault
+
+
 @contextlib.contextmanager
 def _encoder(
-    tokenizer: str, workers: int | None
-) -> Iterator[Callable[[Iterable[str]], Iterator[np.ndarray]]]:
+    tokenizer: Tokenizer, workers: int | None
+) -> Iterator[Callable[[Iterable[Document | Fault]], Iterator[Encoded]]]:
     """Gives a function from documents to their tokens, which processes work at ahead of time."""
     workers = os.cpu_count() or 1 if workers is None else workers
     if workers == 0:
-        encode = functools.partial(_encode, load(tokenizer))
-        yield lambda texts: (tokens for batch in _batches(texts) for tokens in encode(batch))
+
+        def encode_here(rows: Iterable[Document | Fault]) -> Iterator[Encoded]:
+            for batch in _batches(rows):
+                yield from _joined(batch, _encode(tokenizer, _texts(batch)))
+
+        yield encode_here
         return
     # Not by a fork: JAX has threads.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer,)
     )
 
-    def encode_ahead(texts: Iterable[str]) -> Iterator[np.ndarray]:
-        results: collections.deque[concurrent.futures.Future] = collections.deque()
-        for batch in _batches(texts):
-            results.append(pool.submit(_work, batch))
+    def encode_ahead(rows: Iterable[Document | Fault]) -> Iterator[Encoded]:
+        results: collections.deque = collections.deque()
+
+        def first() -> Iterator[Encoded]:
+            batch, future = results.popleft()
+            try:
+                encoded = future.result()
+            except concurrent.futures.process.BrokenProcessPool as error:
+                last = results[-1][0] if results else batch
+                raise ChildProcessError(
+                    f"a process died at a document from {batch[0].where} to {last[-1].where}; is "
+                    f"memory short for {workers} workers? ({error})"
+                ) from error
+            return _joined(batch, encoded)
+
+        for batch in _batches(rows):
+            try:
+                future = pool.submit(_work, _texts(batch))
+            except concurrent.futures.process.BrokenProcessPool as error:
+                future = concurrent.futures.Future()
+                future.set_exception(error)
+            results.append((batch, future))
             if len(results) > 2 * workers:  # a bound on what is in memory
-                yield from results.popleft().result()
+                yield from first()
         while results:
-            yield from results.popleft().result()
+            yield from first()
 
     try:
         yield encode_ahead
@@ -328,12 +330,12 @@ def _encoder(
         pool.shutdown(cancel_futures=True)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of about :data:`BATCH_CHARACTERS`."""
+def _batches(rows: Iterable[Document | Fault]) -> Iterator[list[Document | Fault]]:
+    """Documents in lists of about :data:`BATCH_CHARACTERS`; a fault ends its list."""
     batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for row in rows:
+        batch.append(row)
+        size += len(row.text) + 1 if isinstance(row, Document) else BATCH_CHARACTERS
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -341,21 +343,43 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each document's tokens, after the id that stands between two."""
-    encoded = map(tokenizer.encode, texts)
-    return [np.concatenate([np.array([tokenizer.end_of_text], x.dtype), x]) for x in encoded]
+def _texts(batch: list[Document | Fault]) -> list[str]:
+    return [row.text for row in batch if isinstance(row, Document)]
+
+
+def _joined(
+    batch: list[Document | Fault], encoded: list[np.ndarray | str]
+) -> Iterator[np.ndarray | Fault]:
+    """The tokens of a batch, in its order; faults where it has one, or what there is says why."""
+    results = iter(encoded)
+    for row in batch:
+        result = row if isinstance(row, Fault) else next(results)
+        yield Fault(row.where, result) if isinstance(result, str) else result
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | str]:
+    """Each document's tokens, after the id that stands between two; or why it has none."""
+    encoded: list[np.ndarray | str] = []
+    for text in texts:
+        try:
+            tokens = tokenizer.encode(text)
+        except Exception as error:  # whatever the package raises
+            encoded.append(f"cannot be tokenized: {str(error) or type(error).__name__}")
+        else:
+            begin = np.array([tokenizer.end_of_text], tokens.dtype)
+            encoded.append(np.concatenate([begin, tokens]))
+    return encoded
 
 
 _worker_tokenizer: Tokenizer | None = None  # of a process of the pool
 
 
-def _start_worker(name: str) -> None:
+def _start_worker(tokenizer: Tokenizer) -> None:
     global _worker_tokenizer
-    _worker_tokenizer = load(name)
+    _worker_tokenizer = tokenizer
 
 
-def _work(texts: list[str]) -> list[np.ndarray]:
+def _work(texts: list[str]) -> list[np.ndarray | str]:
     assert _worker_tokenizer is not None
     return _encode(_worker_tokenizer, texts)
 
@@ -369,9 +393,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("folder", metavar="OUT_DIR", help="where the shards go")
-    add("paths", metavar="PATH", nargs="+", help="a text, .jsonl or .parquet, or a folder of them")
+    add("paths", metavar="PATH", nargs="+", help="a text, JSON or parquet file, or a folder")
     add("--tokenizer", default="gpt2", help="gpt2, bytes, a tokenizer.json, or a .bin of llm.c's")
-    add("--key", default="text", help="the field or column that holds the text")
+    add("--end-of-text", metavar="NAME", help="the token before each document; default: found")
+    add("--key", default="text", help="the field or column that holds the text; a.b: b in a")
+    add("--format", choices=documents.FORMATS, help="of every file; default: by name and contents")
+    add("--skip-bad", type=int, default=0, metavar="N", help="skip so many bad documents")
     add("--shard-tokens", type=int, default=100_000_000, metavar="N")
     add(
         "--val-tokens", type=int, default=10_000_000, metavar="N", help="the first so many; 0: none"
@@ -382,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         progress = tokenize(**vars(options), show_progress=True)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    print(f"{options.folder}: {progress.shards} shards, {progress.tokens:,} tokens")
+    print(f"{options.folder}: {progress}")
 
 
 if __name__ == "__main__":

@@ -2,29 +2,34 @@
 
 ``BYTES`` needs no vocabulary: a token is a byte. :func:`from_file` reads a ``tokenizer.json``, as
 checkpoints have it, and :func:`gpt2` has GPT-2's vocabulary. Text is taken literally: the name of a
-special token in it is encoded as the characters that it is written with.
+special token in it is encoded as the characters that it is written with. Tokenizers can be pickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, read_header
+from jaxllm.files import read_json
 
 if TYPE_CHECKING:
     import tiktoken
+    import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
-# What tokenizer.json files call these, of GPT-2, Llama 3 and Llama 2.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
-_BEGINNINGS = ("<|begin_of_text|>", "<s>")
+# What tokenizer.json files call the end of a text: names that nothing else has, whose token is the
+# end also where a chat model's eos_token ends a turn; then others, if no file beside it says more.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>")
+_OTHER_ENDS = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
+_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 
 LLMC_MAGIC, LLMC_VERSION = 20240328, 2
 # How GPT-2 cuts text before it merges: contractions, words, numbers, signs, and space.
@@ -45,6 +50,7 @@ class Tokenizer:
             becomes U+FFFD.
         begin_of_text: The id that the model expects before a text, which ``encode`` leaves to the
             caller; None where there is no such id.
+        other_ends: The ids that also end what a model writes, such as a chat model's end of a turn.
     """
 
     name: str
@@ -53,6 +59,12 @@ class Tokenizer:
     encode: Callable[[str | bytes], np.ndarray]
     decode: Callable[[ArrayLike], str]
     begin_of_text: int | None = None
+    other_ends: tuple[int, ...] = ()
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """All ids that end what a model writes, ``end_of_text`` first."""
+        return self.end_of_text, *self.other_ends
 
 
 def _encode_bytes(text: str | bytes) -> np.ndarray:
@@ -73,32 +85,40 @@ BYTES = Tokenizer(
 )
 
 
-def load(name: str) -> Tokenizer:
+def load(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     """A tokenizer by its name.
 
     Args:
         name: ``"bytes"``, ``"gpt2"``, a ``tokenizer.json`` or the folder it is in, or a ``.bin`` of
             llm.c's.
+        end_of_text: As in :func:`from_file`; the others know theirs.
 
     Raises:
         ImportError: A package is not installed.
         FileNotFoundError: There is no such file.
-        ValueError: The file holds no tokenizer.
+        ValueError: The file holds no tokenizer, or there is no such end-of-text token.
     """
+    if name not in ("bytes", "gpt2") and not name.endswith(".bin"):
+        return from_file(name, end_of_text=end_of_text)
+    if end_of_text not in (None, END_OF_TEXT):
+        raise ValueError(f"end_of_text is {end_of_text!r}; that of {name} is {END_OF_TEXT!r}")
     if name == "bytes":
         return BYTES
-    if name == "gpt2":
-        return gpt2()
-    return from_llmc(name) if name.endswith(".bin") else from_file(name)
+    return gpt2() if name == "gpt2" else from_llmc(name)
 
 
 def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer of a ``tokenizer.json``.
 
+    The token between two documents is ``<|endoftext|>`` or ``<|end_of_text|>`` if the vocabulary
+    has it as a special token; of both, the one that the files in the same folder name. Otherwise
+    those files tell: by ``eos_token`` in ``tokenizer_config.json`` or ``special_tokens_map.json``,
+    or by ``eos_token_id`` in ``generation_config.json`` or ``config.json``. Without them it is a
+    token with one of the usual names.
+
     Args:
         path: The file, or the checkpoint folder that it is in.
-        end_of_text: The name of the token between two documents; None to look for those of GPT-2,
-            Llama 3 and Llama 2.
+        end_of_text: The name of the token between two documents; None to look for it.
 
     Raises:
         ImportError: The package ``tokenizers`` is not installed.
@@ -116,34 +136,115 @@ def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner = _guarded(tokenizers.Tokenizer.from_file, str(path))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(f"{path}: no tokenizer: {error}") from error
-    inner.encode_special_tokens = True
     inner.no_truncation()
     inner.no_padding()
-    vocabulary = inner.get_vocab(with_added_tokens=True)
-    ends = _ENDS if end_of_text is None else (end_of_text,)
-    end = next((vocabulary[name] for name in ends if name in vocabulary), None)
-    if end is None:
-        raise ValueError(
-            f"{path}: end_of_text is {end_of_text!r}, and the vocabulary has no {' or '.join(ends)}"
-        )
-    ids = set(vocabulary.values())
-    size = max(ids) + 1
+    codec = _FileCodec(inner)
+    config = _config_beside(path, inner)
+    end, begin = _find_end(path, inner, config, end_of_text), _find_begin(inner, config)
+    others = () if end_of_text else tuple(i for i in config["ends"] if i != end)
+    return Tokenizer(str(path), codec.vocab_size, end, codec.encode, codec.decode, begin, others)
 
-    def encode(text: str | bytes) -> np.ndarray:
-        return _id_array(inner.encode(_as_text(text), add_special_tokens=False).ids, size)
 
-    def decode(tokens: ArrayLike) -> str:
-        runs = itertools.groupby(np.asarray(tokens).ravel().tolist(), ids.__contains__)
+class _FileCodec:
+    """The two functions of a ``tokenizer.json``; no ids that it does not have reach the package."""
+
+    def __init__(self, inner: tokenizers.Tokenizer):
+        self.inner = inner
+        self.inner.encode_special_tokens = True
+        self.ids = set(inner.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(self.ids, default=-1) + 1
+
+    def __reduce__(self):
+        return _FileCodec, (self.inner,)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        encoded = _guarded(self.inner.encode, _as_text(text), add_special_tokens=False)
+        return _id_array(encoded.ids, self.vocab_size)
+
+    def decode(self, tokens: ArrayLike) -> str:
+        runs = itertools.groupby(np.asarray(tokens).ravel().tolist(), self.ids.__contains__)
         return "".join(
-            inner.decode(list(run), skip_special_tokens=False) if known else "\ufffd" * len([*run])
+            self.inner.decode(list(run), skip_special_tokens=False)
+            if known
+            else "\ufffd" * len([*run])
             for known, run in runs
         )
 
-    begin = next((vocabulary[name] for name in _BEGINNINGS if name in vocabulary), None)
-    return Tokenizer(str(path), size, end, encode, decode, begin)
+
+_CONFIGS = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+
+
+def _config_beside(path: Path, inner: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What the files beside a ``tokenizer.json`` say: names of tokens, as strings, and settings.
+
+    Under ``ends`` stand the ids of all tokens that they call an end.
+    """
+    config: dict[str, Any] = {}
+    ids: list[int] = []
+    for name in _CONFIGS:
+        file = path.with_name(name)
+        contents = read_json(file) if file.is_file() else {}
+        config |= {key: value for key, value in contents.items() if value is not None}
+        ids += _ids(contents.get("eos_token_id"))
+    for key in ("eos_token", "bos_token"):
+        token = config.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        config[key] = token if isinstance(token, str) else None
+    if config["eos_token"] is None:
+        first = next(iter(_ids(config.get("eos_token_id"))), None)
+        config["eos_token"] = None if first is None else inner.id_to_token(first)
+    named = inner.token_to_id(config["eos_token"] or "")
+    known = [i for i in ids if inner.id_to_token(i) is not None]
+    config["ends"] = tuple(dict.fromkeys(([] if named is None else [named]) + known))
+    return config
+
+
+def _ids(value: Any) -> list[int]:
+    """The ids in an ``eos_token_id``, which may be one or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if type(i) is int and 0 <= i < 2**32]
+
+
+def _find_end(
+    path: Path, inner: tokenizers.Tokenizer, config: Mapping[str, Any], name: str | None
+) -> int:
+    """The id of the token between two documents."""
+    eos, special = config["eos_token"], _special_tokens(inner)
+    names = [*([eos] if eos in _ENDS else []), *_ENDS, *([eos] if eos else []), *_OTHER_ENDS]
+    known = {**special, eos: inner.token_to_id(eos)} if eos else special
+    if name is not None:
+        names, known = [name], {name: inner.token_to_id(name)}
+    end = next((known[name] for name in names if known.get(name) is not None), None)
+    if end is None:
+        raise ValueError(
+            f"{path}: end_of_text is {name!r}, and the vocabulary has no "
+            f"{' or '.join(dict.fromkeys(names))}; give the name of the token that ends a text as "
+            "end_of_text (--end-of-text)"
+        )
+    return end
+
+
+def _find_begin(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int | None:
+    """The id before a text. A config may name one that the model does not expect there."""
+    if (add := config.get("add_bos_token")) is not None:
+        return inner.token_to_id(config["bos_token"] or "") if add else None
+    special = _special_tokens(inner)
+    return next((special[name] for name in _BEGINNINGS if name in special), None)
+
+
+def _special_tokens(inner: tokenizers.Tokenizer) -> dict[str, int]:
+    """Special tokens by name. In a vocabulary without any, every token may be one."""
+    added = inner.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    return special or inner.get_vocab(with_added_tokens=True)
 
 
 def gpt2() -> Tokenizer:
@@ -158,7 +259,7 @@ def gpt2() -> Tokenizer:
         raise ImportError(
             'GPT-2\'s tokenizer needs the package tiktoken: pip install "jaxllm[convert]"'
         ) from error
-    return from_tiktoken(tiktoken.get_encoding("gpt2"))
+    return _from_tiktoken(tiktoken.get_encoding("gpt2"), gpt2_pattern=True)
 
 
 def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
@@ -167,21 +268,54 @@ def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
     Args:
         encoding: Such as ``tiktoken.get_encoding("gpt2")``.
     """
+    return _from_tiktoken(encoding, gpt2_pattern=False)
 
-    def encode(text: str | bytes) -> np.ndarray:
-        return _id_array(encoding.encode_ordinary(_as_text(text)), encoding.n_vocab)
 
-    def bytes_of(token: int) -> bytes:
-        try:
-            return encoding.decode_single_token_bytes(token)
-        except (KeyError, OverflowError):
-            return b"\xff"  # as in _decode_bytes
+def _from_tiktoken(encoding: tiktoken.Encoding, *, gpt2_pattern: bool) -> Tokenizer:
+    codec = _TiktokenCodec(encoding, gpt2_pattern)
+    return Tokenizer(
+        encoding.name, encoding.n_vocab, encoding.eot_token, codec.encode, codec.decode
+    )
 
-    def decode(tokens: ArrayLike) -> str:
-        data = map(bytes_of, np.asarray(tokens).ravel().tolist())
+
+# A run of white space as tiktoken sees it, which Python's \s is not: it has four controls more.
+_SPACES = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_LONG = 1 << 18  # characters of it that are too many for tiktoken, which fails at about a million
+_LONG_RUN = re.compile(f"(?<!{_SPACES}){_SPACES}{{{_LONG},}}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _TiktokenCodec:
+    """The two functions of an encoding of ``tiktoken``.
+
+    Attributes:
+        encoding: The encoding.
+        gpt2_pattern: Whether it cuts text as GPT-2 does.
+    """
+
+    encoding: tiktoken.Encoding
+    gpt2_pattern: bool
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        text, ids, start = _as_text(text), [], 0
+        if self.gpt2_pattern and len(text) >= _LONG:
+            # GPT-2's pattern makes one piece of such a run, but for a last space before a word.
+            for run in _LONG_RUN.finditer(text):
+                ids += _guarded(self.encoding.encode_ordinary, text[start : run.start()])
+                start = run.end() - (run.end() < len(text))
+                ids += self.encoding._encode_single_piece(text[run.start() : start])
+        ids += _guarded(self.encoding.encode_ordinary, text[start:] if start else text)
+        return _id_array(ids, self.encoding.n_vocab)
+
+    def decode(self, tokens: ArrayLike) -> str:
+        data = map(self._bytes_of, np.asarray(tokens).ravel().tolist())
         return b"".join(data).decode("utf-8", errors="replace")
 
-    return Tokenizer(encoding.name, encoding.n_vocab, encoding.eot_token, encode, decode)
+    def _bytes_of(self, token: int) -> bytes:
+        try:
+            return self.encoding.decode_single_token_bytes(token)
+        except (KeyError, OverflowError):
+            return b"\xff"  # as in _decode_bytes
 
 
 def from_llmc(path: str | Path) -> Tokenizer:
@@ -230,7 +364,21 @@ def from_llmc(path: str | Path) -> Tokenizer:
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: end},
     )
-    return from_tiktoken(encoding)
+    return _from_tiktoken(encoding, gpt2_pattern=True)
+
+
+def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a package written in Rust, whose panics are no exceptions and cannot be pickled.
+
+    Raises:
+        ValueError: It panicked.
+    """
+    try:
+        return function(*args, **options)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer's package panicked: {error}") from None
 
 
 def _as_text(text: str | bytes) -> str:

@@ -1,5 +1,6 @@
 """Decoding with a cache, against the same model without one, and against Hugging Face's."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxllm.convert.huggingface import to_state_dict
 from jaxllm.generate import complete, stream
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import for_decoding
+from jaxllm.models.special_tokens import SpecialTokens
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=160, layers=2, heads=2, width=32)
 LLAMA3 = llama3.Llama3Config(
@@ -102,8 +104,20 @@ def test_a_stop_token_ends_a_text_and_no_other(model, config):
     for before, after in zip(free, stopped, strict=True):
         where = np.flatnonzero(before == stop)
         assert after.tolist() == before[: where[0] + 1 if len(where) else None].tolist()
-    streamed = stream(model, params, PROMPTS[0], **options, stop_tokens=[stop])
-    assert list(streamed) == stopped[0].tolist()
+    # One or a list of them, as a config's `eos_token_id`; an iterator would be used up.
+    for stops in (stop, [stop], (60, stop)):
+        streamed = stream(model, params, PROMPTS[0], **options, stop_tokens=stops)
+        assert list(streamed) == stopped[0].tolist()
+    (out,) = complete(model, params, PROMPTS[:1], **options, stop_tokens=stop)
+    assert out.tolist() == stopped[0].tolist()
+    # Those that the model's checkpoint names, unless the caller wants none.
+    named = dataclasses.replace(config, special_tokens=SpecialTokens(eos=(60, stop)))
+    options |= {"config": named}
+    assert list(stream(model, params, PROMPTS[0], **options)) == stopped[0].tolist()
+    (out,) = complete(model, params, PROMPTS[:1], **options)
+    assert out.tolist() == stopped[0].tolist()
+    (out,) = complete(model, params, PROMPTS[:1], **options, stop_tokens=())
+    assert out.tolist() == free[0].tolist()
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
@@ -165,6 +179,8 @@ def test_top_p_keeps_the_fewest_likeliest():
         ({"top_k": 0}, "top_k is 0"),
         ({"temperature": 1.0}, "key is missing"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"stop_tokens": "</s>"}, "stop_tokens is '</s>'; it must be an integer or a list of them"),
+        ({"stop_tokens": [[1]]}, r"stop_tokens is \[\[1\]\]; it must be an integer or a list"),
     ],
 )
 def test_refuses(wrong, message):

@@ -1,4 +1,6 @@
 import dataclasses
+import gzip
+import os
 import subprocess
 import sys
 
@@ -117,6 +119,45 @@ def test_build(tmp_path, texts):
     assert (summary.files, summary.tokens) == ((3, 1), (20, 6))
     assert summary.skipped == (texts / "latin.txt",)
     assert [path.name for path in out.parent.iterdir()] == ["shards"]  # no temporary folder left
+
+
+def test_build_reads_what_is_compressed(tmp_path):
+    for name, data_ in (("a.txt.gz", gzip.compress(b"one")), ("b.TXT", b"\xef\xbb\xbftwo")):
+        (tmp_path / name).write_bytes(data_)
+    data.build(tmp_path / "out", [tmp_path], val_fraction=0)
+    assert data.read_shard(tmp_path / "out" / "train_000000.bin").tolist() == [
+        i for text in (b"one", b"two") for i in (*text, BYTES.end_of_text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"\xe9", "x.txt: not UTF-8"),
+        ("x.txt.gz", gzip.compress(b"text")[:-4], "x.txt.gz: damaged, or not what its name says"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}'), r"has documents in rows.*\(--extensions\)"),
+        ("x.parquet", b"PAR1", r"x\.parquet: has documents in rows"),
+    ],
+)
+def test_build_refuses_a_file_that_was_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.build(tmp_path / "out", [tmp_path / name])
+    if "rows" in message and name != "x.parquet":  # unless it is meant
+        data.build(tmp_path / "out", [tmp_path / name], extensions=[".jsonl"])
+
+
+def test_a_folder_that_cannot_be_opened_is_an_error(tmp_path, texts, monkeypatch):
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("skipped"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="skipped: cannot be opened: Permission denied"):
+        data.build(tmp_path / "out", [texts])
 
 
 def test_build_repeats(tmp_path, texts):

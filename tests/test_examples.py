@@ -296,9 +296,16 @@ def test_a_model_has_its_tokenizer_with_it(capsys):
     inner.save("words.json")
     Path("shards").mkdir()
     data.write_shard("shards/train.bin", np.arange(2000) % 301)
-    smoke("--steps", 1, "--data", "shards", "--tokenizer", "words.json", "--prompt", "5 6")
+    Path("generation_config.json").write_text('{"bos_token_id": 2, "eos_token_id": [3, 4]}')
+    flags = ("--steps", 1, "--data", "shards", "--tokenizer", "words.json")
+    smoke(*flags, "--prompt", "5 6")
     generate.main(["--max-new-tokens", "3", "7 8 9"])
-    assert "model: runs/gpt2_tiny/model\n7 8 9" in capsys.readouterr().out
+    model = Path("runs/gpt2_tiny/model")
+    assert f"model: {model}\n7 8 9" in capsys.readouterr().out
+    assert huggingface.load_special_tokens(model) == (2, (3, 4), None)
+    # One that goes on from it has its ids, but for an end that is named.
+    smoke(*flags, "--init-from", model, "--end-of-text", "5", "--out", "runs/on")
+    assert huggingface.load_special_tokens("runs/on/model") == (2, (5,), None)
 
 
 def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):

@@ -37,3 +37,24 @@ def test_a_folder_is_replaced_when_the_new_one_is_whole(tmp_path, linked):
     assert names(named) == ["new"]
     assert names(folder.parent) == ["folder"]
     assert folder.stat().st_mode == folder.parent.stat().st_mode
+
+
+def test_a_walk_tells_what_it_passes_over(tmp_path):
+    for name in ("b/x.txt", "a.txt", "b/test_x.txt", "tests/x.txt", ".git/x.txt", "c/.x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "c" / "up").symlink_to("..")
+    (tmp_path / "c" / "b").symlink_to("../b")
+    other = "a folder that is read by another name"
+    found = {str(path.relative_to(tmp_path)): why for path, why in files.walk(tmp_path, ["test*"])}
+    assert found == {
+        ".git": "hidden",
+        "a.txt": "",
+        "b/test_x.txt": "skipped",
+        "b/x.txt": "",
+        "c/.x.txt": "hidden",
+        "c/b": other,
+        "c/up": other,
+        "tests": "skipped",
+    }
+    assert list(found) == sorted(found)

@@ -1,10 +1,14 @@
 import dataclasses
+import json
 
+import generate as example
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
+from jaxllm.convert import huggingface
 from jaxllm.generate import generate
 from jaxllm.models import gpt2
 
@@ -137,3 +141,52 @@ def test_refuses(wrong, message):
     options = {"prompt_tokens": [1], "max_new_tokens": 1, "key": jax.random.key(0), **wrong}
     with pytest.raises(ValueError, match=message):
         generate(count_forward, None, config=Toy(), **options)
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    """A model whose parameters are zero: it writes token 0 until that ends the text."""
+    names = ["zero", "one", "<eos>", "<turn>"]
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<eos>", "<turn>"])
+    (tmp_path / "source").mkdir()
+    inner.save(str(tmp_path / "source" / "tokenizer.json"))
+    config = dataclasses.replace(CONFIG, vocab_size=4)
+    params = jax.tree.map(jnp.zeros_like, gpt2.init(jax.random.key(0), config))
+    folder = tmp_path / "model"
+    huggingface.save(folder, params, config, tokenizer_json=tmp_path / "source" / "tokenizer.json")
+    return folder
+
+
+def written(folder, capsys, *options):
+    """How many tokens the example writes after a prompt."""
+    flags = ["--model", str(folder), "--temperature", "0", "--max-new-tokens", "5"]
+    example.main([*flags, *options, "one"])
+    return int(capsys.readouterr().out.splitlines()[-1].split()[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "count"),
+    [
+        ("config.json", {"eos_token_id": [3, 0]}, 1),
+        ("generation_config.json", {"eos_token_id": [0, 3]}, 1),
+        ("generation_config.json", {"eos_token_id": 3}, 5),
+        ("tokenizer_config.json", {"eos_token": "zero"}, 1),
+    ],
+)
+def test_the_example_stops_at_any_end_that_a_config_names(
+    chat_folder, capsys, file, contents, count
+):
+    path = chat_folder / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | contents))
+    assert written(chat_folder, capsys) == count
+
+
+def test_the_example_stops_at_the_end_that_is_named(chat_folder, capsys):
+    (chat_folder / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    assert written(chat_folder, capsys, "--end-of-text", "zero") == 1
+    assert written(chat_folder, capsys, "--end-of-text", "<turn>") == 5  # and at no other
+    with pytest.raises(SystemExit, match="end_of_text is 'halt', and the vocabulary has no halt"):
+        written(chat_folder, capsys, "--end-of-text", "halt")

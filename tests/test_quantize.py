@@ -99,7 +99,7 @@ def corpus(tmp_path_factory):
     return tuple(data.open_dataset(folder / f"{split}_*.bin") for split in ("train", "val"))
 
 
-BYTES = {"vocab_size": 257, "max_seq_len": 64, "layers": 2, "width": 64}
+BYTES: Any = {"vocab_size": 257, "max_seq_len": 64, "layers": 2, "width": 64}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
+import dataclasses
+import functools
 import gzip
 import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxllm import data, tokenize
+from jaxllm import compression, data, tokenize, tokenizer
 from jaxllm.convert import llmc_shards
 from jaxllm.tokenizer import BYTES
 
@@ -105,7 +108,7 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes(tmp_path, corpus, monkeyp
         encode=lambda text: BYTES.encode(text).astype(np.uint32) + 70_000,
         decode=BYTES.decode,
     )
-    monkeypatch.setattr(tokenize, "load", lambda name: wide)
+    monkeypatch.setattr(tokenize, "load", lambda *_, **__: wide)
     make(tmp_path / "out", corpus)
     tokens = data.open_dataset(tmp_path / "out" / "val*.bin").shards[0]
     assert tokens.dtype == np.uint32
@@ -117,6 +120,8 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes(tmp_path, corpus, monkeyp
     [
         ({"shard_tokens": 0}, "shard_tokens is 0"),
         ({"val_tokens": -1}, "val_tokens is -1"),
+        ({"skip_bad": -1}, "skip_bad is -1"),
+        ({"end_of_text": "</s>"}, r"end_of_text is '</s>'; that of bytes is '<\|endoftext\|>'"),
         ({"val_tokens": 1000}, f"corpus has {len(STREAM)} tokens, and val_tokens is 1000"),
         ({"val_tokens": len(STREAM)}, f"corpus has {len(STREAM)} tokens, and val_tokens is"),
         ({"key": "body"}, "1.jsonl, line 1: no object with 'body'"),
@@ -134,7 +139,11 @@ def test_a_call_that_made_no_shard_binds_no_other(tmp_path, corpus):
     assert make(tmp_path / "out", corpus).tokens == len(STREAM)
 
 
-@pytest.mark.parametrize("content", ["{", '{"foo": 1}', "[]"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", '{"foo": 1}', "[]", "3", '{"recipe": 3}', '{"recipe": {}, "tokens": "x"}', 10_000 * "["],
+    ids=["cut", "other", "list", "number", "recipe", "tokens", "deep"],
+)
 def test_a_damaged_progress_is_refused(tmp_path, corpus, content):
     make(tmp_path / "out", corpus)
     (tmp_path / "out" / "progress.json").write_text(content)
@@ -156,6 +165,8 @@ def test_a_damaged_progress_is_refused(tmp_path, corpus, content):
         ("x.parquet", b"hi there, no table", r"x\.parquet: damaged"),
         ("x.jsonl", '{"text": "\\ud800"}', "line 1: 'text' is no text: .*surrogates"),
         ("x.jsonl", '{"text": 5}', "line 1: 'text' holds int, no text"),
+        ("x.jsonl", '{"text": null}', "line 1: 'text' holds NoneType, no text"),
+        ("x.jsonl", '{"text": ' + 10_000 * "[", "line 1: JSON that is nested too deep"),
         ("x.jsonl", '{"text": "a"}\n{"text": ', "line 2: no object with 'text'"),
         ("x.jsonl", "[1]", "line 1: no object with 'text'"),
         ("x.txt", b"\xe9", "x.txt: not UTF-8"),
@@ -193,6 +204,160 @@ def test_a_folder_of_other_shards_is_refused(tmp_path, corpus):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.fixture
+def mixed(tmp_path):
+    """Good documents with bad ones among them, and the reasons that there are for those."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    good = [json.dumps({"text": f"text {i}"}).encode() for i in range(4)]
+    lines = [good[0], b'{"text": null}', good[1], b'{"text": "\xe9"}', good[2], good[3]]
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(good[0] + b"\n")[:-4])
+    reasons = [
+        f"{folder}/a.jsonl, line 2: 'text' holds NoneType, no text",
+        f"{folder}/a.jsonl, line 4: no object with 'text': ",
+        f"{folder}/b.jsonl.gz, after line 1: damaged, or not what its name says: ",
+    ]
+    return folder, [0, 1, 2, 3, 0], reasons
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_documents_are_skipped_up_to_a_number(tmp_path, mixed, workers):
+    folder, numbers, reasons = mixed
+    options = {"val_tokens": 0, "shard_tokens": 10, "workers": workers}
+    for allowed, reason in enumerate([] if workers else reasons):
+        count = f"bad documents so far: {allowed + 1}; skip_bad, --skip-bad, is {allowed}"
+        with pytest.raises(ValueError, match=rf"^{reason}.*{count}"):
+            make(tmp_path / "out", folder, skip_bad=allowed, **options)
+    progress = make(tmp_path / "out", folder, skip_bad=3, **options)
+    expected = [i for number in numbers for i in (*END, *f"text {number}".encode())]
+    assert stream(tmp_path / "out") == expected
+    assert progress.bad == 3 and len(progress.skipped) == 3
+    assert all(map(str.startswith, progress.skipped, reasons))
+    assert str(progress).startswith(
+        "2 files, 5 documents, 35 tokens in 4 shards\nskipped 3 bad doc"
+    )
+    assert make(tmp_path / "out", folder, skip_bad=3, **options) == progress
+
+
+def test_what_a_stopped_run_has_skipped_is_not_counted_twice(tmp_path, mixed, monkeypatch):
+    folder, _, _ = mixed
+    options = {"val_tokens": 0, "shard_tokens": 10}
+    whole = make(tmp_path / "whole", folder, skip_bad=3, **options)
+    for stop in range(1, 5):
+        written = []
+
+        def write_and_stop(path, tokens, *, stop=stop, written=written, **kind):
+            llmc_shards.write_shard(path, tokens, **kind)
+            written.append(path)
+            if len(written) == stop:
+                raise KeyboardInterrupt
+
+        out = tmp_path / f"stopped {stop}"
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenize, "write_shard", write_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                make(out, folder, skip_bad=3, **options)
+        assert make(out, folder, skip_bad=3, **options) == whole
+        assert contents(out) == contents(tmp_path / "whole")
+
+
+class Panic(BaseException):
+    """As a package that is written in Rust raises it; it cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle")
+
+
+Panic.__name__ = "PanicException"
+
+
+def panic_on_b(text):
+    """Encodes a text, unless it begins with a b."""
+    if text.startswith("b"):
+        raise Panic("at the disco")
+    return BYTES.encode(text)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_document_that_cannot_be_tokenized_is_named(tmp_path, monkeypatch, workers):
+    fragile = BYTES.__class__(
+        name="fragile",
+        vocab_size=257,
+        end_of_text=256,
+        encode=functools.partial(tokenizer._guarded, panic_on_b),
+        decode=BYTES.decode,
+    )
+    monkeypatch.setattr(tokenize, "load", lambda *_, **__: fragile)
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in "abc"))
+    options = {"workers": workers, "val_tokens": 0}
+    reason = "line 2: cannot be tokenized: the tokenizer's package panicked: at the disco"
+    if not workers:
+        with pytest.raises(ValueError, match=rf"x\.jsonl, {reason}"):
+            make(tmp_path / "out", tmp_path / "x.jsonl", **options)
+    (skipped,) = make(tmp_path / "out", tmp_path / "x.jsonl", skip_bad=1, **options).skipped
+    assert skipped == f"{tmp_path}/x.jsonl, {reason}"
+    assert stream(tmp_path / "out") == [256, ord("a"), 256, ord("c")]
+
+
+def die(text):
+    """Ends the process, as when memory is short."""
+    os._exit(9)
+
+
+def test_a_process_that_dies_is_told_with_its_documents(tmp_path, monkeypatch):
+    deadly = dataclasses.replace(BYTES, encode=die)
+    monkeypatch.setattr(tokenize, "load", lambda *_, **__: deadly)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(
+        ChildProcessError, match=f"from {path}, line 1 to {path}, line 2; is memory"
+    ):
+        make(tmp_path / "out", path, workers=1, val_tokens=0)
+
+
+def test_a_folder_of_every_kind_is_read_or_told(tmp_path, capsys):
+    """The three names of one corpus: none is silently left out, none taken as one raw text."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "b.jsonl.zst").write_bytes(compression._zstd().compress(lines))
+    (folder / "c.json.gz").write_bytes(gzip.compress(lines))
+    (folder / "notes.rst").write_text("notes")
+    (folder / "broken.jsonl").write_bytes(lines + b"[]\n")
+    out = str(tmp_path / "out")
+    arguments = [str(folder), "--tokenizer", "bytes", "--val-tokens", "0", "--workers", "0"]
+    tokenize.main([out, *arguments, "--skip-bad", "1"])
+    assert stream(tmp_path / "out") == STREAM * 4
+    printed = capsys.readouterr()
+    reason = "text without a known ending; name it, or give the format text"
+    assert f"left out: {folder}/notes.rst: {reason}\n" in printed.err
+    assert printed.out.splitlines() == [
+        f"{out}: 4 files, 24 documents, {len(STREAM) * 4} tokens in 1 shards",
+        "skipped 1 bad documents:",
+        f"  {folder}/broken.jsonl, line 7: no object with 'text'",
+        "left out 1 files:",
+        f"  {folder}/notes.rst: {reason}",
+    ]
+    with pytest.raises(SystemExit):
+        tokenize.main([str(tmp_path / "other"), *arguments])
+    assert "broken.jsonl, line 7: no object with 'text' (bad" in capsys.readouterr().err
+
+
+def test_a_corpus_without_a_document_is_refused(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for content in ("", "\n", '{"text": 1}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"x\.jsonl: no document found in 1 files"):
+            make(tmp_path / "out", path, val_tokens=0, skip_bad=1)
+
+
+def test_a_long_list_is_shortened():
+    progress = tokenize.Progress({}, left_out=[f"file {i}" for i in range(25)])
+    assert str(progress).splitlines()[-2:] == ["  file 19", "  and 5 more, in progress.json"]
+
+
 def test_packages_that_are_missing_are_named(tmp_path, corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r'pyarrow: pip install "jaxllm\[data\]"'):
@@ -203,7 +368,9 @@ def test_the_command_line(tmp_path, corpus, capsys):
     arguments = [str(tmp_path / "out"), str(corpus), "--tokenizer", "bytes", "--val-tokens", "9"]
     command = [sys.executable, "-m", "jaxllm.tokenize", *arguments, "--workers", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout.endswith(f"out: 2 shards, {len(STREAM)} tokens\n")
+    summary = f"out: 4 files, 6 documents, {len(STREAM)} tokens in 2 shards\nleft out 1 files:\n"
+    assert summary in run.stdout
+    assert "left out: " in run.stderr and "ignored.bin: neither text nor" in run.stderr
     assert "100%" in run.stderr
     with pytest.raises(SystemExit) as caught:
         tokenize.main([*arguments, "--shard-tokens", "7"])

@@ -1,4 +1,7 @@
 import json
+import pickle
+import random
+import re
 import struct
 import sys
 
@@ -7,7 +10,17 @@ import pytest
 import tiktoken
 import tokenizers
 
-from jaxllm.tokenizer import BYTES, END_OF_TEXT, from_file, from_llmc, from_tiktoken, gpt2
+import jaxllm.tokenizer
+from jaxllm.tokenizer import (
+    BYTES,
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    from_file,
+    from_llmc,
+    from_tiktoken,
+    gpt2,
+    load,
+)
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 日本 🙂\n\x00"])
@@ -129,11 +142,111 @@ def test_ids_beyond_16_bits(tmp_path):
     assert tokenizer.decode([2**16, 2**16 - 1]) == "far\ufffd"
 
 
+NAMES = ("<eos>", "</s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|endoftext|>", "<|end_of_text|>")  # noqa: RUF001
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_end_of_text_has_many_names(tmp_path, name):
+    train(tmp_path / "tokenizer.json", ("<unk>", name))
+    tokenizer = from_file(tmp_path)
+    assert tokenizer.end_of_text == 1
+    assert tokenizer.stop_tokens == (1,)
+
+
+@pytest.mark.parametrize(
+    ("file", "contents"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<halt>"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<halt>", "lstrip": False}}),
+        ("special_tokens_map.json", {"eos_token": {"content": "<halt>"}}),
+        ("generation_config.json", {"eos_token_id": [2, 0]}),
+        ("config.json", {"eos_token_id": 2}),
+    ],
+)
+def test_the_end_of_text_is_what_the_configs_name(tmp_path, file, contents):
+    """Before any name that is usual: Gemma's vocabulary has `</s>` as a tag of HTML."""
+    train(tmp_path / "tokenizer.json", ("</s>", "<stop>", "<halt>"))
+    (tmp_path / file).write_text(json.dumps(contents))
+    assert (
+        load(str(tmp_path)).end_of_text == load(str(tmp_path / "tokenizer.json")).end_of_text == 2
+    )
+    assert from_file(tmp_path, end_of_text="<stop>").stop_tokens == (1,)
+
+
+def test_a_chat_model_ends_a_turn_and_a_text(tmp_path):
+    train(tmp_path / "tokenizer.json", (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>"))
+    assert from_file(tmp_path).stop_tokens == (0,)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = from_file(tmp_path)
+    assert (tokenizer.end_of_text, tokenizer.stop_tokens) == (0, (0, 2))
+    config.write_text(json.dumps({"eos_token": "<|end_of_text|>"}))
+    assert from_file(tmp_path).stop_tokens == (1,)
+
+
+def test_every_id_that_a_config_calls_an_end_is_a_stop_token(tmp_path):
+    """As Llama 3.1, Gemma and Qwen have it: the end of a turn stands in lists of ids alone."""
+    train(tmp_path / "tokenizer.json", ("<bos>", "<eos>", "<turn>", "<call>"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 1, true, -1, 100000, null]}')
+    assert from_file(tmp_path).stop_tokens == (1, 3, 2)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert from_file(tmp_path).stop_tokens == (2, 3, 1)
+    assert from_file(tmp_path, end_of_text="<call>").stop_tokens == (3,)
+
+
+@pytest.mark.parametrize(
+    ("config", "begin"),
+    [
+        ({}, 0),
+        ({"add_bos_token": False, "bos_token": "<s>"}, None),
+        ({"add_bos_token": True, "bos_token": "<begin>"}, 2),
+        ({"bos_token": "</s>"}, 0),  # GPT-2 names one that it does not begin with
+    ],
+)
+def test_the_begin_of_text_is_what_the_config_adds(tmp_path, config, begin):
+    train(tmp_path / "tokenizer.json", ("<s>", "</s>", "<begin>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert from_file(tmp_path).begin_of_text == begin
+
+
+@pytest.mark.parametrize(
+    "contents", ["{", "[]", "[" * 10_000, '{"eos_token": 5}', '{"eos_token_id": -1}']
+)
+def test_configs_that_are_no_configs(tmp_path, contents):
+    train(tmp_path / "tokenizer.json", ("</s>",))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(contents)
+    if contents.endswith("}"):  # and name no token
+        assert from_file(tmp_path).end_of_text == 0
+    else:
+        with pytest.raises(ValueError, match=f"^{path}: (no JSON|holds no JSON object)"):
+            from_file(tmp_path)
+
+
+def test_a_common_word_is_no_special_token(tmp_path):
+    inner = train(tmp_path / "tokenizer.json", ("<unk>",))
+    inner.add_tokens(["</s>", "<s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="end_of_text is None"):
+        from_file(tmp_path)
+    tokenizer = from_file(tmp_path, end_of_text="</s>")
+    assert tokenizer.end_of_text == inner.token_to_id("</s>")
+    assert tokenizer.begin_of_text is None
+
+
 def test_the_end_of_text_may_be_named(tmp_path):
     train(tmp_path / "tokenizer.json", ("<stop>",))
     assert from_file(tmp_path, end_of_text="<stop>").end_of_text == 0
-    with pytest.raises(ValueError, match=r"has no <\|endoftext\|> or <\|end_of_text\|> or </s>"):
+    with pytest.raises(
+        ValueError, match=r"has no <\|endoftext\|> .*</s>.*; give .* \(--end-of-text\)"
+    ):
         from_file(tmp_path)
+    assert load("bytes", end_of_text=END_OF_TEXT) is BYTES
+    with pytest.raises(ValueError, match="end_of_text is '</s>'; that of bytes is"):
+        load("bytes", end_of_text="</s>")
     with pytest.raises(ValueError, match="end_of_text is '<halt>', and the vocabulary has no <ha"):
         from_file(tmp_path, end_of_text="<halt>")
 
@@ -210,3 +323,61 @@ def test_wrong_tokenizers_of_llmc_are_refused(tmp_path, raw, message):
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message):
         from_llmc(path)
+
+
+def all_tokenizers(folder):
+    train(folder / "tokenizer.json", options=[lambda t: t.enable_truncation(3)])
+    (folder / "tokenizer.bin").write_bytes(llmc_bytes(LLMC_TOKENS, 257))
+    return (
+        BYTES,
+        from_file(folder),
+        from_llmc(folder / "tokenizer.bin"),
+        from_tiktoken(toy_encoding()),
+    )
+
+
+def test_tokenizers_can_be_pickled(tmp_path):
+    for tokenizer in all_tokenizers(tmp_path):
+        copy = pickle.loads(pickle.dumps(tokenizer))
+        assert copy.name == tokenizer.name
+        assert copy.stop_tokens == tokenizer.stop_tokens
+        for text in TEXTS:
+            assert np.array_equal(copy.encode(text), tokenizer.encode(text))
+        assert copy.decode([*range(270), 999]) == tokenizer.decode([*range(270), 999])
+
+
+def gpt2_encoding():
+    """Merges letters and spaces, and cuts text as GPT-2 does."""
+    spaces = [b" " * 2**i for i in range(1, 8)]
+    pairs = [b"th", b"the", b" th", b" the", b"\n\n", b"\n ", *spaces]
+    ranks = {token: i for i, token in enumerate([bytes([i]) for i in range(256)] + pairs)}
+    special = {END_OF_TEXT: len(ranks)}
+    return tiktoken.Encoding(
+        "toy", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+def test_long_runs_of_space_are_cut_where_the_pattern_cuts(monkeypatch):
+    encoding = gpt2_encoding()
+    tokenizer = jaxllm.tokenizer._from_tiktoken(encoding, gpt2_pattern=True)
+    pattern = jaxllm.tokenizer._LONG_RUN.pattern
+    length = str(jaxllm.tokenizer._LONG)
+    assert length in pattern
+    monkeypatch.setattr(jaxllm.tokenizer, "_LONG", 3)
+    monkeypatch.setattr(jaxllm.tokenizer, "_LONG_RUN", re.compile(pattern.replace(length, "3")))
+    random.seed(0)
+    letters = [" "] * 9 + list("the.\n\t\u3000\xa0\x1c\u200b1'")
+    for _ in range(3000):
+        text = "".join(random.choices(letters, k=random.randrange(1, 24)))
+        assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text), repr(text)
+
+
+def test_a_million_spaces_are_encoded(tmp_path):
+    text = "the" + " " * 1_100_000 + "the"
+    tokenizer = jaxllm.tokenizer._from_tiktoken(gpt2_encoding(), gpt2_pattern=True)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == 1 + 1_099_999 // 128 + bin(1_099_999 % 128).count("1") + 1
+    # Of an encoding that cuts otherwise, tiktoken's panic becomes an error as others are.
+    with pytest.raises(ValueError, match=r"the tokenizer's package panicked: .*StackOverflow"):
+        from_tiktoken(gpt2_encoding()).encode(text)

@@ -8,6 +8,7 @@ Nothing here imports torch: pass ``{name: tensor.numpy() for ...}`` of a ``state
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,20 +19,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.convert.huggingface_formats import FORMATS, HEAD, Config, format_of, has_tied_head
-from jaxllm.convert.places import Place, Shapes, assemble, check, flatten
+from jaxllm.convert.huggingface_formats import (
+    FORMATS,
+    HEAD,
+    ID_KEYS,
+    Config,
+    format_of,
+    has_tied_head,
+    special_tokens_from_dict,
+    special_tokens_to_dict,
+)
+from jaxllm.convert.places import Place, Shapes, arrays_of, assemble, check, flatten
 from jaxllm.convert.safetensors_files import (
     DTYPES,
     Stored,
     open_tensors,
-    read_json,
-    write_json,
     write_tensors,
 )
-from jaxllm.files import check_new, new_folder
+from jaxllm.files import check_new, new_folder, read_json, write_json
 from jaxllm.models.blocks import Params
+from jaxllm.models.special_tokens import SpecialTokens
+
+__all__ = [
+    "SpecialTokens",
+    "config_from_dict",
+    "config_to_dict",
+    "from_state_dict",
+    "load",
+    "load_special_tokens",
+    "save",
+    "to_state_dict",
+]
 
 T = TypeVar("T")
+# What else a folder says of its tokenizer and of how the model writes.
+_GENERATION = "generation_config.json"
+_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", _GENERATION)
 
 
 def config_from_dict(config: Mapping[str, Any]) -> Config:
@@ -46,12 +69,14 @@ def config_from_dict(config: Mapping[str, Any]) -> Config:
         raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
     if config.get("quantization_config"):
         raise ValueError("quantization_config is given; quantized checkpoints cannot be read")
-    return FORMATS[kind].config_from_dict(config)
+    ids = special_tokens_from_dict(config)
+    return dataclasses.replace(FORMATS[kind].config_from_dict(config), special_tokens=ids)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The contents of a ``config.json`` that ``transformers`` reads."""
-    return format_of(config).config_to_dict(config)
+    ids = special_tokens_to_dict(config.special_tokens)
+    return format_of(config).config_to_dict(config) | ids
 
 
 def from_state_dict(
@@ -78,7 +103,8 @@ def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
     """The ``state_dict`` of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``, in float32.
 
     Args:
-        params: As the model's ``init`` makes them, in any dtype; gradients of them too.
+        params: As the model's ``init`` makes them, in any dtype, the blocks stacked or in a list;
+            gradients of them too.
         config: The shape of the model; the padding of the vocabulary is dropped.
 
     Raises:
@@ -101,7 +127,8 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
             differ in dtype.
 
     Returns:
-        ``(params, config)``. The padding of the vocabulary has rows of zeros.
+        ``(params, config)``. The padding of the vocabulary has rows of zeros. The config has the
+        special tokens that :func:`load_special_tokens` finds.
 
     Raises:
         FileNotFoundError: The folder, or a file that it should hold, is not there.
@@ -120,6 +147,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
         config = config_from_dict(contents)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    config = dataclasses.replace(config, special_tokens=load_special_tokens(folder))
     with open_tensors(folder) as stored:
         tensors = _in_full(stored, config)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -132,6 +160,37 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
     return params, config
 
 
+def load_special_tokens(folder: str | Path) -> SpecialTokens:
+    """The ids of special tokens that a checkpoint folder names.
+
+    ``generation_config.json`` adds its ends of a text to those of ``config.json``, and comes first
+    for the other ids. Either file may be missing.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        The ids. At each of ``eos`` :func:`jaxllm.generate.complete` stops.
+
+    Raises:
+        ValueError: A file is no JSON object, or an id no integer.
+    """
+    found = []
+    for name in ("config.json", _GENERATION):
+        path = Path(folder) / name
+        contents = read_json(path) if path.is_file() else {}
+        try:
+            found.append(special_tokens_from_dict(contents))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    model, generation = found
+    return SpecialTokens(
+        model.bos if generation.bos is None else generation.bos,
+        tuple(dict.fromkeys(model.eos + generation.eos)),
+        model.pad if generation.pad is None else generation.pad,
+    )
+
+
 def save(
     folder: str | Path,
     params: Params,
@@ -139,6 +198,7 @@ def save(
     *,
     max_shard_bytes: int = 5_000_000_000,
     tokenizer_json: str | Path | None = None,
+    special_tokens: SpecialTokens | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes a checkpoint folder that :func:`load` and ``from_pretrained`` read.
@@ -147,24 +207,38 @@ def save(
 
     Args:
         folder: The folder to create.
-        params: As the model's ``init`` makes them; float32, bfloat16 or float16, which is kept.
+        params: As the model's ``init`` makes them, the blocks stacked or in a list; float32,
+            bfloat16 or float16, which is kept.
         config: The shape of the model; the padding of the vocabulary is dropped.
         max_shard_bytes: Tensors that are larger together are written into several files. No more
             than one file's are in the machine's memory at a time.
-        tokenizer_json: The file of the model's tokenizer, which is copied; None for none.
+        tokenizer_json: The file of the model's tokenizer, which is copied, with the configs of
+            tokenizer and generation that are in its folder; None for none.
+        special_tokens: The ids of the tokens that begin, end and fill up a text. None for those of
+            ``config``; if it has none, for those that :func:`load_special_tokens` finds in the
+            folder of ``tokenizer_json``.
         overwrite: Replace what is there, once the new folder is complete.
 
     Raises:
         FileExistsError: The folder exists and is not empty, and is not to be overwritten.
         FileNotFoundError: There is no such tokenizer.
         ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for, or one
-            of another dtype; or ``max_shard_bytes`` is below 1.
+            of another dtype; ``max_shard_bytes`` is below 1; or a config beside the tokenizer
+            cannot be read.
     """
     folder = Path(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be >= 1")
     if not overwrite:
         check_new(folder)
+    if tokenizer_json is not None and not Path(tokenizer_json).is_file():
+        raise FileNotFoundError(f"{tokenizer_json}: there is no such file")
+    beside = SpecialTokens()
+    if tokenizer_json is not None:
+        beside = load_special_tokens(Path(tokenizer_json).parent)
+    if special_tokens is None:
+        named = config.special_tokens
+        special_tokens = beside if named == SpecialTokens() else named
     arrays, places = _write_plan(params, config)
     for path, array in arrays.items():
         if array.dtype not in DTYPES.values():
@@ -172,10 +246,17 @@ def save(
                 f"{path} has dtype {array.dtype}; it must be {_either(DTYPES.values())}"
             )
     with new_folder(folder, overwrite=overwrite) as partial:
+        config = dataclasses.replace(config, special_tokens=special_tokens)
         contents = config_to_dict(config) | {"torch_dtype": arrays["wte"].dtype.name}
         write_json(partial / "config.json", contents)
         if tokenizer_json is not None:
             shutil.copyfile(tokenizer_json, partial / "tokenizer.json")
+            for name in _BESIDE_TOKENIZER:
+                if (file := Path(tokenizer_json).with_name(name)).is_file():
+                    shutil.copyfile(file, partial / name)
+            if special_tokens != beside and (partial / _GENERATION).exists():
+                generation = dict.fromkeys(ID_KEYS) | special_tokens_to_dict(special_tokens)
+                write_json(partial / _GENERATION, read_json(partial / _GENERATION) | generation)
         write_tensors(
             partial,
             {name: place.nbytes(arrays[place.path]) for name, place in places.items()},
@@ -217,7 +298,7 @@ def _read(
 
 def _write_plan(params: Params, config: Config) -> tuple[dict[str, Any], dict[str, Place]]:
     """Our arrays by path, checked, and the place of each tensor that is to be written."""
-    arrays = flatten(params)
+    arrays = arrays_of(params)
     check({path: array.shape for path, array in arrays.items()}, _shapes(config))
     return arrays, format_of(config).places(config)
 

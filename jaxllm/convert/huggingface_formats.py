@@ -11,10 +11,12 @@ from jaxllm.convert.places import Place
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.models.llama3 import Llama3Config
+from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops import RopeScaling
 
 Config = GPT2Config | Llama3Config
 HEAD = "lm_head.weight"
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,35 @@ class Format:
     places: Callable[[Any], dict[str, Place]]
     config_from_dict: Callable[[Mapping[str, Any]], Any]
     config_to_dict: Callable[[Any], dict[str, Any]]
+
+
+def special_tokens_from_dict(config: Mapping[str, Any]) -> SpecialTokens:
+    """The ids in the contents of a ``config.json`` or a ``generation_config.json``.
+
+    Raises:
+        ValueError: One is no integer, or in ``eos_token_id`` no list of them.
+    """
+
+    def token(key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            allowed = " or a list of them" if key == "eos_token_id" else ""
+            raise ValueError(f"{key} is {_shown(config[key])}; it must be an integer{allowed}")
+        return value
+
+    bos, eos, pad = map(config.get, ID_KEYS)
+    all_eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return SpecialTokens(
+        None if bos is None else token("bos_token_id", bos),
+        tuple(token("eos_token_id", value) for value in all_eos),
+        None if pad is None else token("pad_token_id", pad),
+    )
+
+
+def special_tokens_to_dict(tokens: SpecialTokens) -> dict[str, Any]:
+    """The keys of ``config.json`` for the ids that there are."""
+    eos = tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos) or None
+    ids = zip(ID_KEYS, (tokens.bos, eos, tokens.pad), strict=True)
+    return {key: value for key, value in ids if value is not None}
 
 
 def format_of(config: Config) -> Format:
@@ -185,7 +216,7 @@ def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     """The base and the scaling; transformers 5 writes both under one key, version 4 did not."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters or rope_scaling is {rope!r}; it must be an object")
+        raise ValueError(f"rope_parameters or rope_scaling is {_shown(rope)}; it must be an object")
     theta = _number({"rope_theta": 10_000.0, **config, **rope}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -193,7 +224,14 @@ def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; it must be 'default' or 'llama3'")
     factor, low, high = (_number(rope, _ROPE_KEYS[name]) for name in ("factor", "low", "high"))
-    return theta, RopeScaling(factor, low, high, _integer(rope, _ROPE_KEYS["original_length"]))
+    length = _integer(rope, _ROPE_KEYS["original_length"])
+    if not (factor > 0 and 0 < low < high and length > 0):
+        raise ValueError(
+            f"the scaling of rope has factor {factor}, low_freq_factor {low}, high_freq_factor "
+            f"{high} and original_max_position_embeddings {length}; they must be above 0, and the "
+            "low one less than the high one"
+        )
+    return theta, RopeScaling(factor, low, high, length)
 
 
 def _llama_to_dict(config: Llama3Config) -> dict[str, Any]:
@@ -252,15 +290,22 @@ FORMATS = {
 def _integer(config: Mapping[str, Any], key: str) -> int:
     value = _present(config, key)
     if not isinstance(value, int) or isinstance(value, bool) or value >= 2**31:
-        raise ValueError(f"{key} is {value!r}; it must be an integer below 2**31")
+        raise ValueError(f"{key} is {_shown(value)}; it must be an integer below 2**31")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str) -> float:
     value = _present(config, key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}; it must be a number")
+    # A JSON file may have integers that no float holds, and NaN.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
+        raise ValueError(f"{key} is {_shown(value)}; it must be a finite number")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, of which a file may have any length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _present(config: Mapping[str, Any], key: str) -> Any:
@@ -273,4 +318,4 @@ def _expect(config: Mapping[str, Any], key: str, *wanted: Any) -> None:
     """Refuses a model that differs from ours; what is not said is as a rule the first of these."""
     value = config.get(key, wanted[0])
     if value not in wanted:
-        raise ValueError(f"{key} is {value!r}; it must be {' or '.join(map(repr, wanted))}")
+        raise ValueError(f"{key} is {_shown(value)}; it must be {' or '.join(map(repr, wanted))}")

@@ -38,10 +38,10 @@ from jax.typing import DTypeLike
 from jaxllm import ops
 from jaxllm.backend import use_backend
 from jaxllm.convert.huggingface_formats import format_of
-from jaxllm.convert.places import Place, assemble, check, flatten, unflatten
+from jaxllm.convert.places import Place, arrays_of, assemble, check, flatten, unflatten
 from jaxllm.files import replacing
 from jaxllm.models import llama3
-from jaxllm.models.blocks import Params, stack
+from jaxllm.models.blocks import Params
 from jaxllm.models.llama3 import Llama3Config
 from jaxllm.quantize import quantize_params
 
@@ -141,8 +141,9 @@ def save(
 
     Args:
         path: The file; overwritten.
-        params: As :func:`jaxllm.models.llama3.init` makes them, in any floating dtype; or their
-            int8 form, whose head is its own array in the file wherever it is one here.
+        params: As :func:`jaxllm.models.llama3.init` makes them, in any floating dtype, the blocks
+            stacked or in a list; or their int8 form, whose head is its own array in the file
+            wherever it is one here.
         config: The shape of the model; the padding of the vocabulary is dropped.
         interleaved: As in :func:`load`.
 
@@ -150,7 +151,7 @@ def save(
         ValueError: ``params`` has not the arrays, the shapes or the dtypes that ``config`` asks
             for.
     """
-    path, arrays = Path(path), flatten(stack(params))
+    path, arrays = Path(path), arrays_of(params)
     group_size = None
     if (scales := arrays.get("blocks/attention/qkv/weight_scales")) is not None:
         group_size = config.width // max(scales.shape[-1], 1)

@@ -19,10 +19,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
-from jaxllm.convert.places import check, flatten, unflatten
+from jaxllm.convert.places import arrays_of, check, flatten, unflatten
 from jaxllm.files import replacing
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import Params, stack
+from jaxllm.models.blocks import Params
 from jaxllm.models.gpt2 import GPT2Config
 
 CHECKPOINT_MAGIC = 20240326
@@ -103,12 +103,12 @@ def save_gpt2(
     Raises:
         ValueError: The dtype is another, or ``params`` are not shaped as ``config`` says.
     """
-    dtype = jnp.dtype(dtype or params["wte"].dtype)
+    arrays = arrays_of(params)
+    check({name: array.shape for name, array in arrays.items()}, _shapes(config))
+    dtype = jnp.dtype(dtype or arrays["wte"].dtype)
     versions = {of: version for version, of in DTYPES.items()}
     if dtype not in versions:
         raise ValueError(f"dtype is {dtype}; it must be {' or '.join(map(str, versions))}")
-    arrays = flatten(stack(params))
-    check({name: array.shape for name, array in arrays.items()}, _shapes(config))
     header = header_of(
         CHECKPOINT_MAGIC,
         versions[dtype],
@@ -227,12 +227,22 @@ def write_optimizer_state(path: str | Path, state: OptimizerState) -> None:
     Args:
         path: The file.
         state: The state, stacked or with lists of layers.
+
+    Raises:
+        ValueError: A tree of the state has not the arrays of a GPT-2, or other shapes than ``m``.
     """
     words = [OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION, 1, 0, int(state.master is not None)]
+    trees = {"m": state.m, "v": state.v, "master": state.master}
+    trees = {key: arrays_of(tree, key) for key, tree in trees.items() if tree is not None}
+    wanted = {name: getattr(trees["m"].get(name), "shape", ()) for name in TENSORS}
+    for key, arrays in trees.items():
+        try:
+            check({name: array.shape for name, array in arrays.items()}, wanted)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(header_of(*words, *[0] * 5, state.step))
-        for tree in filter(None, (state.m, state.v, state.master)):
-            arrays = flatten(stack(tree))
+        for arrays in trees.values():
             for name in TENSORS:
                 _turned(name, np.asarray(arrays[name])).astype("<f4").tofile(file)
 

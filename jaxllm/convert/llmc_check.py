@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc import TENSORS, DebugState, load_gpt2, read_debug_state
-from jaxllm.convert.places import flatten
+from jaxllm.convert.places import arrays_of, flatten
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import Params
 from jaxllm.models.gpt2 import GPT2Config
@@ -41,7 +41,7 @@ def compare(
     """Runs the model on the batch of a debug state and compares all that it recorded.
 
     Args:
-        params: The parameters, stacked.
+        params: The parameters, the blocks stacked or in a list.
         config: Their shape.
         state: What llm.c's model gave.
         dtype: What to compute in. Gradients are of parameters in this dtype.
@@ -51,7 +51,7 @@ def compare(
     logits = jax.jit(gpt2.forward, static_argnames="config")(params, tokens, config=config)
     differentiated = jax.jit(jax.value_and_grad(gpt2.loss), static_argnames="config")
     loss, gradients = differentiated(params, tokens, labels, config=config)
-    found, wanted = flatten(gradients), flatten(state.gradients)
+    found, wanted = arrays_of(gradients), flatten(state.gradients)
     return [
         _row("logits", logits[..., : config.vocab_size], state.logits),
         _row("loss", loss, np.float32(state.loss)),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxllm.models.blocks import Params
+from jaxllm.models.blocks import Params, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -93,6 +93,37 @@ def assemble(
             places[name].of(array)[...] = read(name)
         flat[path] = jnp.asarray(array)
     return unflatten(flat)
+
+
+def arrays_of(params: Params, name: str = "params") -> dict[str, Any]:
+    """The arrays of a model by their paths; blocks in a list are stacked.
+
+    Args:
+        params: The parameters, or what is shaped like them, with the blocks stacked or in a list.
+        name: What the message calls them.
+
+    Raises:
+        ValueError: They are no nested dict of arrays; or are in the form for decoding, which no
+            file holds; or the layers in the list differ.
+    """
+    if not isinstance(params, dict) or "blocks" not in params:
+        raise ValueError(f"{name} has no 'blocks'; it must be a dict as the model's init makes it")
+    if isinstance(params["blocks"], tuple):
+        params = params | {"blocks": list(params["blocks"])}
+    try:
+        arrays = flatten(stack(params))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}['blocks'] is a list of layers that differ: {error}") from error
+    for path, array in arrays.items():
+        if path.endswith("/weight_t"):
+            raise ValueError(
+                f"{name} is as for_decoding makes it, with {path}; give the parameters before that"
+            )
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(
+                f"{name}: {path} is of type {type(array).__name__}; it must be an array"
+            )
+    return arrays
 
 
 def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from jaxllm.files import read_json, write_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,29 +86,6 @@ def write_tensors(
         weight_map = {name: files[i] for i, names in enumerate(shards) for name in names}
         metadata = {"total_size": sum(sizes.values())}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds something else.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
-    try:
-        contents = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds no JSON object")
-    return contents
-
-
-def write_json(path: Path, contents: Mapping[str, Any]) -> None:
-    """Writes an object as a JSON file."""
-    path.write_text(json.dumps(contents, indent=2) + "\n")
 
 
 def _files_of(folder: Path) -> dict[str, set[str] | None]:

@@ -283,7 +283,7 @@ def test_scaling_has_its_own_numbers():
         ({"num_key_value_heads": 5}, "heads 32 is not a multiple of kv_heads 5"),
         ({"hidden_size": "2048"}, "hidden_size is '2048'; it must be an integer"),
         ({"num_attention_heads": 0}, "heads is 0"),
-        ({"rope_theta": None}, "rope_theta is None; it must be a number"),
+        ({"rope_theta": None}, "rope_theta is None; it must be a finite number"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints cannot be read"),

@@ -1,5 +1,6 @@
 """Checkpoint folders: config.json and safetensors files."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_huggingface import GPT2, LLAMA, NAMES, TIED, assert_equal, random_params
 
 from jaxllm.convert import huggingface, safetensors_files
+from jaxllm.models.blocks import for_decoding, unstack
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,155 @@ def test_nothing_is_read_before_all_is_checked(sharded, monkeypatch):
         huggingface.load(sharded)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_in_a_list_are_saved_as_those_stacked(name, all_params, tmp_path):
+    params, config = all_params[name], NAMES[name]
+    huggingface.save(tmp_path / "list", unstack(params), config)
+    back, _ = huggingface.load(tmp_path / "list")
+    assert_equal(back, params)
+    layers = unstack(params)
+    tensors = huggingface.to_state_dict(layers, config)
+    for key, tensor in huggingface.to_state_dict(params, config).items():
+        np.testing.assert_array_equal(tensors[key], tensor)
+    layers["blocks"] = tuple(layers["blocks"])
+    huggingface.save(tmp_path / "tuple", layers, config)
+    assert_equal(huggingface.load(tmp_path / "tuple")[0], params)
+
+
+def test_parameters_in_another_form_are_refused_with_what_to_give(all_params, tmp_path):
+    params = all_params["gpt2"]
+    layers = unstack(params)["blocks"]
+    for wrong, message in (
+        (for_decoding(params), r"as for_decoding makes it, with .*/weight_t; give the param"),
+        (params | {"blocks": [*layers[:2], {}]}, r"params\['blocks'\] is a list of layers that d"),
+        (params | {"wte": 1.0}, "params: wte is of type float; it must be an array"),
+        (params | {"wte": [1.0]}, "params: wte is of type list; it must be an array"),
+        (params["wte"], "params has no 'blocks'; it must be a dict as the model's init makes it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            huggingface.save(tmp_path / "out", wrong, GPT2)
+    assert not (tmp_path / "out").exists()
+
+
+IDS = {"bos_token_id": 1, "eos_token_id": [2, 5, 7], "pad_token_id": 3}
+
+
+@pytest.fixture
+def source(saved, tmp_path):
+    """A folder as Llama 3.1's: a list of ends, and the files of a tokenizer."""
+    folder = shutil.copytree(saved / "whole", tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | IDS))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_ids_of_special_tokens_are_kept(name, source, all_params, tmp_path):
+    params, config, out = all_params[name], NAMES[name], tmp_path / "out"
+    ids = huggingface.load_special_tokens(source)
+    assert ids == huggingface.SpecialTokens(bos=1, eos=(2, 5, 7), pad=3)
+    huggingface.save(out, params, config, tokenizer_json=source / "tokenizer.json")
+    assert IDS.items() <= json.loads((out / "config.json").read_text()).items()
+    beside = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    for file in beside:
+        assert (out / file).read_bytes() == (source / file).read_bytes()
+    assert {f.name for f in out.iterdir()} == beside | {"config.json", "model.safetensors"}
+    assert huggingface.load_special_tokens(out) == ids
+    huggingface.load(out)
+    # Given ones come first, and one end is written as a number.
+    (source / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.5}')
+    given = huggingface.SpecialTokens(eos=(9,))
+    huggingface.save(
+        out, params, config, tokenizer_json=source / "tokenizer.json", special_tokens=given,
+        overwrite=True,
+    )  # fmt: skip
+    written = json.loads((out / "config.json").read_text())
+    assert written["eos_token_id"] == 9
+    assert written.get("bos_token_id") is None and "pad_token_id" not in written
+    assert huggingface.load_special_tokens(out) == given
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_a_model_that_is_loaded_and_saved_keeps_its_special_tokens(source, tmp_path):
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 8], "pad_token_id": 0}')
+    ids = huggingface.SpecialTokens(bos=1, eos=(2, 5, 7, 8), pad=0)
+    params, config = huggingface.load(source)
+    assert config.special_tokens == huggingface.load_special_tokens(source) == ids
+    bare = dataclasses.replace(config, special_tokens=huggingface.SpecialTokens())
+    assert config == bare and hash(config) == hash(bare)  # no second compilation
+    out = tmp_path / "out"
+    huggingface.save(out, params, config)
+    assert huggingface.load_special_tokens(out) == ids
+    assert huggingface.load(out)[1].special_tokens == ids
+    assert huggingface.config_from_dict(huggingface.config_to_dict(config)).special_tokens == ids
+    # The model's own come before those beside a tokenizer, whose files say the same then.
+    shutil.rmtree(out)
+    other = config.special_tokens._replace(eos=(6,))
+    config = dataclasses.replace(config, special_tokens=other)
+    huggingface.save(out, params, config, tokenizer_json=source / "tokenizer.json")
+    assert huggingface.load_special_tokens(out) == other
+    # Where they agree, those files stay to the byte.
+    huggingface.save(out, params, bare, tokenizer_json=source / "tokenizer.json", overwrite=True)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert huggingface.load_special_tokens(out) == ids
+
+
+def test_a_generation_config_adds_its_ends(source):
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 8], "pad_token_id": 0}')
+    assert huggingface.load_special_tokens(source) == (1, (2, 5, 7, 8), 0)
+    (source / "config.json").unlink()
+    assert huggingface.load_special_tokens(source) == (None, (7, 8), 0)
+    (source / "generation_config.json").unlink()
+    assert huggingface.load_special_tokens(source) == huggingface.SpecialTokens()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"eos_token_id": "2"}, "eos_token_id is '2'; it must be an integer or a list of them"),
+        ({"eos_token_id": [2, None]}, r"eos_token_id is \[2, None\]; it must be an integer or a l"),
+        ({"bos_token_id": [1]}, r"bos_token_id is \[1\]; it must be an integer$"),
+        ({"pad_token_id": True}, "pad_token_id is True; it must be an integer$"),
+    ],
+)
+def test_ids_that_are_no_integers_are_refused(source, all_params, tmp_path, ids, message):
+    path = source / "config.json"
+    path.write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match=f"^{path}: {message}"):
+        huggingface.load_special_tokens(source)
+    with pytest.raises(ValueError, match=message):
+        huggingface.save(
+            tmp_path / "out", all_params["gpt2"], GPT2, tokenizer_json=source / "tokenizer.json"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_missing_is_told_before_anything_is_written(all_params, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such file"):
+        huggingface.save(
+            tmp_path / "out", all_params["gpt2"], GPT2, tokenizer_json=tmp_path / "nowhere"
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("contents", [10_000 * "[", "\xff", '{"a": 1e'])
+def test_json_that_is_none_is_refused(folder, contents):
+    path = folder / "config.json"
+    path.write_bytes(contents.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"^{path}: no JSON"):
+        huggingface.load(folder)
+
+
+def test_a_byte_order_mark_does_not_matter(folder, all_params):
+    path = folder / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert_equal(huggingface.load(folder)[0], all_params["llama"])
+
+
 def test_a_tensor_is_read_when_its_place_is_filled(saved, monkeypatch):
     """Not before: of all tensors, the machine's memory holds one at a time."""
     log = []
@@ -237,6 +388,15 @@ def test_an_index_that_is_wrong_is_refused(sharded):
         huggingface.load(sharded)
 
 
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -251,6 +411,14 @@ def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
         ({"rope_scaling": "llama3"}, "rope_parameters or rope_scaling is 'llama3'"),
         ({"rope_scaling": [1]}, r"rope_parameters or rope_scaling is \[1\]"),
         ({"vocab_size": 10**18}, "vocab_size is 1000000000000000000; it must be an integer below"),
+        ({"vocab_size": 10**200}, r"vocab_size is 10+\.\.\. \(201 characters\); it must be an int"),
+        (
+            {"rms_norm_eps": 10**400},
+            r"rms_norm_eps is 10+\.\.\. \(401 characters\); it must be a f",
+        ),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be a finite number"),
+        ({"rope_scaling": ROPE | {"factor": 0}}, "the scaling of rope has factor 0.0, low_"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": 4.0}}, "the scaling of rope has factor 8.0"),
     ):
         path.write_text(json.dumps({**config, **change}))
         with pytest.raises(ValueError, match=f"^{path}: {message}"):

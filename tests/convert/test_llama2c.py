@@ -14,6 +14,7 @@ from jaxllm.backend import resolve
 from jaxllm.convert import llama2c
 from jaxllm.generate import complete
 from jaxllm.models import llama3
+from jaxllm.models.blocks import unstack
 from jaxllm.ops import RopeScaling
 from jaxllm.quantize import quantize_params
 from jaxllm.testing import error
@@ -318,6 +319,16 @@ def test_a_file_that_is_not_there_or_has_no_header_is_refused(tmp_path):
     (tmp_path / "short").write_bytes(bytes(27))
     with pytest.raises(ValueError, match="short: has 27 bytes; the header alone has 28"):
         llama2c.load(tmp_path / "short")
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_layers_in_a_list_are_saved_as_those_stacked(int8, tmp_path):
+    params = llama3.init(jax.random.key(0), CONFIG)
+    params = quantize_params(params, group_size=8) if int8 else params
+    stacked, listed = tmp_path / "stacked.bin", tmp_path / "listed.bin"
+    llama2c.save(stacked, params, CONFIG)
+    llama2c.save(listed, unstack(params), CONFIG)
+    assert listed.read_bytes() == stacked.read_bytes()
 
 
 def test_saving_refuses_what_it_cannot_write_and_leaves_nothing(tmp_path, monkeypatch):

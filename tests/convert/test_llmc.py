@@ -12,7 +12,7 @@ from jaxllm import __main__ as command_line
 from jaxllm import training
 from jaxllm.convert import llmc, llmc_check
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import unstack
+from jaxllm.models.blocks import for_decoding, unstack
 from jaxllm.models.gpt2 import GPT2Config
 
 V, VP, P, L, N, D = 61, 128, 12, 3, 2, 8
@@ -307,6 +307,20 @@ def test_optimizer_state_there_and_back(tmp_path, masters):
         assert_equal(state.master, ours(trees[2]))
     llmc.write_optimizer_state(copy, state)
     assert copy.read_bytes() == path.read_bytes()
+
+
+def test_an_optimizer_state_of_another_shape_is_refused(tmp_path):
+    params = ours(random_tensors(0))
+    path = tmp_path / "state.bin"
+    for m, v, message in (
+        (params, params | {"wte": params["wte"][:-1]}, "^v: wte has shape"),
+        (params | {"other": params["wte"]}, params, "^m: other is unexpected"),
+        (params, {"wte": 1}, "^v has no 'blocks'"),
+        (params, for_decoding(params), "^v is as for_decoding makes it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llmc.write_optimizer_state(path, llmc.OptimizerState(1, m, v, None))
+    assert not path.exists()
 
 
 def test_a_part_of_an_optimizer_state_is_refused(tmp_path):

@@ -1,0 +1,391 @@
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from jaxllm import compression, documents
+from jaxllm.documents import Document, Fault
+
+ROWS = ["first", "naïve 日本", ""]
+JSONL = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(ROWS)).encode()
+ARRAY = json.dumps([{"text": text} for text in ROWS], indent=1).encode()
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".zst": lambda data: compression._zstd().compress(data),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+def write(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def rows_of(*paths, **options):
+    """What the files hold, and what is left out of their folders."""
+    key = options.get("key", "text")
+    sources, left_out = documents.find(paths, **options)
+    return list(documents.read(sources, key=key)), left_out
+
+
+def texts_of(*paths, **options):
+    rows, _ = rows_of(*paths, **options)
+    texts = [row.text for row in rows if isinstance(row, Document)]
+    assert len(texts) == len(rows), rows
+    return texts
+
+
+def faults_of(*paths, **options):
+    return [str(row) for row in rows_of(*paths, **options)[0] if isinstance(row, Fault)]
+
+
+@pytest.mark.parametrize("ending", ["", *COMPRESS])
+@pytest.mark.parametrize(
+    "name",
+    ["c4.json", "c4.jsonl", "C4.JSONL", "a.ndjson", "part-00000", "dolma-v1_7.json", "x.data"],
+)
+def test_an_object_a_line_is_a_document_each(tmp_path, name, ending):
+    data = COMPRESS.get(ending, bytes)(JSONL)
+    path = write(tmp_path / "folder" / f"{name}{ending}", data)
+    assert texts_of(path) == texts_of(path.parent) == ROWS
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".ZST"])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (ARRAY, ROWS),
+        (json.dumps([{"text": "a"}]).encode(), ["a"]),
+        (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', ["a", "b"]),
+        (b'{"text": "a"}', ["a"]),
+        (b'{\n  "text": "a",\n  "n": 12\n}\n', ["a"]),
+        (b'{\n "text": "a"\n}\n{\n "text": "b"\n}\n', ["a", "b"]),
+    ],
+    ids=["array", "array in a line", "array by lines", "object", "pretty object", "objects"],
+)
+def test_json_of_any_layout(tmp_path, data, expected, ending):
+    compress = COMPRESS.get(ending.lower(), bytes)
+    assert texts_of(write(tmp_path / f"x.json{ending}", compress(data))) == expected
+
+
+def test_json_values_may_cross_chunks(tmp_path, monkeypatch):
+    rows = [{"n": 12345, "text": f'\u20ac {i} \\ " ]' * (i % 7)} for i in range(50)]
+    array = write(tmp_path / "a.json", json.dumps(rows, indent=2))
+    lines = write(tmp_path / "b.json", "\n".join(json.dumps(row, indent=1) for row in rows))
+    for chunk in (1, 2, 17, 64, 1000):
+        monkeypatch.setattr(documents, "_CHUNK", chunk)
+        assert texts_of(array) == texts_of(lines) == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.txt", b"\xef\xbb\xbftext"),
+        ("x.jsonl", b'\xef\xbb\xbf{"text": "text"}\r\n\r\n'),
+        ("x.json", b'\xef\xbb\xbf[{"text": "text"}]\r\n'),
+        ("x.json", b'\xef\xbb\xbf{"text":\r\n"text"}'),
+        ("x.md.gz", gzip.compress(b"te") + gzip.compress(b"xt")),  # two members
+        ("x.txt", gzip.compress(b"text")),  # compressed, whatever its name says
+        ("x.txt.gz", bz2.compress(b"text")),
+        ("readme", b"text"),  # named, so that it is taken as text
+    ],
+)
+def test_a_text_as_systems_write_it(tmp_path, name, data):
+    assert texts_of(write(tmp_path / name, data)) == ["text"]
+
+
+def test_a_broken_first_line_hides_no_others(tmp_path):
+    path = write(tmp_path / "x.json", b'{"text": "cut\n\xff\n' + JSONL)
+    rows, _ = rows_of(tmp_path)
+    assert [row.text for row in rows if isinstance(row, Document)] == ROWS
+    assert [row.where for row in rows if isinstance(row, Fault)] == [
+        f"{path}, line 1",
+        f"{path}, line 2",
+    ]
+
+
+def test_line_endings_within_a_text_stay(tmp_path):
+    assert texts_of(write(tmp_path / "x.txt", b"a\r\nb\r\n")) == ["a\r\nb\r\n"]
+
+
+def test_a_field_within_a_field(tmp_path):
+    data = {"a": {"b": {"text": "deep"}}, "a.b": {"text": "no"}, "c.d": "flat", "c": {"d": "no"}}
+    lines = write(tmp_path / "x.jsonl", json.dumps(data))
+    table = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([data]), table)
+    nulls = [{"a": None}, {"a": {"b": None}}, {"a": {"b": {"text": "deep"}}}]
+    parquet.write_table(pyarrow.Table.from_pylist(nulls), tmp_path / "nulls.parquet")
+    both = tmp_path / "both.parquet"  # pyarrow reads both columns under this name
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": {"b": "inner"}, "a.b": "whole"}]), both)
+    assert texts_of(both, key="a.b") == ["whole"]
+    rows, _ = rows_of(tmp_path / "nulls.parquet", key="a.b.text")
+    assert [isinstance(row, Document) for row in rows] == [False, False, True]
+    for path in (lines, table):
+        assert texts_of(path, key="a.b.text") == ["deep"]
+        assert texts_of(path, key="c.d") == ["flat"]
+    assert faults_of(lines, key="a.x") == [f"{lines}, line 1: no object with 'a.x'"]
+    reason = "no column 'a.x'; there are a, a.b, c.d, c"
+    assert faults_of(table, key="a.x") == [f"{table}: {reason}"]
+
+
+def test_columns_of_every_kind_of_text(tmp_path):
+    for i, kind in enumerate(
+        (pyarrow.string(), pyarrow.large_string(), pyarrow.binary(), pyarrow.string_view())
+    ):
+        values = [t.encode() if kind == pyarrow.binary() else t for t in ROWS]
+        column = pyarrow.array(values, kind)
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{i}.parquet")
+    words = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": words}), tmp_path / "9.pq")
+    assert texts_of(tmp_path) == [*ROWS * 4, "a", "b", "a"]
+
+
+def test_a_folder_tells_what_it_leaves_out(tmp_path):
+    folder = tmp_path / "corpus"
+    write(folder / "a.jsonl", JSONL)
+    write(folder / "b.jsonl.zst", COMPRESS[".zst"](JSONL))
+    write(folder / "c.json.gz", gzip.compress(JSONL))
+    write(folder / "dataset_info.json", '{"features": {}}')
+    write(folder / "empty.json", "")
+    write(folder / "list.json", "[]")
+    write(folder / "words.json", "words")
+    write(folder / "model.bin", b"\x00\xff")
+    write(folder / "t.csv", "text\na\n")
+    write(folder / "main.c", "int main(){}")
+    write(folder / ".hidden" / "x.txt", "x")
+    write(folder / ".DS_Store", "x")
+    with zipfile.ZipFile(folder / "x.zip", "w") as file:
+        file.writestr("x.txt", "x")
+    with tarfile.open(folder / "x.tar.gz", "w:gz") as file:
+        file.addfile(tarfile.TarInfo("x.txt"), io.BytesIO())
+    write(folder / "x.jsonl.lz4", b"\x04\x22\x4d\x18text")
+    (folder / "dangling.txt").symlink_to("nowhere")
+    (folder / "link.jsonl").symlink_to("a.jsonl")
+    (folder / "loop").symlink_to(".")
+    os.mkfifo(folder / "pipe.txt")
+    rows, left_out = rows_of(folder)
+    assert [row.text for row in rows if isinstance(row, Document)] == ROWS * 3
+    assert {path.name: reason for path, reason in left_out} == {
+        "dataset_info.json": "JSON without texts: no object with 'text'",
+        "empty.json": "empty",
+        "list.json": "JSON without texts: an empty array",
+        "words.json": "no JSON object or array",
+        "model.bin": "neither text nor JSON nor parquet",
+        "t.csv": ".csv is not read; convert it to .jsonl or .parquet",
+        "main.c": "text without a known ending; name it, or give the format text",
+        ".hidden": "hidden",
+        ".DS_Store": "hidden",
+        "x.zip": "a zip archive; unpack it",
+        "x.tar.gz": "a tar archive; unpack it",
+        "x.jsonl.lz4": "compressed by lz4; unpack it",
+        "dangling.txt": "no regular file",
+        "link.jsonl": "a link to a file that is read itself",
+        "loop": "a folder that is read by another name",
+        "pipe.txt": "no regular file",
+    }
+    for path, reason in left_out:
+        if path.name in ("link.jsonl", "loop", ".hidden", ".DS_Store"):
+            continue  # named, they are read
+        if path.name == "main.c":
+            assert texts_of(path) == ["int main(){}"]
+        elif path.name == "dangling.txt":
+            with pytest.raises(FileNotFoundError, match="a link to nothing"):
+                documents.find([path])
+        else:
+            with pytest.raises(ValueError, match=f"{path.name}: {reason[:20]}"):
+                documents.find([path])
+
+
+def test_links_are_followed(tmp_path):
+    write(tmp_path / "data" / "a.txt", "a")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "b").symlink_to(tmp_path / "data")
+    (folder / "c.txt").symlink_to(tmp_path / "data" / "a.txt")
+    # The folder's file is read once, by the name that is no link itself.
+    assert [Path(row.where) for row in rows_of(folder)[0]] == [folder / "b" / "a.txt"]
+    (folder / "b").unlink()
+    (folder / "d.txt").symlink_to(tmp_path / "data" / "a.txt")
+    assert texts_of(folder) == ["a", "a"]  # as a mixture repeats a file
+    assert texts_of(tmp_path / "data" / "a.txt", tmp_path / "data", folder) == ["a"]
+
+
+def test_the_format_may_be_given(tmp_path):
+    write(tmp_path / "a.c", "int main(){}")
+    write(tmp_path / "b.jsonl", JSONL)
+    assert texts_of(tmp_path, format="text") == ["int main(){}", JSONL.decode()]
+    assert texts_of(write(tmp_path / "c.csv", JSONL), format="lines") == ROWS
+    with pytest.raises(ValueError, match="format is 'csv'; it must be one of text, lines, json, p"):
+        documents.find([tmp_path], format="csv")
+
+
+def test_a_folder_without_a_file_to_read_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "full" / "a.txt", "a")
+    write(tmp_path / "other" / "meta.json", "{}")
+    with pytest.raises(FileNotFoundError, match=r"empty: no file found that ends in \.md, \.py, "):
+        documents.find([tmp_path / "full", tmp_path / "empty"])
+    with pytest.raises(FileNotFoundError, match=r"left out .*meta\.json: JSON without texts: no o"):
+        documents.find([tmp_path / "other"])
+
+
+def test_files_without_permission_are_told(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", "a")
+    closed = write(tmp_path / "b.txt", "b")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and may(path, mode))
+    rows, left_out = rows_of(tmp_path)
+    assert [row.text for row in rows if isinstance(row, Document)] == ["a"]
+    assert list(map(str, left_out)) == [f"{closed}: no permission to read it"]
+    with pytest.raises(ValueError, match=r"b\.txt: no permission to read it"):
+        documents.find([closed])
+
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    sources, _ = documents.find([tmp_path / "a.txt"])
+    monkeypatch.setattr(Path, "open", refuse)  # and those that are closed later
+    assert str(*documents.read(sources)) == f"{tmp_path}/a.txt: cannot be read: Permission denied"
+
+
+def test_a_folder_that_cannot_be_opened_is_told(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", "a")
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert list(map(str, rows_of(tmp_path)[1])) == [
+        f"{tmp_path}/closed: cannot be opened: Permission denied"
+    ]
+
+
+DEEP = '{"text": ' + "[" * 10_000 + "]" * 10_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": null}', "'text' holds NoneType, no text"),
+        (b'{"text": 5}', "'text' holds int, no text"),
+        (b'{"id": 1}', "no object with 'text'"),
+        (b"[1]", "no object with 'text'"),
+        (b'{"text": "\\ud800"}', "'text' is no text: 'utf-8' codec can't encode"),
+        (b'{"text": "\xe9"}', "no object with 'text': 'utf-8' codec can't decode"),
+        (b'{"text": "a"', "no object with 'text': Expecting ',' delimiter"),
+        (DEEP.encode(), "JSON that is nested too deep"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "no object with 'text': Exceeds the limit"),
+    ],
+    ids=["null", "int", "missing", "list", "surrogate", "byte", "cut", "deep", "digits"],
+)
+def test_a_bad_line_is_told_and_the_others_are_read(tmp_path, line, reason):
+    path = write(tmp_path / "x.jsonl", JSONL + line + b"\n" + JSONL)
+    rows, _ = rows_of(path)
+    assert [row.text for row in rows if isinstance(row, Document)] == ROWS * 2
+    (fault,) = (row for row in rows if isinstance(row, Fault))
+    assert rows.index(fault) == 3
+    assert str(fault).startswith(f"{path}, line 4: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("data", "good", "fault"),
+    [
+        (b'[{"text": "a"}, {"text": null}, {"text": "b"}]', 2, "object 2: 'text' holds NoneType"),
+        (b'[{"text": "a"}, {"text": "\xe9"}, {"text": "b"}]', 2, "object 2: 'text' is no text"),
+        (b'[{"text": "a"}, {"text": "b"}', 2, "object 3: no JSON: Expecting value: ''"),
+        (b'[{"text": "a"}, {"text" "b"}]', 1, "object 2: no JSON: Expecting ':' delimiter"),
+        (b'[{"text": "a"}] []', 1, "object 2: no JSON: after the array stands '[]'"),
+        (b'[{"text": "a"}, ' + DEEP.encode() + b"]", 1, "object 2: JSON that is nested too deep"),
+    ],
+    ids=["null", "byte", "cut", "wrong", "after", "deep"],
+)
+def test_a_bad_object_of_an_array_is_told(tmp_path, data, good, fault):
+    path = write(tmp_path / "x.json", data)
+    rows, _ = rows_of(path)
+    assert sum(isinstance(row, Document) for row in rows) == good
+    (found,) = (str(row) for row in rows if isinstance(row, Fault))
+    assert found.startswith(f"{path}, {fault}")
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_file_that_is_cut_gives_what_it_has(tmp_path, ending):
+    rows = "".join(json.dumps({"text": os.urandom(50).hex()}) + "\n" for _ in range(2000))
+    data = COMPRESS[ending](rows.encode())
+    path = write(tmp_path / f"x.jsonl{ending}", data[: len(data) * 3 // 4])
+    found, _ = rows_of(path)
+    *before, last = found
+    assert (len(before) > 100 or ending == ".bz2") and all(isinstance(r, Document) for r in before)
+    after = f", after line {len(before)}" if before else ""
+    assert str(last).startswith(f"{path}{after}: damaged, or not what its name says: ")
+    empty = write(tmp_path / f"y.txt{ending}", b"")
+    assert faults_of(empty) == [f"{empty}: damaged, or not what its name says: it is empty"]
+
+
+def test_a_json_file_that_is_cut_is_no_metadata(tmp_path):
+    data = gzip.compress(JSONL)
+    for end, after in ((-4, ", after line 3"), (20, "")):
+        path = write(tmp_path / "x.json.gz", data[:end])
+        assert faults_of(tmp_path) == [
+            f"{path}{after}: damaged, or not what its name says: "
+            "Compressed file ended before the end-of-stream marker was reached"
+        ]
+
+
+def test_a_null_and_a_broken_byte_in_a_column_are_told(tmp_path):
+    path = tmp_path / "x.parquet"
+    broken = pyarrow.array([b"a", None, b"\xe9", b"b"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": broken}), path)
+    rows, _ = rows_of(path)
+    assert [row.text for row in rows if isinstance(row, Document)] == ["a", "b"]
+    null, byte = (str(row) for row in rows if isinstance(row, Fault))
+    assert null == f"{path}, row 2: 'text' holds NoneType, no text"
+    assert byte.startswith(f"{path}, row 3: 'text' is no text: 'utf-8' codec can't decode")
+
+
+def test_a_corrupt_page_loses_its_group_alone(tmp_path):
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": [f"text {i} " * 20 for i in range(300)]})
+    parquet.write_table(
+        table, path, row_group_size=100, compression="none", use_dictionary=False,
+        write_page_checksum=True,
+    )  # fmt: skip
+    data = bytearray(path.read_bytes())
+    data[data.index(b"text 150 ")] ^= 1
+    path.write_bytes(data)
+    rows, _ = rows_of(path)
+    assert [row.text for row in rows if isinstance(row, Document)] == [
+        text for i, text in enumerate(table["text"].to_pylist()) if i // 100 != 1
+    ]
+    (fault,) = (row for row in rows if isinstance(row, Fault))
+    assert str(fault).startswith(f"{path}, rows 101 to 200: damaged")
+    assert fault.count == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"), [("a.parquet", "pyarrow", "pyarrow"), ("a.txt.zst", "zstd", "b")]
+)
+def test_packages_that_are_missing_are_named(tmp_path, monkeypatch, name, package, extra):
+    write(tmp_path / name, COMPRESS[".zst"](b"a"))
+    if package == "zstd":
+        for module in ("backports", "backports.zstd", "compression", "compression.zstd"):
+            monkeypatch.setitem(sys.modules, module, None)
+    else:
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'package {extra}.*: pip install "jaxllm\[data\]"'):
+        list(documents.read(documents.find([tmp_path])[0]))
