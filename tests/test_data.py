@@ -122,7 +122,10 @@ def test_build(tmp_path, texts):
 
 
 def test_build_reads_what_is_compressed(tmp_path):
-    for name, data_ in (("a.txt.gz", gzip.compress(b"one")), ("b.TXT", b"\xef\xbb\xbftwo")):
+    for name, data_ in (
+        ("a.txt.gz", gzip.compress(b"one", mtime=0)),
+        ("b.TXT", b"\xef\xbb\xbftwo"),
+    ):
         (tmp_path / name).write_bytes(data_)
     data.build(tmp_path / "out", [tmp_path], val_fraction=0)
     assert data.read_shard(tmp_path / "out" / "train_000000.bin").tolist() == [
@@ -134,8 +137,16 @@ def test_build_reads_what_is_compressed(tmp_path):
     ("name", "content", "message"),
     [
         ("x.txt", b"\xe9", "x.txt: not UTF-8"),
-        ("x.txt.gz", gzip.compress(b"text")[:-4], "x.txt.gz: damaged, or not what its name says"),
-        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}'), r"has documents in rows.*\(--extensions\)"),
+        (
+            "x.txt.gz",
+            gzip.compress(b"text", mtime=0)[:-4],
+            "x.txt.gz: damaged, or not what its name says",
+        ),
+        (
+            "x.jsonl.gz",
+            gzip.compress(b'{"text": "a"}', mtime=0),
+            r"has documents in rows.*\(--extensions\)",
+        ),
         ("x.parquet", b"PAR1", r"x\.parquet: has documents in rows"),
     ],
 )

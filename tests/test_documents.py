@@ -96,8 +96,8 @@ def test_json_values_may_cross_chunks(tmp_path, monkeypatch):
         ("x.jsonl", b'\xef\xbb\xbf{"text": "text"}\r\n\r\n'),
         ("x.json", b'\xef\xbb\xbf[{"text": "text"}]\r\n'),
         ("x.json", b'\xef\xbb\xbf{"text":\r\n"text"}'),
-        ("x.md.gz", gzip.compress(b"te") + gzip.compress(b"xt")),  # two members
-        ("x.txt", gzip.compress(b"text")),  # compressed, whatever its name says
+        ("x.md.gz", gzip.compress(b"te", mtime=0) + gzip.compress(b"xt", mtime=0)),  # two members
+        ("x.txt", gzip.compress(b"text", mtime=0)),  # compressed, whatever its name says
         ("x.txt.gz", bz2.compress(b"text")),
         ("readme", b"text"),  # named, so that it is taken as text
     ],
@@ -156,7 +156,7 @@ def test_a_folder_tells_what_it_leaves_out(tmp_path):
     folder = tmp_path / "corpus"
     write(folder / "a.jsonl", JSONL)
     write(folder / "b.jsonl.zst", COMPRESS[".zst"](JSONL))
-    write(folder / "c.json.gz", gzip.compress(JSONL))
+    write(folder / "c.json.gz", gzip.compress(JSONL, mtime=0))
     write(folder / "dataset_info.json", '{"features": {}}')
     write(folder / "empty.json", "")
     write(folder / "list.json", "[]")
@@ -338,7 +338,7 @@ def test_a_file_that_is_cut_gives_what_it_has(tmp_path, ending):
 
 
 def test_a_json_file_that_is_cut_is_no_metadata(tmp_path):
-    data = gzip.compress(JSONL)
+    data = gzip.compress(JSONL, mtime=0)
     for end, after in ((-4, ", after line 3"), (20, "")):
         path = write(tmp_path / "x.json.gz", data[:end])
         assert faults_of(tmp_path) == [

@@ -16,8 +16,9 @@ struct CrossEntropyOptions {
 // T is the dtype of the logits.
 template <typename T>
 struct CrossEntropy {
-  // losses = lse - (1 - smoothing) * logit[label] - smoothing * mean(logits) + z_loss * lse^2. A row
-  // whose label is neither a column of the vocabulary nor ignore_index has loss and gradient NaN.
+  // losses = lse - (1 - smoothing) * logit[label] - smoothing * mean(logits) + z_loss * lse^2. A
+  // row whose label is neither a column of the vocabulary nor ignore_index has loss and gradient
+  // NaN.
   static cudaError_t forward(cudaStream_t stream, const T* logits, const int32_t* labels,
                              CrossEntropyOptions options, float* losses, int64_t rows,
                              int64_t width);
