@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import types
 from pathlib import Path
 
 import jaxlib.version
@@ -23,6 +24,7 @@ if jaxlib.version.__version__.startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
+import kernel_table
 import pytest
 
 import jaxllm.ffi
@@ -173,3 +175,12 @@ def huggingface(request):
         torch = pytest.importorskip("torch")
         transformers = pytest.importorskip("transformers")
     return torch, transformers
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Traces as a process with the CUDA extension does."""
+    if not jaxllm.ffi.is_available():
+        monkeypatch.setattr(jaxllm.ffi, "unavailable_reason", lambda *_: None)
+        stems = [f"jaxllm_{stem}" for stem in kernel_table.handlers()]
+        monkeypatch.setattr(jaxllm.ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems))

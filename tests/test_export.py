@@ -1,7 +1,6 @@
 """``jax.export``: both models for a batch of any size, and the checks that a caller disables."""
 
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +82,6 @@ def exported(fn, *args, platforms=PLATFORMS, checks=None):
 def custom_calls(program):
     """Those of a program, but for JAX's own, which asserts what was assumed of sizes."""
     return set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module())) - {"shape_assertion"}
-
-
-@pytest.fixture
-def with_kernels(monkeypatch):
-    """Traces as a process with the CUDA extension does."""
-    if not ffi.is_available():
-        monkeypatch.setattr(ffi, "unavailable_reason", lambda *_: None)
-        stems = [f"jaxllm_{stem}" for stem in kernel_table.handlers()]
-        monkeypatch.setattr(ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems))
 
 
 @pytest.mark.parametrize(("model", "what"), CASES)

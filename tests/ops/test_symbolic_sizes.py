@@ -2,16 +2,14 @@
 
 import functools
 import re
-import types
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import kernel_table
 import pytest
 from test_contract import FIRST_CASES, differentiate, op_under
 
-from jaxllm import export, ffi, testing
+from jaxllm import export, testing
 from jaxllm.backend import BackendError
 
 # The arguments with a batch axis, the first, where they are not those with as many rows as x.
@@ -65,15 +63,6 @@ def exported(case, *, backend="auto", dtype="float32", constraints=(), platforms
     return jax.export.export(
         everything(case, backend), platforms=platforms, disabled_checks=export.disabled_checks()
     )(*inputs)
-
-
-@pytest.fixture
-def with_kernels(monkeypatch):
-    """Traces as a process with the CUDA extension does."""
-    if not ffi.is_available():
-        monkeypatch.setattr(ffi, "unavailable_reason", lambda *_: None)
-        stems = [f"jaxllm_{stem}" for stem in kernel_table.handlers()]
-        monkeypatch.setattr(ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems))
 
 
 def check_on(device, case, program):
