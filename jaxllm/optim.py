@@ -146,12 +146,12 @@ def adamw(
             state.master,
             state.m,
             state.v,
-            step=state.count + 1,
-            lr=at_step(learning_rate, state.count),
+            count=state.count,
+            learning_rate=learning_rate,
             b1=b1,
             b2=b2,
             eps=eps,
-            weight_decay=at_step(weight_decay, state.count),
+            weight_decay=weight_decay,
             mask=mask,
             grad_scale=scale,
             skip=skip,
@@ -181,6 +181,9 @@ def update_in_place(
     m: Params,
     v: Params,
     *,
+    count: ArrayLike,
+    learning_rate: ArrayLike | Schedule,
+    weight_decay: ArrayLike | Schedule,
     mask: Any,
     copy_dtype: DTypeLike | None,
     seed: int | None = None,
@@ -194,7 +197,10 @@ def update_in_place(
         master: The float32 masters of the narrow ones, None for the others.
         m: The running mean of the gradients.
         v: The running mean of their squares.
-        mask: Which arrays decay, as in :func:`adamw`.
+        count: The number of steps taken before.
+        learning_rate: As in :func:`adamw`.
+        weight_decay: Likewise.
+        mask: Which arrays decay, likewise.
         copy_dtype: Of a copy of the parameters; None for no copy.
         seed: As in :func:`adamw`.
         **options: As in :func:`jaxllm.ops.adamw_update`.
@@ -211,6 +217,7 @@ def update_in_place(
     ms, vs = (leaves_like(f"state.{x}", of, params, "params") for x, of in (("m", m), ("v", v)))
     mask = promotion.callback(mask)(params) if _is_function(mask) else mask
     decays = mask_leaves("mask", mask, params, "params")
+    lr, decay = (_at_step(value, count) for value in (learning_rate, weight_decay))
     copies: list[Any] = [None] * len(leaves)
 
     # One launch for the leaves of a dtype, as a rule all of them.
@@ -225,6 +232,9 @@ def update_in_place(
             mask=OrderedDict((names[i], decays[i]) for i in places),
             copy_dtype=dtype if has_master else copy_dtype if dtype.itemsize >= 4 else None,
             seed=seed if dtype == jnp.bfloat16 else None,
+            step=count + 1,
+            lr=lr,
+            weight_decay=decay,
             **options,
         )
         targets = (masters, ms, vs, leaves) if has_master else (leaves, ms, vs, copies)
@@ -276,7 +286,7 @@ def clipping(
     return jnp.where(norm < limit, scale, scale * limit / norm), norm
 
 
-def at_step(value: ArrayLike | Schedule, count: ArrayLike) -> ArrayLike:
+def _at_step(value: ArrayLike | Schedule, count: ArrayLike) -> ArrayLike:
     """A hyperparameter at a step: the value of a schedule there, or the number that it is."""
     return promotion.callback(value)(count) if callable(value) else value
 

@@ -16,7 +16,7 @@ except ImportError as error:
 
 from jaxllm import promotion
 from jaxllm.ops.checks import check_floating, check_shape, leaf_names, leaves_like
-from jaxllm.optim import Optimizer, Params, Schedule, at_step, clipping, update_in_place
+from jaxllm.optim import Optimizer, Params, Schedule, clipping, update_in_place
 from jaxllm.precision import widen
 
 
@@ -132,10 +132,10 @@ def adamw(
             jax.tree.map(lambda _: None, params),
             adam.mu,
             adam.nu,
-            step=adam.count + 1,
-            lr=at_step(learning_rate, adam.count),
+            count=adam.count,
+            learning_rate=learning_rate,
             **options,
-            weight_decay=at_step(weight_decay, adam.count),
+            weight_decay=weight_decay,
             mask=decay_mask,
             grad_scale=scale,
             skip=skip,
