@@ -298,8 +298,8 @@ def _is_key(x: Any) -> bool:
 def _to_read(x: Any, dtype: Any) -> Any:
     """What orbax is to read: an array in its own dtype, where ours is.
 
-    Orbax would bind an array of ours that is on no device in particular, such as the number of
-    steps, to the first one, and no step takes that beside arrays on several. So it reads NumPy's.
+    The number of steps, for one, is on no device in particular. Orbax would bind it to the first
+    device, and no step takes it there beside arrays on several. So orbax reads a NumPy array.
     """
     sharding = getattr(x, "sharding", None)
     is_bound = x.committed if isinstance(x, jax.Array) else sharding is not None

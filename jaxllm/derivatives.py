@@ -13,8 +13,8 @@ the others are not kept.
 JAX's ``linear_call`` is such a primitive as well. But it traces the definition for every gradient,
 has no rule for ``jax.vmap``, and cannot be differentiated along what it is not linear in.
 
-Kernels have no derivative of their own, so under the other backends the op is a ``jax.custom_vjp``,
-and a tangent that arrives in forward mode is an error that says what to do.
+Kernels have no derivative of their own. Under the other backends the op is a ``jax.custom_vjp``,
+and forward mode raises an error that says what to do.
 """
 
 from __future__ import annotations
