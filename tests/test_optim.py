@@ -81,10 +81,12 @@ def test_step_and_update_agree_on_mixed_dtypes():
         np.testing.assert_allclose(norm, optax.tree_utils.tree_norm(grads), rtol=1e-2)
         updates, other = optimizer.update(training.widen(grads), other, by_update)
         by_update = optax.apply_updates(by_update, updates)
-    assert_equal(params, by_update)
-    assert_equal(state, other)
-    for name in ("weight", "half", "bias"):
-        assert_equal(params[name], state.master[name].astype(params[name].dtype))
+    assert jax.tree.map(jax.typeof, (params, state)) == jax.tree.map(jax.typeof, (by_update, other))
+    # Two programs, which a compiler may fuse differently: a master may differ by a rounding.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, other)
+    for new, masters in ((params, state.master), (by_update, other.master)):
+        for name in ("weight", "half", "bias"):
+            assert_equal(new[name], masters[name].astype(new[name].dtype))
 
 
 def test_updates_of_narrow_gradients_miss_the_masters_by_their_rounding_at_most():

@@ -34,13 +34,16 @@ def strict():
 
 
 def everything(case, backend):
-    """The op and its gradients, as one function of its inputs."""
+    """The op and its gradients, as one function of its inputs.
+
+    The cotangent depends on the output: for ones, softmax's gradient is only rounding errors.
+    """
 
     def run(*inputs):
         out, pull = differentiate(op_under(case, backend), inputs)
         if not case.has_backward:
             return out
-        return out, pull(jax.tree.map(jnp.ones_like, out))
+        return out, pull(jax.tree.map(jnp.sin, out))
 
     return run
 
