@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import jaxllm
 from benchmarks import timing
 from benchmarks.record import format_table
-from jaxllm.backend import BACKENDS
+from jaxllm.core.backend import BACKENDS
+from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import llama3
 from jaxllm.models.blocks import for_decoding
-from jaxllm.quantize import quantize_params, size_in_bytes
 
 HEADER = ("model", "dtype", "ms", "tokens/s", "limit ms", "limit / ms", "phase, backend")
 

@@ -31,7 +31,7 @@ nb::dict build_facts() {
   return facts;
 }
 
-// By the names that jaxllm.ffi.Device has for them.
+// By the names that jaxllm.core.ffi.Device has for them.
 nb::dict describe(const DeviceFacts& found) {
   nb::dict facts;
   facts["capability"] = found.limits.capability;

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import kernel_table
 
 import jaxllm
-from jaxllm import ffi, testing
+from jaxllm import testing
+from jaxllm.core import ffi
 from jaxllm.ops.attention import xla as cudnn_attention
 from jaxllm.testing import Case
 

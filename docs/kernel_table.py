@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import jaxllm.ops
-from jaxllm.dispatch import Op
+from jaxllm.core.dispatch import Op
 from jaxllm.testing import Case
 
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ffi, testing, varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm import testing
+from jaxllm.core import ffi, vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 
 SOURCE = Path(__file__).parent / "your_own_op" / "softsign.cu"
 SHAPE = (33, 257)
@@ -82,7 +83,7 @@ def softsign(x: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     return _softsign(x, resolve(backend))
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1,))
 def _softsign(x, backend):
     return dispatch(SOFTSIGN, "forward", backend, x)
 

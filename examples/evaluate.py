@@ -23,9 +23,9 @@ from generate import SMOKE_CONFIG, load_model, quantize
 
 import jaxllm
 from jaxllm import data, training
-from jaxllm.backend import BACKENDS
+from jaxllm.core.backend import BACKENDS
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import gpt2, llama3
-from jaxllm.tokenizer import BYTES
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,13 +21,14 @@ from typing import Any
 import jax
 
 import jaxllm
-from jaxllm import tokenizer, training
-from jaxllm.backend import BACKENDS
+from jaxllm import training
 from jaxllm.convert import huggingface
-from jaxllm.generate import stream
+from jaxllm.core.backend import BACKENDS
+from jaxllm.data import tokenizer
+from jaxllm.data.tokenizer import BYTES, Tokenizer
+from jaxllm.inference.generate import stream
+from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import gpt2, llama3
-from jaxllm.quantize import quantize_params
-from jaxllm.tokenizer import BYTES, Tokenizer
 
 SMOKE_CONFIG = gpt2.GPT2Config(vocab_size=257, max_seq_len=64, layers=2, heads=2, width=64)
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import pretraining
 from pretraining import Recipe
 
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import gpt2
-from jaxllm.tokenizer import BYTES
 
 TINY = gpt2.GPT2Config(vocab_size=BYTES.vocab_size, max_seq_len=128, layers=4, heads=4, width=128)
 FAMILY = pretraining.Family(

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 import pretraining
 from pretraining import Recipe
 
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import llama3
-from jaxllm.tokenizer import BYTES
 
 TINY = dataclasses.replace(
     llama3.PRESETS["d6"],

@@ -32,11 +32,12 @@ from pretraining_options import (
 )
 
 import jaxllm
-from jaxllm import checkpoint, evaluation, runlog, training
+from jaxllm import training
 from jaxllm.convert import huggingface, llmc
-from jaxllm.generate import generate
+from jaxllm.data.tokenizer import BYTES
+from jaxllm.inference.generate import generate
 from jaxllm.models.blocks import stack, unstack
-from jaxllm.tokenizer import BYTES
+from jaxllm.training import checkpoint, evaluation, runlog
 
 try:
     import matplotlib  # noqa: F401  the curve is drawn with it, at the end

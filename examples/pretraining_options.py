@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm import data, evaluation, schedules, tokenizer, training
-from jaxllm.backend import BACKENDS
+from jaxllm import data, training
 from jaxllm.convert import huggingface, llmc
+from jaxllm.core.backend import BACKENDS
+from jaxllm.data import tokenizer
+from jaxllm.data.tokenizer import BYTES, Tokenizer
 from jaxllm.models.blocks import SAVE_PRODUCTS
-from jaxllm.tokenizer import BYTES, Tokenizer
+from jaxllm.training import evaluation, schedules
 
 
 @dataclasses.dataclass(frozen=True)

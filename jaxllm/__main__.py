@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxllm
-from jaxllm import backend, ffi
 from jaxllm.convert import llmc_check
+from jaxllm.core import backend, ffi
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "optax")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.export import DisabledSafetyCheck
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops import pallas_call
 from jaxllm.ops.attention import xla as attention
 
@@ -12,8 +12,8 @@ from jaxllm.ops.attention import xla as attention
 def custom_calls() -> tuple[str, ...]:
     """The custom calls that an op may put into a program for a GPU.
 
-    They are the CUDA kernels of this build and of the libraries that :func:`jaxllm.ffi.load` has
-    loaded, the Pallas kernels, and cuDNN's attention.
+    They are the CUDA kernels of this build and of the libraries that :func:`jaxllm.core.ffi.load`
+    has loaded, the Pallas kernels, and cuDNN's attention.
     """
     return (*ffi.targets(), pallas_call.TARGET, *attention.TARGETS)
 

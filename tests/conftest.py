@@ -27,7 +27,7 @@ import jax
 import kernel_table
 import pytest
 
-import jaxllm.ffi
+import jaxllm.core.ffi
 from jaxllm import training
 
 
@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 
 def has_gpu() -> bool:
     """Whether the CUDA kernels can run here."""
-    return jax.default_backend() == "gpu" and jaxllm.ffi.is_available()
+    return jax.default_backend() == "gpu" and jaxllm.core.ffi.is_available()
 
 
 class Declined(pytest.skip.Exception):
@@ -66,7 +66,7 @@ def _skip_if_declined(why):
     if reason is None:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxllm.ffi, "device", lambda: jaxllm.ffi.H100)
+        patch.setattr(jaxllm.core.ffi, "device", lambda: jaxllm.core.ffi.H100)
         everywhere = why()
     assert everywhere is None, f"declined on every GPU: {everywhere}"
     raise Declined(reason)
@@ -89,7 +89,7 @@ def pytest_itemcollected(item):
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("hopper"):
-        _skip_if_declined(jaxllm.ffi.no_hopper_reason)
+        _skip_if_declined(jaxllm.core.ffi.no_hopper_reason)
 
 
 def _link_programs(shared, own):
@@ -125,7 +125,7 @@ def pytest_configure(config):
             _link_programs(shared, Path(compiled.name))
             config.add_cleanup(lambda: _add_programs(Path(compiled.name), shared))
     if config.getoption("--require-gpu") and not has_gpu():
-        reason = jaxllm.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
+        reason = jaxllm.core.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
 
 
@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in away]
     if has_gpu():
         return
-    reason = jaxllm.ffi.unavailable_reason() or "no GPU"
+    reason = jaxllm.core.ffi.unavailable_reason() or "no GPU"
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU and the CUDA kernels: {reason}"))
@@ -160,9 +160,9 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
-    if not jaxllm.ffi.is_available():
-        pytest.skip(str(jaxllm.ffi.unavailable_reason()))
-    monkeypatch.setattr(jaxllm.ffi, "device", lambda: jaxllm.ffi.H100)
+    if not jaxllm.core.ffi.is_available():
+        pytest.skip(str(jaxllm.core.ffi.unavailable_reason()))
+    monkeypatch.setattr(jaxllm.core.ffi, "device", lambda: jaxllm.core.ffi.H100)
 
 
 @pytest.fixture
@@ -180,7 +180,9 @@ def huggingface(request):
 @pytest.fixture
 def with_kernels(monkeypatch):
     """Traces as a process with the CUDA extension does."""
-    if not jaxllm.ffi.is_available():
-        monkeypatch.setattr(jaxllm.ffi, "unavailable_reason", lambda *_: None)
+    if not jaxllm.core.ffi.is_available():
+        monkeypatch.setattr(jaxllm.core.ffi, "unavailable_reason", lambda *_: None)
         stems = [f"jaxllm_{stem}" for stem in kernel_table.handlers()]
-        monkeypatch.setattr(jaxllm.ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems))
+        monkeypatch.setattr(
+            jaxllm.core.ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems)
+        )

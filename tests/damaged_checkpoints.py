@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxllm import checkpoint, optim, training
-from jaxllm.checksum import checksums
+from jaxllm import training
+from jaxllm.training import checkpoint, optim
+from jaxllm.training.checksum import checksums
 
 V, T = 64, 8
 OPTIMIZER = optim.adamw(1e-2)

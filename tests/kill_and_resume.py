@@ -22,7 +22,8 @@ from pathlib import Path
 import orbax.checkpoint  # noqa: F401  so that no child has to
 import pretrain_gpt2
 
-from jaxllm import runlog, training
+from jaxllm import training
+from jaxllm.training import runlog
 
 STEPS = 80
 CHECKPOINTS = ["--checkpoint-every", "2", "--keep", "2", "--keep-every", "20", "--resume"]

@@ -10,9 +10,8 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
 PALLAS = ("pallas", "pallas_decode", "pallas_flash")
 IMPLEMENTATIONS = ("reference", "reference_decode", "xla", *PALLAS, "cuda", "cuda_decode")
-BRIDGE = ("jaxllm.ffi", "jaxllm.ops.pallas_call")  # by which they call kernels
+BRIDGE = ("jaxllm.core.ffi", "jaxllm.ops.pallas_call")  # by which they call kernels
 LEAVES = [f"jaxllm.{name}" for name in ("checksum", "compression", "files", "flops", "precision")]
-OPTAX = ("jaxllm.training", "jaxllm.optim_optax")
 KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
 
 
@@ -42,22 +41,27 @@ def is_under(name, *packages):
 def allowed(module):
     """The jaxllm modules that a module may import, and the heavy packages; None for no limit."""
     family = re.match(r"jaxllm\.ops\.(\w+)\.(\w+)$", module)
-    if module in ("jaxllm.backend", "jaxllm.promotion"):
+    if module in ("jaxllm.core.backend", "jaxllm.core.promotion"):
         return ()
-    if module == "jaxllm.derivatives":
-        return ("jaxllm.backend", "jaxllm.promotion")
-    if module == "jaxllm.varying":
-        return ("jaxllm.derivatives",)
-    if module == "jaxllm.ffi":
-        return ("jaxllm._cuda", "jaxllm.backend", "jaxllm.varying")
-    if module == "jaxllm.dispatch":
-        return ("jaxllm.backend", "jaxllm.ffi", "jaxllm.promotion", "jaxllm.varying")
+    if module == "jaxllm.core.derivatives":
+        return ("jaxllm.core.backend", "jaxllm.core.promotion")
+    if module == "jaxllm.core.vma":
+        return ("jaxllm.core.derivatives",)
+    if module == "jaxllm.core.ffi":
+        return ("jaxllm._cuda", "jaxllm.core.backend", "jaxllm.core.vma")
+    if module == "jaxllm.core.dispatch":
+        return (
+            "jaxllm.core.backend",
+            "jaxllm.core.ffi",
+            "jaxllm.core.promotion",
+            "jaxllm.core.vma",
+        )
     if module == "jaxllm.ops.pallas_call":
-        return ("jaxllm.varying",)
+        return ("jaxllm.core.vma",)
     if module in ("jaxllm.testing", "jaxllm.ops.checks", *LEAVES):
         return ()
-    if module == "jaxllm.documents":
-        return ("jaxllm.compression", "jaxllm.files")
+    if module == "jaxllm.data.documents":
+        return ("jaxllm.data.compression", "jaxllm.data.files")
     if module == "jaxllm.ops.streams":
         return ("jaxllm.ops.checks",)
     if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
@@ -85,7 +89,7 @@ def allowed(module):
     if family and family[2] == "cases":
         return ("jaxllm.testing",)
     if family and family[2] == "api":
-        core = ("backend", "dispatch", "ops.checks", "promotion", "varying")
+        core = ("core.backend", "core.dispatch", "ops.checks", "core.promotion", "core.vma")
         shared = tuple(f"jaxllm.{name}" for name in core)
         streams = ("jaxllm.ops.streams",) if family[1] in ("norm", "gemm", "attention") else ()
         # The projection before attention is XLA's, whatever the backend. A layer and a norm follow.
@@ -108,9 +112,9 @@ def test_imports_point_downwards(path):
         if is_under(imported, "jax.experimental.pallas"):
             assert path.stem in (*PALLAS, "pallas_call"), f"{module} imports Pallas"
         if is_under(imported, "jaxllm._cuda"):
-            assert module == "jaxllm.ffi", f"{module} imports the extension"
+            assert module == "jaxllm.core.ffi", f"{module} imports the extension"
         if is_under(imported, "optax"):
-            assert module in OPTAX, f"{module} imports optax"
+            assert is_under(module, "jaxllm.training"), f"{module} imports optax"
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.stem in PALLAS], ids=name_of)

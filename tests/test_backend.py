@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm
-from jaxllm import backend, ops
+from jaxllm import ops
+from jaxllm.core import backend
 
 ROOT = Path(__file__).parent.parent
 OVERLAP = "another asyncio task of this thread is inside use_backend"

@@ -12,10 +12,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import checkpoint, data, optim, training
-from jaxllm.checksum import checksums
+from jaxllm import data, training
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import unstack
+from jaxllm.training import checkpoint, optim
+from jaxllm.training.checksum import checksums
 
 ROOT = Path(__file__).parent.parent
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)

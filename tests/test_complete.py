@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.convert.huggingface import to_state_dict
-from jaxllm.generate import complete, stream
+from jaxllm.inference.generate import complete, stream
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
@@ -154,7 +154,7 @@ def test_parameters_turned_before_are_taken(model, config):
 
 
 def test_top_p_keeps_the_fewest_likeliest():
-    from jaxllm.sampling import sample
+    from jaxllm.inference.sampling import sample
 
     probabilities = jnp.array([0.1, 0.4, 0.2, 0.3])
     rows = jnp.broadcast_to(jnp.log(probabilities), (4000, 4))

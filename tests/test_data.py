@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm import data
-from jaxllm.tokenizer import BYTES
+from jaxllm.data.tokenizer import BYTES
 
 
 @pytest.fixture

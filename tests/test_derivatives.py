@@ -11,8 +11,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxllm
-from jaxllm import derivatives, ops, testing
-from jaxllm.dispatch import Op, dispatch
+from jaxllm import ops, testing
+from jaxllm.core import derivatives
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.models import gpt2, llama3
 
 X, V = jax.random.normal(jax.random.key(0), (2, 3, 5))

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm
-from jaxllm import ffi, ops
+from jaxllm import ops
 from jaxllm.__main__ import main
+from jaxllm.core import ffi
 
 X = jnp.ones((6, 32))
 SCALE = jnp.ones(32)
@@ -201,7 +202,7 @@ def test_an_import_asks_for_no_gpu():
         "import jaxllm, jaxllm.models, jaxllm.ops\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"
-        "jaxllm.ffi.unavailable_reason()\n"
+        "jaxllm.core.ffi.unavailable_reason()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

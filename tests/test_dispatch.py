@@ -13,9 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxllm
-from jaxllm import ffi, ops, testing
+from jaxllm import ops, testing
 from jaxllm.__main__ import main
-from jaxllm.backend import resolve
+from jaxllm.core import ffi
+from jaxllm.core.backend import resolve
 
 X = jax.random.normal(jax.random.key(0), (6, 32))
 SCALE = jnp.linspace(0.5, 1.5, 32)

@@ -13,8 +13,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxllm import compression, documents
-from jaxllm.documents import Document, Fault
+from jaxllm.data import compression, documents
+from jaxllm.data.documents import Document, Fault
 
 ROWS = ["first", "naïve 日本", ""]
 JSONL = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(ROWS)).encode()

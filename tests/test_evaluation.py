@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import evaluation
 from jaxllm.models import gpt2
+from jaxllm.training import evaluation
 
 CONFIG = gpt2.GPT2Config(vocab_size=40, max_seq_len=24, layers=1, heads=2, width=16)
 QUESTIONS = [

@@ -22,12 +22,14 @@ import switch_backends
 import tokenizers
 
 import jaxllm
-from jaxllm import checkpoint, data, ffi
-from jaxllm.backend import resolve
+from jaxllm import data
 from jaxllm.convert import huggingface, llmc
+from jaxllm.core import ffi
+from jaxllm.core.backend import resolve
+from jaxllm.data.tokenizer import from_file
+from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import gpt2
-from jaxllm.quantize import quantize_params
-from jaxllm.tokenizer import from_file
+from jaxllm.training import checkpoint
 
 # The scripts that train, and where they leave what they made.
 SCRIPTS = pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import export, ffi, ops, optim, training
-from jaxllm.backend import BackendError
+from jaxllm import export, ops, training
+from jaxllm.core import ffi
+from jaxllm.core.backend import BackendError
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import for_decoding
 from jaxllm.testing import assert_close
+from jaxllm.training import optim
 
 PLATFORMS = ("cpu", "cuda")
 LENGTH, ROOM = 6, 8

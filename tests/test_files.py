@@ -1,6 +1,6 @@
 import pytest
 
-from jaxllm import files
+from jaxllm.data import files
 
 
 def names(folder):

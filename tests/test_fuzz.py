@@ -26,10 +26,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from jaxllm import compression, data, documents, evaluation, tokenize, tokenizer
+from jaxllm import data
 from jaxllm.convert import huggingface, llama2c, llmc
+from jaxllm.data import compression, documents, tokenize, tokenizer
+from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import gpt2, llama3
-from jaxllm.quantize import quantize_params
+from jaxllm.training import evaluation
 
 EXAMPLES = int(os.environ.get("JAXLLM_FUZZ", "0"))
 TRIED = collections.Counter()

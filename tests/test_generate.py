@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from jaxllm.convert import huggingface
-from jaxllm.generate import generate
+from jaxllm.inference.generate import generate
 from jaxllm.models import gpt2
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)

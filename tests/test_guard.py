@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxllm import training
-from jaxllm.guard import WINDOW, judge, new_guard
+from jaxllm.training.anomaly import WINDOW, judge, new_guard
 
 V, T, D = 61, 16, 8
 

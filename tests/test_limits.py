@@ -15,8 +15,8 @@ import pytest
 
 import jaxllm
 import jaxllm.ops
-from jaxllm import ffi
-from jaxllm.backend import BackendError
+from jaxllm.core import ffi
+from jaxllm.core.backend import BackendError
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import cuda as gemm
 

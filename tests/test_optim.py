@@ -8,9 +8,10 @@ import optax
 import pytest
 
 import jaxllm
-from jaxllm import optim, training
+from jaxllm import training
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import unstack
+from jaxllm.training import optim
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
 

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import optim, training
+from jaxllm import training
+from jaxllm.training import optim
 
 STEPS = 3
 MASK = {"table": True, "block": {"weight": True, "bias": False}, "scale": False}

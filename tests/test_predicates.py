@@ -12,8 +12,9 @@ import pytest
 
 import jaxllm
 import jaxllm.ops
-from jaxllm import ffi, testing
-from jaxllm.dispatch import Op, predicate
+from jaxllm import testing
+from jaxllm.core import ffi
+from jaxllm.core.dispatch import Op, predicate
 from jaxllm.models import gpt2
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]

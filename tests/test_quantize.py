@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxllm import data, ops, training
-from jaxllm.generate import complete
+from jaxllm.inference.generate import complete
+from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import unstack
-from jaxllm.quantize import quantize_params, size_in_bytes
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=32, layers=2, heads=2, width=128)
 LLAMA3 = llama3.Llama3Config(

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing import event_accumulator
 
-from jaxllm import runlog
+from jaxllm.training import runlog
 
 RECORDS = [
     {"step": 1, "loss": 11.0, "learning_rate": 6e-4, "grad_norm": 15.347},

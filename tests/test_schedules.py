@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm.schedules import NAMES, make_schedule
+from jaxllm.training.schedules import NAMES, make_schedule
 
 
 def rates(name, steps, **options):

@@ -12,9 +12,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxllm import compression, data, tokenize, tokenizer
+from jaxllm import data
 from jaxllm.convert import llmc_shards
-from jaxllm.tokenizer import BYTES
+from jaxllm.data import compression, tokenize, tokenizer
+from jaxllm.data.tokenizer import BYTES
 
 TEXTS = ["a plain text\n", "", "naïve 日本 🙂", "x" * 50, "line\none", "the last of all"]
 END = [BYTES.end_of_text]
@@ -366,7 +367,7 @@ def test_packages_that_are_missing_are_named(tmp_path, corpus, monkeypatch):
 
 def test_the_command_line(tmp_path, corpus, capsys):
     arguments = [str(tmp_path / "out"), str(corpus), "--tokenizer", "bytes", "--val-tokens", "9"]
-    command = [sys.executable, "-m", "jaxllm.tokenize", *arguments, "--workers", "1"]
+    command = [sys.executable, "-m", "jaxllm.data.tokenize", *arguments, "--workers", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     summary = f"out: 4 files, 6 documents, {len(STREAM)} tokens in 2 shards\nleft out 1 files:\n"
     assert summary in run.stdout

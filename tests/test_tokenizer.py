@@ -10,8 +10,8 @@ import pytest
 import tiktoken
 import tokenizers
 
-import jaxllm.tokenizer
-from jaxllm.tokenizer import (
+import jaxllm.data.tokenizer
+from jaxllm.data.tokenizer import (
     BYTES,
     END_OF_TEXT,
     GPT2_PATTERN,
@@ -359,12 +359,14 @@ def gpt2_encoding():
 
 def test_long_runs_of_space_are_cut_where_the_pattern_cuts(monkeypatch):
     encoding = gpt2_encoding()
-    tokenizer = jaxllm.tokenizer._from_tiktoken(encoding, gpt2_pattern=True)
-    pattern = jaxllm.tokenizer._LONG_RUN.pattern
-    length = str(jaxllm.tokenizer._LONG)
+    tokenizer = jaxllm.data.tokenizer._from_tiktoken(encoding, gpt2_pattern=True)
+    pattern = jaxllm.data.tokenizer._LONG_RUN.pattern
+    length = str(jaxllm.data.tokenizer._LONG)
     assert length in pattern
-    monkeypatch.setattr(jaxllm.tokenizer, "_LONG", 3)
-    monkeypatch.setattr(jaxllm.tokenizer, "_LONG_RUN", re.compile(pattern.replace(length, "3")))
+    monkeypatch.setattr(jaxllm.data.tokenizer, "_LONG", 3)
+    monkeypatch.setattr(
+        jaxllm.data.tokenizer, "_LONG_RUN", re.compile(pattern.replace(length, "3"))
+    )
     random.seed(0)
     letters = [" "] * 9 + list("the.\n\t\u3000\xa0\x1c\u200b1'")
     for _ in range(3000):
@@ -374,7 +376,7 @@ def test_long_runs_of_space_are_cut_where_the_pattern_cuts(monkeypatch):
 
 def test_a_million_spaces_are_encoded(tmp_path):
     text = "the" + " " * 1_100_000 + "the"
-    tokenizer = jaxllm.tokenizer._from_tiktoken(gpt2_encoding(), gpt2_pattern=True)
+    tokenizer = jaxllm.data.tokenizer._from_tiktoken(gpt2_encoding(), gpt2_pattern=True)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) == 1 + 1_099_999 // 128 + bin(1_099_999 % 128).count("1") + 1

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import data, ops, optim, training
+from jaxllm import data, ops, training
+from jaxllm.training import optim
 
 V, T, D = 31, 12, 8
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-2}

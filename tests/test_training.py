@@ -15,9 +15,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxllm
-from jaxllm import data, optim, training
+from jaxllm import data, training
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import stack, unstack
+from jaxllm.training import optim
 
 V, T, D = 61, 16, 8
 CONFIG = gpt2.GPT2Config(vocab_size=V, max_seq_len=T, layers=2, heads=2, width=32)

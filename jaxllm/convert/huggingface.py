@@ -36,7 +36,7 @@ from jaxllm.convert.safetensors_files import (
     open_tensors,
     write_tensors,
 )
-from jaxllm.files import check_new, new_folder, read_json, write_json
+from jaxllm.data.files import check_new, new_folder, read_json, write_json
 from jaxllm.models.blocks import Params
 from jaxllm.models.special_tokens import SpecialTokens
 
@@ -170,7 +170,7 @@ def load_special_tokens(folder: str | Path) -> SpecialTokens:
         folder: The folder.
 
     Returns:
-        The ids. At each of ``eos`` :func:`jaxllm.generate.complete` stops.
+        The ids. At each of ``eos`` :func:`jaxllm.inference.generate.complete` stops.
 
     Raises:
         ValueError: A file is no JSON object, or an id no integer.

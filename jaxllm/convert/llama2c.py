@@ -36,14 +36,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm import ops
-from jaxllm.backend import use_backend
 from jaxllm.convert.huggingface_formats import format_of
 from jaxllm.convert.places import Place, arrays_of, assemble, check, flatten, unflatten
-from jaxllm.files import replacing
+from jaxllm.core.backend import use_backend
+from jaxllm.data.files import replacing
+from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
 from jaxllm.models.blocks import Params
 from jaxllm.models.llama3 import Llama3Config
-from jaxllm.quantize import quantize_params
 
 # The arrays in the order of the file, by Hugging Face's names.
 _QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
@@ -86,8 +86,8 @@ def load(
 
     Returns:
         ``(params, config)``. Parameters from an int8 file are as
-        :func:`jaxllm.quantize.quantize_params` makes them, except that without a head of its own
-        the float token table is the head.
+        :func:`jaxllm.inference.quantize.quantize_params` makes them, except that without a head of
+        its own the float token table is the head.
 
     Raises:
         FileNotFoundError: There is no such file.

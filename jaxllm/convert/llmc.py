@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.convert.places import arrays_of, check, flatten, unflatten
-from jaxllm.files import replacing
+from jaxllm.data.files import replacing
 from jaxllm.models import gpt2
 from jaxllm.models.blocks import Params
 from jaxllm.models.gpt2 import GPT2Config

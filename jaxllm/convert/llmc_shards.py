@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
-from jaxllm.files import replacing
+from jaxllm.data.files import replacing
 
 
 class Kind(NamedTuple):

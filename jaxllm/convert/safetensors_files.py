@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.files import read_json, write_json
+from jaxllm.data.files import read_json, write_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

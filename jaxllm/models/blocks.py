@@ -74,7 +74,7 @@ def project(
         x: The rows.
         weight: The weight, ``(in, out)``, as it is trained.
         weight_t: Or transposed, ``(out, in)``, as it is decoded with (see :func:`for_decoding`).
-        weight_q: Or as int8, ``(out, in)``, as :mod:`jaxllm.quantize` makes it.
+        weight_q: Or as int8, ``(out, in)``, as :mod:`jaxllm.inference.quantize` makes it.
         weight_scales: With ``weight_q``: the scales of its groups.
         bias: One offset a column of the output.
         activation: As in :func:`jaxllm.ops.linear`.
@@ -153,7 +153,8 @@ def widen(table: Array | Params, dtype: Any) -> Array:
 def for_decoding(params: Params) -> Params:
     """The parameters as decoding reads them fastest: each layer apart, each weight by its outputs.
 
-    :func:`jaxllm.generate.complete` does this itself; do it before, to do it once for many calls.
+    :func:`jaxllm.inference.generate.complete` does this itself; do it before, to do it once for
+    many calls.
 
     Args:
         params: A model's parameters, or their int8 form.

@@ -19,7 +19,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxllm import varying
+from jaxllm.core import vma
 
 TARGET = "__gpu$xla.gpu.triton"  # the custom call that Pallas lowers a kernel to
 # The GPU that a process without one lowers kernels for. Their Triton code is the same for all GPUs
@@ -36,14 +36,14 @@ def pallas_call(
     """
 
     def call(*arrays: Any) -> Any:
-        axes = varying.axes_of(arrays)
+        axes = vma.axes_of(arrays)
         # On a GPU the kernel is traced for arrays of one device: see _on_gpu.
-        of_arrays = varying.shapes(out_shape, arrays) if interpret else _invariant(out_shape)
+        of_arrays = vma.shapes(out_shape, arrays) if interpret else _invariant(out_shape)
         run = pl.pallas_call(kernel, out_shape=of_arrays, interpret=interpret, **options)
         with jax.disable_jit(False):
             if interpret:
-                return run(*varying.alike(arrays))
-            return varying.vary(_on_gpu(run, *varying.alike(arrays)), axes)
+                return run(*vma.alike(arrays))
+            return vma.vary(_on_gpu(run, *vma.alike(arrays)), axes)
 
     return call
 

@@ -10,13 +10,13 @@ import pytest
 from test_huggingface import assert_equal, random_params
 
 import jaxllm
-from jaxllm.backend import resolve
 from jaxllm.convert import llama2c
-from jaxllm.generate import complete
+from jaxllm.core.backend import resolve
+from jaxllm.inference.generate import complete
+from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
 from jaxllm.models.blocks import unstack
 from jaxllm.ops import RopeScaling
-from jaxllm.quantize import quantize_params
 from jaxllm.testing import error
 
 D, F, L, N, V, T = 128, 192, 2, 4, 61, 20

@@ -16,7 +16,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import jaxllm
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops import (
     flash_attention,
     flash_attention_float8,
@@ -318,7 +318,7 @@ def test_segment_ids_that_do_not_fit_are_refused():
 def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
     pretend_cudnn, options, monkeypatch
 ):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     q, k, v = arrays(dtype="bfloat16")
     grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
     for call in jaxllm.explain(grad, q, k, v).calls:
@@ -334,8 +334,8 @@ def test_auto_takes_cudnn_by_rows_and_the_cuda_kernels_where_cudnn_cannot(
 def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
     pretend_cudnn, width, served, monkeypatch
 ):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
-    monkeypatch.setattr("jaxllm.ffi.device", lambda: ffi.H100)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.device", lambda: ffi.H100)
     qkv = arrays(H=width, dtype="bfloat16")
     packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
     calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
@@ -344,7 +344,7 @@ def test_auto_takes_the_hopper_kernels_where_rows_show_them_faster(
 
 
 def test_backend_cuda_runs_kernels_that_auto_passes_over(pretend_cudnn, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     q, k, v = arrays(dtype="bfloat16")
     (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, v).calls
     assert (call.on_gpu, call.passed_over) == ("cuda", ())
@@ -715,8 +715,8 @@ def test_a_mapped_half_block_has_the_gradients_of_each():
 
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 def test_self_attention_runs_where_attention_does(pretend_cudnn, width, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
-    monkeypatch.setattr("jaxllm.ffi.device", lambda: ffi.H100)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.device", lambda: ffi.H100)
     arrays = layer(2, 1, H=width, dtype="bfloat16")
 
     def choices(fn):
@@ -881,7 +881,7 @@ def test_the_program_for_a_gpu_holds_the_cuda_kernels(segments):
     ],
 )
 def test_what_the_cuda_kernels_cannot_serve_is_named(shapes, reason, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     B, T, N, H = 1, 6, shapes.get("N", 2), shapes.get("H", 8)
     dtype = jnp.dtype(shapes.get("dtype", "bfloat16"))
     q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
@@ -1563,7 +1563,7 @@ def test_softmax_checks_its_argument():
 
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 def test_softmax_names_what_its_kernels_cannot_serve(backend, monkeypatch):
-    monkeypatch.setattr("jaxllm.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     with jax.enable_x64(True), pytest.raises(jaxllm.BackendError, match="x has dtype float64"):
         softmax(jnp.zeros(3, jnp.float64), backend=backend)
 

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxllm
 import jaxllm.ops
-from jaxllm import ffi, testing, training, varying
-from jaxllm.backend import BackendError
-from jaxllm.dispatch import dispatch
+from jaxllm import testing, training
+from jaxllm.core import ffi, vma
+from jaxllm.core.backend import BackendError
+from jaxllm.core.dispatch import dispatch
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
 
@@ -272,10 +273,10 @@ def test_in_a_shard_map_gradients_vary_as_their_arguments_do(case, backend):
     def check(first, *shared):
         inputs = (jax.lax.pcast(first, "d", to="varying"), *shared)
         out, pull = differentiate(op_under(case, backend), inputs)
-        assert all(varying.axes_of(x) == {"d"} for x in jax.tree.leaves(out))
+        assert all(vma.axes_of(x) == {"d"} for x in jax.tree.leaves(out))
         gradients = pull(jax.tree.map(jnp.ones_like, out))
         floating = [x for x in jax.tree.leaves(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]
-        assert list(map(varying.axes_of, gradients)) == list(map(varying.axes_of, floating))
+        assert list(map(vma.axes_of, gradients)) == list(map(vma.axes_of, floating))
         return ()
 
     mapped = jax.shard_map(check, mesh=AbstractMesh((2,), ("d",)), in_specs=P(), out_specs=())

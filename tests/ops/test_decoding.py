@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import ffi, ops, testing
+from jaxllm import ops, testing
+from jaxllm.core import ffi
 from jaxllm.ops.decoding import cuda
 
 BACKENDS = ["xla", pytest.param("cuda", marks=pytest.mark.gpu)]

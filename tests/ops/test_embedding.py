@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import ffi, testing
+from jaxllm import testing
+from jaxllm.core import ffi
 from jaxllm.ops import embed
 
 TABLE = jnp.arange(12.0).reshape(4, 3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops import (
     add_layer_norm,
     gelu,

@@ -16,7 +16,8 @@ import pytest
 from test_contract import CASES, implementations, op_under, value_and_gradients
 
 import jaxllm
-from jaxllm import ffi, ops, testing
+from jaxllm import ops, testing
+from jaxllm.core import ffi
 from jaxllm.models import gpt2
 
 HANDLERS = Path(__file__).parents[2] / "cuda" / "handlers.h"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxllm.ffi
+import jaxllm.core.ffi
 from jaxllm.ops import cross_entropy, linear_cross_entropy
 from jaxllm.ops.loss import cuda
 from jaxllm.testing import assert_close, error, lower_for_cuda
@@ -134,8 +134,8 @@ def test_the_gradient_takes_the_place_of_the_logits():
     def loss(hidden):
         return cross_entropy(hidden * 2, LABELS, backend="cuda")
 
-    if not jaxllm.ffi.is_available():
-        pytest.skip(str(jaxllm.ffi.unavailable_reason()))
+    if not jaxllm.core.ffi.is_available():
+        pytest.skip(str(jaxllm.core.ffi.unavailable_reason()))
     program = lower_for_cuda(jax.value_and_grad(loss), LOGITS)
     for target in ("forward_with_gradient", "backward"):
         (line,) = [x for x in program.splitlines() if f"@jaxllm_cross_entropy_{target}(" in x]

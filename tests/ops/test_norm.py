@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops import (
     add_layer_norm,
     add_rms_norm,

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import jaxllm
-from jaxllm import ffi, ops, testing, training
+from jaxllm import ops, testing, training
+from jaxllm.core import ffi
 from jaxllm.models import gpt2
 from jaxllm.ops.optimizer import cuda, reference
 

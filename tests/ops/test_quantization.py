@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import ffi, ops, testing
+from jaxllm import ops, testing
+from jaxllm.core import ffi
 from jaxllm.ops.quantization import cases
 
 BACKENDS = ["xla", "pallas"]

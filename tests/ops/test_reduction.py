@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import ops
-from jaxllm.backend import BackendError
+from jaxllm.core.backend import BackendError
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 

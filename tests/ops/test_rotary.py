@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import ffi, testing
+from jaxllm import testing
+from jaxllm.core import ffi
 from jaxllm.ops import RopeScaling, rope, rope_table
 
 Q = jax.random.normal(jax.random.key(0), (2, 6, 4, 8))

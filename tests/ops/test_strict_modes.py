@@ -13,9 +13,12 @@ import pytest
 from test_contract import FIRST_CASES, differentiate, op_under, traced_under_each_backend
 
 import jaxllm
-from jaxllm import dispatch, generate, optim, quantize, testing, training
+from jaxllm import testing, training
+from jaxllm.core import dispatch
+from jaxllm.inference import generate, quantize
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.blocks import for_decoding, unstack
+from jaxllm.training import optim
 
 EACH = traced_under_each_backend(FIRST_CASES)
 # Pallas kernels are programs in every mode: of them the first case of a few families is enough.

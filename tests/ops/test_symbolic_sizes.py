@@ -10,7 +10,7 @@ import pytest
 from test_contract import FIRST_CASES, differentiate, op_under
 
 from jaxllm import export, testing
-from jaxllm.backend import BackendError
+from jaxllm.core.backend import BackendError
 
 # The arguments with a batch axis, the first, where they are not those with as many rows as x.
 BATCHED = {

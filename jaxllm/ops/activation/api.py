@@ -7,9 +7,9 @@ import functools
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops.activation import cuda, pallas, reference
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 
@@ -258,7 +258,7 @@ def _check_bias(x: Array, bias: Array) -> None:
 # The rule of every op with one input, which is all that its backward needs.
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
 def _unary(x, op, backend):
     return _unary_forward(x, op, backend)[0]
 
@@ -271,7 +271,7 @@ def _unary_backward(op, backend, x, dout):
     return (dispatch(op, "backward", backend, x, dout),)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
 def _bias_gelu(x, bias, backend):
     return _bias_gelu_forward(x, bias, backend)[0]
 
@@ -285,7 +285,7 @@ def _bias_gelu_backward(backend, residuals, dout):
     return dispatch(BIAS_GELU, "backward", backend, *residuals, dout)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
 def _bias_add(x, bias, backend):
     return _bias_add_forward(x, bias, backend)[0]
 
@@ -298,7 +298,7 @@ def _bias_add_backward(backend, _, dout):
     return dout, dispatch(BIAS_ADD, "backward", backend, dout)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
 def _swiglu(gate, up, backend):
     return _swiglu_forward(gate, up, backend)[0]
 
@@ -312,7 +312,7 @@ def _swiglu_backward(backend, residuals, dout):
     return dispatch(SWIGLU, "backward", backend, *residuals, dout)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
 def _add(x, y, backend):
     return _add_forward(x, y, backend)[0]
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer, Num
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops import streams
 from jaxllm.ops.attention import (
     cuda,
@@ -714,7 +714,7 @@ def _static(options: tuple) -> dict[str, bool | int | float | None]:
     return dict(zip(names, options, strict=False))
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(5, 6))
 def _flash_attention(q, k, v, segment_ids, rope_table, options, backend):
     return _flash_attention_forward(q, k, v, segment_ids, rope_table, options, backend)[0]
 
@@ -735,7 +735,7 @@ def _flash_attention_backward(options, backend, residuals, dout):
 _flash_attention.defvjp(_flash_attention_forward, _flash_attention_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _flash_attention_packed(qkv, segment_ids, rope_table, options, backend):
     return _flash_attention_packed_forward(qkv, segment_ids, rope_table, options, backend)[0]
 
@@ -757,7 +757,7 @@ def _flash_attention_packed_backward(options, backend, residuals, dout):
 _flash_attention_packed.defvjp(_flash_attention_packed_forward, _flash_attention_packed_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(4, 5))
 def _self_attention(x, weight, bias, segment_ids, options, backend):
     return _self_attention_forward(x, weight, bias, segment_ids, options, backend)[0]
 
@@ -787,7 +787,7 @@ def _self_attention_backward(options, backend, residuals, dout):
 _self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(9, 10, 11))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(9, 10, 11))
 def _pre_norm_self_attention(
     x, normed, scale, norm_bias, weight, bias, out_weight, out_bias, segment_ids,
     options, eps, backend,
@@ -843,7 +843,7 @@ _pre_norm_self_attention.defvjp(
 )
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
 def _softmax(x, options, backend):
     return _softmax_forward(x, options, backend)[0]
 
@@ -860,7 +860,7 @@ def _softmax_backward(options, backend, out, dout):
     return (dispatch(SOFTMAX, "backward", backend, out, dout, scale=scale, causal=causal),)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
 def _repeat_kv(x, groups, backend):
     return _repeat_kv_forward(x, groups, backend)[0]
 

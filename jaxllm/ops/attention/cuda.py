@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops.attention import packing
 from jaxllm.ops.gemm import cuda as gemm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops.attention import cuda_decode as attention
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

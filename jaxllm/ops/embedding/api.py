@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
@@ -114,7 +114,7 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
         )
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3,))
 def _embed(tokens, token_table, position_table, backend):
     return _embed_forward(tokens, token_table, position_table, backend)[0]
 
@@ -131,7 +131,7 @@ def _embed_backward(backend, residuals, dout):
 _embed.defvjp(_embed_forward, _embed_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3,))
 def _embed_and_table(tokens, token_table, position_table, backend):
     return _embed_forward(tokens, token_table, position_table, backend)[0], token_table
 

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops import streams
 from jaxllm.ops.checks import (
     as_float,
@@ -387,7 +387,7 @@ def _check_option(name: str, value: object, *known: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _matmul(a, b, bias, options, backend):
     return _matmul_forward(a, b, bias, options, backend)[0]
 
@@ -405,7 +405,7 @@ def _matmul_backward(options, backend, residuals, dout):
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _linear(x, weight, bias, activation, backend):
     return _linear_forward(x, weight, bias, activation, backend)[0]
 
@@ -423,7 +423,7 @@ def _linear_backward(activation, backend, residuals, dout):
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(5, 6))
 def _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, backend):
     return _mlp_forward(x, up_weight, up_bias, down_weight, down_bias, activation, backend)[0]
 
@@ -443,7 +443,7 @@ def _mlp_backward(activation, backend, residuals, dout):
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(6, 7))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(6, 7))
 def _linear_add_layer_norm(x, weight, residual, x_bias, scale, bias, eps, backend):
     arrays = (x, weight, residual, x_bias, scale, bias)
     options = {"eps": eps, "statistics": False}
@@ -467,7 +467,7 @@ streams.defvjp(
 )
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(8, 9, 10))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(8, 9, 10))
 def _pre_norm_mlp(
     x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
 ):

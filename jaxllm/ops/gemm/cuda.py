@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops.activation import cuda as activations
 from jaxllm.ops.gemm import products, slopes
 from jaxllm.ops.norm import cuda as norms

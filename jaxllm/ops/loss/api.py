@@ -17,9 +17,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxllm import promotion, varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import promotion, vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -326,7 +326,7 @@ def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     return (one, factor) if dtype == jnp.float16 else (factor, one)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _cross_entropy(logits, labels, reduction, options, backend):
     losses = dispatch(CROSS_ENTROPY, "forward", backend, logits, labels, **_static(options))
     return _reduce(losses, _factor(labels, logits.dtype, reduction, options), reduction)
@@ -383,7 +383,7 @@ def _over_chunks(
     would stand behind the loop, and XLA would hold its logits beside the loop's.
     """
     rows = labels.shape[0]
-    carry = varying.vary(carry, varying.axes_of((hidden, labels)))  # a loop's stays of one type
+    carry = vma.vary(carry, vma.axes_of((hidden, labels)))  # a loop's stays of one type
     if rows == 0:
         return carry
     if jax.export.is_symbolic_dim(rows):  # nobody knows how many chunks
@@ -411,7 +411,7 @@ def _over_chunks(
     return carry
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3,))
 def _linear_cross_entropy(hidden, weight, labels, how):
     def step(x, y, _, loss):
         arrays = (head.logits(x, weight, how.transpose_weight), y)

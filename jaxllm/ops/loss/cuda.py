@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ffi
+from jaxllm.core import ffi
 from jaxllm.ops.gemm import cuda as gemm
 from jaxllm.ops.loss import head
 

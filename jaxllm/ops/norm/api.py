@@ -9,9 +9,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops import streams
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
@@ -243,7 +243,7 @@ def _check_residual(x: Array, residual: Array | None) -> None:
 # Without a backward nobody asks for the rows' statistics, and they are not written.
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _layer_norm(x, scale, bias, eps, backend):
     arrays = (x, scale, bias)
     return dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[0]
@@ -259,7 +259,7 @@ def _layer_norm_backward(eps, backend, residuals, dout):
     return dispatch(LAYER_NORM, "backward", backend, *residuals, dout)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2, 3))
 def _rms_norm(x, scale, eps, backend):
     return dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps, statistics=False)[0]
 
@@ -274,7 +274,7 @@ def _rms_norm_backward(eps, backend, residuals, dout):
     return dispatch(RMS_NORM, "backward", backend, *residuals, dout)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(5, 6))
 def _add_layer_norm(x, residual, x_bias, scale, bias, eps, backend):
     arrays = (x, residual, x_bias, scale, bias)
     return dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
@@ -296,7 +296,7 @@ def _add_layer_norm_backward(eps, backend, residuals, cotangents):
 # Where the stream begins there is no sum, but two gradients that meet.
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _first_layer_norm(x, scale, bias, eps, backend):
     return _layer_norm(x, scale, bias, eps, backend), x
 
@@ -311,7 +311,7 @@ def _first_layer_norm_backward(eps, backend, residuals, cotangents):
     return dx, *of_weights
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2, 3))
 def _first_rms_norm(x, scale, eps, backend):
     return _rms_norm(x, scale, eps, backend), x
 
@@ -325,7 +325,7 @@ def _first_rms_norm_backward(eps, backend, residuals, cotangents):
     return dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
 def _add_rms_norm(x, residual, scale, eps, backend):
     arrays = (x, residual, scale)
     return dispatch(ADD_RMS_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops.checks import (
     as_integer,
     check_floating,
@@ -151,7 +151,7 @@ def histogram(
 # The gradients need no kernels: see reference.py.
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1, 2))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
 def _reduce_sum(x, like, backend):
     return _reduce_sum_forward(x, like, backend)[0]
 
@@ -164,7 +164,7 @@ def _reduce_sum_backward(like, backend, _, dout):
     return (jnp.broadcast_to(dout.astype(like.dtype), like.shape),)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(1,))
 def _reduce_max(x, backend):
     return _reduce_max_forward(x, backend)[0]
 
@@ -182,7 +182,7 @@ def _reduce_max_backward(backend, residuals, dout):
     return (jnp.where(largest, share, 0.0).astype(x.dtype),)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
 def _dot(a, b, backend):
     return _dot_forward(a, b, backend)[0]
 

@@ -12,9 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm import varying
-from jaxllm.backend import Backend, resolve
-from jaxllm.dispatch import Op, dispatch
+from jaxllm.core import vma
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op, dispatch
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 from jaxllm.ops.rotary import cuda, pallas, reference
 
@@ -172,7 +172,7 @@ def rope_table(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-@functools.partial(varying.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(vma.custom_vjp, nondiff_argnums=(4, 5))
 def _rope(q, k, cos, sin, interleaved, backend):
     return _rope_forward(q, k, cos, sin, interleaved, backend)[0]
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm import promotion
+from jaxllm.core import promotion
+from jaxllm.core.precision import cast, default_compute_dtype
 from jaxllm.models.blocks import unstack
-from jaxllm.precision import cast, default_compute_dtype
 
 WINDOW = 128
 

@@ -14,10 +14,10 @@ try:
 except ImportError as error:
     raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
 
-from jaxllm import promotion
+from jaxllm.core import promotion
+from jaxllm.core.precision import widen
 from jaxllm.ops.checks import check_floating, check_shape, leaf_names, leaves_like
-from jaxllm.optim import Optimizer, Params, Schedule, clipping, update_in_place
-from jaxllm.precision import widen
+from jaxllm.training.optim import Optimizer, Params, Schedule, clipping, update_in_place
 
 
 def decay_mask(params: Params) -> Any:
@@ -60,7 +60,8 @@ def adamw(
     clipping folded in.
 
     The means are float32 for narrower parameters too, from the first state on, but there are no
-    masters: a step too small for a bfloat16 is lost. :func:`jaxllm.optim.adamw` has masters.
+    masters: a step too small for a bfloat16 is lost. :func:`jaxllm.training.optim.adamw` has
+    masters.
 
     Args:
         learning_rate: A rate, or a schedule of it.

@@ -4,7 +4,7 @@ optax asks an optimizer for updates, which it then adds to the parameters. For f
 that is a pass over memory more than the update itself, so there is also ``step``, which returns the
 new parameters::
 
-    optimizer = jaxllm.optim.adamw(6e-4)
+    optimizer = jaxllm.training.optim.adamw(6e-4)
     state = optimizer.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxllm import ops, promotion
+from jaxllm import ops
+from jaxllm.core import promotion
+from jaxllm.core.precision import is_floating, wide_dtype
 from jaxllm.ops.checks import as_number, check_floating, leaf_names, leaves_like, mask_leaves
-from jaxllm.precision import is_floating, wide_dtype
 
 Params = Any  # a nested dict of arrays, or any other pytree of them
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -119,7 +120,7 @@ def adamw(
 
     Example:
         >>> params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        >>> optimizer = optax.chain(jaxllm.optim.adamw(6e-4))
+        >>> optimizer = optax.chain(jaxllm.training.optim.adamw(6e-4))
     """
 
     def init(params: Params) -> AdamWState:

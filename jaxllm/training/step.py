@@ -17,30 +17,15 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-try:
-    import optax
-except ImportError as error:
-    raise ImportError('jaxllm.training needs optax: pip install "jaxllm[train]"') from error
-
-from jaxllm import data, ops, promotion
-from jaxllm.flops import PEAK_FLOPS as PEAK_FLOPS
-from jaxllm.flops import measured_matmul_flops as measured_matmul_flops
-from jaxllm.flops import model_flops_utilization as model_flops_utilization
-from jaxllm.flops import peak_flops as peak_flops
-from jaxllm.guard import Guard, judge, new_guard
-from jaxllm.guard import explain_halt as explain_halt
-from jaxllm.guard import nonfinite as nonfinite
-from jaxllm.optim import Optimizer
-from jaxllm.optim_optax import adamw as adamw
-from jaxllm.optim_optax import decay_mask as decay_mask
-from jaxllm.precision import cast as cast
-from jaxllm.precision import default_compute_dtype as default_compute_dtype
-from jaxllm.precision import widen as widen
-from jaxllm.schedules import Schedule
-from jaxllm.schedules import warmup_cosine as warmup_cosine
+from jaxllm import data, ops
+from jaxllm.core import promotion
+from jaxllm.core.precision import cast, default_compute_dtype, widen
+from jaxllm.training.anomaly import Guard, judge, new_guard
+from jaxllm.training.optim import Optimizer
 
 Params = Any  # a nested dict of arrays
 LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
@@ -110,7 +95,7 @@ def init_state(
             optimizer writes beside them: a step that computes in it need not cast them. None for no
             copy.
         guarded: Whether a step that is not finite, or far out, leaves the parameters as they are:
-            see :mod:`jaxllm.guard`.
+            see :mod:`jaxllm.training.anomaly`.
 
     Raises:
         TypeError: The parameters are narrower than float32, and the optimizer takes gradients of
@@ -198,14 +183,15 @@ def make_train_step(
         microbatch_weights: ``"labels"`` weights a microbatch by the labels that :func:`counted`
             counts; one without any adds nothing. ``"equal"`` weights all alike. A function from
             the labels of a microbatch, (B, T), to its weight is for a loss that counts otherwise.
-        max_loss_z: Of a guarded state: as in :func:`jaxllm.guard.judge`.
+        max_loss_z: Of a guarded state: as in :func:`jaxllm.training.anomaly.judge`.
         max_norm_z: Likewise.
 
     Returns:
         ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T). The metrics are float32 scalars: ``loss`` in nats, ``grad_norm`` before
         clipping, ``learning_rate`` if it was given, and of a guarded state those of
-        :func:`jaxllm.guard.judge`. Loss and norm are those of the whole step, with the weights.
+        :func:`jaxllm.training.anomaly.judge`. Loss and norm are those of the whole step, with the
+        weights.
         The state that goes in is donated: its buffers become those of the state that comes out.
 
     Raises:

@@ -10,7 +10,8 @@ A record is a dict with the ``step``, counted from 1, and finite numbers by name
 ``tensorboard/``
     the same numbers for TensorBoard.
 
-``python -m jaxllm.runlog`` draws the losses of several runs, and tells how far they are apart.
+``python -m jaxllm.training.runlog`` draws the losses of several runs, and tells how far they are
+apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.files import replacing
+from jaxllm.data.files import replacing
 
 Record = Mapping[str, Any]
 
@@ -176,13 +177,13 @@ def _events(folder: Path, kept: Sequence[Record]) -> Iterator[Callable[[Record],
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of ``python -m jaxllm.runlog``; a mistake exits with status 2.
+    """The command line of ``python -m jaxllm.training.runlog``; a mistake exits with status 2.
 
     Args:
         argv: The arguments; None for the process's own.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.runlog",
+        prog="python -m jaxllm.training.runlog",
         description="Draw the losses of runs, and tell how far they are apart.",
     )
     parser.add_argument("image", metavar="IMAGE", type=Path, help="the PNG to write")

@@ -1,9 +1,9 @@
-"""Real corpora to token shards: ``python -m jaxllm.tokenize OUT_DIR PATH...``.
+"""Real corpora to token shards: ``python -m jaxllm.data.tokenize OUT_DIR PATH...``.
 
-Text, JSON and parquet files go in, compressed or not; :mod:`jaxllm.documents` reads them. Documents
-are tokenized by several processes, each document after the end-of-text id, as llm.c has it, and
-written in their order into shards: the first is ``val_000000.bin``, unless ``--val-tokens`` is 0,
-those after it ``train_000001.bin`` and so on.
+Text, JSON and parquet files go in, compressed or not; :mod:`jaxllm.data.documents` reads them.
+Documents are tokenized by several processes, each document after the end-of-text id, as llm.c has
+it, and written in their order into shards: the first is ``val_000000.bin``, unless
+``--val-tokens`` is 0, those after it ``train_000001.bin`` and so on.
 
 A run that was stopped goes on with the same command: shards appear whole or not at all, and
 ``progress.json`` tells at which document the next one begins. A document that cannot be read stops
@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm import documents
 from jaxllm.convert.llmc_shards import write_shard
-from jaxllm.documents import Document, Fault, LeftOut
-from jaxllm.files import replacing
-from jaxllm.tokenizer import Tokenizer, load
+from jaxllm.data import documents
+from jaxllm.data.documents import Document, Fault, LeftOut
+from jaxllm.data.files import replacing
+from jaxllm.data.tokenizer import Tokenizer, load
 
 BATCH_CHARACTERS = 1 << 20  # about as much as a process is given at a time
 _SHOWN = 20  # of a list that is printed
@@ -141,11 +141,11 @@ def tokenize(
 
     Args:
         folder: Where the shards go.
-        paths: Files and folders; see :func:`jaxllm.documents.find`.
-        tokenizer: As in :func:`jaxllm.tokenizer.load`. A vocabulary of more than 65536 ids makes
-            shards of Llama 3's kind.
+        paths: Files and folders; see :func:`jaxllm.data.documents.find`.
+        tokenizer: As in :func:`jaxllm.data.tokenizer.load`. A vocabulary of more than 65536 ids
+            makes shards of Llama 3's kind.
         end_of_text: The name of the token before each document; None for the tokenizer's own.
-        key: The field that holds the text, as in :func:`jaxllm.documents.read`.
+        key: The field that holds the text, as in :func:`jaxllm.data.documents.read`.
         format: How to read every file; None to tell by name and contents.
         skip_bad: How many documents that cannot be read or tokenized are skipped. One more ends the
             call.
@@ -385,9 +385,9 @@ def _work(texts: list[str]) -> list[np.ndarray | str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of ``python -m jaxllm.tokenize``; a mistake exits with status 2."""
+    """The command line of ``python -m jaxllm.data.tokenize``; a mistake exits with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.tokenize",
+        prog="python -m jaxllm.data.tokenize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

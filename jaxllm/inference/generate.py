@@ -17,10 +17,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxllm.inference.sampling import check_sampling, sample
 from jaxllm.models.blocks import Params, for_decoding
 from jaxllm.models.cache import KVCache
 from jaxllm.models.special_tokens import SpecialTokens
-from jaxllm.sampling import check_sampling, sample
 
 
 class Config(Protocol):

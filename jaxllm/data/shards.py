@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from jaxllm.compression import plain_name, read_bytes
 from jaxllm.convert.llmc_shards import read_shard, write_shard
-from jaxllm.documents import ENDINGS, TEXTS
-from jaxllm.files import check_new, new_folder, walk
-from jaxllm.tokenizer import BYTES, Tokenizer
+from jaxllm.data.compression import plain_name, read_bytes
+from jaxllm.data.documents import ENDINGS, TEXTS
+from jaxllm.data.files import check_new, new_folder, walk
+from jaxllm.data.tokenizer import BYTES, Tokenizer
 
 EXTENSIONS = TEXTS
 # What is passed over in a Python installation: what is not the library proper, and the files that
@@ -307,7 +307,7 @@ def build(
         FileNotFoundError: A path does not exist, or there is no text in any.
         PermissionError: A file or a folder cannot be opened.
         ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. A file is damaged; or it
-            was named, and is not UTF-8 or has rows of documents, which :mod:`jaxllm.tokenize`
+            was named, and is not UTF-8 or has rows of documents, which :mod:`jaxllm.data.tokenize`
             reads. The tokenizer has more ids than two bytes hold; that module writes four.
     """
     folder, paths = Path(folder), list(paths)
@@ -327,8 +327,9 @@ def build(
         ending = Path(plain_name(path)).suffix
         if path in named and ending in ENDINGS and ending not in (*TEXTS, *extensions):
             raise ValueError(
-                f"{path}: has documents in rows, as its name says, which python -m jaxllm.tokenize "
-                f"reads; with the extension {ending} (--extensions) it is taken as one text"
+                f"{path}: has documents in rows, as its name says, which python -m "
+                f"jaxllm.data.tokenize reads; with the extension {ending} (--extensions) it is "
+                "taken as one text"
             )
         data = read_bytes(path).removeprefix(codecs.BOM_UTF8)
         try:
@@ -452,7 +453,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     print(summary)
-
-
-if __name__ == "__main__":
-    main()

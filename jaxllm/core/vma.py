@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import ManualAxisType
 
-from jaxllm import derivatives
+from jaxllm.core import derivatives
 
 Axes = frozenset[Any]
 _ARRAYS = (jax.Array, np.ndarray)
@@ -55,7 +55,7 @@ def shapes(structs: Any, arrays: Any) -> Any:
 
 
 def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """:func:`jaxllm.derivatives.custom_vjp` of a function with arguments of one type."""
+    """:func:`jaxllm.core.derivatives.custom_vjp` of a function with arguments of one type."""
     op = derivatives.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
 
     @functools.wraps(fn)

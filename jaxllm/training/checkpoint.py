@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxllm.checksum import checksums
 from jaxllm.convert.places import check
 from jaxllm.training import TrainState, cast
+from jaxllm.training.checksum import checksums
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager

@@ -14,10 +14,10 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from jaxllm import varying
+from jaxllm.core import vma
 
 try:
-    from jaxllm import _cuda  # type: ignore[attr-defined]
+    from jaxllm import _cuda
 
     _import_error = None
 except ImportError as error:
@@ -287,8 +287,8 @@ def call(
         tuple(results),
         vmap_method="broadcast_all",
         input_output_aliases=dict(aliases or {}),
-    )(*varying.alike(arrays), **decoded)
-    return varying.vary(out, varying.axes_of(arrays))
+    )(*vma.alike(arrays), **decoded)
+    return vma.vary(out, vma.axes_of(arrays))
 
 
 def _attribute(stem: str, name: str, value: Any) -> Any:

@@ -31,8 +31,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxllm import promotion
-from jaxllm.backend import BackendError
+from jaxllm.core import promotion
+from jaxllm.core.backend import BackendError
 
 
 def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> Any:

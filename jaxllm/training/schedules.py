@@ -1,4 +1,4 @@
-"""Learning rates over a run, by name, as optax and :mod:`jaxllm.optim` take them.
+"""Learning rates over a run, by name, as optax and :mod:`jaxllm.training.optim` take them.
 
 Each rises linearly over the warm-up, so that step ``warmup - 1`` has the peak, and goes from there
 to a share of the peak, which step ``steps`` and all after it have.

@@ -31,8 +31,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxllm import ffi, promotion, varying
-from jaxllm.backend import Backend, BackendError, Call, record
+from jaxllm.core import ffi, promotion, vma
+from jaxllm.core.backend import Backend, BackendError, Call, record
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
 
@@ -79,7 +79,7 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
     stem = f"{op.name}_{direction}" if direction else op.name
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
     # In a shard_map all of one type, so that the results' types do not hang on the backend.
-    arrays = varying.alike(arrays)
+    arrays = vma.alike(arrays)
     on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
     if options := getattr(_module(op, on_gpu), f"{stem}_options", None):
         static |= options(*arrays, **static)
@@ -228,7 +228,7 @@ def _run(
     if on_gpu == elsewhere == "xla":
         return implementation("xla")(*arrays)
     kernel = implementation(on_gpu)
-    axes = varying.axes_of(arrays)
+    axes = vma.axes_of(arrays)
     if elsewhere == "cuda":
         other = refusal("it needs an NVIDIA GPU", "use backend 'auto', 'xla' or 'pallas' there")
     elif elsewhere == "pallas-interpreter" and axes:
@@ -239,7 +239,7 @@ def _run(
 
     def typed(fn: Callable) -> Callable:
         # Both in one type: a kernel's results vary as its operands do, a constant does not.
-        return lambda *arrays: varying.vary(fn(*arrays), axes)
+        return lambda *arrays: vma.vary(fn(*arrays), axes)
 
     return jax.lax.platform_dependent(*arrays, cuda=typed(kernel), default=typed(other))
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jaxllm.compression import damage, damaged, open_file, plain_name
-from jaxllm.files import walk
+from jaxllm.data.compression import damage, damaged, open_file, plain_name
+from jaxllm.data.files import walk
 
 TEXTS = (".md", ".py", ".txt")
 LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc_header import HEADER_BYTES, read_header
-from jaxllm.files import read_json
+from jaxllm.data.files import read_json
 
 if TYPE_CHECKING:
     import tiktoken

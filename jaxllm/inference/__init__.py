@@ -1,0 +1,1 @@
+"""Text generation: sampling, int8 weights, and decoding with a key-value cache."""
