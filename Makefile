@@ -89,7 +89,7 @@ $(VENV)/.options: $(VENV)/.created FORCE
 
 # Editable: a change of a Python file needs no reinstall.
 $(VENV)/.installed-%: $(VENV)/.build-tools $(VENV)/.options pyproject.toml CMakeLists.txt \
-		cmake/architectures.cmake $(KERNEL_SOURCES)
+		$(wildcard cmake/*) $(KERNEL_SOURCES)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install --quiet --no-build-isolation \
 	    -C cmake.define.JAXLLM_CUDA=$(CUDA) -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	touch $@

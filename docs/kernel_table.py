@@ -1,8 +1,8 @@
-"""Writes ``kernel_table.md``: which op, and which files, stand for each kernel of the sources.
+"""Writes ``kernel_table.md``: the op for each kernel of the sources, and the files of each op.
 
-``python docs/kernel_table.py`` after an op has been added. Files are found by following the code:
-from an op's ``Op`` object to its modules, from their FFI targets to the handlers, from these to the
-launchers that they call, and so to the kernels. What was measured here is read from the results.
+Run ``python docs/kernel_table.py`` after an op is added. It follows the code: from an op's ``Op``
+object to its modules, from their FFI targets to the handlers, from these to the launchers that they
+call, and so to the kernels. Measurements are read from the results.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,15 +18,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+
 import jaxllm.ops
-from jaxllm.core.dispatch import Op
+from jaxllm.core.dispatch import Composition, Direction, Op
 from jaxllm.testing import Case
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "kernel_table.md"
 RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
 
-# What the projects that the ops descend from name or show, and the ops that do it here.
+# Older rows of the results have these names.
+FORMER_NAMES = {"attention_block": "pre_norm_self_attention", "ffn_block": "pre_norm_mlp"}
+
+# The kernels of the projects that the ops descend from, and the ops here that compute the same.
 SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
     "llm.c": {
         "encoder_forward_kernel3, encoder_backward_kernel": ("embed",),
@@ -38,7 +44,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
             "self_attention",
         ),
         "softmax_forward_kernel5, softmax_autoregressive_backward_kernel": ("softmax",),
-        "residual_forward_kernel": ("add", "add_layer_norm", "linear_add_layer_norm"),
+        "residual_forward_kernel": ("add", "add_layer_norm", "attention_block", "ffn_block"),
         "gelu_forward_kernel, gelu_backward_kernel": ("gelu", "bias_gelu"),
         "fused_classifier_kernel3": ("cross_entropy", "linear_cross_entropy"),
         "adamw_kernel2": ("adamw_update",),
@@ -81,8 +87,7 @@ SOURCES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-
-# What the sources say of their kernels' speed, and on which card.
+# The speed of the sources' kernels as the sources state it.
 FIGURES = {
     "rmsnorm forward and backward": (
         "8192 x 768 float32 on an L4: 0.238 ms, 211 GB/s or 0.70 of the card's 300; backward "
@@ -101,7 +106,7 @@ FIGURES = {
 
 
 def op_objects() -> dict[str, Op]:
-    """The public ops that dispatch, by name."""
+    """The public functions that are one :class:`Op`, by name."""
     apis = {getattr(jaxllm.ops, name).__module__ for name in jaxllm.ops.__all__}
     values = [
         value for api in sorted(apis) for value in vars(importlib.import_module(api)).values()
@@ -110,17 +115,69 @@ def op_objects() -> dict[str, Op]:
     return {name: ops[name] for name in jaxllm.ops.__all__ if name in ops}
 
 
+@functools.cache
+def fused_ops() -> dict[str, Op]:
+    """The ops with ``parts``, by name."""
+    names = [module.name for module in pkgutil.walk_packages(jaxllm.ops.__path__, "jaxllm.ops.")]
+    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
+    return {value.name: value for value in values if isinstance(value, Op) and value.parts}
+
+
+def compositions() -> dict[str, list[str]]:
+    """The public functions that dispatch fused ops, each with the names of these."""
+    found = {}
+    for function in jaxllm.ops.__all__:
+        reached = {op.name for op in reached_ops(getattr(jaxllm.ops, function)) if op.parts}
+        if reached - op_objects().keys():
+            found[function] = sorted(reached)
+    return found
+
+
+def reached_ops(function: Any) -> list[Op]:
+    """The ops that a public function dispatches, but not through other public functions."""
+    found: list[Op] = []
+    seen = {id(getattr(jaxllm.ops, name)) for name in jaxllm.ops.__all__} - {id(function)}
+
+    def visit(value: Any, names: dict[str, Any]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Op):
+            found.append(value)
+            visit(value.parts, {})
+        elif isinstance(value, Composition):
+            visit(value.fused, {})
+            visit(value.unfused, {})
+        elif hasattr(value, "co_names"):  # code, perhaps of a function inside another
+            for name in value.co_names:
+                visit(names.get(name), {})
+            for constant in value.co_consts:
+                if hasattr(constant, "co_names"):
+                    visit(constant, names)
+        elif hasattr(value, "__code__") and value.__module__.startswith("jaxllm."):
+            visit(value.__code__, value.__globals__)
+            for cell in value.__closure__ or ():
+                visit(cell.cell_contents, {})
+        elif isinstance(value, jax.custom_vjp):
+            for part in vars(value).values():
+                visit(part, {})
+
+    visit(function, {})
+    return found
+
+
+@functools.cache
 def handlers() -> dict[str, str]:
-    """The FFI handlers by the stems of their targets."""
-    text = (ROOT / "cuda" / "handlers.h").read_text()
-    return dict(re.findall(r"HANDLER\((\w+), (\w+)\)", text))
+    """The FFI handlers by the stems of their targets, as ``cmake/handlers.cmake`` finds them."""
+    pattern = re.compile(r"^ *XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+)", re.M)
+    names = [name for path in sources("*.cc") for name in pattern.findall(path.read_text())]
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): name for name in names}
 
 
 def targets_of(op: Op) -> list[str]:
     """The stems of the FFI targets that an op's CUDA module calls, itself or through others."""
     found: set[str] = set()
-    directions = ("forward", "backward", "forward_with_gradient", "head_with_gradients")
-    names: set[str] = {op.name, *(f"{op.name}_{direction}" for direction in directions)}
+    names: set[str] = {op.name, *(op.stem(direction) for direction in Direction)}
     modules: dict[str, ModuleType] = {}
     seen: set[int] = set()
 
@@ -142,7 +199,7 @@ def targets_of(op: Op) -> list[str]:
             for name in value.__code__.co_names:
                 visit(value.__globals__.get(name))
 
-    # A function may be given a module, so its names are looked up in all that have been met.
+    # A function may take a module as an argument, so its names are looked up in all modules found.
     visit(op.cuda)
     known = -1
     while known != len(seen):
@@ -178,7 +235,7 @@ def kernel_files(handler: str) -> tuple[Path, ...]:
     ((file, defined),) = [(path, match) for path, match in files.items() if match]
     headers = [header for header in included(file) if header.suffix == ".h"]
 
-    # What the handler calls, as far as the functions beside it and in its headers go.
+    # What the handler calls, in its own file and in its headers.
     functions = {
         name: text for path in (file, *headers) for name, text in functions_of(path).items()
     }
@@ -189,7 +246,7 @@ def kernel_files(handler: str) -> tuple[Path, ...]:
         words = {word for name in new for word in re.findall(r"\w+", functions.get(name, ""))}
         new = words - names
 
-    # The files behind the headers that declare some of it; these may stand on more of the family.
+    # The files that implement the headers which declare it, and those that they use in the family.
     kernels: dict[Path, None] = {}
     behind = [header for header in headers if names & declared(header)]
     for header in behind:
@@ -207,13 +264,13 @@ def sources(*patterns: str) -> list[Path]:
 
 
 def belongs(path: Path, header: Path) -> bool:
-    """Whether a file defines what a header declares: it bears its name, or has no header."""
+    """Whether a file defines what a header declares: it has its name, or has no header."""
     handler = path.suffix == ".cc" and "HANDLER_SYMBOL" in path.read_text()
     return path.stem == header.stem or not (handler or path.with_suffix(".h").exists())
 
 
 def declared(header: Path) -> set[str]:
-    """The launchers that a header declares, and the types that hold some."""
+    """The launchers that a header declares, and the types that hold them."""
     text = header.read_text()
     found = re.findall(r"^(?:cudaError_t|struct) (\w+)[ (]", text, re.M)
     return set(found) if "cudaError_t" in text else set()
@@ -225,12 +282,12 @@ def link(path: Path) -> str:
 
 
 def module_link(module: Any) -> str:
-    """A link to an implementation."""
-    return link(Path(str(module.__file__))) if module else "none"
+    """A link to an implementation; "" for none."""
+    return link(Path(str(module.__file__))) if module else ""
 
 
 def rows_of_sources() -> Iterator[str]:
-    """The first table: the sources' kernels and our ops."""
+    """The first table: the kernels of the sources, and our ops."""
     yield "| source | its kernels | op | its figures | measured here |"
     yield "|---|---|---|---|---|"
     for source, kernels in SOURCES.items():
@@ -242,22 +299,23 @@ def rows_of_sources() -> Iterator[str]:
 
 @functools.cache
 def results() -> list[dict[str, str]]:
-    """The rows that have a time."""
+    """The rows with a time."""
     with RESULTS.open() as file:
         return [row for row in csv.DictReader(file) if row["median_us"]]
 
 
 def measured(name: str) -> str:
-    """The CUDA kernels' rows of an op's first case that has some, in each dtype."""
-    found = [row for row in results() if (row["op"], row["implementation"]) == (name, "cuda")]
+    """The CUDA rows of an op's first case that has rows, in each dtype."""
+    names = (name, FORMER_NAMES.get(name))
+    found = [row for row in results() if row["implementation"] == "cuda" and row["op"] in names]
     for case in cases_of(name):
         rows = [row for row in found if row["case"] == case.name]
         shapes: dict[str, list[str]] = {}
-        for way in ("forward", "backward", "gradient"):
+        for direction in ("forward", "backward", "gradient"):
             for row in rows:
-                if row["direction"] == way:
+                if row["direction"] == direction:
                     speeds = shapes.setdefault(f"{row['shape']} {row['dtype']}", [])
-                    speeds.append(f"{way} {speed(case, row)}")
+                    speeds.append(f"{direction} {speed(case, row)}")
         if shapes:
             texts = (f"{shape}: {', '.join(speeds)}" for shape, speeds in shapes.items())
             return f"`{name}` {', '.join(texts)}"
@@ -265,73 +323,117 @@ def measured(name: str) -> str:
 
 
 def speed(case: Case, row: dict[str, str]) -> str:
-    """How fast a row is: by its operations or its bytes, whichever is nearer to the card's limit.
+    """The speed of a row: operations or bytes per second, whichever is nearer to the GPU's limit.
 
-    What is far from both is a time.
+    For a row that is far from both limits it is the time.
     """
     microseconds = float(row["median_us"])
     rate = getattr(case, f"{row['direction']}_flops") / microseconds / 1e6
-    of_products, of_copy = rate / float(row["matmul_tflop_per_s"]), float(row["share_of_copy"])
-    if max(of_products, of_copy) < 0.01:
+    of_matmul, of_copy = rate / float(row["matmul_tflop_per_s"]), float(row["share_of_copy"])
+    if max(of_matmul, of_copy) < 0.01:
         return f"{microseconds:.0f} us"
-    return f"{rate:.0f} TFLOP/s" if of_products > of_copy else f"{of_copy:.2f}"
+    return f"{rate:.0f} TFLOP/s" if of_matmul > of_copy else f"{of_copy:.2f}"
 
 
 def rows_of_ops() -> Iterator[str]:
     """The second table: our ops and their files."""
-    yield "| op | definition | Pallas | CUDA: handlers | kernels | cases | large | measured |"
+    yield "| op | reference | Pallas | CUDA: handlers | kernels | cases | large | measured |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, op in op_objects().items():
-        files = [kernel_files(handlers()[target]) for target in targets_of(op)]
-        entries = unique(file[0] for file in files)
-        kernels = unique(path for file in files for path in file[1:])
-        cells = [module_link(op.reference), module_link(op.pallas)]
-        cells += [" ".join(map(link, paths)) or "none" for paths in (entries, kernels)]
-        cases = cases_of(name)
-        counts = (len(cases), sum(case.large for case in cases), rows_of(name))
-        cells += map(str, counts)
+        parts = "its parts" if op.parts else "none"
+        modules = [module_link(module) or parts for module in (op.reference, op.pallas)]
+        cells = [*modules, *cuda_links(op), *counts_of(name)]
         yield f"| `{name}` | {' | '.join(cells)} |"
 
 
+def rows_of_fused_ops() -> Iterator[str]:
+    """The third table: the fused ops and their files."""
+    yield "| fused op | functions that use it | CUDA: handlers | kernels |"
+    yield "|---|---|---|---|"
+    users = compositions()
+    for name, op in sorted(fused_ops().items()):
+        functions = [f"`{user}`" for user, ops in users.items() if name in ops]
+        if functions:
+            yield f"| `{name}` | {' | '.join((', '.join(functions), *cuda_links(op)))} |"
+
+
+def rows_of_compositions() -> Iterator[str]:
+    """The fourth table: how the functions that use fused ops are tested and measured."""
+    yield "| function | cases | large | measured |"
+    yield "|---|---|---|---|"
+    for name in compositions():
+        if cases_of(name):
+            yield f"| `{name}` | {' | '.join(counts_of(name))} |"
+
+
+def cuda_links(op: Op) -> tuple[str, str]:
+    """The links to an op's handlers and to its kernels."""
+    files = [kernel_files(handlers()[target]) for target in targets_of(op)]
+    entries = unique(file[0] for file in files)
+    kernels = unique(path for file in files for path in file[1:])
+    return " ".join(map(link, entries)) or "none", " ".join(map(link, kernels)) or "none"
+
+
+def counts_of(name: str) -> tuple[str, str, str]:
+    """The number of cases, of large ones, and of measurements."""
+    cases = cases_of(name)
+    return str(len(cases)), str(sum(case.large for case in cases)), str(rows_of(name))
+
+
 def rows_of(name: str) -> int:
-    """How many measurements there are of an op."""
-    return sum(row["op"] == name for row in results())
+    """The number of measurements of an op."""
+    return sum(row["op"] in (name, FORMER_NAMES.get(name)) for row in results())
 
 
 def cases_of(name: str) -> list[Case]:
-    """The cases that test an op, and time it where they are large."""
+    """The cases of an op: the tests run all of them, the benchmarks time the large ones."""
     family = getattr(jaxllm.ops, name).__module__.rpartition(".")[0]
     cases = importlib.import_module(f"{family}.cases").CASES
     return [case for case in cases if case.op == name]
 
 
 def unique(paths: Iterable[Path]) -> list[Path]:
-    """The paths once each, in order."""
+    """The paths without repetitions, in order."""
     return list(dict.fromkeys(paths))
 
 
 def table() -> str:
     """The page."""
     lines = [
-        "# Which kernel is where",
+        "# Kernels and their files",
         "",
-        "Written by `python docs/kernel_table.py`; change that, not this page.",
+        "Generated by `python docs/kernel_table.py`; edit that script, not this page.",
         "",
-        "The ops descend from kernels that these projects show or name. Their figures are what the",
-        "projects say of speed, where they do. Measured here is what the CUDA kernels' rows in",
-        "[h200.csv](../benchmarks/results/h200.csv) have, on an H200: shares of a copy's speed, or",
-        "operations a second where these are nearer to the card's limit; far from both, a time.",
+        "## Kernels of other projects",
+        "",
+        "The ops descend from kernels in these projects. The figures are the projects' own. The",
+        "last column has the CUDA kernels' rows in [h200.csv](../benchmarks/results/h200.csv),",
+        "on an H200: a share of copy bandwidth, or TFLOP/s if that is nearer to the GPU's",
+        "limit, or a time if the row is far from both limits.",
         "",
         *rows_of_sources(),
         "",
-        "And these are the files of every op. A handler checks buffers and launches; the kernels",
-        "know nothing of XLA ([the way of a call](call.md)). The contract tests run each case on",
-        "every backend; the large ones need a GPU, and the benchmarks time them. The last column",
-        "counts the measurements: a backend or a peer on a case in one direction each.",
-        "`flash_attention_float8` has no cases but tests of its own, and no Pallas form: it is for",
-        "inference on Hopper, and its fallback is the definition.",
+        "## Ops",
+        "",
+        "A handler checks buffers and launches kernels; kernels do not depend on XLA ([the path",
+        "of a call](call.md)). The contract tests run every case on every backend. Large cases",
+        "need a GPU, and the benchmarks time them. The last column counts measurements: one",
+        "backend or peer on one case in one direction. `flash_attention_float8` has its own",
+        "tests instead of cases, and no Pallas kernel: it is for inference on Hopper, and its",
+        "fallback is the reference implementation.",
         "",
         *rows_of_ops(),
+        "",
+        "## Fused ops",
+        "",
+        "A fused op is a GEMM with what precedes or follows it, in one kernel. Where the kernel",
+        "rejects a call, the op's parts run, and `jaxllm.explain` prints the reason.",
+        "",
+        *rows_of_fused_ops(),
+        "",
+        "The functions that use fused ops:",
+        "",
+        *rows_of_compositions(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,7 @@
-"""What CMake does without nvcc, and which GPUs it builds for; nothing is compiled."""
+"""What CMake does without nvcc, which GPUs it builds for, and how it finds the FFI handlers.
+
+Nothing is compiled.
+"""
 
 import os
 import re
@@ -7,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_table
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -192,3 +196,50 @@ def test_nvcc_is_asked_what_it_compiles_for(tmp_path, cmake, mode):
         assert re.search(r"name one that it knows \(80, .*90", output)
     else:
         assert re.search(r"built as PTX for compute_\d+, .*CUDAARCHS has '1', but", output)
+
+
+@pytest.fixture
+def project(tmp_path, cmake):
+    """A project that only writes the list of handlers of its files; builds it, returns the list."""
+    source = tmp_path / "project"
+    source.mkdir()
+    (source / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.24)\n"
+        "project(handlers LANGUAGES NONE)\n"
+        f'include("{ROOT}/cmake/handlers.cmake")\n'
+        "file(GLOB_RECURSE sources CONFIGURE_DEPENDS *.cc)\n"
+        'jaxllm_write_handlers("${CMAKE_BINARY_DIR}/handlers.h" ${sources})\n'
+    )
+
+    def build(**files):
+        for name, text in files.items():
+            (source / f"{name}.cc").write_text(text)
+        out = tmp_path / "build"
+        for arguments in ([] if out.exists() else [("-S", source, "-B", out)]) + [("--build", out)]:
+            code, output = cmake(*arguments)
+            assert code == 0, output
+        text = (out / "handlers.h").read_text()
+        macro = re.search(r"define JAXLLM_HANDLERS\(HANDLER\)((?: \\\n.*)*)\n\n", text)
+        assert macro, text
+        return re.findall(r"^  HANDLER\((\w+), (\w+)\)", macro[1], re.M)
+
+    return build
+
+
+def test_a_new_handler_and_a_new_file_reach_the_list_of_handlers(project):
+    forward = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(DotForward, DotForwardImpl<Half>,\n  binding());\n"
+    backward = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(\n    DotBackward, DotBackwardImpl, binding());\n"
+    commented = "\n// XLA_FFI_DEFINE_HANDLER_SYMBOL(DotTwice, DotTwiceImpl, binding());\n"
+    other = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(NmsFloat8, NmsImpl, binding());\n"
+    found = [("dot_forward", "DotForward")]
+    assert project(dot=forward + commented) == found
+    found.append(("dot_backward", "DotBackward"))
+    assert project(dot=forward + commented + backward) == found
+    found.append(("nms_float8", "NmsFloat8"))
+    assert project(nms=other) == found
+
+
+def test_cmake_and_python_find_the_same_handlers(project):
+    files = {f"{path.parent.name}_{path.stem}": path for path in kernel_table.sources("*.cc")}
+    found = project(**{name: path.read_text() for name, path in files.items()})
+    assert found and dict(found) == kernel_table.handlers()
