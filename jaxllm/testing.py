@@ -108,6 +108,8 @@ class Case:
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the definition, whose float32
             intermediates would not fit beside those of other test processes.
+        call: What is called in the place of the op, where that one takes or returns more than
+            arrays.
     """
 
     op: str
@@ -129,6 +131,7 @@ class Case:
     inexact_under: tuple[tuple[str, str], ...] = ()
     large: bool = False
     timed_only: bool = False
+    call: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}"

@@ -1,16 +1,16 @@
-"""Runs the kernels whose CTAs wait for one another while the GPU is shared: nothing may hang.
+"""Runs kernels whose CTAs wait for other CTAs on a shared GPU, and checks that none hangs.
 
     python tests/share_a_gpu.py processes --seconds 60          # two processes on one GPU
     python tests/share_a_gpu.py processes --seconds 60 --mps    # both at once on its SMs
     python tests/share_a_gpu.py streams --seconds 60            # one program, two streams, two GPUs
 
-A process loops GPT-2's training step, whose row-at-once GEMMs exchange the sums of rows, and
-attention's backward, in which a tile of keys waits for those before it. Each process prints a line
-a second with the number of its rounds. If none comes for ``--patience`` seconds, the script ends
-the processes and fails. ``docs/waits.md`` says why none can hang.
+A process loops GPT-2's training step and the attention backward. In the step, GEMMs with a layer
+norm epilogue exchange row sums between CTAs. In the backward, a key tile waits for earlier key
+tiles. Each process prints its number of rounds every second. If it is silent for ``--patience``
+seconds, the script kills the processes and fails. ``docs/waits.md`` explains why no kernel hangs.
 
-With ``streams``, one program has row-at-once GEMMs on one stream of each GPU, attention's backward
-on another, and all-reduces of NCCL beside them. Its results must be the same bits in each round.
+With ``streams``, one program runs those GEMMs on one stream of each GPU, the attention backward on
+another, and NCCL all-reduces at the same time. Its results must be bit-identical in each round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSES = 2
 
 
 def attention_arguments(tokens: int, heads: int = 4):
-    """q, k, v and the gradient of the output: one key head, 128 wide."""
+    """q, k, v and dout, with one key head and head width 128."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +76,7 @@ def make_step(batch_size: int):
 
 
 def loop(seconds: float, batch_size: int, tokens: int) -> None:
-    """One process: steps and attention's gradients in turn, a line a second."""
+    """One process: alternates training steps and attention gradients; prints a line per second."""
     import jax
 
     import jaxllm
@@ -105,11 +105,11 @@ def loop(seconds: float, batch_size: int, tokens: int) -> None:
     print(f"done {rounds} loss {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
 
 
-def stream_program(rows: int, tokens: int, heads: int = 4, products: int = 24, turns: int = 2):
-    """The program of two streams beside all-reduces, and its arguments.
+def stream_program(rows: int, tokens: int, heads: int = 4, matmuls: int = 24, repeats: int = 2):
+    """The program with two streams and all-reduces, and its arguments.
 
-    XLA gives no stream to the calls inside what is annotated with one. So the kernels are called
-    themselves, and not the ops, which JAX traces as calls.
+    XLA ignores a stream annotation for calls inside the annotated function. So the program calls
+    the kernels directly, instead of the ops, which JAX traces as calls.
     """
     import jax
     import jax.numpy as jnp
@@ -117,44 +117,44 @@ def stream_program(rows: int, tokens: int, heads: int = 4, products: int = 24, t
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     from jaxllm.ops.attention import cuda as attention
-    from jaxllm.ops.gemm import cuda as gemm
+    from jaxllm.ops.gemm import cuda_fused as gemm
 
     width = 768
     options = {"causal": True, "scale": 128**-0.5, "window": None, "softcap": None}
     forward = functools.partial(attention.flash_attention_forward, segment_ids=None, **options)
 
-    def multiply(x, weight, bias, normed, mean, rstd):
-        for _ in range(products):
-            normed, mean, rstd = gemm._matmul_norm(x, weight, bias, normed, mean, rstd, eps=1e-5)
-        return normed, mean, rstd
+    def multiply(x, weight, bias, *norm):
+        for _ in range(matmuls):
+            _, norm = gemm.matmul_residual_norm(x, weight, bias, x, norm, eps=1e-5)
+        return norm
 
     def differentiate(q, k, v, out, lse, dout):
-        for _ in range(turns):
+        for _ in range(repeats):
             gradients = attention.flash_attention_backward(q, k, v, out, lse, dout, None, **options)
             dout = gradients[0]
         return gradients
 
     def on_stream(i, fn):
         space = jax.memory.Space.Device
-        annotate: Any = compute_on  # as JAX has it from 0.11 on
+        annotate: Any = compute_on  # the signature of JAX 0.11
         return annotate(fn, compute_type=f"gpu_stream:{i}", out_memory_spaces=space)
 
-    def program(of_products, of_attention, shard):
-        first = on_stream(1, multiply)(*of_products)
-        second = on_stream(2, differentiate)(*of_attention)
+    def program(matmul_args, attention_args, shard):
+        first = on_stream(1, multiply)(*matmul_args)
+        second = on_stream(2, differentiate)(*attention_args)
         for _ in range(6):
             shard = jax.lax.psum(shard, "gpu") * 0.5
         return first, second, shard
 
     mesh = jax.make_mesh((2,), ("gpu",), axis_types=(AxisType.Auto,))
     everywhere, split = PartitionSpec(), PartitionSpec("gpu")
-    x, normed = jax.random.normal(jax.random.key(0), (2, rows, width), jnp.bfloat16)
+    x, x_hat = jax.random.normal(jax.random.key(0), (2, rows, width), jnp.bfloat16)
     weight = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16) * width**-0.5
     statistics = jnp.zeros(rows), jnp.ones(rows)
     q, k, v, dout = attention_arguments(tokens, heads)
     out, lse = jax.jit(forward)(q, k, v)
     arguments = (
-        ((x, weight, jnp.zeros(width, x.dtype), normed, *statistics), everywhere),
+        ((x, weight, jnp.zeros(width, x.dtype), x_hat, *statistics), everywhere),
         ((q, k, v, out, lse, dout), everywhere),
         (jnp.ones(1 << 26), split),
     )
@@ -170,7 +170,7 @@ def stream_program(rows: int, tokens: int, heads: int = 4, products: int = 24, t
 
 
 def loop_streams(seconds: float, tokens: int) -> None:
-    """One process on two GPUs: rounds of the program, a line a second."""
+    """One process on two GPUs: repeats the program; prints a line per second."""
     import jax
     import jax.numpy as jnp
 
@@ -189,7 +189,7 @@ def loop_streams(seconds: float, tokens: int) -> None:
 
 
 def watch(commands: list[list[str]], environment: dict[str, str], patience: float) -> int:
-    """Runs commands at the same time; ends them all where one is silent for so long."""
+    """Runs commands concurrently; kills them all if one is silent for ``patience`` seconds."""
     lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
     children = []
     for i, command in enumerate(commands):
@@ -227,7 +227,7 @@ def watch(commands: list[list[str]], environment: dict[str, str], patience: floa
 
 
 def start_mps(environment: dict[str, str]) -> None:
-    """Starts NVIDIA's Multi-Process Service, in folders of its own."""
+    """Starts NVIDIA's Multi-Process Service with temporary folders."""
     folder = Path(tempfile.mkdtemp(prefix="mps-"))
     environment["CUDA_MPS_PIPE_DIRECTORY"] = str(folder / "pipe")
     environment["CUDA_MPS_LOG_DIRECTORY"] = str(folder / "log")
@@ -237,7 +237,7 @@ def start_mps(environment: dict[str, str]) -> None:
 
 
 def stop_mps(environment: dict[str, str]) -> None:
-    """Ends it."""
+    """Stops the Multi-Process Service."""
     subprocess.run(
         ["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, check=False
     )

@@ -1,17 +1,37 @@
 """Who may import whom: the layers of the house, read off the sources."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
+import kernel_table
 import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
-PALLAS = ("pallas", "pallas_decode", "pallas_flash")
-IMPLEMENTATIONS = ("reference", "reference_decode", "xla", *PALLAS, "cuda", "cuda_decode")
-BRIDGE = ("jaxllm.core.ffi", "jaxllm.ops.pallas_call")  # by which they call kernels
-LEAVES = [f"jaxllm.{name}" for name in ("checksum", "compression", "files", "flops", "precision")]
+# Each module of the core, and each family of ops, may import those before it.
+CORE = (
+    "backend", "promotion", "precision", "derivatives", "vma", "ffi", "layout", "dispatch", "op",
+)  # fmt: skip
+FAMILIES = (
+    "activation", "norm", "rotary", "embedding", "reduction", "optimizer", "vision",
+    "quantization", "gemm", "attention", "loss", "block",
+)  # fmt: skip
+SHARED = ("jaxllm.ops.checks", "jaxllm.ops.weights")  # by all families
+# The packages above the ops, and those that each may import.
+PACKAGES = {
+    "jaxllm.models": ("jaxllm.ops",),
+    "jaxllm.data": (),
+    "jaxllm.inference": ("jaxllm.ops", "jaxllm.models"),
+    "jaxllm.convert": tuple(
+        f"jaxllm.{name}" for name in ("core", "ops", "models", "data", "inference")
+    ),
+    "jaxllm.training": tuple(
+        f"jaxllm.{name}" for name in ("core", "ops", "models", "data", "convert")
+    ),
+}
+KINDS = ("reference", "xla", "pallas", "cuda")  # of implementations, which begin with these words
 KERNELS = sorted([*(ROOT / "cuda").rglob("*.cu"), *(ROOT / "cuda").rglob("*.cuh")])
 
 
@@ -38,69 +58,55 @@ def is_under(name, *packages):
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+def kind_of(stem):
+    """Which implementation a module of a family is; None for any other module."""
+    return next((kind for kind in KINDS if stem.split("_")[0] == kind), None)
+
+
+def before(names, name):
+    return names[: names.index(name)]
+
+
 def allowed(module):
-    """The jaxllm modules that a module may import, and the heavy packages; None for no limit."""
-    family = re.match(r"jaxllm\.ops\.(\w+)\.(\w+)$", module)
-    if module in ("jaxllm.core.backend", "jaxllm.core.promotion"):
-        return ()
-    if module == "jaxllm.core.derivatives":
-        return ("jaxllm.core.backend", "jaxllm.core.promotion")
-    if module == "jaxllm.core.vma":
-        return ("jaxllm.core.derivatives",)
-    if module == "jaxllm.core.ffi":
-        return ("jaxllm._cuda", "jaxllm.core.backend", "jaxllm.core.vma")
-    if module == "jaxllm.core.dispatch":
-        return (
-            "jaxllm.core.backend",
-            "jaxllm.core.ffi",
-            "jaxllm.core.promotion",
-            "jaxllm.core.vma",
-        )
-    if module == "jaxllm.ops.pallas_call":
-        return ("jaxllm.core.vma",)
-    if module in ("jaxllm.testing", "jaxllm.ops.checks", *LEAVES):
-        return ()
-    if module == "jaxllm.data.documents":
-        return ("jaxllm.data.compression", "jaxllm.data.files")
-    if module == "jaxllm.ops.streams":
-        return ("jaxllm.ops.checks",)
-    if family and family[1] == "gemm" and family[2] in ("reference", "pallas", "cuda"):
-        # What follows a product is an activation or a norm of the same backend.
-        after = [f"jaxllm.ops.{part}.{family[2]}" for part in ("activation", "norm")]
-        shared = ("jaxllm.ops.gemm.products", "jaxllm.ops.gemm.slopes")
-        return (*after, *shared, *BRIDGE)
-    if family and family[1] == "decoding" and family[2] in IMPLEMENTATIONS:
-        # A block is made of products and attention of the same backend.
-        parts = ("attention", "gemm", "quantization")
-        names = (family[2], f"{family[2]}_decode")
-        own = [f"jaxllm.ops.{part}.{name}" for part in parts for name in names]
-        return (*own, "jaxllm.ops.decoding.composed", *BRIDGE)
-    if family and family[1] == "attention" and family[2] in IMPLEMENTATIONS:
-        # Queries and keys turn by the rotary embeddings of the same backend; cuDNN's by XLA's. The
-        # layer after attention is of the same backend too.
-        same = {"pallas_flash": "pallas", "xla": "reference"}.get(family[2], family[2])
-        own = [f"jaxllm.ops.{part}.{same}" for part in ("rotary", "gemm", "norm")]
-        return (*own, "jaxllm.ops.attention.packing", *BRIDGE)
-    if family and family[1] == "loss" and family[2] in IMPLEMENTATIONS:
-        # What makes the logits is a product of the same backend, or XLA's.
-        return (f"jaxllm.ops.gemm.{family[2]}", "jaxllm.ops.loss.head", *BRIDGE)
-    if family and family[2] in IMPLEMENTATIONS:
-        return BRIDGE
-    if family and family[2] == "cases":
-        return ("jaxllm.testing",)
-    if family and family[2] == "api":
-        core = ("core.backend", "core.dispatch", "ops.checks", "core.promotion", "core.vma")
-        shared = tuple(f"jaxllm.{name}" for name in core)
-        streams = ("jaxllm.ops.streams",) if family[1] in ("norm", "gemm", "attention") else ()
-        # The projection before attention is XLA's, whatever the backend. A layer and a norm follow.
-        after = ("gemm.products", "gemm.api", "norm.api") if family[1] == "attention" else ()
-        others = (*streams, *(f"jaxllm.ops.{name}" for name in after))
-        return (*shared, *others, f"jaxllm.ops.{family[1]}")
-    if is_under(module, "jaxllm.models"):
-        return ("jaxllm.ops", "jaxllm.models")
-    if is_under(module, "jaxllm.ops"):
-        return ("jaxllm.ops",)
-    return ("jaxllm",)
+    """Whether a module may import another one of jaxllm, as a function of that one."""
+    layer, *rest = module.split(".")[1:] or [""]
+    if layer == "core" and rest:
+        earlier = [f"jaxllm.core.{name}" for name in before(CORE, rest[0])]
+        extension = ["jaxllm._cuda"] if rest == ["ffi"] else []
+        return lambda name: is_under(name, *earlier, *extension)
+    if layer == "ops" and len(rest) == 2:
+        return functools.partial(is_allowed_in_a_family, *rest)
+    if layer == "ops" and rest:
+        return lambda name: is_under(name, "jaxllm.core", *SHARED)
+    if (package := f"jaxllm.{layer}") in PACKAGES:
+        return lambda name: is_under(name, package, *PACKAGES[package])
+    return lambda name: layer != "testing" and is_under(name, "jaxllm")
+
+
+def is_allowed_in_a_family(family, stem, name):
+    """Whether a module of a family may import ``name``.
+
+    An implementation may use the same backend's of an earlier family, and helpers of its own. All
+    other modules may use the core, their own family, and what is no implementation of earlier ones.
+    """
+    kind = kind_of(stem)
+    if is_under(name, *SHARED):
+        return True
+    if stem == "cases":
+        return is_under(name, "jaxllm.testing", f"jaxllm.ops.{family}")
+    if is_under(name, "jaxllm.core"):
+        return kind is None or is_under(name, "jaxllm.core.ffi", "jaxllm.core.precision")
+    if is_under(name, "jaxllm.ops.pallas_call"):
+        return kind == "pallas"
+    match = re.match(r"jaxllm\.ops\.(\w+)\.(\w+)", name)
+    if not match or match[1] not in FAMILIES:
+        return False
+    other, other_kind = match[1], kind_of(match[2])
+    if other == family:
+        return kind is None or other_kind in (None, kind)
+    if other not in before(FAMILIES, family):
+        return False
+    return other_kind == ("reference" if kind == "xla" else kind)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -108,16 +114,16 @@ def test_imports_point_downwards(path):
     module = name_of(path)
     for imported in imports(path):
         if is_under(imported, "jaxllm"):
-            assert is_under(imported, *allowed(module)), f"{module} imports {imported}"
+            assert allowed(module)(imported), f"{module} imports {imported}"
         if is_under(imported, "jax.experimental.pallas"):
-            assert path.stem in (*PALLAS, "pallas_call"), f"{module} imports Pallas"
+            assert path.stem.startswith("pallas"), f"{module} imports Pallas"
         if is_under(imported, "jaxllm._cuda"):
             assert module == "jaxllm.core.ffi", f"{module} imports the extension"
         if is_under(imported, "optax"):
             assert is_under(module, "jaxllm.training"), f"{module} imports optax"
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.stem in PALLAS], ids=name_of)
+@pytest.mark.parametrize("path", list((ROOT / "jaxllm" / "ops").glob("*/pallas*.py")), ids=name_of)
 def test_pallas_kernels_are_called_in_one_place(path):
     assert "pl.pallas_call" not in path.read_text(), "jaxllm/ops/pallas_call.py is for that"
 
@@ -125,14 +131,14 @@ def test_pallas_kernels_are_called_in_one_place(path):
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_only_dispatch_calls_an_implementation(path):
     module = name_of(path)
-    if re.match(r"jaxllm\.ops\.\w+\.api$", module):
+    if re.match(r"jaxllm\.ops\.\w+\.api", module):
         calls = [
             ast.unparse(node.func)
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Call)
         ]
         for call in calls:
-            assert call.split(".")[0] not in IMPLEMENTATIONS, (module, call)
+            assert kind_of(call.split(".")[0]) is None, (module, call)
 
 
 def test_a_model_names_no_backend():
@@ -163,9 +169,9 @@ def test_a_handler_file_holds_no_kernel(path):
 
 
 def test_every_handler_has_a_python_caller():
-    handlers = re.findall(r"HANDLER\((\w+), (\w+)\)", (ROOT / "cuda" / "handlers.h").read_text())
+    handlers = kernel_table.handlers()
     assert handlers
     callers = "".join(path.read_text() for path in (ROOT / "jaxllm" / "ops").rglob("cuda*.py"))
-    for stem, handler in handlers:
+    for stem, handler in handlers.items():
         assert handler == "".join(word.capitalize() for word in stem.split("_"))
         assert f'"{stem}"' in callers, f"nothing calls {stem}"

@@ -30,7 +30,7 @@ def nothing_stays():
 def implementation():
     """The backend that a call of an op gets, by its program."""
     (call,) = jaxllm.explain(ops.gelu, jnp.ones(3)).calls
-    return call.elsewhere
+    return call.fallback
 
 
 async def hold(name, entered, leave):
@@ -185,7 +185,7 @@ def test_a_block_is_of_one_thread():
 @pytest.mark.parametrize("value", ["", " "])
 def test_an_empty_variable_counts_as_unset(value):
     run = subprocess.run(
-        [sys.executable, "-c", "from jaxllm import backend; print(backend.resolve())"],
+        [sys.executable, "-c", "from jaxllm.core import backend; print(backend.resolve())"],
         capture_output=True,
         text=True,
         env=os.environ | {"JAXLLM_BACKEND": value, "PYTHONPATH": str(ROOT)},

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxllm.convert.huggingface import to_state_dict
+from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.inference.generate import complete, stream
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.blocks import for_decoding
+from jaxllm.models.common import for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=160, layers=2, heads=2, width=32)
@@ -126,9 +127,9 @@ def test_an_int8_cache_is_close(model, config):
     tokens, lengths = jnp.array([[5, 9, 2, 4], [7, 1, 0, 0]]), jnp.array([4, 2])
     found = {}
     for dtype in (jnp.float32, jnp.int8):
-        cache = model.empty_cache(config, 2, 8, dtype)
-        _, cache = model.prefill(params, tokens, lengths, config, cache)
-        logits, cache = model.decode_step(params, jnp.array([3, 8]), config, cache)
+        cache = init_cache(config, 2, 8, dtype)
+        _, cache = prefill(model, params, tokens, lengths, config, cache)
+        logits, cache = decode_step(model, params, jnp.array([3, 8]), config, cache)
         assert cache.lengths.tolist() == [5, 3]
         found[dtype] = logits[:, : config.vocab_size]
     difference = abs(found[jnp.int8] - found[jnp.float32]).max()
@@ -138,8 +139,8 @@ def test_an_int8_cache_is_close(model, config):
 @pytest.mark.parametrize(("model", "config"), MODELS)
 def test_no_sequences_are_no_error(model, config):
     params = model.init(jax.random.key(0), config)
-    cache = model.empty_cache(config, 0, 8, jnp.float32)
-    logits, cache = model.decode_step(params, jnp.zeros(0, jnp.int32), config, cache)
+    cache = init_cache(config, 0, 8, jnp.float32)
+    logits, cache = decode_step(model, params, jnp.zeros(0, jnp.int32), config, cache)
     assert logits.shape == (0, config.padded_vocab_size)
     assert cache.lengths.shape == (0,)
 
@@ -174,7 +175,7 @@ def test_top_p_keeps_the_fewest_likeliest():
         ({"prompts": [[1, 61]]}, "prompt 0 has tokens from 1 to 61; .* from 0 to 60"),
         ({"prompts": [[-1]]}, "prompt 0 has tokens from -1"),
         ({"prompts": [[1] * 158]}, "158 tokens, 161 with .* max_seq_len is 160"),
-        ({"prompts": [[1] * 9], "room": 10}, "9 tokens, 12 with .* room for 10"),
+        ({"prompts": [[1] * 9], "max_length": 10}, "9 tokens, 12 with .* max_length is 10"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": 0}, "top_k is 0"),
         ({"temperature": 1.0}, "key is missing"),
@@ -197,15 +198,15 @@ def test_refuses(wrong, message):
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
-    params, cache = random_params(model, config), model.empty_cache(config, 2, 8, jnp.float32)
+    params, cache = random_params(model, config), init_cache(config, 2, 8, jnp.float32)
 
     def refuse(message, tokens, lengths):
         with pytest.raises(ValueError, match=message):
-            model.prefill(params, tokens, jnp.array(lengths), config, cache)
+            prefill(model, params, tokens, jnp.array(lengths), config, cache)
 
     ones = functools.partial(jnp.ones, dtype=int)
     refuse(
-        r"tokens has shape \(2, 9\), prompts of 9; the cache has room for 8", ones((2, 9)), [9, 1]
+        r"tokens has shape \(2, 9\), prompts of 9; the cache has max_length 8", ones((2, 9)), [9, 1]
     )
     refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
     refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])

@@ -1,4 +1,4 @@
-"""What is known of a GPU and of the code built for it, and what follows; no GPU is needed."""
+"""Properties of a GPU and of the code built for it, and their consequences, without a GPU."""
 
 import dataclasses
 import subprocess
@@ -30,7 +30,7 @@ def normalize(x):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes this process have some GPUs and an extension built for some architectures."""
+    """Pretends that the process has GPUs, and an extension built for some architectures."""
 
     def set_up(*gpus, architectures="80-real"):
         facts = {"architectures": architectures, "cuda": "13.0.88", "jaxlib": "0.10.0"}
@@ -41,14 +41,14 @@ def pretend(monkeypatch):
     return set_up
 
 
-def test_a_gpu_without_code_is_named_beside_the_code_there_is(pretend):
+def test_unavailable_reason_names_the_gpu_and_the_built_code(pretend):
     pretend(NO_IMAGE)
     reason = str(ffi.unavailable_reason())
     assert reason.startswith("the extension has code for sm_80; this GPU is sm_90; reinstall ")
     assert not ffi.is_available()
 
 
-def test_a_patched_device_is_enough_to_have_no_image(pretend, monkeypatch):
+def test_device_without_an_image_makes_kernels_unavailable(pretend, monkeypatch):
     pretend()
     monkeypatch.setattr(ffi, "device", lambda: NO_IMAGE)
     assert "code for sm_80; this GPU is sm_90" in str(ffi.unavailable_reason())
@@ -59,19 +59,19 @@ def test_a_patched_device_is_enough_to_have_no_image(pretend, monkeypatch):
     [
         ("80-real 90a-real", 120, "code for sm_80, sm_90a; this GPU is sm_120; "),
         ("80-real 90a-real 120-virtual", 100, "sm_90a, PTX of compute_120; this GPU is sm_100; "),
-        # Without a suffix, code and PTX; PTX of sm_90a is for that alone.
+        # Without a suffix: machine code and PTX. PTX of sm_90a runs only on sm_90a.
         ("100", 90, "code for sm_100, PTX of compute_100; this GPU is sm_90; "),
         ("90a", 100, "code for sm_90a, PTX of compute_90a; this GPU is sm_100; "),
-        # There is PTX that would do, but not for this driver.
+        # There is suitable PTX, but the driver does not support it.
         ("80-real 90-virtual", 120, "sm_120, whose driver is too old for PTX of CUDA 13.0.88; "),
     ],
 )
-def test_code_is_told_from_ptx(pretend, architectures, capability, wanted):
+def test_image_is_machine_code_or_ptx(pretend, architectures, capability, wanted):
     pretend(dataclasses.replace(NO_IMAGE, capability=capability), architectures=architectures)
     assert wanted in str(ffi.unavailable_reason())
 
 
-def test_several_gpus_have_what_all_have(pretend):
+def test_device_of_several_gpus_has_their_common_properties(pretend):
     pretend(ffi.H100, A100)
     assert ffi.device() == A100
     pretend(ffi.H100, ffi.H100)
@@ -80,7 +80,7 @@ def test_several_gpus_have_what_all_have(pretend):
     assert ffi.device() == dataclasses.replace(NO_IMAGE, clusters=ffi.H100.clusters)
 
 
-def test_gpus_of_several_kinds_are_told_apart(pretend):
+def test_mixed_gpus_are_reported(pretend):
     pretend(ffi.H100, A100)
     assert ffi.unavailable_reason() is None
     assert "GPUs of several kinds, sm_80, sm_90," in str(ffi.no_hopper_reason())
@@ -98,33 +98,33 @@ def test_gpus_of_several_kinds_are_told_apart(pretend):
         ({"capability": 100, "has_sm90a": False}, "needs a Hopper GPU"),
     ],
 )
-def test_kernels_for_hopper_want_the_gpu_and_the_code(pretend, changes, wanted):
+def test_hopper_kernels_need_the_gpu_and_its_code(pretend, changes, wanted):
     pretend(dataclasses.replace(ffi.H100, **changes))
     assert wanted in str(ffi.no_hopper_reason())
 
 
-def test_auto_goes_on_where_no_code_runs_and_explains_it(pretend):
+def test_auto_falls_back_without_code_for_the_gpu(pretend):
     pretend(NO_IMAGE)
     explanation = jaxllm.explain(jax.grad(lambda x: normalize(x).sum()), X)
     assert {call.on_gpu for call in explanation.calls} == {"pallas"}
     assert "    not cuda: the extension has code for sm_80; this GPU is sm_90" in str(explanation)
 
 
-def test_cuda_by_name_says_that_no_code_runs(pretend):
+def test_cuda_backend_without_code_for_the_gpu_is_an_error(pretend):
     pretend(NO_IMAGE)
     wanted = "backend 'cuda' cannot serve rms_norm_forward: the extension has code for sm_80; this"
     with pytest.raises(jaxllm.BackendError, match=wanted):
         ops.rms_norm(X, SCALE, backend="cuda")
 
 
-def test_a_kernel_of_another_library_needs_no_code_of_ours(pretend, monkeypatch):
+def test_kernels_of_other_libraries_do_not_need_the_extension(pretend, monkeypatch):
     pretend(NO_IMAGE)
     monkeypatch.setattr(ffi, "_loaded", {"softsign_forward"})
     assert ffi.unavailable_reason("softsign_forward") is None
     assert ffi.unavailable_reason("rms_norm_forward") is not None
 
 
-def test_without_a_gpu_nothing_is_held_against_the_extension(pretend):
+def test_extension_is_available_without_a_gpu(pretend):
     pretend()
     assert ffi.device() is None
     assert ffi.unavailable_reason() is None
@@ -132,11 +132,11 @@ def test_without_a_gpu_nothing_is_held_against_the_extension(pretend):
     assert call.on_gpu == "cuda"
 
 
-def test_info_tells_what_runs_on_each_gpu(pretend, capsys):
+def test_info_prints_the_code_for_each_gpu(pretend, capsys):
     pretend(ffi.H100, architectures="90a-real")
     main(["info"])
     lines = capsys.readouterr().out.splitlines()
-    described = "sm_90, 132 SMs, 227 KiB of shared memory for a CTA; runs the extension's code for"
+    described = "sm_90, 132 SMs, 227 KiB of shared memory per CTA; runs the extension's code for"
     assert f"gpu         {described} sm_90a" in lines
     assert "hopper      its kernels run" in lines
     pretend(dataclasses.replace(ffi.H100, image=80, has_sm90a=False), architectures="80")
@@ -146,7 +146,7 @@ def test_info_tells_what_runs_on_each_gpu(pretend, capsys):
     assert "hopper      its kernels do not: the CUDA extension is not built for sm_90a" in lines
 
 
-def test_info_tells_of_a_gpu_without_code(pretend, capsys):
+def test_info_reports_a_gpu_without_code(pretend, capsys):
     pretend(NO_IMAGE)
     main(["info"])
     printed = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_info_tells_of_a_gpu_without_code(pretend, capsys):
 
 
 class Extension:
-    """An extension that knows of two GPUs."""
+    """A fake extension with two GPUs."""
 
     @staticmethod
     def device_facts(ordinal):
@@ -180,15 +180,15 @@ def survey(monkeypatch, *ordinals):
     return found
 
 
-def test_the_gpus_are_those_of_this_process_by_their_ordinals(monkeypatch):
+def test_devices_are_selected_by_ordinal(monkeypatch):
     assert survey(monkeypatch, 3, 0) == ((A100, ffi.H100), None)
 
 
-def test_a_gpu_whose_ordinal_nobody_says_is_unknown(monkeypatch):
+def test_gpu_without_an_ordinal_is_unknown(monkeypatch):
     assert survey(monkeypatch, 0, None) == ((), None)
 
 
-def test_an_extension_that_cannot_ask_the_gpu_is_not_called(monkeypatch):
+def test_extension_without_device_queries_is_not_called(monkeypatch):
     gpus, fault = survey(monkeypatch, 1)
     assert gpus == () and "device 1: CUDA driver version is insufficient" in str(fault)
     monkeypatch.setattr(ffi, "_survey", lambda: (gpus, fault))
@@ -196,8 +196,8 @@ def test_an_extension_that_cannot_ask_the_gpu_is_not_called(monkeypatch):
     assert ffi.device() is None
 
 
-def test_an_import_asks_for_no_gpu():
-    # jax.distributed.initialize has to come before the first question about devices.
+def test_import_does_not_query_devices():
+    # jax.distributed.initialize must run before the first device query.
     script = (
         "import jaxllm, jaxllm.models, jaxllm.ops\n"
         "from jax._src import xla_bridge\n"
@@ -207,7 +207,7 @@ def test_an_import_asks_for_no_gpu():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_an_extension_of_older_sources_is_refused():
+def test_outdated_extension_is_rejected():
     class Old:
         @staticmethod
         def build_facts():
@@ -229,23 +229,23 @@ def test_an_extension_of_older_sources_is_refused():
 
 
 @pytest.mark.skipif(WITHOUT_EXTENSION is not None, reason=str(WITHOUT_EXTENSION))
-def test_the_extension_names_the_facts_that_python_has():
+def test_extension_and_python_have_the_same_device_fields():
     assert set(ffi._cuda.device_fact_names()) == ffi._FACTS
 
 
 @pytest.mark.gpu
-def test_the_gpu_of_this_machine_has_facts_and_code():
+def test_gpu_of_this_machine_has_properties_and_code():
     (gpu, *_) = ffi.devices()
     assert gpu.multiprocessors > 0 and gpu.shared_bytes >= 48 << 10
     capability = jax.local_devices(backend="cuda")[0].compute_capability
     assert gpu.capability == int(capability.replace(".", ""))
     built = {name.split("-")[0] for name in ffi.build_facts()["architectures"].split()}
     assert str(gpu.image) in {name.rstrip("af") for name in built}
-    # The code for sm_90a is taken wherever it is there.
+    # The code for sm_90a is preferred if it exists.
     assert gpu.has_sm90a == ("90a" in built and gpu.capability == 90)
 
 
-def test_a_kernel_too_large_for_the_gpu_has_both_sizes_told(monkeypatch):
+def test_shared_memory_error_has_both_sizes(monkeypatch):
     monkeypatch.setattr(ffi, "shared_needs", lambda: {"small": 1000, "large": 180 << 10})
     monkeypatch.setattr(ffi, "device", lambda: None)
     assert ffi.shared_memory_reason("large") is None
@@ -256,7 +256,7 @@ def test_a_kernel_too_large_for_the_gpu_has_both_sizes_told(monkeypatch):
     )
 
 
-def test_a_trace_for_one_gpu_is_not_taken_for_another(pretend, monkeypatch):
+def test_traces_are_not_shared_between_gpus(pretend, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "jaxllm.ops.norm.cuda.rms_norm_forward",
@@ -268,7 +268,7 @@ def test_a_trace_for_one_gpu_is_not_taken_for_another(pretend, monkeypatch):
     assert set(seen) == {A100, ffi.H100}
 
 
-def test_a_test_is_skipped_only_for_what_this_gpu_lacks(skip_if_declined, pretend):
+def test_skip_if_declined_skips_only_for_missing_code(skip_if_declined, pretend):
     pretend(dataclasses.replace(ffi.H100, has_sm90a=False))
     with pytest.raises(pytest.skip.Exception, match="is not built for sm_90a"):
         skip_if_declined(ffi.no_hopper_reason)

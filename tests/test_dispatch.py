@@ -126,8 +126,8 @@ def test_auto_passes_over_what_cannot_serve_and_explains_it(monkeypatch):
     monkeypatch.setattr(ffi, "_fault", ffi._describe_fault(None, missing))
     explanation = jaxllm.explain(normalize, X, SCALE)
     (call,) = explanation.calls
-    assert (call.stem, call.on_gpu, call.elsewhere) == ("rms_norm_forward", "pallas", "xla")
-    assert call.passed_over[0][0] == "cuda" and "is not built" in call.passed_over[0][1]
+    assert (call.stem, call.on_gpu, call.fallback) == ("rms_norm_forward", "pallas", "xla")
+    assert call.rejected[0][0] == "cuda" and "is not built" in call.rejected[0][1]
     assert "not cuda: the CUDA extension is not built; reinstall" in str(explanation)
 
 
@@ -259,7 +259,7 @@ def test_explain_lists_the_final_program_only():
 
 
 def test_explain_of_no_ops_is_a_bare_header():
-    assert str(jaxllm.explain(jnp.sin, X)).splitlines() == ["op  shapes  on a GPU  elsewhere"]
+    assert str(jaxllm.explain(jnp.sin, X)).splitlines() == ["op  shapes  on a GPU  fallback"]
 
 
 def test_a_named_scope_marks_the_op_in_profiles():

@@ -1,4 +1,4 @@
-"""``jax.export``: both models for a batch of any size, and the checks that a caller disables."""
+"""``jax.export`` of both models with a symbolic batch, and the custom call checks to disable."""
 
 import re
 from pathlib import Path
@@ -15,13 +15,14 @@ import jaxllm
 from jaxllm import export, ops, training
 from jaxllm.core import ffi
 from jaxllm.core.backend import BackendError
+from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.blocks import for_decoding
+from jaxllm.models.common import for_decoding
 from jaxllm.testing import assert_close
 from jaxllm.training import optim
 
 PLATFORMS = ("cpu", "cuda")
-LENGTH, ROOM = 6, 8
+LENGTH, MAX_LENGTH = 6, 8
 MODELS = {
     "gpt2": (gpt2, gpt2.GPT2Config(vocab_size=61, max_seq_len=8, layers=2, heads=2, width=32)),
     "llama3": (
@@ -36,7 +37,7 @@ CASES = [(model, what) for model in MODELS for what in ("forward", "loss", "pref
 
 
 def program_of(model, what):
-    """A function of ``(params, *arrays)``, and a function from a batch to its arrays."""
+    """A function of ``(params, *arrays)``, and a function from a batch size to the arrays."""
     module, config = MODELS[model]
 
     def rows(batch, *length):
@@ -46,7 +47,7 @@ def program_of(model, what):
         return rows(batch, LENGTH).at[0, 1].set(-100)
 
     def cache(batch):
-        empty = module.empty_cache(config, batch, ROOM, jnp.float32)
+        empty = init_cache(config, batch, MAX_LENGTH, jnp.float32)
         keys = tuple(jnp.ones_like(x) for x in empty.keys)
         return empty._replace(keys=keys, values=keys, lengths=jnp.arange(batch, dtype=jnp.int32))
 
@@ -57,10 +58,10 @@ def program_of(model, what):
         return gradients, lambda b: (rows(b, LENGTH), labels(b))
     if what == "prefill":
         return (
-            lambda p, x, n, c: module.prefill(p, x, n, config, c),
+            lambda p, x, n, c: prefill(module, p, x, n, config, c),
             lambda b: (rows(b, LENGTH), jnp.full(b, LENGTH), cache(b)),
         )
-    return lambda p, x, c: module.decode_step(p, x, config, c), lambda b: (rows(b), cache(b))
+    return lambda p, x, c: decode_step(module, p, x, config, c), lambda b: (rows(b), cache(b))
 
 
 def params_of(model, what="forward"):
@@ -70,24 +71,24 @@ def params_of(model, what="forward"):
 
 
 def any_batch(arrays, constraints=()):
-    """The types of arrays of one sequence, made those of a batch of any size."""
+    """The types of arrays, with the batch dimension replaced by a symbolic size."""
     (b,) = jax.export.symbolic_shape("b", constraints=constraints)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), arrays)
 
 
 def exported(fn, *args, platforms=PLATFORMS, checks=None):
     checks = export.disabled_checks() if checks is None else checks
-    fresh = jax.jit(lambda *args: fn(*args))  # traced anew, whatever JAX has cached
+    fresh = jax.jit(lambda *args: fn(*args))  # a new function, so that JAX traces it again
     return jax.export.export(fresh, platforms=platforms, disabled_checks=checks)(*args)
 
 
 def custom_calls(program):
-    """Those of a program, but for JAX's own, which asserts what was assumed of sizes."""
+    """The custom calls of a program, without JAX's own shape assertion."""
     return set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module())) - {"shape_assertion"}
 
 
 @pytest.mark.parametrize(("model", "what"), CASES)
-def test_an_exported_model_serves_every_batch(model, what):
+def test_exported_model_runs_at_any_batch_size(model, what):
     fn, arrays_of = program_of(model, what)
     params = params_of(model, what)
     program = exported(fn, params, *any_batch(arrays_of(1)))
@@ -98,7 +99,7 @@ def test_an_exported_model_serves_every_batch(model, what):
 
 
 @pytest.mark.parametrize(("model", "what"), CASES)
-def test_an_exported_model_has_kernels_for_a_gpu(model, what, with_kernels):
+def test_exported_model_has_kernels(model, what, with_kernels):
     fn, arrays_of = program_of(model, what)
     args = params_of(model, what), *any_batch(arrays_of(1), ["b <= 1024"])
     found = custom_calls(exported(fn, *args))
@@ -107,7 +108,7 @@ def test_an_exported_model_has_kernels_for_a_gpu(model, what, with_kernels):
 
 
 @each_model
-def test_the_sequence_may_have_any_length_too(model):
+def test_exported_model_runs_at_any_sequence_length(model):
     module, config = MODELS[model]
     b, t = jax.export.symbolic_shape("b, t", constraints=[f"t <= {config.max_seq_len}"])
     tokens = jax.ShapeDtypeStruct((b, t), jnp.int32)
@@ -119,7 +120,7 @@ def test_the_sequence_may_have_any_length_too(model):
         assert_close(program.call(params, tokens.astype(jnp.int32)), expected, "float32")
 
 
-def test_a_training_step_may_have_any_batch():
+def test_exported_training_step_runs_at_any_batch_size():
     module, config = MODELS["gpt2"]
     optimizer = optim.adamw(1e-3)
     step: Any = training.make_train_step(
@@ -139,7 +140,7 @@ def test_a_training_step_may_have_any_batch():
     assert_close(metrics, step(state, tokens, tokens)[1], "float32")
 
 
-# What a GPU will run
+# Custom calls
 
 
 def norm(x, scale):
@@ -149,19 +150,19 @@ def norm(x, scale):
 X, SCALE = jnp.ones((4, 256)), jnp.ones(256)
 
 
-def test_the_checks_are_those_of_the_kernels(with_kernels):
+def test_disabled_checks_list_all_kernels(with_kernels):
     kernels = {f"jaxllm_{stem}" for stem in kernel_table.handlers()}
     others = {"__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     assert set(export.custom_calls()) == kernels | others
     assert {check.is_custom_call() for check in export.disabled_checks()} == kernels | others
 
 
-def test_a_kernel_of_a_loaded_library_is_among_them(monkeypatch):
+def test_custom_calls_include_loaded_libraries(monkeypatch):
     monkeypatch.setattr(ffi, "_loaded", {"softsign_forward"})
     assert "jaxllm_softsign_forward" in export.custom_calls()
 
 
-def test_a_program_with_kernels_needs_their_checks_disabled(with_kernels):
+def test_export_with_kernels_needs_disabled_checks(with_kernels):
     with pytest.raises(
         ValueError, match="custom calls whose targets have no compatibility"
     ) as info:
@@ -170,13 +171,13 @@ def test_a_program_with_kernels_needs_their_checks_disabled(with_kernels):
     assert custom_calls(exported(norm, X, SCALE)) == {"jaxllm_rms_norm_forward"}
 
 
-def test_a_program_of_xla_alone_needs_no_check_disabled(with_kernels):
+def test_export_of_the_xla_backend_needs_no_disabled_checks(with_kernels):
     with jaxllm.use_backend("xla"):
         program = exported(norm, *any_batch((X,)), SCALE, checks=[])
     assert not custom_calls(program)
 
 
-def test_a_limit_of_the_batch_lets_kernels_serve_it(with_kernels):
+def test_bounded_batch_size_enables_kernels(with_kernels):
     assert not custom_calls(exported(norm, *any_batch((X,)), SCALE))
     program = exported(norm, *any_batch((X,), ["b <= 4096"]), SCALE)
     assert custom_calls(program) == {"jaxllm_rms_norm_forward"}
@@ -207,7 +208,7 @@ def test_pallas_kernels_are_exported_in_a_shard_map(without_kernels):
     assert_close(program.call(X, SCALE), norm(X, SCALE), "float32")
 
 
-def test_of_any_batch_auto_leaves_pallas_and_pallas_says_why(without_kernels):
+def test_pallas_rejects_symbolic_sizes(without_kernels):
     args = *any_batch((X,), ["b <= 4096"]), SCALE
     assert not custom_calls(exported(norm, *args))
     message = "'pallas' cannot serve rms_norm_forward: an array has a symbolic size; Pallas kernels"
@@ -215,7 +216,7 @@ def test_of_any_batch_auto_leaves_pallas_and_pallas_says_why(without_kernels):
         exported(norm, *args)
 
 
-def test_cuda_by_name_is_for_a_gpu_alone(with_kernels):
+def test_cuda_backend_exports_only_for_cuda(with_kernels):
     with jaxllm.use_backend("cuda"):
         assert custom_calls(exported(norm, X, SCALE, platforms=["cuda"]))
         message = (
@@ -228,20 +229,20 @@ def test_cuda_by_name_is_for_a_gpu_alone(with_kernels):
             exported(norm, *any_batch((X,)), SCALE, platforms=["cuda"])
 
 
-def test_cuda_by_name_needs_the_extension(without_kernels):
+def test_cuda_backend_needs_the_extension(without_kernels):
     message = "'cuda' cannot serve rms_norm_forward: the CUDA extension is not built"
     with jaxllm.use_backend("cuda"), pytest.raises(BackendError, match=message):
         exported(norm, X, SCALE, platforms=["cuda"])
 
 
-def test_an_attribute_that_is_no_number_is_refused():
+def test_symbolic_kernel_attribute_is_an_error():
     rows: Any = jax.export.symbolic_shape("b")[0]
     result = jax.ShapeDtypeStruct((4,), jnp.float32)
     with pytest.raises(TypeError, match="rows of some_kernel is b; it must be a number or a tuple"):
         jax.eval_shape(lambda x: ffi.call("some_kernel", (result,), x, rows=rows), result)
 
 
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+def test_example_in_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Path(kernel_table.ROOT) / "docs" / "export.md"
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):

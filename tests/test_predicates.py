@@ -1,10 +1,8 @@
 """Every direction of every op has predicates made for its own arrays."""
 
-import ast
 import importlib
 import inspect
 import pkgutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +12,27 @@ import jaxllm
 import jaxllm.ops
 from jaxllm import testing
 from jaxllm.core import ffi
-from jaxllm.core.dispatch import Op, predicate
+from jaxllm.core.dispatch import Direction, Op, predicate
 from jaxllm.models import gpt2
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
-APIS = [importlib.import_module(f"jaxllm.ops.{family}.api") for family in FAMILIES]
-OPS = {op.name: op for api in APIS for op in vars(api).values() if isinstance(op, Op)}.values()
-
-
-def dispatched(api):
-    """The directions that the calls of ``dispatch`` in a module name."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse(Path(api.__file__).read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dispatch"
-    ]
-    for call in calls:
-        assert isinstance(call.args[1], ast.Constant), f"{api.__name__}:{call.lineno}: no literal"
-        yield str(call.args[1].value)
-
-
-DIRECTIONS = sorted({direction for api in APIS for direction in dispatched(api)})
+MODULES = [
+    importlib.import_module(f"jaxllm.ops.{family}.{info.name}")
+    for family in FAMILIES
+    for info in pkgutil.iter_modules([f"{jaxllm.ops.__path__[0]}/{family}"])
+]
+OPS = {
+    op.name: op for module in MODULES for op in vars(module).values() if isinstance(op, Op)
+}.values()
 
 
 def implementations():
-    """Each function that dispatch may run, but for the definitions, which serve every call."""
+    """Each function that dispatch may run, without the references, which serve every call."""
     for op in OPS:
         for backend in ("cuda", "pallas", "xla"):
             module = getattr(op, backend)
-            for direction in DIRECTIONS:
-                stem = f"{op.name}_{direction}" if direction else op.name
+            for direction in Direction:
+                stem = op.stem(direction)
                 if hasattr(module, stem):
                     yield pytest.param(op, module, stem, id=f"{backend}-{stem}")
 
@@ -60,11 +49,10 @@ def takes(fn, kind):
     return any(p.kind is kind for p in inspect.signature(fn).parameters.values())
 
 
-def test_all_ops_and_directions_are_found():
-    assert {"", "forward", "backward"} < set(DIRECTIONS)
+def test_all_ops_are_found():
     stems = {param.values[2] for param in IMPLEMENTATIONS}
-    assert {"layer_norm_backward", "linear_weight_gradients", "decode_attention"} < stems
-    for op in OPS:  # and each op has one that dispatch reaches
+    assert {"layer_norm_backward", "wgrad_pair", "decode_attention"} < stems
+    for op in OPS:  # and each op has an implementation that dispatch reaches
         modules = [module for module in (op.cuda, op.pallas, op.xla) if module is not None]
         assert not modules or any(param.values[0] is op for param in IMPLEMENTATIONS), op.name
 
@@ -90,8 +78,9 @@ def test_what_says_that_a_direction_is_slower_is_made_for_its_arrays(op, module,
 def assert_made_for(check, op, module, stem):
     """By names: what a predicate calls its arrays is what the implementation calls them."""
     arrays = names(check, POSITIONAL)
-    implementation, definition = getattr(module, stem), getattr(op.reference, stem)
-    known = [names(fn, POSITIONAL) for fn in (implementation, definition)]
+    implementation = getattr(module, stem)
+    reference = getattr(op.reference, stem, implementation)
+    known = [names(fn, POSITIONAL) for fn in (implementation, reference)]
     assert arrays in [some[: len(arrays)] for some in known], (
         f"{stem} has the arrays {known[0]}, and its predicate takes {arrays}"
     )

@@ -12,7 +12,7 @@ from jaxllm import data, ops, training
 from jaxllm.inference.generate import complete
 from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.blocks import unstack
+from jaxllm.models.common import unstack
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=32, layers=2, heads=2, width=128)
 LLAMA3 = llama3.Llama3Config(
@@ -25,17 +25,15 @@ LABELS = jax.random.randint(jax.random.key(2), (2, 20), 0, 61)
 
 
 def widened(params):
-    """The parameters that int8 ones stand for."""
+    """The float parameters with the values of int8 ones."""
 
-    def walk(tree):
-        found = {key: walk(x) if isinstance(x, dict) else x for key, x in tree.items()}
-        if "weight_q" in found:
-            weight = ops.dequantize(found.pop("weight_q"), found.pop("weight_scales"))
-            found["weight"] = weight.swapaxes(-1, -2)
-        return found
+    def widen(x):
+        if not isinstance(x, ops.Quantized):
+            return x
+        return ops.dequantize(x.q, x.scales).swapaxes(-1, -2)
 
-    found = walk(params)
-    return {**found, "head": found["head"]["weight"].T}
+    found = jax.tree.map(widen, params, is_leaf=lambda x: isinstance(x, ops.Quantized))
+    return {**found, "lm_head": found["lm_head"].T}
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
@@ -74,19 +72,19 @@ def test_no_weight_is_off_by_more_than_half_its_scale(model, config):
     params = model.init(jax.random.key(0), config)
     int8 = quantize_params(params)
     wide = widened(int8)
-    pairs = [(wide["head"].T, params["wte"].T, int8["head"])]
+    pairs = [(wide["lm_head"].T, params["wte"].T, int8["lm_head"])]
     for part in ("attention", "mlp"):
         pairs += [
             (
                 wide["blocks"][part][name]["weight"],
                 params["blocks"][part][name]["weight"],
-                int8["blocks"][part][name],
+                int8["blocks"][part][name]["weight"],
             )
             for name in params["blocks"][part]
         ]
     assert len(pairs) == 5
     for rounded, exact, numbers in pairs:
-        scales = numbers["weight_scales"]
+        scales = numbers.scales
         off = abs(rounded - exact).swapaxes(-1, -2).reshape(*scales.shape, 64)
         assert off.max() > 0
         assert (off <= 0.501 * scales[..., None]).all()

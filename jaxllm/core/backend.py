@@ -3,10 +3,10 @@
 A request is one of four names:
 
 * ``"cuda"``: the CUDA kernel, called through XLA's FFI; an error where it cannot serve the call.
-* ``"pallas"``: the Pallas-Triton kernel on a GPU, the Pallas interpreter elsewhere.
-* ``"xla"``: the ``jax.numpy`` definition, anywhere.
+* ``"pallas"``: the Pallas-Triton kernel on a GPU, the Pallas interpreter on other devices.
+* ``"xla"``: the ``jax.numpy`` reference implementation, anywhere.
 * ``"auto"``: on a GPU the first of the op's preference that supports the call, and is not known to
-  be slower than one after it, or than what JAX ships for it; elsewhere ``xla``.
+  be slower than one after it, or than what JAX ships for it; on other devices ``xla``.
 
 The innermost request wins: an op's ``backend=`` argument, then :func:`use_backend`, then the
 environment variable ``JAXLLM_BACKEND`` (read once, at import; empty counts as unset), then
@@ -28,6 +28,7 @@ from typing import Any, Literal, cast, get_args
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
 
 Backend = Literal["auto", "cuda", "pallas", "xla"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -165,21 +166,30 @@ def _is_of_another_task(block: _Block) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One op call in a traced function: what it gets on a GPU and elsewhere, and why.
+    """One op call in a traced function: what runs on a GPU and on other devices, and why.
 
     Attributes:
         stem: The op and the direction, such as ``"layer_norm_forward"``.
         shapes: The array arguments, such as ``"bf16[8,768] bf16[768] bf16[768]"``.
         on_gpu: The implementation that runs on an NVIDIA GPU.
-        elsewhere: The implementation that runs on any other device.
-        passed_over: Why each more preferred implementation does not run on the GPU.
+        fallback: The implementation that runs on any other device.
+        rejected: Why each more preferred implementation does not run on the GPU.
+        kernels: The FFI calls of a CUDA implementation, without the prefix ``jaxllm_``.
     """
 
     stem: str
     shapes: str
     on_gpu: str
-    elsewhere: str
-    passed_over: tuple[tuple[str, str], ...]
+    fallback: str
+    rejected: tuple[tuple[str, str], ...]
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def implementation(self) -> str:
+        """What runs on a GPU, with the names of kernels that are not the op's."""
+        if self.kernels in ((), (self.stem,)):
+            return self.on_gpu
+        return f"{self.on_gpu}: {', '.join(self.kernels)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +199,13 @@ class Explanation:
     calls: tuple[Call, ...]
 
     def __str__(self) -> str:
-        rows = [("op", "shapes", "on a GPU", "elsewhere")]
-        rows += [(call.stem, call.shapes, call.on_gpu, call.elsewhere) for call in self.calls]
+        rows = [("op", "shapes", "on a GPU", "fallback")]
+        for call in self.calls:
+            rows.append((call.stem, call.shapes, call.implementation, call.fallback))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         for i, call in reversed(list(enumerate(self.calls, start=1))):
-            lines[i + 1 : i + 1] = [f"    not {name}: {why}" for name, why in call.passed_over]
+            lines[i + 1 : i + 1] = [f"    not {name}: {why}" for name, why in call.rejected]
         return "\n".join(lines)
 
 
@@ -213,6 +224,11 @@ def record(make_call: Callable[[], Call], name: str) -> Iterator[None]:
         yield
 
 
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Op calls inside the ``with`` block have no row in :func:`explain`."""
+    return _recorder(None)
+
+
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Traces ``fn(*args, **kwargs)`` and tells which backend each of its op calls gets, and why.
 
@@ -227,14 +243,18 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     with _recorder(calls):
         jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
     # A trace visits more than it keeps (a custom_vjp's primal beside its forward rule), so the
-    # final program decides: an op call is in it where one of its equations is.
-    kept = dict.fromkeys(
-        int(serial)
-        for scope in _scopes(jaxpr.jaxpr)
-        for serial in re.findall(r"#(\d+)", scope)
-        if int(serial) in calls
+    # final program decides, without dead code: an op call is in it where one of its equations is.
+    live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    kernels: dict[int, list[str]] = {}
+    for scope, target in _scopes(live):
+        serials = [serial for serial in map(int, re.findall(r"#(\d+)", scope)) if serial in calls]
+        for serial in serials:
+            kernels.setdefault(serial, [])
+        if serials and target.startswith("jaxllm_"):
+            kernels[serials[-1]].append(target.removeprefix("jaxllm_"))
+    return Explanation(
+        tuple(dataclasses.replace(calls[i], kernels=tuple(found)) for i, found in kernels.items())
     )
-    return Explanation(tuple(calls[serial] for serial in kept))
 
 
 class _Recorder(dict):
@@ -244,13 +264,14 @@ class _Recorder(dict):
     __eq__ = object.__eq__
 
 
-def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
-    """The name stack of every equation in a jaxpr and in the jaxprs inside it, in order."""
+def _scopes(jaxpr: Jaxpr, outer: str = "") -> Iterator[tuple[str, str]]:
+    """The name stack and the FFI target, or "", of every equation in a jaxpr, in order."""
     for equation in jaxpr.eqns:
-        yield str(equation.source_info.name_stack)
+        scope = f"{outer}/{equation.source_info.name_stack}"
+        yield scope, equation.params.get("target_name", "")
         for leaf in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
             if _is_jaxpr(leaf):
-                yield from _scopes(leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf)
+                yield from _scopes(leaf.jaxpr if isinstance(leaf, ClosedJaxpr) else leaf, scope)
 
 
 def _is_jaxpr(value: object) -> bool:

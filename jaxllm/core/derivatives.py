@@ -39,8 +39,9 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
     """``jax.custom_vjp``, with forward mode where the backend is ``"xla"``.
 
     Args:
-        fn: The op. Its last argument is the backend, or has it as an attribute ``backend``.
-        nondiff_argnums: The places of the static arguments, which are hashable.
+        fn: The op.
+        nondiff_argnums: The positions of the static arguments, which are hashable. The last of them
+            is the backend, or has it as an attribute ``backend``.
 
     Returns:
         The op. ``op.defvjp(forward, backward, symbolic_zeros=False, definition=None)`` sets its
@@ -53,7 +54,8 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
-        backend = getattr(args[-1], "backend", args[-1])
+        last = args[nondiff_argnums[-1]]
+        backend = getattr(last, "backend", last)
         if backend == "xla":
             return both(*args)
         watch = functools.partial(_watch, name=fn.__name__.lstrip("_"), backend=backend)

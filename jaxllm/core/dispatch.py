@@ -1,24 +1,24 @@
 """The one place where an op and a backend become a function.
 
-An op's implementations are plain functions in the modules of its family, all with one contract. The
-name of one is its stem: ``<op>_<direction>``, such as ``layer_norm_forward``, or ``<op>`` where the
-op has one direction. Beside the implementation of a stem stand
+The implementations of an op are plain functions in the modules of its family. All have one contract
+and one name, the stem: ``layer_norm_forward`` and ``layer_norm_backward``, or ``matvec`` where the
+op has no derivative. Beside an implementation of a stem stand
 
 * ``<stem>_unsupported(*arrays, **static)``, which says in a sentence why the implementation cannot
   serve a call, or returns None;
-* ``<stem>_slower``, likewise: why ``auto`` leaves a call that it could serve to the backends after
-  it;
-* ``<stem>_options``, of the implementation that a GPU will run: options that it wants, such as what
-  to keep for the backward. Those for other devices get the same.
+* ``<stem>_slower``, likewise: why ``auto`` prefers the backends after it.
 
-Each of them gets the arrays of its own stem. ``<op>_unsupported`` and ``<op>_slower`` stand for all
-forward directions, whose names begin with "forward" and which have the op's own arrays. Of no other
-direction are they asked: its arrays are others.
+Both get the arrays of their stem. ``<op>_unsupported`` and ``<op>_slower`` stand for the forward.
+
+An op with ``parts`` is a fusion. Where its CUDA kernel serves a call, that kernel runs. Otherwise
+``parts`` runs, a function that dispatches other ops: nothing falls back without a row in
+:func:`jaxllm.explain` and its reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -32,9 +32,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxllm.core import ffi, promotion, vma
-from jaxllm.core.backend import Backend, BackendError, Call, record
+from jaxllm.core.backend import Backend, BackendError, Call, record, unrecorded
+from jaxllm.core.layout import pack_like, unpack
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
+
+
+class Direction(enum.Enum):
+    """Which function of an op a call is; the value ends the stem."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = ""  # the one function of an op without a derivative of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,30 +52,37 @@ class Op:
 
     Attributes:
         name: The stem of every name that belongs to the op, such as ``"layer_norm"``.
-        reference: The ``jax.numpy`` definition: the ``xla`` backend.
-        xla: What JAX itself ships for a GPU that beats the definition there, if anything.
+        reference: The ``jax.numpy`` reference implementation: the ``xla`` backend. With ``parts``
+            it stands for the kernel on other devices; None where the parts compute the same.
+        xla: What JAX itself ships for a GPU that beats the reference there, if anything.
         pallas: The Pallas-Triton kernels, if there are any.
         cuda: The FFI calls to the CUDA kernels, if there are any.
         preference: What ``auto`` tries on a GPU, in order.
+        parts: Of a fusion: ``parts(backend, *arrays, **static)``, which dispatches other ops.
     """
 
     name: str
-    reference: Implementation
+    reference: Implementation | None = None
     xla: Implementation | None = None
     pallas: Implementation | None = None
     cuda: Implementation | None = None
     preference: tuple[Backend, ...] = ("cuda", "pallas", "xla")
+    parts: Callable[..., Any] | None = None
+
+    def stem(self, direction: Direction) -> str:
+        """The name of an implementation, such as ``"layer_norm_forward"``."""
+        return f"{self.name}_{direction.value}" if direction.value else self.name
 
 
-def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: Any) -> Any:
+def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **static: Any) -> Any:
     """Runs one direction of an op on the implementation that the backend asks for.
 
-    Which device the program will run on is known at lowering only, so both the GPU's and the other
-    devices' implementation are traced, and ``jax.lax.platform_dependent`` keeps the right one.
+    The platform of the program is known at lowering only. So both the GPU's implementation and the
+    one for other devices are traced, and ``jax.lax.platform_dependent`` keeps the right one.
 
     Args:
         op: The op.
-        direction: ``"forward"``, ``"backward"``, or ``""`` where the op has one direction.
+        direction: Forward, backward, or the one direction of an op without a derivative.
         backend: A resolved backend.
         *arrays: The implementation's array arguments, or tuples of them; None stands for an absent
             one.
@@ -76,60 +92,127 @@ def dispatch(op: Op, direction: str, backend: Backend, *arrays: Any, **static: A
         BackendError: The backend was asked for by name and cannot serve the call; or, where it is
             differentiated, a kernel was to serve it.
     """
-    stem = f"{op.name}_{direction}" if direction else op.name
+    stem = op.stem(direction)
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
-    # In a shard_map all of one type, so that the results' types do not hang on the backend.
+    # In a shard_map all of one type, so that the results' types do not depend on the backend.
     arrays = vma.alike(arrays)
-    on_gpu, passed_over = _choose(op, stem, backend, arrays, static)
-    if options := getattr(_module(op, on_gpu), f"{stem}_options", None):
-        static |= options(*arrays, **static)
-    elsewhere = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
+    on_gpu, rejected = _choose(op, stem, backend, arrays, static)
+    fallback = {"auto": "xla", "pallas": "pallas-interpreter"}.get(backend, backend)
+    if on_gpu == PARTS:
+        fallback = PARTS
 
     def call() -> Call:
         return Call(
             stem=stem,
             shapes=" ".join(_describe(array) for array in arrays if array is not None),
             on_gpu=on_gpu,
-            elsewhere="error: needs a GPU" if elsewhere == "cuda" else elsewhere,
-            passed_over=passed_over,
+            fallback="error: needs a GPU" if fallback == "cuda" else fallback,
+            rejected=rejected,
         )
 
     with record(call, f"{stem}[{on_gpu}]"), promotion.defaults():
+        if on_gpu == PARTS:
+            assert op.parts is not None
+            return op.parts(backend, *arrays, **static)
         return _run(
             *arrays,
             op=op,
             stem=stem,
             on_gpu=on_gpu,
-            elsewhere=elsewhere,
+            fallback=fallback,
             static=tuple(sorted(static.items())),
             gpu=ffi.device() if on_gpu == "cuda" else None,
         )
 
 
+PARTS = "its parts"  # what explain calls them
+FUSED = "fused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """A function that is made of ops, in a fused and in an unfused form.
+
+    The fused form has a derivative rule of its own; so the choice is made before it.
+
+    Attributes:
+        name: The name of the function, for :func:`jaxllm.explain`.
+        fused: ``fused(backend, *arrays, **static)``.
+        unfused: Likewise, of the public ops.
+        unsupported: ``unsupported(*arrays, **static)`` says in a sentence why the CUDA kernels of
+            the fused form cannot serve a call, or returns None.
+    """
+
+    name: str
+    fused: Callable[..., Any]
+    unfused: Callable[..., Any]
+    unsupported: Callable[..., str | None]
+
+
+def compose(composition: Composition, backend: Backend, *arrays: Any, **static: Any) -> Any:
+    """Runs a composition in the form that the backend's kernels serve.
+
+    Args:
+        composition: The composition.
+        backend: A resolved backend.
+        *arrays: Arrays, or pytrees of them.
+        **static: Options.
+    """
+    reason = _unfused_reason(composition, backend, arrays, static)
+    form = FUSED if reason is None else PARTS
+
+    def call() -> Call:
+        shapes = " ".join(map(_describe, filter(jax.tree.leaves, arrays)))
+        rejected = ((FUSED, reason),) if reason else ()
+        return Call(composition.name, shapes, form, PARTS, rejected)
+
+    with record(call, f"{composition.name}[{form}]"):
+        function = composition.fused if reason is None else composition.unfused
+        return function(backend, *arrays, **static)
+
+
+def _unfused_reason(
+    composition: Composition, backend: Backend, arrays: tuple, static: dict[str, Any]
+) -> str | None:
+    if backend not in ("auto", "cuda"):
+        return f"backend {backend!r} has no fused kernels"
+    if reason := ffi.unavailable_reason():
+        return reason
+    try:
+        return composition.unsupported(*arrays, **static)
+    except jax.errors.InconclusiveDimensionOperation as error:
+        return _on_symbolic_sizes(str(error))
+
+
 def _choose(
     op: Op, stem: str, backend: Backend, arrays: tuple, static: dict[str, Any]
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The implementation to run on a GPU, and why each one before it was passed over."""
-    if backend == "xla" or backend == "auto":
+    """The implementation to run on a GPU, and why each one before it was rejected."""
+    if op.parts is not None:
+        candidates = ["cuda"] if backend in ("auto", "cuda") and op.cuda is not None else []
+        candidates.append(PARTS)
+    elif backend == "xla" or backend == "auto":
         # "xla" has two implementations on a GPU: what JAX ships, then the definition.
         candidates = [name for name in op.preference if backend == "auto" or name == "xla"]
         if op.xla is not None:
             candidates.insert(candidates.index("xla"), "xla-gpu")
     else:
         candidates = [backend]
-    passed_over = []
+    rejected = []
     for name in candidates:
-        reason = _declined(op, stem, name, backend, arrays, static)
+        reason = _rejection(op, stem, name, backend, arrays, static)
         if reason is None:
-            return name, tuple(passed_over)
-        passed_over.append((name, reason))
-    raise BackendError(f"backend {backend!r} cannot serve {stem}: {passed_over[0][1]}")
+            return name, tuple(rejected)
+        rejected.append((name, reason))
+    raise BackendError(f"backend {backend!r} cannot serve {stem}: {rejected[0][1]}")
 
 
-def _declined(
+def _rejection(
     op: Op, stem: str, name: str, backend: Backend, arrays: tuple, static: dict[str, Any]
 ) -> str | None:
     """Why an implementation does not run; None if it does."""
+    if name == PARTS:
+        return None
     is_symbolic = _has_symbolic_sizes(arrays)
     if is_symbolic and name in _SIZED and _module(op, name) is not None:
         return f"an array has a symbolic size; {_SIZED[name]} kernels need sizes that are numbers"
@@ -154,8 +237,6 @@ def _has_symbolic_sizes(arrays: tuple) -> bool:
 
 def _undecided(op: Op, stem: str, arrays: tuple, static: dict[str, Any]) -> str | None:
     """Why a CUDA kernel needs sizes that are numbers; None if it does not."""
-    options = getattr(op.cuda, f"{stem}_options", None)
-    static = static | (options(*arrays, **static) if options else {})
     try:
         jax.eval_shape(functools.partial(getattr(op.cuda, stem), **static), *arrays)
     except TypeError as error:  # an int of a size
@@ -186,7 +267,7 @@ def predicate(
     module: Implementation | None, op: Op, stem: str, question: Literal["unsupported", "slower"]
 ) -> Callable[..., str | None] | None:
     """The function of an implementation that answers a question about the calls of a stem."""
-    is_forward = stem == op.name or stem.startswith(f"{op.name}_forward")
+    is_forward = stem in (op.name, op.stem(Direction.FORWARD))
     of_op = getattr(module, f"{op.name}_{question}", None) if is_forward else None
     return getattr(module, f"{stem}_{question}", of_op)
 
@@ -203,10 +284,10 @@ def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | 
 
 
 @functools.partial(
-    jax.jit, static_argnames=("op", "stem", "on_gpu", "elsewhere", "static", "gpu"), inline=True
+    jax.jit, static_argnames=("op", "stem", "on_gpu", "fallback", "static", "gpu"), inline=True
 )
 def _run(
-    *arrays, op: Op, stem: str, on_gpu: str, elsewhere: str, static: tuple, gpu: ffi.Device | None
+    *arrays, op: Op, stem: str, on_gpu: str, fallback: str, static: tuple, gpu: ffi.Device | None
 ):
     # jit, so that an eager call runs where its arrays are; inline, so that a trace sees through it.
     # A CUDA implementation asks for the GPU as well: a trace for another must not be found again.
@@ -214,28 +295,35 @@ def _run(
 
     def implementation(name: str) -> Callable:
         options = dict(static)
+        if name == "cuda":
+            return _undifferentiable(_partial(op.cuda, stem, options), stem, name)
         if name == "pallas-interpreter":
             name, options["interpret"] = "pallas", True
-        fn = functools.partial(getattr(_module(op, name), stem), **options)
+        if op.parts is not None and op.reference is None:
+            # As where the parts run on a GPU, they get what a kernel saved as it is.
+            return functools.partial(_parts_of, op, options)
+        fn = _partial(_module(op, name), stem, options)
+        # Only CUDA kernels know the layout that they save in.
+        plain = lambda *arrays: fn(*unpack(arrays))  # noqa: E731
         if name == "xla-gpu":
-            return _differentiated_as(implementation("xla"), fn)
-        return _undifferentiable(fn, stem, name) if name in ("cuda", "pallas") else fn
+            return _differentiated_as(implementation("xla"), plain)
+        return _undifferentiable(plain, stem, name) if name == "pallas" else plain
 
     def refusal(why: str, instead: str) -> Callable:
         why = f"backend {on_gpu!r} cannot serve {stem}: {why}"
         return functools.partial(_refuse, like=kernel, why=why, instead=instead)
 
-    if on_gpu == elsewhere == "xla":
+    if on_gpu == fallback == "xla":
         return implementation("xla")(*arrays)
     kernel = implementation(on_gpu)
     axes = vma.axes_of(arrays)
-    if elsewhere == "cuda":
+    if fallback == "cuda":
         other = refusal("it needs an NVIDIA GPU", "use backend 'auto', 'xla' or 'pallas' there")
-    elif elsewhere == "pallas-interpreter" and axes:
+    elif fallback == "pallas-interpreter" and axes:
         why = "Pallas's interpreter does not run in a jax.shard_map with check_vma"
         other = refusal(why, "use backend 'auto' or 'xla' there, or give check_vma=False")
     else:
-        other = implementation(elsewhere)
+        other = pack_like(kernel, implementation(fallback))
 
     def typed(fn: Callable) -> Callable:
         # Both in one type: a kernel's results vary as its operands do, a constant does not.
@@ -244,19 +332,30 @@ def _run(
     return jax.lax.platform_dependent(*arrays, cuda=typed(kernel), default=typed(other))
 
 
-def _differentiated_as(definition: Callable, fn: Callable) -> Callable:
-    """``fn``, which JAX cannot differentiate, with the derivative of its definition."""
+def _partial(module: Implementation | None, stem: str, options: dict[str, Any]) -> Callable:
+    return functools.partial(getattr(module, stem), **options)
+
+
+def _parts_of(op: Op, options: dict[str, Any], *arrays: Any) -> Any:
+    """The parts of a fusion on the devices that do not run its kernel."""
+    assert op.parts is not None
+    with unrecorded():
+        return op.parts("xla", *arrays, **options)
+
+
+def _differentiated_as(reference: Callable, fn: Callable) -> Callable:
+    """``fn``, which JAX cannot differentiate, with its reference implementation's derivative."""
     differentiable = jax.custom_jvp(fn)
 
     @differentiable.defjvp
     def derivative(primals, tangents):
-        return jax.jvp(definition, primals, tangents)
+        return jax.jvp(reference, primals, tangents)
 
     return differentiable
 
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
-    """A kernel's function, but what differentiates it is told that nobody can."""
+    """A kernel's function, which raises an error where it is differentiated."""
     guarded = jax.custom_jvp(fn)
 
     @guarded.defjvp
@@ -302,10 +401,11 @@ mlir.register_lowering(_refuse_p, _refuse_lowering)
 batching.primitive_batchers[_refuse_p] = _refuse_batching
 
 
-def _describe(array: jax.Array | tuple[jax.Array, ...]) -> str:
+def _describe(array: Any) -> str:
     """An array's dtype and shape in one word, such as ``bf16[8,768]``; of many, the first's."""
-    if isinstance(array, tuple):
-        return _describe(array[0]) + (f"+{len(array) - 1}" if len(array) > 1 else "")
+    if not hasattr(array, "dtype"):  # a tuple, or another node of a pytree
+        first, *others = jax.tree.leaves(array)
+        return _describe(first) + (f"+{len(others)}" if others else "")
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
     dtype = short.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     return f"{dtype}[{','.join(map(str, array.shape))}]"

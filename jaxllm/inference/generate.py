@@ -17,9 +17,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.inference.sampling import check_sampling, sample
-from jaxllm.models.blocks import Params, for_decoding
-from jaxllm.models.cache import KVCache
+from jaxllm.models.common import Params, for_decoding, is_for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
 
 
@@ -122,18 +122,8 @@ class Model(Protocol):
     """A model that decodes: the module ``jaxllm.models.gpt2`` or ``jaxllm.models.llama3``."""
 
     @property
-    def empty_cache(self) -> Callable[..., KVCache]:
-        """``empty_cache(config, batch, room, dtype)``."""
-        ...
-
-    @property
-    def prefill(self) -> Callable[..., tuple[Array, KVCache]]:
-        """``prefill(params, tokens, lengths, config, cache)``."""
-        ...
-
-    @property
-    def decode_step(self) -> Callable[..., tuple[Array, KVCache]]:
-        """``decode_step(params, tokens, config, cache)``."""
+    def cached_forward(self) -> Callable[..., Array]:
+        """``cached_forward(params, tokens, positions, config, attend)``."""
         ...
 
 
@@ -149,7 +139,7 @@ def complete(
     top_p: float | None = None,
     stop_tokens: int | Sequence[int] | None = None,
     key: Array | None = None,
-    room: int | None = None,
+    max_length: int | None = None,
     cache_dtype: DTypeLike | None = None,
 ) -> list[np.ndarray]:
     """Continues prompts of any lengths, all steps in one compiled program.
@@ -169,7 +159,8 @@ def complete(
             ``config.special_tokens.eos``, the ends that the model's checkpoint names; () for none.
             A tokenizer's ``stop_tokens`` are ids for it too.
         key: The source of randomness; equal keys give equal samples.
-        room: Tokens that the cache has room for, prompt and all; None for as many as are needed.
+        max_length: The most tokens that the cache holds, the prompt included; None for as many as
+            are needed.
         cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
 
     Returns:
@@ -182,12 +173,12 @@ def complete(
     """
     check_sampling(temperature, top_k, top_p, key)
     tokens, lengths = _pad_prompts(prompts, config)
-    room = _check_room(lengths, max_new_tokens, room, config)
+    max_length = _check_max_length(lengths, max_new_tokens, max_length, config)
     new, counts, _ = _complete(
-        _turn(params),
+        _laid_out(params),
         tokens,
         lengths,
-        model.empty_cache(config, len(tokens), room, _cache_dtype(params, cache_dtype)),
+        init_cache(config, len(tokens), max_length, _cache_dtype(params, cache_dtype)),
         jnp.float32(temperature),
         jax.random.key(0) if key is None else key,
         model=model,
@@ -212,7 +203,7 @@ def stream(
     top_p: float | None = None,
     stop_tokens: int | Sequence[int] | None = None,
     key: Array | None = None,
-    room: int | None = None,
+    max_length: int | None = None,
     cache_dtype: DTypeLike | None = None,
 ) -> Iterator[int]:
     """Continues one prompt, and yields each token as it comes.
@@ -227,8 +218,8 @@ def stream(
     """
     check_sampling(temperature, top_k, top_p, key)
     tokens, lengths = _pad_prompts([prompt], config)
-    room = _check_room(lengths, max_new_tokens, room, config)
-    cache = model.empty_cache(config, 1, room, _cache_dtype(params, cache_dtype))
+    max_length = _check_max_length(lengths, max_new_tokens, max_length, config)
+    cache = init_cache(config, 1, max_length, _cache_dtype(params, cache_dtype))
     stops = _stops(stop_tokens, config)
     options = {
         "model": model,
@@ -239,14 +230,14 @@ def stream(
 
     def run() -> Iterator[int]:
         nonlocal cache
-        turned, heat = _turn(params), jnp.float32(temperature)
+        laid_out, divisor = _laid_out(params), jnp.float32(temperature)
         source = jax.random.key(0) if key is None else key
         token = None
         for i in range(max_new_tokens):
             if token is None:
-                token, cache = _first(turned, tokens, lengths, cache, heat, source, **options)
+                token, cache = _first(laid_out, tokens, lengths, cache, divisor, source, **options)
             else:
-                token, cache = _next(turned, token, cache, heat, source, i, **options)
+                token, cache = _next(laid_out, token, cache, divisor, source, i, **options)
             yield int(token[0])
             if int(token[0]) in stops:
                 return
@@ -291,35 +282,29 @@ def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:
         )
 
 
-def _check_room(lengths: np.ndarray, max_new_tokens: int, room: int | None, config: Any) -> int:
-    """The tokens that the cache has room for."""
+def _check_max_length(
+    lengths: np.ndarray, max_new_tokens: int, max_length: int | None, config: Any
+) -> int:
+    """The most tokens that the cache holds."""
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
     needed = int(lengths.max()) + max_new_tokens
-    if needed > config.max_seq_len:
-        raise ValueError(
-            f"the longest prompt has {lengths.max()} tokens, {needed} with max_new_tokens; the "
-            f"model's max_seq_len is {config.max_seq_len}"
-        )
-    if room is not None and needed > room:
-        raise ValueError(
-            f"the longest prompt has {lengths.max()} tokens, {needed} with max_new_tokens; the "
-            f"cache has room for {room}"
-        )
-    return needed if room is None else room
+    for name, most in (("max_length", max_length), ("the model's max_seq_len", config.max_seq_len)):
+        if most is not None and needed > most:
+            raise ValueError(
+                f"the longest prompt has {lengths.max()} tokens, {needed} with max_new_tokens; "
+                f"{name} is {most}"
+            )
+    return needed if max_length is None else max_length
 
 
 def _cache_dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
     return params["wte"].dtype if dtype is None else dtype
 
 
-def _turn(params: Params) -> Params:
-    blocks = params["blocks"]
-    turned = isinstance(blocks, list) and not any(
-        getattr(path[-1], "key", None) == "weight"
-        for path, _ in jax.tree_util.tree_flatten_with_path(blocks[0])[0]
-    )
-    return params if turned else _for_decoding(params)
+def _laid_out(params: Params) -> Params:
+    """The parameters as decoding reads them fastest."""
+    return params if is_for_decoding(params) else _for_decoding(params)
 
 
 _for_decoding = jax.jit(for_decoding)
@@ -356,13 +341,13 @@ def _complete(
             done = done | (token == stop)
         return new, counts, done
 
-    logits, cache = model.prefill(params, tokens, lengths, config, cache)
+    logits, cache = prefill(model, params, tokens, lengths, config, cache)
     token = choose(logits, i=0)
     state = add(0, token, (new, counts, jnp.zeros(len(tokens), bool)))
 
     def step(i, carry):
         token, cache, state = carry
-        logits, cache = model.decode_step(params, token, config, cache)
+        logits, cache = decode_step(model, params, token, config, cache)
         token = choose(logits, i=i)
         return token, cache, add(i, token, state)
 
@@ -381,7 +366,7 @@ def _complete(
     jax.jit, static_argnames=("model", "config", "top_k", "top_p"), donate_argnames="cache"
 )
 def _first(params, tokens, lengths, cache, temperature, key, *, model, config, top_k, top_p):
-    logits, cache = model.prefill(params, tokens, lengths, config, cache)
+    logits, cache = prefill(model, params, tokens, lengths, config, cache)
     return _choose(logits, temperature, key, 0, config=config, top_k=top_k, top_p=top_p), cache
 
 
@@ -389,5 +374,5 @@ def _first(params, tokens, lengths, cache, temperature, key, *, model, config, t
     jax.jit, static_argnames=("model", "config", "top_k", "top_p"), donate_argnames="cache"
 )
 def _next(params, token, cache, temperature, key, i, *, model, config, top_k, top_p):
-    logits, cache = model.decode_step(params, token, config, cache)
+    logits, cache = decode_step(model, params, token, config, cache)
     return _choose(logits, temperature, key, i, config=config, top_k=top_k, top_p=top_p), cache

@@ -1,4 +1,4 @@
-"""The choice of a token among logits."""
+"""Sampling of the next token from logits: temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jax import Array
 def sample(
     logits: Array, temperature: Array, key: Array, *, top_k: int | None, top_p: float | None = None
 ) -> Array:
-    """One token a row.
+    """Samples one token per row.
 
     Args:
-        logits: (B, V).
-        temperature: Divides the logits; above 0.
-        key: The source of randomness.
-        top_k: Choose among the likeliest ``top_k`` alone; 1 for the likeliest, whatever the
-            temperature; None for all.
-        top_p: Choose among the fewest likeliest tokens alone whose probabilities add up to
-            ``top_p`` or more; None for all.
+        logits: The logits, (B, V).
+        temperature: The divisor of the logits; above 0.
+        key: The random key.
+        top_k: Sample among the ``top_k`` most likely tokens; 1 for greedy decoding, at any
+            temperature; None for all tokens.
+        top_p: Sample among the smallest set of most likely tokens whose probabilities sum to at
+            least ``top_p``; None for all tokens.
 
     Returns:
-        The tokens, int32.
+        The tokens, (B,), int32.
     """
     if top_k == 1:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -30,7 +30,7 @@ def sample(
     top_k = None if top_k is None or top_k >= logits.shape[-1] else top_k
     if top_k is None and top_p is None:
         return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
-    # Sampling among the sorted few, not below a threshold: a tie does not let another token in.
+    # Sample among the sorted top k. A threshold on logits would admit more than k tokens on a tie.
     best, ids = jax.lax.top_k(logits, logits.shape[-1] if top_k is None else top_k)
     best = best / temperature
     if top_p is not None:
@@ -44,7 +44,17 @@ def sample(
 def check_sampling(
     temperature: float, top_k: int | None, top_p: float | None, key: Array | None
 ) -> None:
-    """Raises ValueError where a number is out of range, or a key is needed and missing."""
+    """Checks sampling options.
+
+    Args:
+        temperature: The divisor of the logits; 0 for greedy decoding.
+        top_k: As in :func:`sample`.
+        top_p: As in :func:`sample`.
+        key: The random key, which a temperature above 0 needs.
+
+    Raises:
+        ValueError: An option is out of range, or the key is missing.
+    """
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     if top_k is not None and top_k < 1:

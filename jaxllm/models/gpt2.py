@@ -1,4 +1,4 @@
-"""GPT-2: embeddings, pre-norm blocks of attention and MLP, and a head tied to the token table.
+"""GPT-2: embeddings, pre-norm blocks of attention and MLP, and an LM head tied to the token table.
 
 Parameters are a nested dict of arrays, weights ``(in, out)``, layers stacked on a leading axis::
 
@@ -11,7 +11,7 @@ Parameters are a nested dict of arrays, weights ``(in, out)``, layers stacked on
     ln_f     scale (D)  bias (D)
 
 The model computes in the dtype of its parameters; cast them first to compute in another. The
-vocabulary is padded to Vp, a multiple of 128, for the sake of the matrix product that makes the
+vocabulary is padded to Vp, a multiple of 128, for the GEMM that makes the
 logits; the padding has rows of zeros in ``wte`` and is left out of the loss.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; llm.c.
@@ -21,37 +21,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-from jaxllm.models.blocks import (
+from jaxllm.models.common import (
     Params,
     Policy,
     check_sizes,
     check_tokens,
     count,
-    head_loss,
-    head_of,
     layers_of,
+    lm_head,
+    lm_head_loss,
     logits,
-    next_logits,
     pad_vocab,
-    project,
     run_blocks,
 )
-from jaxllm.models.cache import (
-    KVCache,
-    attend_prompt,
-    attend_token,
-    check_prompts,
-    make_cache,
-)
 from jaxllm.models.special_tokens import SpecialTokens
+
+# attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
+Attend = Callable[[int, Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +56,9 @@ class GPT2Config:
         max_seq_len: Positions that the position table has rows for.
         layers: Blocks.
         heads: Attention heads; they divide ``width``.
-        width: The residual stream's width.
-        special_tokens: What a checkpoint names as the begin, the ends and the padding of a text.
-            Configs that differ in nothing else are equal.
+        width: The width of the residual stream.
+        special_tokens: The tokens that begin, end and pad a text, by a checkpoint. They do not
+            count in comparisons of configs.
 
     Raises:
         ValueError: A size is below 1, or ``heads`` does not divide ``width``.
@@ -95,6 +88,19 @@ class GPT2Config:
         return self.width // self.heads
 
     @property
+    def kv_heads(self) -> int:
+        """The number of key heads: one for each query head."""
+        return self.heads
+
+    @property
+    def saved_per_token(self) -> int:
+        """Elements that the blocks save for each token for the backward pass.
+
+        The inputs of four GEMMs, two of which are norms', the projection, and GELU's derivative.
+        """
+        return self.layers * 14 * self.width
+
+    @property
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
         return pad_vocab(self.vocab_size)
@@ -112,8 +118,8 @@ PRESETS = {
 def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
     """Random parameters in float32, as llm.c and GPT-2 draw them.
 
-    Weights and tables are normal with deviation 0.02, but for the two projections of each block
-    that add to the residual stream, 0.02/sqrt(2L); biases are zero and scales one. The padded rows
+    Weights and tables are normal with standard deviation 0.02. That of the two layers of each block
+    that add to the residual is 0.02/sqrt(2L); biases are zero and scales one. The padded rows
     of ``wte`` are zero, and their gradient is too.
 
     Args:
@@ -150,6 +156,15 @@ def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
     }
 
 
+def block(
+    h: ops.Residual, layer: Params, config: GPT2Config, attend: ops.Attend | None = None
+) -> ops.Residual:
+    """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
+    heads, norm1, norm2 = config.heads, layer["ln1"], layer["ln2"]
+    h = ops.attention_block(h, norm1, layer["attention"], heads=heads, causal=True, attend=attend)
+    return ops.ffn_block(h, norm2, layer["mlp"])
+
+
 def forward(
     params: Params,
     tokens: Integer[Array, "B T"],
@@ -163,20 +178,20 @@ def forward(
         params: As :func:`init` makes them, in the dtype to compute in.
         tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
         config: The shape that ``params`` was made with.
-        remat: Recompute each block in the backward pass, and keep its input alone; or what else
-            to keep, as one of ``jax.checkpoint_policies`` or
-            ``jaxllm.models.blocks.SAVE_PRODUCTS``.
+        remat: Whether each block is recomputed in the backward pass from its input; or what else
+            to save: one of ``jax.checkpoint_policies`` or
+            ``jaxllm.models.common.SAVE_GEMMS``.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
-        ``config.vocab_size`` on mean nothing.
+        ``config.vocab_size`` on are padding.
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    hidden, table = _hidden(params, tokens, config, remat)
-    return logits(hidden, head_of({**params, "wte": table}))
+    hidden, head = _hidden(params, tokens, config, remat)
+    return logits(hidden, head)
 
 
 def loss(
@@ -193,8 +208,8 @@ def loss(
     Args:
         params: As in :func:`forward`.
         tokens: As in :func:`forward`.
-        labels: The token that follows each token. A label that is ignored leaves its place out of
-            the mean; any other one outside the vocabulary makes the loss NaN.
+        labels: The token that follows each token. An ignored label does not count in the mean.
+            Any other label outside the vocabulary makes the loss NaN.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
         ignore_index: The label that is ignored; None for every negative label. As in
@@ -204,150 +219,69 @@ def loss(
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden, table = _hidden(params, tokens, config, remat)
-    # The inputs of four products, two of which are norms', queries, keys and values, GELU's slope.
-    kept = 0 if remat else config.layers * 14 * config.width
-    return head_loss(
-        {**params, "wte": table}, hidden, labels, config.vocab_size, kept, ignore_index
-    )
+    hidden, head = _hidden(params, tokens, config, remat)
+    return lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
-def empty_cache(config: GPT2Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
-    """A cache for :func:`prefill`, of ``batch`` sequences of at most ``room`` tokens.
-
-    Args:
-        config: The model's shape.
-        batch: Sequences.
-        room: Tokens of each, prompt and all.
-        dtype: That of the model's parameters, or int8.
-    """
-    return make_cache(config.layers, batch, room, config.heads, config.head_width, dtype)
-
-
-def prefill(
+def cached_forward(
     params: Params,
     tokens: Integer[Array, "B T"],
-    lengths: Integer[Array, " B"],
+    positions: Integer[Array, "B T"] | None,
     config: GPT2Config,
-    cache: KVCache,
-) -> tuple[Float[Array, "B Vp"], KVCache]:
-    """Reads prompts into an empty cache, as :func:`jaxllm.models.llama3.prefill` does."""
-    check_prompts(tokens, lengths, config.max_seq_len, cache)
-    x, cache = _cached(params, tokens, params["wpe"], config, cache, attend_prompt)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    cache = cache._replace(lengths=lengths.astype(jnp.int32))
-    return next_logits(last, head_of(params)), cache
+    attend: Attend,
+) -> Float[Array, "B T D"]:
+    """The input of the LM head for tokens that attend to a cache.
 
-
-def decode_step(
-    params: Params, tokens: Integer[Array, " B"], config: GPT2Config, cache: KVCache
-) -> tuple[Float[Array, "B Vp"], KVCache]:
-    """Reads one more token of each sequence, as :func:`jaxllm.models.llama3.decode_step` does."""
-    # One sequence at a time has its position's row.
-    positions = params["wpe"][cache.lengths][:, None]
-    x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
-    cache = cache._replace(lengths=cache.lengths + 1)
-    return next_logits(x[:, 0], head_of(params)), cache
+    Args:
+        params: As in :func:`forward`, stacked or as :func:`jaxllm.models.common.for_decoding`
+            returns them, or their int8 form.
+        tokens: The tokens.
+        positions: The position of each; None for 0 to T - 1.
+        config: As in :func:`forward`.
+        attend: ``attend(layer, q, k, v)``, attention of queries, keys and values with the cache.
+    """
+    if positions is None:
+        x = ops.embed(tokens, params["wte"], params["wpe"])
+    else:
+        x = ops.embed(tokens, params["wte"]) + params["wpe"][positions]
+    h = ops.residual(x)
+    for i, layer in enumerate(layers_of(params)):
+        h = block(h, layer, config, lambda *qkv, i=i: attend(i, *qkv))
+    return ops.final_norm(h, params["ln_f"])
 
 
 def num_params(config: GPT2Config) -> int:
-    """How many numbers the parameters hold, the padding of the vocabulary included."""
+    """The number of elements in the parameters, with the padding of the vocabulary."""
     return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
 
 
 def flops_per_token(config: GPT2Config, seq_len: int) -> int:
     """Floating-point operations of one training step, forward and backward, for one token.
 
-    ``6 M + 12 L T D``, where M counts the parameters that are factors of a matrix product (the
-    weights of the blocks and the padded head; no position table, norm or bias), each of which costs
-    a multiplication and an addition forward and twice that backward; and the second term is the two
-    products of attention at full length T, as if there were no causal mask. This is the convention
-    of PaLM's appendix B (arXiv:2204.02311); recomputation does not count.
+    ``6 M + 12 L T D``, where M counts the parameters that a GEMM multiplies by: the weights of
+    the blocks and the padded LM head, and no position table, norm or bias. Each costs a
+    multiplication and an addition forward and twice that backward. The second term is attention's
+    two matmuls at full length T, as if there were no causal mask. This is the convention of PaLM's
+    appendix B (arXiv:2204.02311); recomputation does not count.
 
     Args:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
     L, D = config.layers, config.width
-    factors = 12 * L * D * D + config.padded_vocab_size * D
-    return 6 * factors + 12 * L * seq_len * D
-
-
-def _cached(
-    params: Params, tokens: Array, positions: Array, config: GPT2Config, cache: KVCache, attend
-) -> tuple[Array, KVCache]:
-    """What the head is applied to, (B, T, D), of tokens that see a cache, and the new cache."""
-    layers = layers_of(params)
-    next_norms = [*(layer["ln1"] for layer in layers[1:]), params["ln_f"]]
-    if positions.ndim == 2:
-        residual = ops.embed(tokens, params["wte"], positions)
-    else:
-        residual = ops.embed(tokens, params["wte"]) + positions
-    x = ops.layer_norm(residual, **layers[0]["ln1"])
-    B, T, _ = x.shape
-    for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-        attention = layer["attention"]
-        parts = jnp.split(project(x, **attention["qkv"]), 3, axis=-1)
-        q, k, v = (part.reshape(B, T, config.heads, config.head_width) for part in parts)
-        attended, cache = attend(cache, i, q, k, v)
-        attended = attended.reshape(B, T, config.width)
-        x, residual = _add_layer(residual, attended, attention["out"], layer["ln2"])
-        hidden = project(x, **layer["mlp"]["up"], activation="gelu")
-        x, residual = _add_layer(residual, hidden, layer["mlp"]["down"], next_norm)
-    return x, cache
+    weights = 12 * L * D * D + config.padded_vocab_size * D
+    return 6 * weights + 12 * L * seq_len * D
 
 
 def _hidden(
     params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy
-) -> tuple[Array, Array]:
-    """What the head is applied to, of shape (B, T, D), and the token table for the head."""
+) -> tuple[Array, Array | ops.Quantized]:
+    """The input of the LM head, (B, T, D), and the LM head."""
     check_tokens(tokens, config.max_seq_len)
+    x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])
 
-    def block(stream: Stream, layer: Params) -> Stream:
-        stream = _attend(stream, layer["ln1"], **layer["attention"], heads=config.heads)
-        return _think(stream, layer["ln2"], **layer["mlp"])
+    def run(h: ops.Residual, layer: Params) -> ops.Residual:
+        return block(h, layer, config)
 
-    x, table = ops.embed(tokens, params["wte"], params["wpe"], returns_table=True)
-    blocks = params["blocks"]
-    first = blocks[0] if isinstance(blocks, list) else blocks
-    # The ops that take an int8 weight do not hand on a norm.
-    normed = ops.normed_rows(x) if "weight" in first["mlp"]["up"] else None
-    x, _ = run_blocks(block, (x, normed), blocks, remat=remat)
-    return ops.layer_norm(x, **params["ln_f"]), table
-
-
-Stream = tuple[Array, ops.NormedRows | None]  # between the halves of blocks
-
-
-def _attend(stream: Stream, norm: Params, qkv: Params, out: Params, heads: int) -> Stream:
-    """The stream plus what the heads read of its norm."""
-    x, normed = stream
-    if "weight" in qkv:
-        layers = (qkv["weight"], qkv["bias"], out["weight"], out["bias"])
-        arrays = (x, norm["scale"], norm["bias"], *layers)
-        sums: Any = ops.pre_norm_self_attention(*arrays, heads=heads, causal=True, normed=normed)
-        return sums
-    qkv_rows = project(ops.layer_norm(x, **norm), **qkv)
-    attended = ops.flash_attention_packed(qkv_rows, heads, causal=True)
-    return x + project(attended, **out), None
-
-
-def _think(stream: Stream, norm: Params, up: Params, down: Params) -> Stream:
-    """The stream plus the MLP of its norm."""
-    x, normed = stream
-    if "weight" in up:
-        layers = (up["weight"], up["bias"], down["weight"], down["bias"])
-        sums: Any = ops.pre_norm_mlp(x, norm["scale"], norm["bias"], *layers, normed=normed)
-        return sums
-    hidden = project(ops.layer_norm(x, **norm), **up, activation="gelu")
-    return x + project(hidden, **down), None
-
-
-def _add_layer(residual: Array, x: Array, linear: Params, norm: Params) -> tuple[Array, Array]:
-    """Adds a linear layer of ``x`` to the stream; returns the stream's norm, and the stream."""
-    # The bias is added with the residual: the norm's backward pass gives its gradient for nothing.
-    if "weight" in linear:
-        weight, bias = linear["weight"], linear["bias"]
-        return ops.linear_add_layer_norm(x, weight, residual, **norm, x_bias=bias)
-    product = project(x, **{name: array for name, array in linear.items() if name != "bias"})
-    return ops.add_layer_norm(product, residual, **norm, x_bias=linear["bias"])
+    h = run_blocks(run, ops.residual(x), params["blocks"], remat=remat)
+    return ops.final_norm(h, params["ln_f"]), lm_head({**params, "wte": head})

@@ -11,11 +11,11 @@ N query heads and K key heads of width H::
              mlp         gate_up   weight (L, D, 2F)            gate, up
                          down      weight (L, F, D)
     norm_f   scale (D)
-    head (Vp, D)   where it is not tied to wte
+    lm_head (Vp, D)   where it is not tied to wte
 
-What one product can make stands in one array: queries, keys and values; gate and up. The model
-computes in the dtype of its parameters; cast them first to compute in another. The vocabulary is
-padded to Vp as in :mod:`jaxllm.models.gpt2`.
+One GEMM computes queries, keys and values, and one computes gate and up. The model computes in the
+dtype of its parameters; cast them first to compute in another. The vocabulary is padded to Vp as in
+:mod:`jaxllm.models.gpt2`.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); llama3.cuda.
 """
@@ -28,37 +28,27 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-from jaxllm.models.blocks import (
-    FEW_ROWS,
+from jaxllm.models.common import (
     Params,
     Policy,
     check_sizes,
     check_tokens,
     count,
-    head_loss,
-    head_of,
     layers_of,
+    lm_head,
+    lm_head_loss,
     logits,
-    next_logits,
     pad_vocab,
-    project,
     run_blocks,
-    with_next_norms,
-)
-from jaxllm.models.cache import (
-    KVCache,
-    attend_prompt,
-    attend_token,
-    check_prompts,
-    make_cache,
 )
 from jaxllm.models.special_tokens import SpecialTokens
-from jaxllm.ops.checks import is_certain
+
+# attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
+Attend = Callable[[int, Array, Array, Array], Array]
+
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -73,14 +63,14 @@ class Llama3Config:
         layers: Blocks.
         heads: Query heads; they divide ``width`` into parts of an even width.
         kv_heads: Key and value heads; they divide ``heads``.
-        width: The residual stream's width.
+        width: The width of the residual stream.
         mlp_width: The width inside the MLP.
-        tied_head: Whether the head is the token table.
+        tied_head: Whether the LM head is the token table.
         rope_theta: The base of the rotary frequencies.
-        rope_scaling: How slow frequencies are stretched; None to leave them.
+        rope_scaling: How low frequencies are stretched; None for not at all.
         norm_eps: Added to the mean square in each norm.
-        special_tokens: What a checkpoint names as the begin, the ends and the padding of a text.
-            Configs that differ in nothing else are equal.
+        special_tokens: The tokens that begin, end and pad a text, by a checkpoint. They do not
+            count in comparisons of configs.
 
     Raises:
         ValueError: A size is below 1, a head's width is not even and whole, ``kv_heads`` does not
@@ -113,7 +103,7 @@ class Llama3Config:
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice heads {self.heads}; the columns of "
-                "a head turn in pairs"
+                "a head rotate in pairs"
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
@@ -131,6 +121,14 @@ class Llama3Config:
         """The columns of all queries, keys and values of a token."""
         kv_width = self.kv_heads * self.head_width
         return self.width, kv_width, kv_width
+
+    @property
+    def saved_per_token(self) -> int:
+        """Elements that the blocks save for each token for the backward pass.
+
+        The inputs of four GEMMs and two norms, the projection, gate and up.
+        """
+        return self.layers * (5 * self.width + sum(self.qkv_widths) + 3 * self.mlp_width)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -168,9 +166,9 @@ PRESETS = {
 def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
     """Random parameters in float32, drawn as :func:`jaxllm.models.gpt2.init` draws them.
 
-    Weights and tables are normal with deviation 0.02, but for the two projections of each block
-    that add to the residual stream, 0.02/sqrt(2L); scales are one. The padded rows of ``wte`` and
-    ``head`` are zero, and their gradients are too.
+    Weights and tables are normal with standard deviation 0.02. That of the two layers of each block
+    that add to the residual is 0.02/sqrt(2L); scales are one. The padded rows of ``wte`` and
+    ``lm_head`` are zero, and their gradients are too.
 
     Args:
         key: A JAX random key.
@@ -206,7 +204,21 @@ def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
         },
         "norm_f": norm(D),
     }
-    return params if config.tied_head else {**params, "head": table()}
+    return params if config.tied_head else {**params, "lm_head": table()}
+
+
+def block(
+    h: ops.Residual,
+    layer: Params,
+    config: Llama3Config,
+    rope_table: tuple[Array, Array],
+    attend: ops.Attend | None = None,
+) -> ops.Residual:
+    """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
+    heads = {"heads": config.heads, "kv_heads": config.kv_heads}
+    attention = {"causal": True, "rope_table": rope_table, "attend": attend}
+    h = ops.attention_block(h, layer["norm1"], layer["attention"], **heads, **attention)
+    return ops.ffn_block(h, layer["norm2"], layer["mlp"], activation="swiglu")
 
 
 def forward(
@@ -222,19 +234,19 @@ def forward(
         params: As :func:`init` makes them, in the dtype to compute in.
         tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
         config: The shape that ``params`` was made with.
-        remat: Recompute each block in the backward pass, and keep its input alone; or what else
-            to keep, as one of ``jax.checkpoint_policies`` or
-            ``jaxllm.models.blocks.SAVE_PRODUCTS``.
+        remat: Whether each block is recomputed in the backward pass from its input; or what else
+            to save: one of ``jax.checkpoint_policies`` or
+            ``jaxllm.models.common.SAVE_GEMMS``.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
-        ``config.vocab_size`` on mean nothing.
+        ``config.vocab_size`` on are padding.
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
-    return logits(_hidden(params, tokens, config, remat), head_of(params))
+    return logits(_hidden(params, tokens, config, remat), lm_head(params))
 
 
 def loss(
@@ -251,8 +263,8 @@ def loss(
     Args:
         params: As in :func:`forward`.
         tokens: As in :func:`forward`.
-        labels: The token that follows each token. A label that is ignored leaves its place out of
-            the mean; any other one outside the vocabulary makes the loss NaN.
+        labels: The token that follows each token. An ignored label does not count in the mean.
+            Any other label outside the vocabulary makes the loss NaN.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
         ignore_index: The label that is ignored; None for every negative label. As in
@@ -262,160 +274,67 @@ def loss(
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
-    hidden = _hidden(params, tokens, config, remat)
-    # The inputs of four products and two norms, queries, keys and values, gate and up.
-    of_block = 5 * config.width + sum(config.qkv_widths) + 3 * config.mlp_width
-    kept = 0 if remat else config.layers * of_block
-    return head_loss(params, hidden, labels, config.vocab_size, kept, ignore_index)
+    hidden, head = _hidden(params, tokens, config, remat), lm_head(params)
+    return lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
-def empty_cache(config: Llama3Config, batch: int, room: int, dtype: DTypeLike) -> KVCache:
-    """A cache for :func:`prefill`, of ``batch`` sequences of at most ``room`` tokens.
-
-    Args:
-        config: The model's shape.
-        batch: Sequences.
-        room: Tokens of each, prompt and all.
-        dtype: That of the model's parameters, or int8.
-    """
-    return make_cache(config.layers, batch, room, config.kv_heads, config.head_width, dtype)
-
-
-def prefill(
+def cached_forward(
     params: Params,
     tokens: Integer[Array, "B T"],
+    positions: Integer[Array, "B T"] | None,
+    config: Llama3Config,
+    attend: Attend,
+) -> Float[Array, "B T D"]:
+    """As :func:`jaxllm.models.gpt2.cached_forward`."""
+    positions = jnp.arange(tokens.shape[1]) if positions is None else positions
+    table = _rope_table(positions, config)
+    h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
+    for i, layer in enumerate(layers_of(params)):
+        h = block(h, layer, config, table, lambda *qkv, i=i: attend(i, *qkv))
+    return ops.final_norm(h, params["norm_f"])
+
+
+def decode_forward(
+    params: Params,
+    tokens: Integer[Array, " B"],
     lengths: Integer[Array, " B"],
     config: Llama3Config,
-    cache: KVCache,
-) -> tuple[Float[Array, "B Vp"], KVCache]:
-    """Reads prompts into an empty cache.
+    caches: list[tuple[Array, Array]],
+) -> tuple[Float[Array, "B D"], list[tuple[Array, Array]]]:
+    """The input of the LM head for one more token a sequence, each block as one op.
 
     Args:
-        params: As in :func:`forward`, or their int8 form, or what
-            :func:`jaxllm.models.blocks.for_decoding` makes of either.
-        tokens: The prompts, padded at their ends; what with does not matter.
-        lengths: The tokens of each prompt, from 1 to T.
-        config: The shape that ``params`` was made with.
-        cache: Of :func:`empty_cache`.
+        params: As :func:`jaxllm.models.common.for_decoding` returns them.
+        tokens: One token for each of 1 to 16 sequences.
+        lengths: The tokens that each sequence has in the caches.
+        config: As in :func:`forward`.
+        caches: The keys and the values of each layer, (B, S, K, H).
 
     Returns:
-        The logits of the token after each prompt, and the cache.
-
-    Raises:
-        TypeError: As in :func:`forward`.
-        ValueError: As in :func:`forward`, or ``lengths`` or the cache is of another number of
-            sequences, or T is more than the cache has room for.
+        The input of the LM head, and the caches with one more token.
     """
-    check_prompts(tokens, lengths, config.max_seq_len, cache)
-    positions = jnp.arange(tokens.shape[1])
-    x, cache = _cached(params, tokens, positions, config, cache, attend_prompt)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    cache = cache._replace(lengths=lengths.astype(jnp.int32))
-    return next_logits(last, head_of(params)), cache
-
-
-def decode_step(
-    params: Params, tokens: Integer[Array, " B"], config: Llama3Config, cache: KVCache
-) -> tuple[Float[Array, "B Vp"], KVCache]:
-    """Reads one more token of each sequence.
-
-    Args:
-        params: As in :func:`prefill`.
-        tokens: The tokens that follow what is in the cache.
-        config: The shape that ``params`` was made with.
-        cache: Of :func:`prefill`, or of the step before; it must have room.
-
-    Returns:
-        The logits of the token after each, and the cache with the tokens in it.
-    """
-    blocks = params["blocks"]
-    turned = isinstance(blocks, list) and "weight" not in blocks[0]["attention"]["qkv"]
-    few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
-    if turned and few and not cache.quantized:
-        x, cache = _decode_blocks(params, tokens, config, cache)
-    else:
-        positions = cache.lengths[:, None]
-        x, cache = _cached(params, tokens[:, None], positions, config, cache, attend_token)
-        x = x[:, 0]
-    cache = cache._replace(lengths=cache.lengths + 1)
-    return next_logits(x, head_of(params)), cache
-
-
-def _decode_blocks(
-    params: Params, tokens: Array, config: Llama3Config, cache: KVCache
-) -> tuple[Array, KVCache]:
-    """What the head is applied to, (B, D), of one token a sequence, and the new cache.
-
-    What :func:`_cached` computes, of parameters that are laid out for decoding: a block a call.
-    """
-
-    def matrix(linear: Params) -> Array | tuple[Array, Array]:
-        if "weight_t" in linear:
-            return linear["weight_t"]
-        return linear["weight_q"], linear["weight_scales"]
-
-    cos, sin = _angles(cache.lengths, config)
+    cos, sin = _rope_table(lengths, config)
     x = ops.embed(tokens[:, None], params["wte"])[:, 0]
-    keys, values = [], []
-    for layer, k_cache, v_cache in zip(params["blocks"], cache.keys, cache.values, strict=True):
+    written = []
+    for layer, (keys, values) in zip(params["blocks"], caches, strict=True):
+        norms = (layer["norm1"]["scale"], layer["norm2"]["scale"])
         attention, mlp = layer["attention"], layer["mlp"]
-        x, k_cache, v_cache = ops.decode_block(
-            x,
-            layer["norm1"]["scale"],
-            layer["norm2"]["scale"],
-            matrix(attention["qkv"]),
-            matrix(attention["out"]),
-            matrix(mlp["gate_up"]),
-            matrix(mlp["down"]),
-            cos,
-            sin,
-            k_cache,
-            v_cache,
-            cache.lengths,
-            eps=config.norm_eps,
-        )
-        keys.append(k_cache)
-        values.append(v_cache)
-    x = ops.rms_norm(x, **params["norm_f"], eps=config.norm_eps)
-    return x, cache._replace(keys=tuple(keys), values=tuple(values))
+        linears = (attention["qkv"], attention["out"], mlp["gate_up"], mlp["down"])
+        matrices = (linear["weight"] for linear in linears)
+        cache = (cos, sin, keys, values, lengths)
+        x, *cache = ops.decode_block(x, *norms, *matrices, *cache, eps=config.norm_eps)
+        written.append(tuple(cache))
+    return ops.rms_norm(x, **params["norm_f"], eps=config.norm_eps), written
 
 
-def _cached(
-    params: Params, tokens: Array, positions: Array, config: Llama3Config, cache: KVCache, attend
-) -> tuple[Array, KVCache]:
-    """What the head is applied to, (B, T, D), of tokens that see a cache, and the new cache."""
-    layers = layers_of(params)
-    next_norms = [*(layer["norm1"] for layer in layers[1:]), params["norm_f"]]
-    angles = _angles(positions, config)
-    residual = ops.embed(tokens, params["wte"])
-    x = ops.rms_norm(residual, **layers[0]["norm1"], eps=config.norm_eps)
-    for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-
-        def attend_layer(qkv, i=i):
-            nonlocal cache
-            # The cache has keys that are turned already, and heads apart.
-            parts = jnp.split(qkv, np.cumsum(config.qkv_widths)[:2], axis=-1)
-            heads = (config.heads, config.kv_heads, config.kv_heads)
-            q, k, v = (
-                x.reshape(*x.shape[:2], n, config.head_width)
-                for x, n in zip(parts, heads, strict=True)
-            )
-            q, k = ops.rope(q, k, *angles)
-            out, cache = attend(cache, i, q, k, v)
-            return out.reshape(*out.shape[:2], config.width)
-
-        residual, x = _block(residual, x, layer, next_norm, config, attend_layer)
-    return x, cache
-
-
-def _angles(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
+def _rope_table(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
     return ops.rope_table(
         positions, config.head_width, theta=config.rope_theta, scaling=config.rope_scaling
     )
 
 
 def num_params(config: Llama3Config) -> int:
-    """How many numbers the parameters hold, the padding of the vocabulary included."""
+    """The number of elements in the parameters, with the padding of the vocabulary."""
     return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
 
 
@@ -423,59 +342,25 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     """Floating-point operations of one training step, forward and backward, for one token.
 
     ``6 M + 12 L T D``, as :func:`jaxllm.models.gpt2.flops_per_token` counts them: M has the weights
-    of the blocks and the padded head, and no token table that is not the head.
+    of the blocks and the padded LM head, and no token table that is not the LM head.
 
     Args:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
     L, D = config.layers, config.width
-    factors = L * D * (sum(config.qkv_widths) + D + 3 * config.mlp_width)
-    factors += config.padded_vocab_size * D
-    return 6 * factors + 12 * L * seq_len * D
+    weights = L * D * (sum(config.qkv_widths) + D + 3 * config.mlp_width)
+    weights += config.padded_vocab_size * D
+    return 6 * weights + 12 * L * seq_len * D
 
 
 def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy) -> Array:
-    """What the head is applied to, of shape (B, T, D)."""
+    """The input of the LM head, (B, T, D)."""
     check_tokens(tokens, config.max_seq_len)
-    # Each block ends with the norm that comes next, fused with its last residual addition: norm1 of
-    # the following block, or norm_f after the last. So the first norm1 stands before all blocks.
-    first_norm, layers = with_next_norms(params["blocks"], "norm1", params["norm_f"])
-    angles = _angles(jnp.arange(tokens.shape[1]), config)
+    table = _rope_table(jnp.arange(tokens.shape[1]), config)
 
-    def attend(qkv):
-        return ops.flash_attention_packed(
-            qkv, config.heads, config.kv_heads, causal=True, rope_table=angles
-        )
+    def run(h: ops.Residual, layer: Params) -> ops.Residual:
+        return block(h, layer, config, table)
 
-    def block(carry, inputs):
-        residual, x = carry
-        layer, next_norm = inputs
-        return _block(residual, x, layer, next_norm, config, attend)
-
-    residual = ops.embed(tokens, params["wte"])
-    x, residual = ops.add_rms_norm(residual, None, **first_norm, eps=config.norm_eps)
-    _, x = run_blocks(block, (residual, x), layers, remat=remat)
-    return x
-
-
-def _block(
-    residual: Array,
-    x: Array,
-    layer: Params,
-    next_norm: Params,
-    config: Llama3Config,
-    attend: Callable[[Array], Array],
-) -> tuple[Array, Array]:
-    """One block, from the residual stream and its normalization to the next of either.
-
-    ``attend`` makes what the heads read, side by side, of queries, keys and values side by side.
-    """
-    attention, mlp, eps = layer["attention"], layer["mlp"], config.norm_eps
-    x = attend(project(x, **attention["qkv"]))
-    x = project(x, **attention["out"])
-    x, residual = ops.add_rms_norm(x, residual, **layer["norm2"], eps=eps)
-    x = ops.swiglu_packed(project(x, **mlp["gate_up"]))
-    x = project(x, **mlp["down"])
-    x, residual = ops.add_rms_norm(x, residual, **next_norm, eps=eps)
-    return residual, x
+    h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
+    return ops.final_norm(run_blocks(run, h, params["blocks"], remat=remat), params["norm_f"])

@@ -1,4 +1,4 @@
-"""The ops: arrays in, arrays out, one derivative rule each, three implementations behind each."""
+"""The ops: arrays in, arrays out, one derivative rule each, three implementations of each."""
 
 from jaxllm.ops.activation.api import (
     add,
@@ -11,27 +11,20 @@ from jaxllm.ops.activation.api import (
     swiglu_packed,
 )
 from jaxllm.ops.attention.api import (
-    decode_attention,
     flash_attention,
     flash_attention_float8,
     flash_attention_packed,
-    pre_norm_self_attention,
-    repeat_kv,
-    self_attention,
-    softmax,
 )
-from jaxllm.ops.decoding.api import decode_block
-from jaxllm.ops.embedding.api import embed
-from jaxllm.ops.gemm.api import (
-    linear,
-    linear_add_layer_norm,
-    matmul,
-    matvec,
-    mlp,
-    pre_norm_mlp,
-)
+from jaxllm.ops.attention.api_decode import decode_attention
+from jaxllm.ops.attention.api_softmax import repeat_kv, softmax
+from jaxllm.ops.block.attention import attention_block, self_attention
+from jaxllm.ops.block.decode import decode_block
+from jaxllm.ops.block.ffn import ffn_block, mlp
+from jaxllm.ops.block.residual import Residual, final_norm, residual
+from jaxllm.ops.embedding.api import embed, tied_embed
+from jaxllm.ops.gemm.api import linear, matmul, matvec
 from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
-from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, normed_rows, rms_norm
+from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
 from jaxllm.ops.quantization.api import (
     dequantize,
@@ -41,16 +34,19 @@ from jaxllm.ops.quantization.api import (
 )
 from jaxllm.ops.reduction.api import dot, histogram, reduce_max, reduce_sum
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
-from jaxllm.ops.streams import NormedRows
 from jaxllm.ops.vision.api import nms
+from jaxllm.ops.weights import Quantized, Transposed
 
 __all__ = [
-    "NormedRows",
+    "Quantized",
+    "Residual",
     "RopeScaling",
+    "Transposed",
     "adamw_update",
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "attention_block",
     "bias_add",
     "bias_gelu",
     "cross_entropy",
@@ -59,6 +55,8 @@ __all__ = [
     "dequantize",
     "dot",
     "embed",
+    "ffn_block",
+    "final_norm",
     "flash_attention",
     "flash_attention_float8",
     "flash_attention_packed",
@@ -67,15 +65,11 @@ __all__ = [
     "histogram",
     "layer_norm",
     "linear",
-    "linear_add_layer_norm",
     "linear_cross_entropy",
     "matmul",
     "matvec",
     "mlp",
     "nms",
-    "normed_rows",
-    "pre_norm_mlp",
-    "pre_norm_self_attention",
     "quantize",
     "quantized_matmul",
     "quantized_matvec",
@@ -83,6 +77,7 @@ __all__ = [
     "reduce_sum",
     "relu",
     "repeat_kv",
+    "residual",
     "rms_norm",
     "rope",
     "rope_table",
@@ -91,4 +86,5 @@ __all__ = [
     "softmax",
     "swiglu",
     "swiglu_packed",
+    "tied_embed",
 ]

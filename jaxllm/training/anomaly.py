@@ -1,13 +1,15 @@
-"""What keeps bad steps out of a run, decided on the device: no step waits for the host.
+"""Anomaly detection: skip outlier steps, halt on a step that is not finite.
 
-A step whose loss or gradient norm is not finite halts the run: neither it nor any step after it
-changes the parameters, so that the host, which learns of it a step later, finds them as they were.
-A step whose loss or gradient norm is far above those before it is skipped, and the run goes on.
+The decision is made on the device, inside the jitted step, so no step waits for the host.
 
-How far is told by the z-score, the distance from the mean in standard deviations, among the last
-128 steps, this one included::
+- A step whose loss or gradient norm is NaN or infinite halts the run. That step and all later ones
+  leave the parameters unchanged. The host reads ``halted_at`` one step later and finds the
+  parameters as they were before the bad step.
+- A step whose loss or gradient norm is an outlier is skipped, and the run continues.
 
-    z = (x - mean) / deviation
+The outlier test is a z-score over a window of the last 128 steps, the current step included::
+
+    z = (x - mean) / standard_deviation
 
 Source: llm.c's ``outlier_detector.h``.
 """
@@ -30,15 +32,15 @@ from jaxllm.models.blocks import unstack
 WINDOW = 128
 
 
-class Guard(NamedTuple):
-    """What the guard remembers.
+class AnomalyState(NamedTuple):
+    """The anomaly detector's state.
 
     Attributes:
-        losses: The losses of the last steps; step i is at place i modulo the window.
-        norms: Likewise the norms of the gradients.
-        count: The finite steps so far.
-        halted_at: The number of the first step whose loss or norm was not finite, counted from 1; 0
-            while there is none.
+        losses: Ring buffer of the losses of the last W finite steps.
+        norms: Ring buffer of the gradient norms of the same steps.
+        count: The number of finite steps so far, an int32 scalar.
+        halted_at: The first step whose loss or norm was not finite, counted from 1; 0 if there was
+            none.
     """
 
     losses: Float[Array, " W"]
@@ -47,46 +49,47 @@ class Guard(NamedTuple):
     halted_at: Int[Array, ""]
 
 
-jax.export.register_namedtuple_serialization(Guard, serialized_name="jaxllm.Guard")
+jax.export.register_namedtuple_serialization(AnomalyState, serialized_name="jaxllm.AnomalyState")
 
 
-def new_guard() -> Guard:
-    """The guard before the first step."""
-    # Arrays of their own, for a step that donates them all.
-    return Guard(
+def init_anomaly_state() -> AnomalyState:
+    """The detector's state before the first step."""
+    # Four separate arrays: a training step donates each of them.
+    return AnomalyState(
         jnp.zeros(WINDOW), jnp.zeros(WINDOW), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     )
 
 
 @promotion.by_default
-def judge(
-    guard: Guard,
+def detect_anomaly(
+    state: AnomalyState,
     step: Int[Array, ""],
     loss: Float[Array, ""],
     norm: Float[Array, ""],
     *,
     max_loss_z: float | None = None,
     max_norm_z: float | None = None,
-) -> tuple[Guard, Bool[Array, ""], dict[str, Float[Array, ""]]]:
+) -> tuple[AnomalyState, Bool[Array, ""], dict[str, Float[Array, ""]]]:
     """Decides whether a step may change the parameters.
 
     Args:
-        guard: What there is from the steps before.
-        step: The number of this one, counted from 1.
-        loss: Its loss.
-        norm: The norm of its gradients.
-        max_loss_z: Skip a step whose loss has a larger z-score; None for none. No step is skipped
-            before the window is full.
-        max_norm_z: Likewise for the norm.
+        state: The detector's state after the previous step.
+        step: The number of the current step, counted from 1.
+        loss: The loss of the current step.
+        norm: The gradient norm of the current step.
+        max_loss_z: Skip the step if the z-score of its loss is larger; None disables the test. No
+            step is skipped before the window is full.
+        max_norm_z: The same for the gradient norm.
 
     Returns:
-        ``(guard, skip, metrics)``: the guard for the next step, whether to leave the parameters as
-        they are, and float32 scalars to log: ``loss_z`` and ``norm_z``, NaN until the window is
-        full; ``skipped``, 1 where they were too large; and ``halted_at``, as in :class:`Guard`.
+        ``(state, skip, metrics)``: the state for the next step; whether to leave the parameters
+        unchanged; and float32 scalars to log. The metrics are ``loss_z`` and ``norm_z`` (NaN until
+        the window is full), ``skipped`` (1 for an outlier, else 0) and ``halted_at``, as in
+        :class:`AnomalyState`.
     """
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (guard.halted_at == 0)
-    place, full = guard.count % WINDOW, guard.count >= WINDOW
-    losses, norms = guard.losses.at[place].set(loss), guard.norms.at[place].set(norm)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.halted_at == 0)
+    slot, full = state.count % WINDOW, state.count >= WINDOW
+    losses, norms = state.losses.at[slot].set(loss), state.norms.at[slot].set(norm)
     loss_z, norm_z = (
         jnp.where(full, z_score(window, x), jnp.nan)
         for window, x in ((losses, loss), (norms, norm))
@@ -95,26 +98,29 @@ def judge(
     for z, limit in ((loss_z, max_loss_z), (norm_z, max_norm_z)):
         if limit is not None:
             outlier |= z > limit
-    halted_at = jnp.where((guard.halted_at == 0) & ~finite, step, guard.halted_at)
+    halted_at = jnp.where((state.halted_at == 0) & ~finite, step, state.halted_at)
     metrics = {
         "loss_z": loss_z,
         "norm_z": norm_z,
         "skipped": (finite & outlier).astype(jnp.float32),
         "halted_at": halted_at.astype(jnp.float32),
     }
-    updated = Guard(
-        jnp.where(finite, losses, guard.losses),
-        jnp.where(finite, norms, guard.norms),
-        guard.count + finite,
+    updated = AnomalyState(
+        jnp.where(finite, losses, state.losses),
+        jnp.where(finite, norms, state.norms),
+        state.count + finite,
         halted_at,
     )
     return updated, ~finite | outlier, metrics
 
 
 def z_score(window: Float[Array, " W"], x: Float[Array, ""]) -> Float[Array, ""]:
-    """How many standard deviations a value is above the mean of a window; 0 if all are equal."""
+    """``(x - mean) / standard_deviation`` over a window; 0 if all values of the window are equal.
+
+    A standard deviation below 1e-6 of the mean is rounding error and counts as 0.
+    """
     mean, deviation = jnp.mean(window), jnp.std(window)
-    differ = deviation > 1e-6 * jnp.abs(mean)  # by more than the rounding of a mean
+    differ = deviation > 1e-6 * jnp.abs(mean)
     return jnp.where(differ, (x - mean) / deviation, 0.0)
 
 
@@ -126,18 +132,19 @@ def explain_halt(
     *,
     compute_dtype: DTypeLike | None = None,
 ) -> str:
-    """What is not finite in the step at which a guarded run halted.
+    """Names the tensors that are not finite in the step at which a run halted.
 
     Args:
         loss_fn: As in :func:`jaxllm.training.make_train_step`.
-        params: The parameters that the step found, which a guarded state still has.
-        tokens: The step's, of shape (accumulate, B, T).
-        labels: Likewise.
+        params: The parameters before that step. A halted :class:`~jaxllm.training.TrainState`
+            still has them.
+        tokens: The tokens of that step, (accumulate, B, T).
+        labels: The labels of that step, (accumulate, B, T).
         compute_dtype: As in :func:`jaxllm.training.make_train_step`.
 
     Returns:
-        Lines that name each parameter that is not finite, and of each microbatch that is not finite
-        the loss and each parameter whose gradient is not.
+        One line for each parameter that is not finite. Then, for each microbatch that is not
+        finite, its loss and one line for each gradient that is not finite.
     """
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
     lines = [f"parameter {fault}" for fault in nonfinite(params)]
@@ -153,7 +160,14 @@ def explain_halt(
 
 
 def nonfinite(params: Any) -> list[str]:
-    """The arrays that hold a NaN or an infinity, and how many; layers counted one by one."""
+    """Describes each array that has a NaN or an infinity.
+
+    Args:
+        params: A pytree of arrays. Stacked ``blocks`` are reported layer by layer.
+
+    Returns:
+        Lines such as ``"blocks/1/bias: 0 NaN and 1 infinite of 64"``.
+    """
     if isinstance(params, dict) and isinstance(params.get("blocks"), dict):
         params = unstack(params)
     counts = jax.jit(

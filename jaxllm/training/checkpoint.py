@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written in the background by orbax, and complete or not there at all.
+"""Checkpoints of a training run, written asynchronously and atomically by orbax.
 
-A checkpoint has the state of the training, and a record of where in the run it was taken. As every
-batch and every random number is a function of the seed and the step, a run that goes on from one
-repeats what it would have done::
+A checkpoint holds the training state and a JSON record. Every batch and every random number is a
+function of the seed and the step. So a run that resumes from a checkpoint repeats the steps of the
+uninterrupted run::
 
     with checkpoint.open_folder("runs/mine/checkpoints", keep=3, keep_every=1000) as folder:
         if checkpoint.steps(folder):
@@ -10,11 +10,11 @@ repeats what it would have done::
         ...
         checkpoint.save(folder, step, state, {"seed": 0})
 
-A process that is killed while it writes leaves a folder under a temporary name, which the next one
-removes.
+A process that is killed during a write leaves a folder with a temporary name. The next call of
+:func:`open_folder` removes it.
 
-A checkpoint comes back as it was saved, bit for bit and in its dtypes, or not at all: a checksum of
-each array and of the record is written with it and verified when it is read.
+:func:`save` stores a checksum of each array and of the record, and :func:`restore` verifies them. A
+restored state is bit-identical to the saved one, or an error is raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxllm.convert.places import check
+from jaxllm.convert.parameter_mapping import check_shapes
 from jaxllm.training import TrainState, cast
 from jaxllm.training.checksum import checksums
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def _import_orbax() -> Any:
-    """The package, which takes half a second to import: no run without checkpoints waits for it."""
+    """Imports orbax lazily, because it takes half a second."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -53,14 +53,17 @@ def _import_orbax() -> Any:
 def open_folder(
     folder: str | Path, *, keep: int | None = 3, keep_every: int | None = None
 ) -> Iterator[CheckpointManager]:
-    """Opens a folder of checkpoints, creating it if it is not there.
+    """Opens a folder of checkpoints, and creates it if it does not exist.
 
-    What is being written is finished before the block is left.
+    The context manager waits for pending writes on exit.
 
     Args:
-        folder: The folder; what is incomplete in it is removed.
-        keep: How many of the last checkpoints stay; None for all.
-        keep_every: Those of steps that are multiples of this stay as well.
+        folder: The folder. Incomplete checkpoints in it are removed.
+        keep: The number of newest checkpoints to keep; None for all.
+        keep_every: Also keep the checkpoints of steps that are multiples of this.
+
+    Yields:
+        The checkpoint manager that the other functions of this module take.
 
     Raises:
         ImportError: The package ``orbax-checkpoint`` is not installed.
@@ -86,19 +89,20 @@ def open_folder(
 def save(
     manager: CheckpointManager, step: int, state: TrainState, record: Mapping[str, Any]
 ) -> None:
-    """Starts to write a checkpoint and returns once the state may change.
+    """Starts to write a checkpoint, and returns as soon as the state may be donated or changed.
 
-    The copy of the parameters is left out, as they make it anew.
+    ``state.copy`` is not stored: :func:`restore` casts it from the parameters.
 
     Args:
-        manager: From :func:`open_folder`.
+        manager: The manager from :func:`open_folder`.
         step: The number of steps taken.
-        state: The state after them.
-        record: What else to keep, for JSON.
+        state: The state after those steps.
+        record: More values to store, as JSON.
 
     Raises:
-        TypeError: The record is not for JSON.
-        ValueError: An array has no elements, or two arrays would have one name in the checkpoint.
+        TypeError: The record cannot be written as JSON.
+        ValueError: An array has no elements, or two arrays would have the same name in the
+            checkpoint.
     """
     ocp = _import_orbax()
     state = _plain(state._replace(copy=None))
@@ -123,29 +127,30 @@ def restore(
     """Reads the state of a checkpoint.
 
     Args:
-        manager: From :func:`open_folder`.
-        like: A state of the same shapes and dtypes, such as that before the first step. The arrays
-            get its shardings.
-        step: Which checkpoint; None for the newest.
-        cast_dtypes: Cast what has another dtype in the checkpoint, rather than refuse it.
+        manager: The manager from :func:`open_folder`.
+        like: A state with the same shapes and dtypes, such as the initial state. The restored
+            arrays get its shardings.
+        step: The step of the checkpoint; None for the newest.
+        cast_dtypes: Cast arrays whose dtype in the checkpoint differs from ``like``. By default,
+            different dtypes are an error.
 
     Returns:
-        The state that was saved, to the bit. A checkpoint of a version that wrote no checksums is
-        read with a warning.
+        The saved state, bit for bit. A checkpoint without checksums is read with a warning.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint.
-        ValueError: It has other arrays, or of other shapes or dtypes, and the message names them;
-            or it is damaged, and the message names the arrays if some can be read.
+        FileNotFoundError: The checkpoint does not exist.
+        ValueError: The names, shapes or dtypes of the arrays differ from those in ``like``; the
+            message names the arrays. Or the checkpoint is damaged; the message names the damaged
+            arrays if the others could be read.
     """
     step = _existing(manager, step)
     name = f"{manager.directory}, step {step}"
     wanted = _plain(like._replace(copy=None))
-    with _naming(name):
+    with _orbax_errors(name):
         stored = _arrays(manager.item_metadata(step)["state"].tree)
     ours = _arrays(wanted)
     try:
-        check(*({n: array.shape for n, array in of.items()} for of in (stored, ours)))
+        check_shapes(*({n: array.shape for n, array in of.items()} for of in (stored, ours)))
         _check_dtypes(stored, ours, cast_dtypes)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -154,7 +159,7 @@ def restore(
     abstract = jax.tree_util.tree_map_with_path(
         lambda path, x: _to_read(x, stored[_name(path)].dtype), wanted
     )
-    with _naming(name):
+    with _orbax_errors(name):
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         state = TrainState(*jax.tree.map(jnp.asarray, manager.restore(step, args=args)["state"]))
     _verify(name, checksums(state), _read_checksums(manager, step, name).get("state"))
@@ -170,20 +175,23 @@ def restore(
 
 
 def read_record(manager: CheckpointManager, step: int | None = None) -> dict[str, Any]:
-    """Reads what was kept beside the state of a checkpoint.
+    """Reads the record of a checkpoint, as it was passed to :func:`save`.
 
     Args:
-        manager: From :func:`open_folder`.
-        step: Which checkpoint; None for the newest.
+        manager: The manager from :func:`open_folder`.
+        step: The step of the checkpoint; None for the newest.
+
+    Returns:
+        The record.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint.
-        ValueError: It is damaged.
+        FileNotFoundError: The checkpoint does not exist.
+        ValueError: The checkpoint is damaged.
     """
     ocp = _import_orbax()
     step = _existing(manager, step)
     name = f"{manager.directory}, step {step}"
-    with _naming(name):
+    with _orbax_errors(name):
         args = ocp.args.Composite(record=ocp.args.JsonRestore())
         record = manager.restore(step, args=args)["record"]
     wanted = _read_checksums(manager, step, name).get("record")
@@ -192,12 +200,12 @@ def read_record(manager: CheckpointManager, step: int | None = None) -> dict[str
     return record
 
 
-_ADVICE = "delete its folder, and a run goes on from the checkpoint before"
+_ADVICE = "delete its folder to resume from the previous checkpoint"
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Makes what orbax raises of a damaged checkpoint, which may be anything, into one error."""
+def _orbax_errors(name: str) -> Iterator[None]:
+    """Converts any exception of orbax to a ValueError: a damaged file may raise any type."""
     try:
         yield
     except Exception as error:
@@ -205,27 +213,27 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _read_checksums(manager: CheckpointManager, step: int, name: str) -> dict[str, Any]:
-    """The checksums of a checkpoint; none, with a warning, where it was written without them."""
+    """The checksums of a checkpoint; empty, with a warning, if it has none."""
     args = _import_orbax().args
-    with _naming(name):
-        # What was saved, and what is there: one of them may be damaged.
+    with _orbax_errors(name):
+        # The saved item list and the folders on disk. Either may be damaged, so look in both.
         items = {*(manager.metadata(step).item_handlers or ()), *manager.item_metadata(step)}
         if "checksums" in items:
             wanted = args.Composite(checksums=args.JsonRestore())
             sums = manager.restore(step, args=wanted)["checksums"]
             return {"state": dict(sums["state"]), "record": sums["record"]}
-    warnings.warn(f"{name}: has no checksums, and damage to it may not be found", stacklevel=3)
+    warnings.warn(f"{name}: has no checksums, so damage may go undetected", stacklevel=3)
     return {}
 
 
 def _verify(name: str, found: Mapping[str, str], wanted: Mapping[str, str] | None) -> None:
-    """Raises ValueError with the names of the arrays whose checksums are not the wanted ones."""
+    """Raises ValueError with the names of the arrays whose checksums differ."""
     if wanted is None:
         return
     if damaged := [leaf for leaf in found if found[leaf] != wanted.get(leaf)]:
         more = f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""
         raise ValueError(
-            f"{name}: damaged, for these arrays are not as they were saved: "
+            f"{name}: damaged; these arrays differ from their saved checksums: "
             f"{', '.join(damaged[:5])}{more}; {_ADVICE}"
         )
 
@@ -235,16 +243,18 @@ def _digest(record: Mapping[str, Any]) -> str:
 
 
 def _check_storable(state: TrainState) -> None:
-    """Raises ValueError where orbax would fail, or write one array over another."""
+    """Raises ValueError if orbax would fail, or would write two arrays to one name."""
     taken: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = _name(path)
         if not np.size(leaf):
-            raise ValueError(f"{name} has shape {leaf.shape}; a checkpoint holds no empty arrays")
+            raise ValueError(
+                f"{name} has shape {leaf.shape}; a checkpoint cannot hold empty arrays"
+            )
         stored = name.replace("/", ".")
         if stored in taken:
             raise ValueError(
-                f"{name} and {taken[stored]} would have one name in a checkpoint; rename one"
+                f"{name} and {taken[stored]} would have the same name in a checkpoint; rename one"
             )
         taken[stored] = name
 
@@ -267,11 +277,11 @@ def _check_dtypes(
     if len(faults) > 5:
         faults[5:] = [f"and {len(faults) - 5} more"]
     if faults and not cast_dtypes:
-        raise ValueError(f"{'; '.join(faults)}. restore(..., cast_dtypes=True) casts to those here")
+        raise ValueError(f"{'; '.join(faults)}. Use restore(..., cast_dtypes=True) to cast them")
 
 
 def _plain(tree: Any) -> Any:
-    """A tree with the numbers of random keys in their place; orbax does not give keys back."""
+    """Replaces random keys by their uint32 data, because orbax cannot restore keys."""
 
     def plain(x: Any) -> Any:
         if not _is_key(x):
@@ -283,11 +293,12 @@ def _plain(tree: Any) -> Any:
 
 
 def _with_key(x: Array, like: Any) -> Array:
-    """The random keys that numbers stand for, where ``like`` has keys."""
+    """Wraps uint32 data as a random key if ``like`` is a key."""
     if not _is_key(like):
         return x
     impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)  # which may be a shape
+    # `like` may be a ShapeDtypeStruct, so read the key's implementation from a tracer.
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(x, impl=impls[0])
 
 
@@ -296,10 +307,10 @@ def _is_key(x: Any) -> bool:
 
 
 def _to_read(x: Any, dtype: Any) -> Any:
-    """What orbax is to read: an array in its own dtype, where ours is.
+    """The restore argument for one array: the stored dtype, with the sharding of ``x``.
 
-    The number of steps, for one, is on no device in particular. Orbax would bind it to the first
-    device, and no step takes it there beside arrays on several. So orbax reads a NumPy array.
+    An uncommitted array, such as the step count, is restored as a NumPy array. Orbax would commit
+    it to the first device, and jit would reject it next to arrays sharded over several devices.
     """
     sharding = getattr(x, "sharding", None)
     is_bound = x.committed if isinstance(x, jax.Array) else sharding is not None
@@ -309,7 +320,7 @@ def _to_read(x: Any, dtype: Any) -> Any:
 
 
 def _arrays(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a tree's arrays, by their names in a checkpoint."""
+    """The shapes and dtypes of the arrays in a tree, by name in a checkpoint."""
     return {
         _name(path): jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -331,5 +342,5 @@ def _existing(manager: CheckpointManager, step: int | None) -> int:
 
 
 def steps(manager: CheckpointManager) -> list[int]:
-    """The steps that there are complete checkpoints of, in order."""
+    """The steps of the complete checkpoints, in ascending order."""
     return sorted(manager.all_steps())

@@ -1,4 +1,4 @@
-"""Checksums of arrays, computed where the arrays are: no copy, and shards stay on their devices."""
+"""Checksums of arrays, computed on the devices of the arrays: shards are not gathered."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _SEEDS = (0x9E3779B9, 0x85EBCA6B)
 
 
 def checksums(tree: object) -> dict[str, str]:
-    """A checksum for each array of a tree, by its path.
+    """Computes a checksum for each array of a tree.
 
-    It depends on dtype, shape and every bit, and not on sharding or device. A change within 32
-    bits is always found, any other one but for a chance of 2^-64.
+    A checksum depends on dtype, shape and every bit of an array, but not on sharding or device. It
+    detects every change within one 32-bit word. It misses any other change with probability 2^-64.
 
     Args:
         tree: Any pytree of arrays.
 
     Returns:
-        By path, such as ``"params/wte"``, a text such as ``"float32[50304,768] 8d3f1c0042aa97e1"``.
+        Checksums such as ``"float32[50304,768] 8d3f1c0042aa97e1"``, by paths such as
+        ``"params/wte"``.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get([_sums(leaf) for _, leaf in leaves])
@@ -37,8 +38,8 @@ def checksums(tree: object) -> dict[str, str]:
 def _sums(x: Array) -> tuple[Array, ...]:
     """Two sums modulo 2^32 over the words of an array, each word hashed with its position.
 
-    The hash is a bijection of the word. Integer sums are exact in any order, so they are the same
-    however the array is sharded.
+    For a given position the hash is a bijection of the word. Integer sums are exact in any order,
+    so they do not depend on the sharding.
     """
     words = _words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
@@ -59,7 +60,7 @@ def _hash(x: Array) -> Array:
 
 
 def _words(x: Array) -> Array:
-    """The bits of an array as uint32; more than 32 bits take an axis more."""
+    """The bits of an array as uint32; 64-bit elements get one more axis of length 2."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

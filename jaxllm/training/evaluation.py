@@ -1,6 +1,6 @@
-"""Questions with several answers, such as HellaSwag's, in llm.c's files: reading and scoring them.
+"""Multiple-choice evaluation, such as HellaSwag, from llm.c's eval files.
 
-The model's answer is the completion whose tokens have the lowest mean loss after the context.
+The model's answer is the completion with the lowest mean loss per token, given the context.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
-from jaxllm.convert.llmc_header import HEADER_BYTES, read_header
+from jaxllm.data.llmc_header import HEADER_BYTES, read_header
 
 MAGIC, VERSION = 20240522, 1
-START = 65535  # stands before each example
+START = 65535  # the word before each example
 
 
 class Question(NamedTuple):
-    """One example.
+    """One multiple-choice example.
 
     Attributes:
-        context: Tokens.
-        completions: The tokens of each answer.
-        label: The place of the right one.
+        context: The tokens before the answer.
+        completions: The tokens of each possible answer.
+        label: The index of the correct completion.
     """
 
     context: np.ndarray
@@ -40,8 +40,8 @@ def read_questions(path: str | Path) -> list[Question]:
     """Reads an eval file of llm.c, such as ``hellaswag_val.bin``.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no such file, or an example is not what it announces.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not an eval file, or an example contradicts its header.
     """
     path = Path(path)
     header = read_header(path, "an eval file", {MAGIC: [VERSION]})
@@ -56,8 +56,7 @@ def read_questions(path: str | Path) -> list[Question]:
         start = end
     if start != len(words):
         raise ValueError(
-            f"{path}: {len(words) - start} words after the last example; its header announces "
-            f"{count} examples and nothing more"
+            f"{path}: {len(words) - start} words after the last of {count} examples; expected none"
         )
     return questions
 
@@ -70,23 +69,26 @@ def accuracy(
     config: Any,
     batch_size: int,
 ) -> float:
-    """The share of the questions that a model answers rightly.
+    """The share of questions that a model answers correctly.
 
     Args:
-        forward: ``forward(params, tokens, config)``, the logits of a causal model, such as
-            ``jaxllm.models.gpt2.forward``. Pass the same function each time, or it is recompiled.
-        params: The model's parameters, in the dtype to compute in.
-        questions: As :func:`read_questions` gives them.
+        forward: ``forward(params, tokens, config) -> logits``, a causal model such as
+            ``jaxllm.models.gpt2.forward``. A new function object triggers a recompilation.
+        params: The model's parameters, in the compute dtype.
+        questions: The questions from :func:`read_questions`.
         config: The model's config.
-        batch_size: Completions that the model reads at a time.
+        batch_size: The number of completions in a batch.
+
+    Returns:
+        The accuracy, between 0 and 1.
 
     Raises:
-        ValueError: See :func:`check_questions`.
+        ValueError: The model cannot read the questions; see :func:`check_questions`.
     """
     check_questions(questions, config)
     rows = _rows(questions)
     longest = _longest(rows)
-    # One shape for all batches, and few for the files that there are.
+    # One shape for all batches; rounding to 64 limits the number of shapes across files.
     seq_len = min(-(-longest // 64) * 64, config.max_seq_len)
     means = [
         _mean_losses(params, tokens, labels, forward=forward, config=config)
@@ -102,24 +104,25 @@ def accuracy(
 
 
 def check_questions(questions: Sequence[Question], config: Any) -> None:
-    """Refuses questions that a model cannot read.
+    """Checks that a model can read the questions.
 
     Args:
-        questions: As :func:`read_questions` gives them.
+        questions: The questions from :func:`read_questions`.
         config: The model's config.
 
     Raises:
-        ValueError: There are none, or one of them is longer than the model's longest sequence, has
-            a token beyond its vocabulary, or an empty context or completion.
+        ValueError: There are no questions; or a question is longer than ``config.max_seq_len``, has
+            a token outside of the vocabulary, or has an empty context or completion.
     """
     if not questions:
-        raise ValueError("questions is empty; it must have at least one")
+        raise ValueError("questions is empty; it must have at least one question")
     rows = _rows(questions)
     if any(not len(part) for row in rows for part in row):
-        raise ValueError("questions has an empty context or completion; none may be")
+        raise ValueError("questions has an empty context or completion; each needs a token")
     if (longest := _longest(rows)) > config.max_seq_len:
         raise ValueError(
-            f"questions has one of {longest} tokens; the model has max_seq_len {config.max_seq_len}"
+            f"questions has {longest} tokens in one example; the model has max_seq_len "
+            f"{config.max_seq_len}"
         )
     if (largest := max(int(part.max()) for row in rows for part in row)) >= config.vocab_size:
         raise ValueError(
@@ -128,12 +131,12 @@ def check_questions(questions: Sequence[Question], config: Any) -> None:
 
 
 def _rows(questions: Sequence[Question]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each completion, with the context before it."""
+    """One ``(context, completion)`` pair for each completion."""
     return [(q.context, completion) for q in questions for completion in q.completions]
 
 
 def _longest(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
-    """The most tokens of a row that the model reads: the last one is a label alone."""
+    """The longest model input of any row. The last token of a row is only a label."""
     return max(len(context) + len(completion) - 1 for context, completion in rows)
 
 
@@ -149,7 +152,7 @@ def _mean_losses(
 def _batches(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int, seq_len: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and labels, (batch_size, seq_len); labels are -1 but where a completion is."""
+    """Tokens and labels, (batch_size, seq_len). Labels outside of the completion are -1."""
     for first in range(0, len(rows), batch_size):
         tokens = np.zeros((batch_size, seq_len), np.int32)
         labels = np.full_like(tokens, -1)
@@ -163,7 +166,7 @@ def _batches(
 def _read_question(
     words: np.ndarray, start: int, index: int, longest: int, path: Path
 ) -> tuple[Question, int]:
-    """The example that begins at a word, and where the next one does."""
+    """Reads the example at word ``start``; also returns the start of the next example."""
 
     def fault(found: str) -> ValueError:
         return ValueError(f"{path}: example {index}, at byte {HEADER_BYTES + 2 * start}: {found}")
@@ -177,17 +180,17 @@ def _read_question(
     if number != index:
         raise fault(f"has the index {number}")
     if size % 2 or size > longest:
-        raise fault(f"is {size} bytes long; the longest one announced is {longest}")
+        raise fault(f"is {size} bytes long; the header's longest is {longest}")
     if label >= completions:
         raise fault(f"the label is {label}; there are {completions} completions")
-    end, place, parts = start + size // 2, start + 5, []
+    end, position, parts = start + size // 2, start + 5, []
     for _ in range(1 + completions):
-        length = int(words[place]) if place < len(words) else 0
-        parts.append(words[place + 1 : place + 1 + length])
-        place += 1 + length
-    if place != end or end > len(words):
+        length = int(words[position]) if position < len(words) else 0
+        parts.append(words[position + 1 : position + 1 + length])
+        position += 1 + length
+    if position != end or end > len(words):
         raise fault(
-            f"is {2 * (place - start)} bytes long by its parts; it announces {size}, and the file "
+            f"has {2 * (position - start)} bytes in its parts; its header has {size}, and the file "
             f"has {2 * (len(words) - start)} more"
         )
     return Question(parts[0], tuple(parts[1:]), label), end

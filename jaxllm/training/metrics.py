@@ -1,4 +1,4 @@
-"""How much of a device's arithmetic a model uses: peaks, measured rates, and the share of them."""
+"""Model FLOPs utilization (MFU): peak rates, measured matmul rates, and the share of the peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Dense bfloat16 peaks in flop/s from NVIDIA's data sheets; the first name that is found counts.
+# Dense bfloat16 peaks in flop/s from NVIDIA's data sheets. The first matching name wins.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -24,7 +24,7 @@ def peak_flops(device_kind: str) -> float | None:
     """The dense bfloat16 peak of a device in flop/s, or None if it is not in the table.
 
     Args:
-        device_kind: As in ``jax.devices()[0].device_kind``.
+        device_kind: The device's name, ``jax.devices()[0].device_kind``.
     """
     for name, peak in PEAK_FLOPS.items():
         if re.search(rf"\b{name}\b", device_kind):
@@ -35,15 +35,15 @@ def peak_flops(device_kind: str) -> float | None:
 def measured_matmul_flops(
     dtype: DTypeLike | None = None, *, size: int | None = None, repeats: int = 20
 ) -> float:
-    """The rate of large square matrix products on the default device, in flop/s.
+    """Measures the rate of large square matmuls on the default device, in flop/s.
 
-    ``2 size^3`` operations a product, the best of three runs of ``repeats`` products, each of which
-    needs the one before.
+    A matmul counts ``2 size^3`` operations. The result is the best of three runs. A run is a chain
+    of ``repeats`` dependent matmuls.
 
     Args:
-        dtype: Of the matrices; None for bfloat16 on a GPU, float32 elsewhere.
-        size: Their rows and columns; None for 8192 on a GPU, 512 elsewhere.
-        repeats: Products in a run.
+        dtype: The dtype of the matrices; None for bfloat16 on a GPU and float32 on a CPU.
+        size: The number of rows and columns; None for 8192 on a GPU and 512 on a CPU.
+        repeats: The number of matmuls in a run.
     """
     on_gpu = jax.default_backend() == "gpu"
     size = size or (8192 if on_gpu else 512)
@@ -63,17 +63,17 @@ def measured_matmul_flops(
 
 
 def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> float | None:
-    """The share of a device's bfloat16 peak that the model's own arithmetic reaches.
+    """Model FLOPs utilization, the share of a device's dense bfloat16 peak.
 
-    ``MFU = flops / seconds / peak``, where a model's ``flops_per_token`` says what counts.
+    ``MFU = flops / seconds / peak``. A model's ``flops_per_token`` defines which operations count.
 
     Args:
-        flops: What the model must compute, recomputation not counted.
-        seconds: How long it took.
+        flops: The operations of the model, without recomputation.
+        seconds: The time they took.
         device_kind: As in :func:`peak_flops`.
 
     Returns:
-        A number between 0 and 1; None where the peak is unknown, such as on a CPU.
+        The share, between 0 and 1; None if the peak is unknown, such as on a CPU.
     """
     peak = peak_flops(device_kind)
     return None if peak is None else flops / seconds / peak

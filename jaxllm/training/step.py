@@ -1,6 +1,6 @@
-"""Training steps: AdamW, a schedule, mixed precision and gradient accumulation in one jitted call.
+"""Training steps: optimizer, schedule, mixed precision and gradient accumulation in one jit.
 
-A step uses the backend that surrounds it::
+A step uses the backend of the enclosing context::
 
     with jaxllm.use_backend("cuda"):
         state, metrics = step(state, tokens, labels)
@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm import data, ops
 from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype, widen
-from jaxllm.training.anomaly import Guard, judge, new_guard
+from jaxllm.training.anomaly import AnomalyState, detect_anomaly, init_anomaly_state
 from jaxllm.training.optim import Optimizer
 
 Params = Any  # a nested dict of arrays
@@ -32,50 +32,51 @@ LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, "
 
 
 class TrainState(NamedTuple):
-    """All that training carries from one step to the next.
+    """The state of training between two steps.
 
     Attributes:
-        params: The parameters, float32; or narrower, where the optimizer's state has masters.
+        params: The parameters. float32, or narrower if the optimizer's state has float32 masters.
         opt_state: The optimizer's state.
         step: The number of steps taken, an int32 scalar.
-        copy: The parameters in the dtype to compute in, as the step before wrote them; None where
-            each step makes them.
-        guard: What keeps bad steps out; None where nothing does.
+        copy: A copy of the parameters in the compute dtype, written by the previous step; None if
+            each step casts the parameters itself.
+        anomaly: The anomaly detector's state; None if anomalies are not detected.
     """
 
     params: Params
     opt_state: Any
     step: Int[Array, ""]
     copy: Params | None = None
-    guard: Guard | None = None
+    anomaly: AnomalyState | None = None
 
 
 jax.export.register_namedtuple_serialization(TrainState, serialized_name="jaxllm.TrainState")
 
 
 def keep_compiled(folder: str | Path) -> None:
-    """Keeps compiled programs in a folder, where later processes find them.
+    """Sets JAX's persistent compilation cache to a folder, for programs of any compile time.
 
-    XLA chooses among kernels for a GPU by timing them, and two compilations of one program may then
-    add in two orders. With this a run that is repeated or resumed on a machine has the programs of
-    the first, and does not wait for their compilation.
+    XLA autotunes GPU kernels by timing them, so two compilations of one program may sum in
+    different orders. With the cache, a repeated or resumed run on the same machine runs the same
+    programs, and does not wait for their compilation.
 
-    Nothing changes where JAX has such a folder already, as by ``JAX_COMPILATION_CACHE_DIR``.
+    The call has no effect if JAX has a cache folder already, for example from
+    ``JAX_COMPILATION_CACHE_DIR``.
 
     Args:
-        folder: Created when a program is compiled. Programs of other versions of JAX, of other
-            devices or under other flags do no harm in it. A program of which a killed process wrote
-            half costs every later process a warning and a compilation, until the folder is removed;
-            one that another process is just writing, a single time.
+        folder: The cache folder, created when the first program is compiled. Programs for other JAX
+            versions, devices or flags may share it. If a process is killed while it writes a
+            program, each later process warns and recompiles that program until the folder is
+            removed.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
-        # JAX would keep only what takes a second to compile.
+        # By default, JAX stores only programs that take at least a second to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def counted(labels: Int[Array | np.ndarray, "*A B T"]) -> Bool[Array | np.ndarray, "*A B T"]:
-    """Which labels count in a loss: those that are not negative."""
+def label_mask(labels: Int[Array | np.ndarray, "*A B T"]) -> Bool[Array | np.ndarray, "*A B T"]:
+    """The mask of labels that count in a loss: true where a label is not negative."""
     return labels >= 0
 
 
@@ -84,48 +85,51 @@ def init_state(
     optimizer: Optimizer | optax.GradientTransformation,
     *,
     copy_dtype: DTypeLike | None = None,
-    guarded: bool = False,
+    detect_anomalies: bool = False,
 ) -> TrainState:
-    """The state before the first step, in the dtypes that every later one has.
+    """The state before the first step. Later steps keep its dtypes.
 
     Args:
-        params: The parameters; the first step donates them, so they are gone after it.
-        optimizer: Such as :func:`adamw`.
-        copy_dtype: Keep a copy of the parameters in this dtype, bfloat16 or float16, which the
-            optimizer writes beside them: a step that computes in it need not cast them. None for no
+        params: The parameters. The first step donates them, so do not use them afterwards.
+        optimizer: A jaxllm or optax optimizer, such as :func:`adamw`.
+        copy_dtype: Keep a copy of the parameters in this dtype (bfloat16 or float16). The optimizer
+            writes the copy together with the parameters, so a step need not cast them. None for no
             copy.
-        guarded: Whether a step that is not finite, or far out, leaves the parameters as they are:
-            see :mod:`jaxllm.training.anomaly`.
+        detect_anomalies: Leave the parameters unchanged in steps that are not finite or are
+            outliers. See :mod:`jaxllm.training.anomaly`.
+
+    Returns:
+        The state, with ``step`` 0.
 
     Raises:
-        TypeError: The parameters are narrower than float32, and the optimizer takes gradients of
-            their dtype alone.
+        TypeError: The parameters are narrower than float32, and the optimizer accepts only
+            gradients of their dtype.
     """
     copy = None if copy_dtype is None else cast(params, copy_dtype)
-    guard = new_guard() if guarded else None
+    anomaly = init_anomaly_state() if detect_anomalies else None
     is_narrow = jax.eval_shape(widen, params) != jax.eval_shape(lambda tree: tree, params)
     if is_narrow and not isinstance(optimizer, Optimizer):
         opt_state = _settled_state(optimizer, params)
     else:
         opt_state = optimizer.init(params)
-    return _own_arrays(TrainState(params, opt_state, jnp.zeros((), jnp.int32), copy, guard))
+    return _own_arrays(TrainState(params, opt_state, jnp.zeros((), jnp.int32), copy, anomaly))
 
 
 def _settled_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
-    """The first state of an optimizer of optax's, in the dtypes that it has after a step.
+    """The initial state of an optax optimizer, in the dtypes that it has after a step.
 
-    Optax makes the means of bfloat16 parameters in bfloat16, and float32 gradients turn them into
-    float32: the second step would be another program.
+    Optax initializes the moments of bfloat16 parameters in bfloat16. An update with float32
+    gradients promotes them to float32, so the second step would compile again.
     """
     state = optimizer.init(params)
     grads = jax.eval_shape(widen, params)
-    for _ in range(3):  # a wrapper's dtypes may follow those of what it wraps
+    for _ in range(3):  # nested wrappers may need one round each to settle
         try:
             _, after = jax.eval_shape(optimizer.update, grads, state, params)
         except TypeError as error:
             raise TypeError(
-                "the optimizer takes no float32 gradients of narrower parameters, which a training "
-                f"step gives it; keep the parameters in float32. {error}"
+                "the optimizer does not accept float32 gradients for narrower parameters, which a "
+                f"training step passes to it; keep the parameters in float32. {error}"
             ) from error
         before, state = state, _in_dtypes_of(state, after)
         if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(state))):
@@ -134,19 +138,23 @@ def _settled_state(optimizer: optax.GradientTransformation, params: Params) -> A
 
 
 def _in_dtypes_of(tree: Any, like: Any) -> Any:
-    """A tree in the dtypes of another; as it is where their structures differ."""
+    """Casts a tree to the dtypes of another; returns it unchanged if the structures differ."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
     return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, like)
 
 
 def _own_arrays(tree: Any) -> Any:
-    """Arrays of their own, as a step donates each, and of no weak type, as it returns none."""
+    """Makes the leaves distinct arrays without weak types.
+
+    A step donates each leaf, so two leaves must not share a buffer. A step returns no weak types,
+    so a weak type in its input would compile a second program.
+    """
     seen: dict[int, Array] = {}
 
     def own(x: ArrayLike) -> Array:
         array = x if isinstance(x, jax.Array) else jnp.array(x)
-        if getattr(array, "weak_type", False):  # which the key of a generator has not
+        if getattr(array, "weak_type", False):  # a random key has no such attribute
             array = jax.lax.convert_element_type(array, array.dtype)
         if id(array) in seen:
             array = jnp.copy(array)
@@ -168,34 +176,37 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Makes the jitted function that takes one optimizer step.
 
-    The parameters are cast to the compute dtype once, or the state has them in it. Loss and
-    gradients are averaged over the microbatches in float32, each weighted by its number of labels.
-    So a step is the same however its sequences are cut into microbatches.
+    The parameters are cast to the compute dtype once per step, unless the state has a copy in it.
+    Loss and gradients are averaged over the microbatches in float32, weighted by the number of
+    labels. So the result does not depend on how the sequences are split into microbatches.
 
     Args:
-        loss_fn: ``loss_fn(params, tokens, labels)``, the mean loss of one microbatch over the
-            labels that count.
-        optimizer: Such as :func:`adamw`, or any of optax's. An :class:`Optimizer` takes its step in
-            place, from gradients in the compute dtype where nothing is accumulated.
-        learning_rate: What the optimizer was given, to have it among the metrics. (An optimizer of
-            optax's counts its own steps, without those that a guard has skipped.)
-        compute_dtype: What the loss is computed in; None for :func:`default_compute_dtype`.
-        microbatch_weights: ``"labels"`` weights a microbatch by the labels that :func:`counted`
-            counts; one without any adds nothing. ``"equal"`` weights all alike. A function from
-            the labels of a microbatch, (B, T), to its weight is for a loss that counts otherwise.
-        max_loss_z: Of a guarded state: as in :func:`jaxllm.training.anomaly.judge`.
-        max_norm_z: Likewise.
+        loss_fn: ``loss_fn(params, tokens, labels) -> loss``, the mean loss of one microbatch over
+            the labels that count. Tokens and labels have shape (B, T).
+        optimizer: A jaxllm or optax optimizer. An :class:`Optimizer` updates in place, and without
+            accumulation takes gradients in the compute dtype.
+        learning_rate: The optimizer's rate or schedule, to report it in the metrics. (An optax
+            optimizer counts its own steps, without the skipped ones.)
+        compute_dtype: The dtype of the forward and backward pass; None for
+            :func:`default_compute_dtype`.
+        microbatch_weights: The weight of a microbatch. ``"labels"`` is the number of labels in
+            :func:`label_mask`; a microbatch without labels adds nothing. ``"equal"`` weights all
+            microbatches alike. For a loss that counts labels in another way, pass a function from
+            labels, (B, T), to a scalar.
+        max_loss_z: Skip steps whose loss has a larger z-score. Needs a state made with
+            ``detect_anomalies``. See :func:`jaxllm.training.anomaly.detect_anomaly`.
+        max_norm_z: The same for the gradient norm.
 
     Returns:
         ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
-        (accumulate, B, T). The metrics are float32 scalars: ``loss`` in nats, ``grad_norm`` before
-        clipping, ``learning_rate`` if it was given, and of a guarded state those of
-        :func:`jaxllm.training.anomaly.judge`. Loss and norm are those of the whole step, with the
-        weights.
-        The state that goes in is donated: its buffers become those of the state that comes out.
+        (accumulate, B, T). The input state is donated.
+
+        The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
+        ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
+        :func:`jaxllm.training.anomaly.detect_anomaly`. Loss and norm are those of the whole step.
 
     Raises:
-        ValueError: ``microbatch_weights`` is neither of the names nor a function.
+        ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function.
     """
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
     weigh = _weigher(microbatch_weights)
@@ -231,11 +242,13 @@ def make_train_step(
         total_loss, grads = total
         loss, scale = total_loss / len(tokens), 1 / len(tokens)
 
-        guard, verdict, facts = None, {}, {}
-        if state.guard is not None:
+        anomaly, verdict, detected = None, {}, {}
+        if state.anomaly is not None:
             norm = ops.global_norm(grads) * scale
             limits = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
-            guard, skip, facts = judge(state.guard, state.step + 1, loss, norm, **limits)
+            anomaly, skip, detected = detect_anomaly(
+                state.anomaly, state.step + 1, loss, norm, **limits
+            )
             verdict = {"grad_norm": norm, "skip": skip}
         if isinstance(optimizer, Optimizer):
             updated, opt_state, grad_norm, *copies = optimizer.step(
@@ -246,12 +259,12 @@ def make_train_step(
                 optimizer, grads, state, scale, verdict.get("skip")
             )
             copies = [cast(updated, narrow[0].dtype)] if narrow else []
-        metrics = {"loss": loss, "grad_norm": grad_norm, **facts}
+        metrics = {"loss": loss, "grad_norm": grad_norm, **detected}
         if learning_rate is not None:
             rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
         copied = copies[0] if copies else None
-        return TrainState(updated, opt_state, state.step + 1, copied, guard), metrics
+        return TrainState(updated, opt_state, state.step + 1, copied, anomaly), metrics
 
     return jax.jit(train_step, donate_argnames="state")
 
@@ -259,14 +272,14 @@ def make_train_step(
 def _weigher(
     weights: Literal["labels", "equal"] | Callable[[Array], Array],
 ) -> Callable[[Array], Float[Array, " A"]]:
-    """The function from the labels of a step, (A, B, T), to weights of mean 1."""
+    """The function from the labels of a step, (A, B, T), to weights, (A,), of mean 1."""
     if weights == "equal":
         return lambda labels: jnp.ones(len(labels), jnp.float32)
     if weights != "labels" and not callable(weights):
         raise ValueError(
             f"microbatch_weights is {weights!r}; it must be 'labels', 'equal' or a function"
         )
-    weight_of = weights if callable(weights) else lambda labels: counted(labels).sum()
+    weight_of = weights if callable(weights) else lambda labels: label_mask(labels).sum()
 
     def weigh(labels: Array) -> Array:
         found = jnp.stack([weight_of(of) for of in labels]).astype(jnp.float32)
@@ -284,7 +297,7 @@ def _optax_step(
     grad_scale: float,
     skip: Array | None,
 ) -> tuple[Params, Any, Array]:
-    """The new parameters and optimizer's state, and the norm of the gradients."""
+    """Updates with an optax optimizer: ``(params, opt_state, grad_norm)``."""
     grads = jax.tree.map(lambda x: x * grad_scale, widen(grads))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     opt_state = _in_dtypes_of(opt_state, state.opt_state)
@@ -301,11 +314,11 @@ def _optax_step(
 def make_eval_step(
     loss_fn: LossFn, *, compute_dtype: DTypeLike | None = None
 ) -> Callable[[Params, ArrayLike, ArrayLike], Float[Array, ""]]:
-    """Makes the jitted function that computes a loss and no gradient.
+    """Makes the jitted function that computes the loss without gradients.
 
     Args:
         loss_fn: As in :func:`make_train_step`.
-        compute_dtype: Likewise.
+        compute_dtype: As in :func:`make_train_step`.
 
     Returns:
         ``evaluate(params, tokens, labels) -> loss``, with tokens and labels of shape (B, T).
@@ -327,25 +340,25 @@ def mean_loss(
     seq_len: int,
     batches: int | None = None,
 ) -> float:
-    """The mean loss over the labels of a data set, each window read once; its exponential is the
-    perplexity.
+    """The mean loss over the labels of a data set; its exponential is the perplexity.
 
-    Batches are weighted by their number of labels, as :func:`counted` counts them.
+    Each window is read once. Batches are weighted by the number of labels in :func:`label_mask`.
 
     Args:
-        evaluate: Of :func:`make_eval_step`.
+        evaluate: The function from :func:`make_eval_step`.
         params: The parameters, or their int8 form.
-        dataset: What the model has not been trained on.
-        batch_size: B, the windows that are read together.
-        seq_len: T, the tokens in each.
-        batches: How many batches to read, the same ones each time; None for all that are full. Of
-            fewer windows than a batch has, some are read twice.
+        dataset: Tokens that the model was not trained on.
+        batch_size: B, the number of windows in a batch.
+        seq_len: T, the number of tokens in a window.
+        batches: How many batches to read, the same ones on each call; None for all full batches. If
+            the data set has less than one full batch, some windows are read twice.
 
     Returns:
-        The loss in nats a token.
+        The loss in nats per token.
 
     Raises:
-        ValueError: The data set is shorter than one window, or a number is below 1.
+        ValueError: The data set is shorter than one window, or ``batches``, ``batch_size`` or
+            ``seq_len`` is below 1.
     """
     if batches is not None and batches < 1:
         raise ValueError(f"batches is {batches}; it must be at least 1, or None")
@@ -358,7 +371,7 @@ def mean_loss(
     for i in range(full if batches is None else min(batches, full)):
         tokens, labels = data.batch(dataset, batch_size, seq_len, seed=0, step=i)
         losses.append(evaluate(params, tokens, labels))
-        counts.append(np.count_nonzero(counted(labels)))
-    # A batch without labels adds nothing, whatever its loss is.
+        counts.append(np.count_nonzero(label_mask(labels)))
+    # A batch without labels adds nothing, even if its loss is NaN.
     losses = np.where(counts, np.asarray(jax.device_get(losses), np.float64), 0.0)
     return float(losses @ counts / max(sum(counts), 1))

@@ -1,5 +1,6 @@
 """GPT-2: against Hugging Face's, and what holds of it without another to compare with."""
 
+import functools
 import re
 from collections import Counter
 
@@ -11,8 +12,9 @@ import pytest
 import jaxllm
 from jaxllm import ops, training
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
+from jaxllm.inference.cache import init_cache, prefill
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import for_decoding, stack, unstack
+from jaxllm.models.common import for_decoding, stack, unstack
 from jaxllm.testing import error, lower_for_cuda
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
@@ -182,7 +184,7 @@ def test_remat_runs_the_blocks_again(params, batch):
 
 def test_attention_adds_up_the_gradient_of_its_projection_s_bias(params, batch):
     stems = {call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls}
-    assert "pre_norm_self_attention_backward" in stems
+    assert "self_attention_backward" in stems
     assert "flash_attention_packed_backward" not in stems
 
 
@@ -202,23 +204,35 @@ def test_padding_has_no_influence(params, batch):
         assert error(b, a) <= 1e-6
 
 
-def test_a_step_is_made_of_the_fused_ops(params, batch):
-    """Each residual addition, and the norm after it, is in the product before it."""
-    stems = [call.stem for call in jaxllm.explain(jax.grad(loss), params, *batch).calls]
+def test_explain_lists_the_fused_gemms_of_a_step(on_hopper):
+    config = gpt2.PRESETS["d6"]
+    params = jax.eval_shape(
+        lambda: training.cast(gpt2.init(jax.random.key(0), config), jnp.bfloat16)
+    )
+    tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
+    gradients = jax.grad(functools.partial(gpt2.loss, config=config))
+    calls = jaxllm.explain(gradients, params, tokens, tokens).calls
+    stems = [call.stem for call in calls if call.on_gpu == "cuda"]
     # The blocks are in a scan, and one is traced.
-    attention = ["linear_normed_forward", "flash_attention_packed_forward", "linear_norm_forward"]
+    attention = ["fold_norm", "matmul_bias", "flash_attention_packed_forward"]
+    ffn = ["fold_norm", "matmul_bias_gelu", "matmul_residual_norm"]
     first, last = ["embed_forward", "layer_norm_forward"], ["layer_norm_forward"]
-    forward = [*first, *attention, "pre_norm_mlp_forward", *last]
-    attention = ["pre_norm_self_attention_backward", "linear_weight_gradients"]
-    first, last = ["embed_backward"], ["layer_norm_backward"]
-    backward = [*last, "pre_norm_mlp_backward", *attention, "linear_normed_backward", *first]
+    forward = [*first, *attention, "matmul_residual_norm", *ffn, *last]
+    of_norm = ["matmul_norm_backward", "fold_norm_backward"]
+    attention = ["matmul_delta", "self_attention_backward", "wgrad_pair", "fold_norm", *of_norm]
+    ffn = ["fold_norm", "matmul_dgelu", *of_norm]
+    backward = ["layer_norm_backward", *ffn, *attention, "embed_backward"]
     middle = stems[len(forward) : -len(backward)]
     assert stems == [*forward, *middle, *backward]
     assert all("cross_entropy" in stem for stem in middle)
+    assert [call.stem for call in calls if call.on_gpu == "fused"] == [
+        "attention_block",
+        "ffn_block",
+    ]
 
 
 def test_auto_makes_the_kernels_of_cuda_on_hopper(on_hopper):
-    # Of a size at which products are fused, and keep what those without do not.
+    # At this size GEMMs are fused, and save other arrays than unfused ones.
     config = gpt2.PRESETS["d6"]
     params = jax.eval_shape(
         lambda: training.cast(gpt2.init(jax.random.key(0), config), jnp.bfloat16)
@@ -234,25 +248,24 @@ def test_auto_makes_the_kernels_of_cuda_on_hopper(on_hopper):
         return Counter(re.findall(r"@jaxllm_(\w+)", program))
 
     found = kernels("auto")
-    products = ("bias_gelu", "scale", "norm", "norm_gradient", "head_sums")
-    assert {f"matmul_{name}" for name in products} < set(found)
+    gemms = ("bias_gelu", "scale", "norm", "norm_gradient", "head_sums")
+    assert {f"matmul_{name}" for name in gemms} < set(found)
     assert found == kernels("cuda")
 
 
 def test_weights_for_decoding_have_norms_that_add(params, batch):
     tokens, _ = batch
     lengths = jnp.full(len(tokens), tokens.shape[1])
-    cache = gpt2.empty_cache(CONFIG, len(tokens), tokens.shape[1], jnp.float32)
+    cache = init_cache(CONFIG, len(tokens), tokens.shape[1], jnp.float32)
 
-    def prefill(params):
-        return gpt2.prefill(params, tokens, lengths, CONFIG, cache)[0]
+    def run(params):
+        return prefill(gpt2, params, tokens, lengths, CONFIG, cache)[0]
 
-    turned = for_decoding(params)
-    stems = [call.stem for call in jaxllm.explain(prefill, turned).calls]
-    assert stems.count("add_layer_norm_forward") == 2 * CONFIG.layers
-    stems = [call.stem for call in jaxllm.explain(prefill, params).calls]
-    assert stems.count("add_layer_norm_forward") == 0
-    assert error(prefill(turned), prefill(params)) <= 1e-5
+    transposed = for_decoding(params)
+    for weights in (params, transposed):
+        stems = [call.stem for call in jaxllm.explain(run, weights).calls]
+        assert stems.count("add_layer_norm_forward") == 2 * CONFIG.layers
+    assert error(run(transposed), run(params)) <= 1e-5
 
 
 def test_a_config_that_cannot_be_is_refused():

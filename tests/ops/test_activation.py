@@ -1,4 +1,4 @@
-"""What the contract leaves open of the activations: extreme inputs, huge arrays, and the errors."""
+"""Activations: extreme inputs, large arrays and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,77 +14,77 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 HUGE = [-1e30, -1e4, -100.0, 100.0, 1e4, 1e30]
 
 
-def value_and_slope(fn, x):
+def value_and_derivative(fn, x):
     out, pull = jax.vjp(fn, x)
     return out, pull(jnp.ones_like(x))[0]
 
 
-def test_gelu_at_points_that_are_known():
+def test_gelu_matches_known_values():
     out = gelu(jnp.array([0.0, 1.0, -1.0, 3.0]))
     np.testing.assert_allclose(out, [0.0, 0.841192, -0.158808, 2.996363], atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_huge_inputs_have_a_finite_value_and_slope(dtype, backend):
+def test_huge_inputs_have_exact_values_and_derivatives(dtype, backend):
     x = jnp.array(HUGE, dtype)
     zero, one = jnp.zeros_like(x), jnp.ones_like(x)
     positive = x > 0
-    for fn, value, slope in (
+    for fn, value, derivative in (
         (gelu, jnp.where(positive, x, 0), positive),
         (lambda x, **o: bias_gelu(x, zero, **o), jnp.where(positive, x, 0), positive),
         (relu, jnp.where(positive, x, 0), positive),
         (sigmoid, positive, zero),
         (lambda x, **o: swiglu(x, one, **o), jnp.where(positive, x, 0), positive),
     ):
-        out, dx = value_and_slope(lambda x, fn=fn: fn(x, backend=backend), x)
+        out, dx = value_and_derivative(lambda x, fn=fn: fn(x, backend=backend), x)
         np.testing.assert_allclose(out.astype("float32"), value.astype("float32"), atol=1e-30)
-        np.testing.assert_allclose(dx.astype("float32"), slope.astype("float32"), atol=1e-30)
+        np.testing.assert_allclose(dx.astype("float32"), derivative.astype("float32"), atol=1e-30)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_a_number_remains(backend):
+def test_nan_propagates(backend):
     x = jnp.array([jnp.nan, 1.0])
     for fn in (gelu, relu, sigmoid):
-        out, dx = value_and_slope(lambda x, fn=fn: fn(x, backend=backend), x)
+        out, dx = value_and_derivative(lambda x, fn=fn: fn(x, backend=backend), x)
         np.testing.assert_array_equal(jnp.isnan(out), [True, False])
-        if fn is not relu:  # whose slope is a comparison
+        if fn is not relu:  # the derivative of relu is a comparison
             np.testing.assert_array_equal(jnp.isnan(dx), [True, False])
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_small_values_keep_their_digits(backend):
-    # 0.5 (1 + tanh(u)), as the definition has it, has no digit left here.
+def test_small_gelu_values_are_exact(backend):
+    # 0.5 (1 + tanh(u)), as in the reference implementation, cancels to zero here.
     x = np.array([-5.0, -6.0])
     u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
     out = gelu(jnp.asarray(x, jnp.float32), backend=backend)
     np.testing.assert_allclose(out, x / (1 + np.exp(-2 * u)), rtol=1e-4)
 
 
-def test_the_slope_of_relu_at_zero_is_zero():
+def test_relu_derivative_at_zero_is_zero():
     np.testing.assert_array_equal(jax.grad(lambda x: relu(x).sum())(jnp.zeros(3)), jnp.zeros(3))
 
 
-def test_packed_halves_are_gate_and_up():
+def test_packed_swiglu_matches_swiglu_of_its_halves():
     x = jax.random.normal(jax.random.key(0), (3, 10))
     assert_close(swiglu_packed(x), swiglu(x[:, :5], x[:, 5:]), "float32")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fn", [bias_add, bias_gelu])
-def test_the_bias_gradient_adds_up_in_float32(fn, backend):
-    x = jnp.full((4096, 5), 50.0, jnp.bfloat16)  # where the slope of GELU is one
+def test_bias_gradient_is_summed_in_float32(fn, backend):
+    x = jnp.full((4096, 5), 50.0, jnp.bfloat16)  # where the derivative of GELU is one
     pull = jax.vjp(lambda bias: fn(x, bias, backend=backend), jnp.zeros(5, jnp.bfloat16))[1]
-    # 4096 ones added in bfloat16 stop at 256.
+    # In bfloat16 a sum of ones stops at 256.
     assert (pull(jnp.ones_like(x))[0] == 4096).all()
 
 
-def test_a_bias_alone_keeps_no_activations():
+def test_bias_add_saves_no_activations():
     kept = jax.tree.leaves(jax.vjp(bias_add, jnp.ones((3, 4)), jnp.ones(4))[1])
     assert (3, 4) not in [leaf.shape for leaf in kept]
 
 
-# Offsets of more than 31 bits. Every value is the same, so what is not written shows.
+# Offsets of more than 31 bits. All elements are equal, so an element that is not written shows.
 
 BEYOND = 2**31 + 11
 
@@ -92,27 +92,27 @@ BEYOND = 2**31 + 11
 @pytest.mark.gpu
 @pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("shape", [(BEYOND,), (2**20 + 3, 2048), (2**20 + 3, 2049)])
-def test_more_elements_than_31_bits_count(shape):
+def test_more_than_2_to_the_31_elements(shape):
     @jax.jit
     def run():
         x = jnp.ones(shape, jnp.bfloat16)
         if len(shape) == 1:
-            return *value_and_slope(lambda x: gelu(x, backend="cuda"), x), None
+            return *value_and_derivative(lambda x: gelu(x, backend="cuda"), x), None
         bias = jnp.zeros(shape[1:], jnp.bfloat16)
         out, pull = jax.vjp(lambda *a: bias_gelu(*a, backend="cuda"), x, bias)
         return out, *pull(x)
 
     out, dx, dbias = run()
-    value, slope = value_and_slope(gelu, jnp.ones((), jnp.bfloat16))
+    value, derivative = value_and_derivative(gelu, jnp.ones((), jnp.bfloat16))
     assert (out == value).all()
-    assert (dx == slope).all()
+    assert (dx == derivative).all()
     if dbias is not None:
         np.testing.assert_allclose(dbias.astype("float32"), 1.08296 * shape[0], rtol=5e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("beyond 31 bits")
-def test_more_packed_elements_than_31_bits_count():
+def test_more_than_2_to_the_31_packed_elements():
     x = jnp.ones((2**18 + 3, 8192), jnp.bfloat16)
     dout = jnp.ones((2**18 + 3, 4096), jnp.bfloat16)
     out, pull = jax.vjp(lambda x: swiglu_packed(x, backend="cuda"), x)
@@ -124,7 +124,7 @@ def test_more_packed_elements_than_31_bits_count():
     assert (dx[:, 4096:] == dup).all()
 
 
-def test_integers_are_refused():
+def test_integers_are_rejected():
     with pytest.raises(TypeError, match="x has dtype int32; it must be a floating-point array"):
         gelu(jnp.arange(3))
     with pytest.raises(TypeError, match="bias has dtype int32"):
@@ -133,7 +133,7 @@ def test_integers_are_refused():
         swiglu(jnp.ones(3), jnp.arange(3))
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_are_rejected():
     x = jnp.ones((2, 3))
     for fn in (bias_add, bias_gelu):
         with pytest.raises(ValueError, match=r"bias has shape \(2,\); it must be \(3,\)"):
@@ -148,7 +148,7 @@ def test_shapes_that_do_not_fit_are_refused():
         swiglu_packed(x)
 
 
-def test_dtypes_that_differ_are_refused():
+def test_mismatched_dtypes_are_rejected():
     x, half = jnp.ones((2, 3)), jnp.ones((2, 3), jnp.float16)
     for fn, other, name in ((bias_add, half[0], "bias"), (swiglu, half, "up"), (add, half, "y")):
         with pytest.raises(TypeError, match=f"{name} has dtype float16; it must have the dtype of"):
@@ -156,7 +156,7 @@ def test_dtypes_that_differ_are_refused():
 
 
 @pytest.mark.parametrize("backend", ["pallas", "auto"])
-def test_float64_is_left_to_the_definition(backend):
+def test_float64_falls_back_to_the_reference(backend):
     with jax.enable_x64(True):
         x = jnp.ones(3, jnp.float64)
         if backend == "auto":
@@ -169,14 +169,15 @@ def test_float64_is_left_to_the_definition(backend):
                 gelu(x, backend=backend)
 
 
-# On a GPU with more SMs than the workspace has rows for, the workspace says how many CTAs run.
+# If the workspace has fewer rows than the GPU has SMs, its rows limit the number of CTAs.
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [768, 770])
 @pytest.mark.parametrize("most", [1, 7])
 @pytest.mark.parametrize("op", [bias_add, bias_gelu])
-def test_a_workspace_of_few_rows_is_enough(monkeypatch, op, most, width):
+def test_gradients_are_exact_with_a_small_workspace(monkeypatch, op, most, width):
     monkeypatch.setattr(cuda, "_MAX_PARTIAL_ROWS", most)
-    x = jax.random.normal(jax.random.key(0), (1000 + most, width))  # of other rows than elsewhere
+    # No other test compiles this row count.
+    x = jax.random.normal(jax.random.key(0), (1000 + most, width))
     bias = jax.random.normal(jax.random.key(1), (width,))
 
     def gradients(backend):

@@ -1,4 +1,4 @@
-"""What is particular to decode_attention; the contract test has the rest."""
+"""Decode attention: cache lengths, int8 caches and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def inputs(seed=0, B=3, N=6, K=2, S=40, H=16, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_is_the_last_row_of_flash_attention(backend):
+def test_matches_the_last_row_of_flash_attention(backend):
     q, k, v = inputs()
     out = ops.decode_attention(q, k, v, jnp.array([40, 7, 1]), backend=backend)
     for b, length in enumerate((40, 7, 1)):
@@ -30,7 +30,7 @@ def test_is_the_last_row_of_flash_attention(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_lies_past_the_length_does_not_matter(backend):
+def test_keys_past_the_length_do_not_change_the_output(backend):
     q, k, v = inputs()
     lengths = jnp.array([5, 0, 39])
     hidden = (jnp.arange(40) >= lengths[:, None])[..., None, None]
@@ -44,11 +44,11 @@ def test_what_lies_past_the_length_does_not_matter(backend):
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "room", "width"),
-    # One block a head; clusters whose parts another kernel merges; any width. Then long caches, a
-    # cluster a head: of either width, two sequences, a room that ends within a block's tokens, more
-    # heads than the kernel for these takes or a block has, clusters whose parts are merged. At last
-    # what a build without code for sm_90 got wrong on a Hopper GPU.
+    ("batch", "heads", "kv_heads", "max_length", "head_dim"),
+    # First: one CTA per head; clusters whose partial results a second kernel merges; any head_dim.
+    # Then long caches with one cluster per head: both head widths, two sequences, a max_length that
+    # ends within the tokens of a CTA, more heads than the kernel or a CTA takes, merged clusters.
+    # Last: sizes that a build without sm_90 code computed wrongly on a Hopper GPU.
     [
         (1, 6, 2, 200, 64),
         (1, 8, 2, 8192, 64),
@@ -65,11 +65,13 @@ def test_what_lies_past_the_length_does_not_matter(backend):
         (2, 16, 4, 1000, 128),
     ],
 )
-def test_kernels_see_nothing_past_the_length(backend, dtype, batch, heads, kv_heads, room, width):
-    for length in (0, 1, 100, room // 2 + 3, room - 1, room):
-        q, k, v = inputs(B=batch, N=heads, K=kv_heads, S=room, H=width, dtype=dtype)
-        lengths = jnp.array([length, room - length][:batch])
-        hidden = (jnp.arange(room) >= lengths[:, None])[..., None, None]
+def test_kernels_ignore_keys_past_the_length(
+    backend, dtype, batch, heads, kv_heads, max_length, head_dim
+):
+    for length in (0, 1, 100, max_length // 2 + 3, max_length - 1, max_length):
+        q, k, v = inputs(B=batch, N=heads, K=kv_heads, S=max_length, H=head_dim, dtype=dtype)
+        lengths = jnp.array([length, max_length - length][:batch])
+        hidden = (jnp.arange(max_length) >= lengths[:, None])[..., None, None]
         poisoned = [jnp.where(hidden, jnp.nan, x) for x in (k, v)]
         out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend)
         np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, backend=backend))
@@ -82,7 +84,7 @@ def test_kernels_see_nothing_past_the_length(backend, dtype, batch, heads, kv_he
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_kernels_see_nothing_past_the_length_of_a_long_int8_cache(backend, dtype):
+def test_kernels_ignore_keys_past_the_length_of_a_long_int8_cache(backend, dtype):
     rng = np.random.default_rng(0)
     q, *_ = inputs(B=1, N=32, K=8, S=1, H=128, dtype=dtype)
     k, v = (jnp.asarray(rng.integers(-127, 128, (1, 8192, 8, 128)), jnp.int8) for _ in range(2))
@@ -101,7 +103,7 @@ def test_kernels_see_nothing_past_the_length_of_a_long_int8_cache(backend, dtype
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lengths_are_held_within_the_cache(backend):
+def test_lengths_are_clamped_to_the_cache(backend):
     arrays = inputs()
     out = ops.decode_attention(*arrays, jnp.array([99, -4, 40]), backend=backend)
     expected = ops.decode_attention(*arrays, jnp.array([40, 0, 40]), backend=backend)
@@ -109,7 +111,7 @@ def test_lengths_are_held_within_the_cache(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_int8_cache_is_its_numbers_times_its_scales(backend):
+def test_int8_cache_matches_dequantized_cache(backend):
     q, k, v = inputs()
     lengths = jnp.array([40, 7, 1])
     scales = [abs(x).max(axis=-1) / 127 for x in (k, v)]
@@ -138,13 +140,13 @@ def test_an_int8_cache_is_its_numbers_times_its_scales(backend):
         ({"k_scales": jnp.ones((3, 40, 2))}, TypeError, "k_scales must be None"),
     ],
 )
-def test_refuses(change, error, message):
+def test_invalid_arguments_are_rejected(change, error, message):
     arrays = dict(zip(("q", "k", "v"), inputs(), strict=True)) | {"lengths": jnp.ones(3, int)}
     with pytest.raises(error, match=message):
         ops.decode_attention(*(arrays | change).values())
 
 
-def test_refuses_an_int8_cache_without_scales():
+def test_int8_cache_without_scales_is_rejected():
     q, k, _ = inputs()
     cache = k.astype(jnp.int8)
     with pytest.raises(TypeError, match="k_scales must be given"):

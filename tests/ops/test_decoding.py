@@ -1,4 +1,4 @@
-"""What is particular to decode_block; the contract test has the rest."""
+"""The decode block: caches that are slices, scan, vmap and predicates."""
 
 import functools
 
@@ -9,14 +9,14 @@ import pytest
 
 from jaxllm import ops, testing
 from jaxllm.core import ffi
-from jaxllm.ops.decoding import cuda
+from jaxllm.ops.block import cuda
 
 BACKENDS = ["xla", pytest.param("cuda", marks=pytest.mark.gpu)]
 L, B, D, N, K, H, F, S = 3, 2, 128, 4, 2, 64, 64, 24
 
 
 def inputs(dtype="bfloat16"):
-    """A token's residual, the layers' parameters and caches, both stacked on a first axis."""
+    """The residual of a token, and parameters and caches stacked over layers."""
     shapes = {
         "norm1": (L, D),
         "norm2": (L, D),
@@ -30,6 +30,7 @@ def inputs(dtype="bfloat16"):
         name: jax.random.normal(next(keys), shape, dtype) * shape[-1] ** -0.5
         for name, shape in shapes.items()
     }
+    layers |= {name: ops.Transposed(layers[name]) for name in ("qkv", "out", "gate_up", "down")}
     residual = jax.random.normal(next(keys), (B, D), dtype)
     cos, sin = (jax.random.normal(next(keys), (B, H // 2)) for _ in range(2))
     caches = [jax.random.normal(next(keys), (L, B, S, K, H), dtype) for _ in range(2)]
@@ -48,7 +49,7 @@ def of_layer(stacked, i):
 
 
 def one_by_one(residual, layers, angles, caches, lengths):
-    """What each layer does to the residual before it, on arrays that are nobody's parts."""
+    """The output and caches of each layer in sequence, on arrays that are not slices."""
     results = []
     for i in range(L):
         layer, k_cache, v_cache = (of_layer(x, i) for x in (layers, *caches))
@@ -59,7 +60,7 @@ def one_by_one(residual, layers, angles, caches, lengths):
 
 def assert_like(found, expected):
     testing.assert_close(found[0], expected[0], "bfloat16")
-    # A cache gets a token, and is else what it was.
+    # Only the entry of the new token changes.
     for cache, of_cache in zip(found[1:], expected[1:], strict=True):
         testing.assert_close(cache, of_cache, "bfloat16")
         for b, length in enumerate(inputs()[-1].tolist()):
@@ -75,7 +76,7 @@ def test_caches_may_be_slices(backend, computed):
 
     @jax.jit
     def run(residual, layers, caches):
-        # The array is a result too, so that XLA keeps it.
+        # The whole array is an output too, so XLA must keep it.
         whole = [cache + cache.dtype.type(0.5) for cache in caches] if computed else caches
         results = [
             block(residual, of_layer(layers, i), angles, whole[0][i], whole[1][i], lengths, backend)
@@ -84,7 +85,7 @@ def test_caches_may_be_slices(backend, computed):
         return jax.tree.map(lambda *x: jnp.stack(x), *results), whole
 
     found, whole = run(residual, layers, caches)
-    # The array that the slices are of is as it was.
+    # The array that the caches are slices of is unchanged.
     for cache, before in zip(whole, caches, strict=True):
         before = before + before.dtype.type(0.5 if computed else 0.0)
         found_cache, expected_cache = (np.asarray(x, np.float32) for x in (cache, before))
@@ -111,7 +112,7 @@ def test_caches_may_be_slices_of_one_array(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_may_be_scanned(backend):
+def test_scan_over_layers_matches_separate_calls(backend):
     residual, layers, angles, caches, lengths = inputs()
 
     @jax.jit
@@ -129,13 +130,13 @@ def test_layers_may_be_scanned(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_may_be_mapped(backend):
+def test_vmap_matches_separate_calls(backend):
     residual, layers, angles, caches, lengths = inputs()
     fn = functools.partial(block, angles=angles, lengths=lengths, backend=backend)
 
     @jax.jit
     def run(residual, layers, caches):
-        # Two of three: each call's cache is a part of an array that is itself a slice.
+        # Two of three layers: each cache is a slice of an array that is itself a slice.
         layers, caches = jax.tree.map(lambda x: x[1:], (layers, caches))
         mapped = jax.vmap(lambda layer, k, v: fn(residual, layer, k_cache=k, v_cache=v))
         return mapped(layers, *caches)
@@ -149,7 +150,7 @@ def test_calls_may_be_mapped(backend):
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_is_declined_where_its_attention_is(fits, monkeypatch):
+def test_is_rejected_where_decode_attention_is(fits, monkeypatch):
     reason = None if fits else "it is too large"
     monkeypatch.setattr(ffi, "shared_memory_reason", {"decode_attention": reason}.get)
     residual, layers, (cos, sin), caches, lengths = inputs()

@@ -1,4 +1,4 @@
-"""What the contract leaves open of the embeddings: clamped tokens, accumulation, and the errors."""
+"""Embeddings: clamped tokens, gradient accumulation and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,13 @@ import pytest
 import jaxllm
 from jaxllm import testing
 from jaxllm.core import ffi
-from jaxllm.ops import embed
+from jaxllm.ops import embed, tied_embed
 
 TABLE = jnp.arange(12.0).reshape(4, 3)
 POSITIONS = 100 * jnp.arange(15.0).reshape(5, 3)
 
 
-def test_rows_of_both_tables_are_added():
+def test_token_and_position_rows_are_added():
     out = embed(jnp.array([[2, 0]]), TABLE, POSITIONS)
     np.testing.assert_array_equal(out, [[[6, 107, 208], [300, 401, 502]]])
 
@@ -33,27 +33,27 @@ def test_tokens_may_be_of_any_integer_dtype(dtype):
     np.testing.assert_array_equal(embed(jnp.array([5, 99], dtype), table), [[5.0], [99.0]])
 
 
-def test_gradients_add_up_in_float32():
+def test_gradients_are_summed_in_float32():
     tokens = jnp.zeros((64, 64), jnp.int32)
     table, positions = jnp.zeros((2, 3), jnp.bfloat16), jnp.zeros((64, 3), jnp.bfloat16)
     pull = jax.vjp(lambda *tables: embed(tokens, *tables), table, positions)[1]
     dtable, dpositions = pull(jnp.ones((64, 64, 3), jnp.bfloat16))
-    # 4096 ones added in bfloat16 stop at 256.
+    # In bfloat16 a sum of ones stops at 256.
     np.testing.assert_array_equal(dtable, [[4096.0] * 3, [0.0] * 3])
     np.testing.assert_array_equal(dpositions, jnp.full((64, 3), 64.0))
 
 
-def test_positions_that_were_not_read_have_gradient_zero():
+def test_unused_positions_have_zero_gradient():
     pull = jax.vjp(lambda positions: embed(jnp.array([[1, 2]]), TABLE, positions), POSITIONS)[1]
     np.testing.assert_array_equal(pull(jnp.ones((1, 2, 3)))[0][:, 0], [1, 1, 0, 0, 0])
 
 
-def test_more_tokens_than_positions_are_refused():
+def test_more_tokens_than_positions_are_rejected():
     with pytest.raises(ValueError, match=r"tokens has shape \(2, 6\), 6 positions;.* rows for 5"):
         embed(jnp.zeros((2, 6), jnp.int32), TABLE, POSITIONS)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_are_rejected():
     tokens = jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"position_table has shape \(5, 2\); it must be \(P, 3\)"):
         embed(tokens, TABLE, POSITIONS[:, :2])
@@ -65,7 +65,7 @@ def test_shapes_that_do_not_fit_are_refused():
         embed(jnp.int32(1), TABLE)
 
 
-def test_dtypes_that_do_not_fit_are_refused():
+def test_invalid_dtypes_are_rejected():
     tokens = jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(TypeError, match="tokens has dtype float32; it must be an integer array"):
         embed(tokens.astype(jnp.float32), TABLE)
@@ -81,37 +81,39 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 @pytest.mark.parametrize(("width", "tokens"), [(3, 40), (768, 500), (8, 0)])
-def test_the_gradient_along_a_table_that_is_handed_on_is_added_to(backend, dtype, width, tokens):
+def test_gradient_of_a_returned_table_is_added_to_the_embedding_gradient(
+    backend, dtype, width, tokens
+):
     vocabulary = 300
     keys = jax.random.split(jax.random.key(0), 4)
     table = jax.random.normal(keys[0], (vocabulary, width), dtype)
     positions = jax.random.normal(keys[1], (max(tokens, 1), width), dtype)
-    # Some tokens many times, most never.
+    # A few tokens occur often, most do not occur.
     rows = jax.random.randint(keys[2], (2, tokens), 0, 40) ** 2 % vocabulary
-    head = jax.random.normal(keys[3], (vocabulary, width), dtype)
+    lm_head = jax.random.normal(keys[3], (vocabulary, width), dtype)
 
-    def handed_on(table, positions):
-        out, again = embed(rows, table, positions, returns_table=True, backend=backend)
-        return (out**2).sum() + (again * head).sum()
+    def returned(table, positions):
+        out, again = tied_embed(rows, table, positions, backend=backend)
+        return (out**2).sum() + (again * lm_head).sum()
 
-    def by_itself(table, positions):
+    def separate(table, positions):
         out = embed(rows, table, positions, backend="xla")
-        return (out**2).sum() + (table * head).sum()
+        return (out**2).sum() + (table * lm_head).sum()
 
-    found = jax.jit(jax.grad(handed_on, (0, 1)))(table, positions)
-    wide = jax.jit(jax.grad(by_itself, (0, 1)))
+    found = jax.jit(jax.grad(returned, (0, 1)))(table, positions)
+    wide = jax.jit(jax.grad(separate, (0, 1)))
     expected = wide(table.astype("float32"), positions.astype("float32"))
     testing.assert_close(found, expected, dtype, wide(table, positions))
 
 
-def test_a_table_handed_on_is_the_table():
-    out, table = embed(jnp.array([[2, 0]]), TABLE, POSITIONS, returns_table=True)
+def test_tied_lm_head_equals_the_token_table():
+    out, table = tied_embed(jnp.array([[2, 0]]), TABLE, POSITIONS)
     np.testing.assert_array_equal(out, embed(jnp.array([[2, 0]]), TABLE, POSITIONS))
     np.testing.assert_array_equal(table, TABLE)
 
 
 def skewed_tokens(count, vocabulary):
-    """Tokens as text has them: the few that are frequent make up most of it."""
+    """Tokens with the skewed frequencies of text."""
     uniform = jax.random.uniform(jax.random.key(0), (count,), minval=1e-6)
     return (vocabulary * uniform**4).astype(jnp.int32)
 
@@ -126,7 +128,7 @@ TOKENS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
-def test_tokens_that_repeat_add_up(tokens, backend):
+def test_gradients_of_repeated_tokens_are_summed(tokens, backend):
     table = jnp.zeros((5, 8))
     dout = jax.random.normal(jax.random.key(1), (tokens.size, 8))
     (gradient,) = jax.vjp(lambda table: embed(tokens, table, backend=backend), table)[1](dout)
@@ -138,7 +140,7 @@ def test_tokens_that_repeat_add_up(tokens, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["pallas", "cuda"])
 @pytest.mark.parametrize("vocabulary", [50304, 300_000])
-def test_many_tokens_that_repeat_add_up_alike_each_time(vocabulary, backend):
+def test_gradients_of_many_repeated_tokens_are_deterministic(vocabulary, backend):
     tokens = skewed_tokens(2**16 + 77, vocabulary)
     table = jnp.zeros((vocabulary, 24), jnp.bfloat16)
     dout = jax.random.normal(jax.random.key(1), (tokens.size, 24), jnp.bfloat16)
@@ -150,7 +152,7 @@ def test_many_tokens_that_repeat_add_up_alike_each_time(vocabulary, backend):
     np.testing.assert_array_equal(first, second)
 
 
-def test_the_cuda_kernel_counts_in_32_bits():
+def test_cuda_kernel_rejects_sizes_beyond_its_index_range():
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
     shapes = [

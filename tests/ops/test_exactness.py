@@ -1,4 +1,4 @@
-"""GELU and its derivative are exact at every mean of the pre-activations, in every op with them.
+"""GELU and dgelu are exact at every mean of the pre-activations, in every op that uses them.
 
 The bar: the error of each output and gradient, relative to float64, is at most twice that of the
 reference implementation in the same dtype. For negative pre-activations GELU and its derivative are
@@ -14,14 +14,16 @@ import pytest
 
 from jaxllm import ops, training
 from jaxllm.ops.activation import reference as activations
-from jaxllm.ops.gemm import pallas, reference
+from jaxllm.ops.block import reference as blocks
+from jaxllm.ops.gemm import fused, reference
+from jaxllm.ops.gemm.tile_order import TileOrdered
 from jaxllm.testing import cotangents_like
 
 DTYPES = ("bfloat16", "float16")
 MEANS = (-4.0, -3.0, -2.0, -1.0, 0.0, 1.5)  # of the pre-activations; their deviation is 1
 SMALL, LARGE = (400, 48, 200), (8192, 768, 3072)  # rows, width, hidden width
 TINY = 1e-6
-# The error of the reference implementation itself: some roundings of the dtype.
+# The largest allowed error of the reference implementation: a few roundings of the dtype.
 REFERENCE_BOUND = {"bfloat16": 2e-2, "float16": 3e-3}
 
 
@@ -43,16 +45,24 @@ def layers(rows, width, hidden, mean):
     return up_layer(rows, width, hidden, mean) + down_layer(width, hidden)
 
 
-def norm_and_layers(rows, width, hidden, mean):
-    x, *others = layers(rows, width, hidden, mean)
-    return [x, normal(width, 5, 0.1, 1.0), normal(width, 6, 0.1), *others]
+def ffn_arrays(rows, width, hidden, mean):
+    x, up_weight, up_bias, down_weight, down_bias = layers(rows, width, hidden, mean)
+    weights = {
+        "up": {"weight": up_weight, "bias": up_bias},
+        "down": {"weight": down_weight, "bias": down_bias},
+    }
+    return [x, {"scale": normal(width, 5, 0.1, 1.0), "bias": normal(width, 6, 0.1)}, weights]
 
 
-# Else XLA for CPUs leaves out roundings of the reference, to a float32 product's advantage.
+def ffn_block(x, norm, weights, *, backend="xla"):
+    return ops.ffn_block(ops.residual(x), norm, weights, backend=backend).x
+
+
+# Otherwise XLA for CPUs skips roundings of the reference, and its matmuls stay in float32.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 GELU = {"activation": "gelu"}
 PLAIN = {"transpose_a": False, "transpose_b": False, "out_dtype": None, "precision": None}
-# The op, the plain function that JAX differentiates, and what makes the inputs.
+# The op, the reference function that JAX differentiates, and a function that makes inputs.
 OPS = {
     "gelu": (
         ops.gelu,
@@ -77,32 +87,28 @@ OPS = {
         functools.partial(reference.matmul, **GELU, **PLAIN),
         up_layer,
     ),
-    "mlp": (ops.mlp, functools.partial(reference.mlp, **GELU), layers),
-    "pre_norm_mlp": (
-        ops.pre_norm_mlp,
-        functools.partial(reference.pre_norm_mlp, **GELU, eps=1e-5),
-        norm_and_layers,
-    ),
+    "mlp": (ops.mlp, functools.partial(blocks.mlp, **GELU), layers),
+    "ffn_block": (ffn_block, blocks.ffn_block, ffn_arrays),
 }
 
 
 def with_gradients(fn, arrays, cotangents):
     out, pull = jax.vjp(fn, *arrays)
-    return out, *pull(cotangents)
+    return jax.tree.leaves((out, pull(cotangents)))
 
 
 @functools.cache
 def program(op, backend):
-    """Output and gradients of an op under a backend, jitted; None for the plain function."""
+    """Output and gradients of an op on a backend, jitted; None is the reference function."""
     fn, plain, _ = OPS[op]
     chosen = plain if backend is None else functools.partial(fn, backend=backend)
     return jax.jit(functools.partial(with_gradients, chosen), compiler_options=AS_WRITTEN)
 
 
-@functools.lru_cache(maxsize=1)  # the backends of one call are tested in a row
+@functools.lru_cache(maxsize=1)  # consecutive tests share a call
 def expectation(op, dtype, mean, sizes):
     """Inputs, cotangents, output and gradients in float64, and the reference's errors."""
-    arrays = [jnp.asarray(x, dtype) for x in OPS[op][2](*sizes, mean)]
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), OPS[op][2](*sizes, mean))
     out = jax.eval_shape(OPS[op][0], *arrays)
     cotangents = cotangents_like(out)
     with jax.enable_x64(True):
@@ -120,7 +126,7 @@ def _error(found, exact):
 
 
 def error(found, exact):
-    """In the Euclidean norm, relative to float64; infinite for NaN."""
+    """The relative error to float64 in the Euclidean norm; infinite for NaN."""
     with jax.enable_x64(True):
         assert exact.dtype == jnp.float64
         return float(jnp.nan_to_num(_error(found, exact), nan=jnp.inf))
@@ -143,7 +149,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("op", "dtype", "mean"), CALLS)
-def test_error_of_the_reference_is_some_roundings(op, dtype, mean):
+def test_reference_error_is_within_its_bound(op, dtype, mean):
     *_, errors = expectation(op, dtype, mean, SMALL)
     assert max(errors) <= REFERENCE_BOUND[dtype]
 
@@ -163,14 +169,14 @@ def test_cuda_is_as_exact_as_the_reference(op, dtype, mean, sizes):
 
 
 @pytest.mark.hopper
-def test_the_large_mlp_runs_the_fused_kernels():
-    # Else the test above would say nothing of them.
+def test_large_calls_run_the_fused_kernels():
+    # Otherwise the test above would not cover the fused kernels.
     arrays = layers(*LARGE, 0.0)
     text = jax.jit(functools.partial(ops.mlp, backend="cuda")).lower(*arrays).as_text()
     assert "jaxllm_matmul_bias_gelu" not in text  # float32
     for op, kernels in {
         "mlp": ["matmul_bias_gelu", "matmul_scale"],
-        "pre_norm_mlp": ["matmul_bias_gelu", "matmul_scale", "matmul_norm_gradient"],
+        "ffn_block": ["matmul_bias_gelu", "matmul_scale", "matmul_norm_gradient"],
         "linear": ["matmul_bias_gelu"],
     }.items():
         arrays, cotangents, *_ = expectation(op, "bfloat16", 0.0, LARGE)
@@ -178,18 +184,21 @@ def test_the_large_mlp_runs_the_fused_kernels():
         assert all(f"@jaxllm_{kernel}(" in text for kernel in kernels), op
 
 
-@pytest.mark.parametrize("module", [reference, pallas], ids=["xla", "pallas"])
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_kept_derivative_is_as_exact_as_a_recomputed_one(module, dtype, mean):
-    # What every backend does where a Hopper GPU keeps the derivative: it needs no such GPU.
+def test_saved_dgelu_is_as_exact_as_recomputed_dgelu(backend, dtype, mean):
+    # All backends can save dgelu as the Hopper kernels do, so this needs no Hopper GPU.
     arrays, cotangents, exact, errors = expectation("mlp", dtype, mean, SMALL)
-    options = {} if module is reference else {"interpret": jax.default_backend() != "gpu"}
 
-    def run(arrays, cotangents):
-        out, *kept = module.mlp_forward(*arrays, **GELU, keeps_slope=True, **options)
-        gradients = module.mlp_backward(*arrays, *kept, cotangents, **GELU, **options)
-        return out, *gradients
+    def run(arrays, dout):
+        x, up_weight, up_bias, down_weight, down_bias = arrays
+        options = {"saves_derivative": True, "out_columns": dout.shape[-1]}
+        hidden, derivative = reference.matmul_bias_gelu(x, up_weight, up_bias, **options)
+        saved = TileOrdered(jnp.zeros(0), ()).pack(derivative)
+        dh, dup_bias = fused.matmul_dgelu(backend, dout, down_weight, saved, up_bias)
+        gradients = (dh @ up_weight.T, x.T @ dh, dup_bias, hidden.T @ dout, dout.sum(0))
+        return (hidden @ down_weight + down_bias, *gradients)
 
     run = jax.jit(run, compiler_options=AS_WRITTEN)
     check(run(arrays, cotangents), exact, errors)

@@ -1,8 +1,7 @@
-"""An op that writes over its operands gives the same whatever arrays they are part of.
+"""An op that overwrites its operands gives the same results if they are slices of arrays.
 
-XLA gives an operand and the result that takes its place one buffer, and copies the operand first
-where somebody else needs it. But an operand that is a slice of a larger array it may pass as a view
-into that array, with a result elsewhere.
+XLA gives an aliased operand and its result one buffer, and first copies an operand that is used
+again. But XLA may pass a slice of a larger array as a view, and then the result has its own buffer.
 """
 
 import ast
@@ -20,11 +19,11 @@ from test_contract import CASES
 
 import jaxllm.ops
 from jaxllm import ops, testing
-from jaxllm.ops.decoding import cases as decoding
+from jaxllm.ops.block import cases as blocks
 from jaxllm.ops.embedding import cuda as embedding_cuda
 from jaxllm.ops.embedding import pallas as embedding_pallas
 from jaxllm.ops.embedding import reference as embedding_reference
-from jaxllm.ops.gemm import cuda as gemm_cuda
+from jaxllm.ops.gemm import cuda_fused
 from jaxllm.ops.loss import cuda as loss_cuda
 from jaxllm.ops.loss import pallas as loss_pallas
 from jaxllm.ops.loss import reference as loss_reference
@@ -34,11 +33,11 @@ LOSS = {"xla": loss_reference, "pallas": loss_pallas, "cuda": loss_cuda}
 
 
 class InPlace(NamedTuple):
-    """A function that writes over arguments."""
+    """A function that overwrites arguments."""
 
     function: Callable[..., Any]
     arguments: tuple  # arrays or trees of them
-    replaced: Mapping[int, int]  # for an argument the result that takes its place
+    replaced: Mapping[int, int]  # argument number to the number of the result that overwrites it
     dtype: str
 
 
@@ -47,7 +46,7 @@ def normal(shape, dtype="float32", seed=0):
 
 
 def implementation(module, name, backend, **options):
-    """A direction as dispatch would run it."""
+    """Forward or backward of an op, as dispatch would run it."""
     if backend == "pallas" and jax.default_backend() != "gpu":
         options["interpret"] = True
     return lambda *arrays: getattr(module, name)(*arrays, **options)
@@ -71,13 +70,13 @@ def adamw(backend, dtype, **options):
 
 
 def adamw_with_copy(backend, dtype):
-    # A copy is of float32 parameters.
+    # Only float32 parameters have a copy.
     return adamw(backend, "float32", copy_dtype=dtype if dtype != "float32" else "float16")
 
 
 def cross_entropy(backend, dtype):
     options = {"ignore_index": -1, "label_smoothing": 0.0, "z_loss": 0.0, "vocab_size": 125}
-    name = "cross_entropy_forward_with_gradient"
+    name = "cross_entropy_with_gradient"
     labels = jnp.arange(16, dtype=jnp.int32) - 1
     arguments = (normal((16, 128), dtype), labels, jnp.float32(0.5))
     function = implementation(LOSS[backend], name, backend, **options)
@@ -85,7 +84,7 @@ def cross_entropy(backend, dtype):
 
 
 def cross_entropy_backward(backend, dtype, factor):
-    # By one there is nothing to multiply, and yet the result must be there.
+    # A factor of one needs no multiplication, but the result must still be written.
     function = implementation(LOSS[backend], "cross_entropy_backward", backend)
     return InPlace(
         lambda dlogits, dloss: (function(dlogits, dloss),),
@@ -104,7 +103,7 @@ def embed_backward(backend, dtype):
 
 
 def decode_block(backend, dtype, name):
-    (case,) = [case for case in decoding.CASES if case.name == name]
+    (case,) = [case for case in blocks.CASES if (case.op, case.name) == ("decode_block", name)]
     names = list(case.inputs)
     places = {names.index("k_cache"): 1, names.index("v_cache"): 2}
 
@@ -114,7 +113,7 @@ def decode_block(backend, dtype, name):
     return InPlace(block, testing.make_inputs(case, dtype), places, dtype)
 
 
-def matmul_norm_gradient(backend, dtype):
+def matmul_norm_backward(backend, dtype):
     assert backend == "cuda"
     rows, width, hidden = 256, 768, 264
     arguments = (
@@ -124,38 +123,38 @@ def matmul_norm_gradient(backend, dtype):
         abs(normal((rows,), seed=3)),
         normal((rows, width), dtype, 4),
     )
-    return InPlace(gemm_cuda._matmul_norm_gradient, arguments, {4: 0}, dtype)
+    return InPlace(cuda_fused.matmul_norm_backward, arguments, {4: 0}, dtype)
 
 
 CALLS = {
     "adamw_update": adamw,
     "adamw_update-copy": adamw_with_copy,
-    "cross_entropy_forward_with_gradient": cross_entropy,
+    "cross_entropy_with_gradient": cross_entropy,
     "cross_entropy_backward-by_one": functools.partial(cross_entropy_backward, factor=1.0),
     "cross_entropy_backward-by_half": functools.partial(cross_entropy_backward, factor=0.5),
     "embed_backward": embed_backward,
     "decode_block": functools.partial(decode_block, name="sequences_3"),
     "decode_block-int8": functools.partial(decode_block, name="int8"),
     "decode_block-odd": functools.partial(decode_block, name="odd"),
-    "matmul_norm_gradient": matmul_norm_gradient,
+    "matmul_norm_backward": matmul_norm_backward,
 }
-# The kernels of a dtype differ under cuda alone.
+# Only the cuda backend has separate kernels by dtype.
 KERNELS = [("xla", "float32"), ("pallas", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")]
 ALL = [
     pytest.param(name, backend, dtype, marks=[pytest.mark.gpu] if backend == "cuda" else [])
     for name in CALLS
-    if name != "matmul_norm_gradient"
+    if name != "matmul_norm_backward"
     for backend, dtype in KERNELS
-] + [pytest.param("matmul_norm_gradient", "cuda", "bfloat16", marks=pytest.mark.hopper)]
+] + [pytest.param("matmul_norm_backward", "cuda", "bfloat16", marks=pytest.mark.hopper)]
 
 
 @pytest.fixture
 def call(name, backend, dtype, monkeypatch, skip_if_declined):
     made = CALLS[name](backend, dtype)
-    if name == "matmul_norm_gradient":
-        monkeypatch.setattr(gemm_cuda, "_MIN_TILES_OF_SM", 0)
+    if name == "matmul_norm_backward":
+        monkeypatch.setattr(cuda_fused, "_MIN_TILES_OF_SM", 0)
         dout, weight, *_ = made.arguments
-        skip_if_declined(lambda: gemm_cuda.norm_unsupported(dout, len(weight)))
+        skip_if_declined(lambda: cuda_fused.row_gemm_unsupported(dout, len(weight)))
     return made
 
 
@@ -164,7 +163,7 @@ def replaced_arguments(call):
 
 
 def with_arguments(call, *replaced):
-    """The results with other arguments to write over."""
+    """The results of the call with other arrays to overwrite."""
     arguments = list(call.arguments)
     for i, argument in zip(call.replaced, replaced, strict=True):
         arguments[i] = argument
@@ -172,7 +171,7 @@ def with_arguments(call, *replaced):
 
 
 def results_in_place(call, results):
-    """The results that take the place of arguments."""
+    """The results that overwrite arguments."""
     return tuple(results[i] for i in call.replaced.values())
 
 
@@ -180,7 +179,7 @@ FACTORS = (0.5, 1.0, 0.75)
 
 
 def stacks(call):
-    """For each argument to write over three such arguments, one after the other; it is no. 1."""
+    """Each argument to overwrite, stacked three times with factors; number 1 is the argument."""
     return jax.tree.map(
         lambda x: jnp.stack([(factor * x).astype(x.dtype) for factor in FACTORS]),
         replaced_arguments(call),
@@ -192,7 +191,7 @@ def slice_of(tree, i):
 
 
 def plain(call, big, i):
-    """What the op gives of arrays by themselves."""
+    """The results of the op on arrays that are not slices."""
     own = jax.tree.map(lambda x: jnp.array(np.asarray(x[i])), big)
     return jax.jit(lambda *own: with_arguments(call, *own))(*own)
 
@@ -211,7 +210,7 @@ def copy_of(tree):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
-def test_slices_of_arguments_are_served(call):
+def test_slices_of_arguments_match_separate_arrays(call):
     big = stacks(call)
     copy, expected = copy_of(big), plain(call, big, 1)
 
@@ -226,23 +225,23 @@ def test_slices_of_arguments_are_served(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
-def test_slices_of_computed_arrays_are_served(call):
+def test_slices_of_computed_arrays_match_separate_arrays(call):
     big = stacks(call)
     copy, expected = copy_of(big), plain(call, big, 1)
 
     @jax.jit
     def program(big):
-        turned = jax.tree.map(lambda x: jnp.flip(x, 0), big)
-        return with_arguments(call, *slice_of(turned, 1)), turned
+        flipped = jax.tree.map(lambda x: jnp.flip(x, 0), big)
+        return with_arguments(call, *slice_of(flipped, 1)), flipped
 
-    actual, turned = program(big)
+    actual, flipped = program(big)
     assert_equal(actual, expected, call, "a slice of a computed array")
-    assert_unchanged(jax.tree.map(lambda x: x[::-1], copy_of(turned)), copy)
+    assert_unchanged(jax.tree.map(lambda x: x[::-1], copy_of(flipped)), copy)
     assert_unchanged(big, copy)
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
-def test_slices_of_a_scans_arrays_are_served(call):
+def test_scanned_slices_match_separate_arrays(call):
     big = stacks(call)
     copy = copy_of(big)
 
@@ -257,7 +256,7 @@ def test_slices_of_a_scans_arrays_are_served(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
-def test_a_scans_carry_is_served(call):
+def test_scan_carry_matches_separate_arrays(call):
     big = stacks(call)
     copy = copy_of(big)
 
@@ -272,14 +271,14 @@ def test_a_scans_carry_is_served(call):
     actual = program(big)
     first = plain(call, big, 1)
     second = jax.jit(lambda *own: with_arguments(call, *own))(*results_in_place(call, first))
-    assert_equal(slice_of(actual, 0), first, call, "the first turn")
-    assert_equal(slice_of(actual, 1), second, call, "the second turn")
+    assert_equal(slice_of(actual, 0), first, call, "the first iteration")
+    assert_equal(slice_of(actual, 1), second, call, "the second iteration")
     assert_unchanged(big, copy)
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
-def test_slices_that_are_written_back_are_served(call):
-    # As a model does that has the caches of all its layers in one array.
+def test_slices_written_back_match_separate_arrays(call):
+    # A model with the caches of all layers in one array does this.
     big = stacks(call)
     copy = copy_of(big)
 
@@ -298,22 +297,20 @@ def test_slices_that_are_written_back_are_served(call):
     assert_unchanged(big, copy)
 
 
-# Each function that says of an operand that a result is written over it, and its calls above.
+# Every function that aliases an operand to a result, and its entry in CALLS.
 ALIASING = {
     ("optimizer/cuda.py", "adamw_update"): "adamw_update",
     ("optimizer/pallas.py", "_update_leaf"): "adamw_update",
-    ("loss/cuda.py", "cross_entropy_forward_with_gradient"): "cross_entropy_forward_with_gradient",
-    ("loss/pallas.py", "cross_entropy_forward_with_gradient"): (
-        "cross_entropy_forward_with_gradient"
-    ),
+    ("loss/cuda.py", "cross_entropy_with_gradient"): "cross_entropy_with_gradient",
+    ("loss/pallas.py", "cross_entropy_with_gradient"): ("cross_entropy_with_gradient"),
     ("loss/cuda.py", "cross_entropy_backward"): "cross_entropy_backward-by_one",
     ("embedding/cuda.py", "embed_backward"): "embed_backward",
-    ("decoding/cuda.py", "decode_block"): "decode_block",
-    ("gemm/cuda.py", "_matmul_norm_gradient"): "matmul_norm_gradient",
+    ("block/cuda.py", "decode_block"): "decode_block",
+    ("gemm/cuda_fused.py", "matmul_norm_backward"): "matmul_norm_backward",
 }
 
 
-def test_all_functions_that_alias_are_called_here():
+def test_every_aliasing_function_is_tested():
     root = Path(jaxllm.ops.__file__).parent
     found = {
         (str(path.relative_to(root)), node.name)

@@ -1,4 +1,4 @@
-"""What the contract leaves open of the losses: labels, padding, stability, and the errors."""
+"""Losses: ignored labels, padding, extreme logits, chunks and errors."""
 
 import re
 
@@ -26,7 +26,7 @@ def gradient(logits, labels, **options):
     return jax.grad(lambda z: cross_entropy(z, labels, **options))(logits)
 
 
-def test_it_is_minus_the_logarithm_of_the_label_s_probability():
+def test_loss_is_the_negative_log_probability_of_the_label():
     expected = -jnp.log(jax.nn.softmax(LOGITS))[jnp.arange(6), LABELS]
     assert error(each(LOGITS, LABELS), expected) < 1e-6
     assert error(cross_entropy(LOGITS, LABELS, reduction="sum"), expected.sum()) < 1e-6
@@ -34,7 +34,7 @@ def test_it_is_minus_the_logarithm_of_the_label_s_probability():
 
 
 @pytest.mark.parametrize("ignore_index", [-1, 2, -100])
-def test_ignored_rows_count_nowhere(ignore_index):
+def test_ignored_rows_have_zero_loss_and_gradient(ignore_index):
     ignored = np.array([False, True, False, True, False, False])
     labels = jnp.where(ignored, ignore_index, jnp.where(LABELS == 2, 1, LABELS))
     options = {"ignore_index": ignore_index}
@@ -47,26 +47,26 @@ def test_ignored_rows_count_nowhere(ignore_index):
     assert error(dlogits[~ignored], gradient(LOGITS[~ignored], labels[~ignored])) < 1e-6
 
 
-def test_if_all_rows_are_ignored_the_mean_is_zero():
+def test_mean_is_zero_if_all_rows_are_ignored():
     labels = jnp.full(6, -1)
     assert float(cross_entropy(LOGITS, labels)) == 0
     assert not gradient(LOGITS, labels).any()
 
 
-def test_label_smoothing_mixes_in_an_even_target():
+def test_label_smoothing_mixes_in_a_uniform_target():
     target = 0.9 * jax.nn.one_hot(LABELS, 8) + 0.1 / 8
     expected = -(target * jax.nn.log_softmax(LOGITS)).sum(-1)
     assert error(each(LOGITS, LABELS, label_smoothing=0.1), expected) < 1e-6
 
 
-def test_z_loss_adds_the_squared_logarithm_of_the_sum():
+def test_z_loss_adds_the_squared_logsumexp():
     lse = jax.nn.logsumexp(LOGITS, axis=-1)
     expected = each(LOGITS, LABELS) + 0.3 * lse**2
     assert error(each(LOGITS, LABELS, z_loss=0.3), expected) < 1e-6
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e4, jnp.inf, jnp.nan])
-def test_columns_of_padding_have_no_influence(padding):
+def test_padding_columns_do_not_change_loss_or_gradient(padding):
     options = {"label_smoothing": 0.1, "z_loss": 0.01}
     padded = jnp.concatenate([LOGITS, jnp.full((6, 3), padding)], axis=1)
     losses = each(padded, LABELS, vocab_size=8, **options)
@@ -76,25 +76,25 @@ def test_columns_of_padding_have_no_influence(padding):
     assert error(dlogits[:, :8], gradient(LOGITS, LABELS, **options)) < 1e-6
 
 
-def test_huge_logits_are_exact_to_the_last_digits():
+def test_huge_logits_are_exact():
     logits = jnp.array([[1e4, 1e4 - 1, -1e4], [-1e4, -1e4, -1e4], [1e4, -1e4, 0.0]])
     losses = each(logits, jnp.array([1, 2, 1]))
     expected = [1 + np.log1p(np.exp(-1)), np.log(3), 2e4]
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     dlogits = gradient(logits, jnp.array([1, 2, 1]), reduction="sum")
-    # The definition has lse in float32, 1e4 to within 1e-3.
+    # The reference implementation has lse in float32: 1e4 to within 1e-3.
     np.testing.assert_allclose(dlogits.sum(axis=-1), 0, atol=2e-3)
     np.testing.assert_allclose(dlogits[2], [1, -1, 0], atol=1e-6)
 
 
-def test_the_loss_is_float32_and_the_gradient_is_of_the_logits_dtype():
+def test_loss_is_float32_and_gradient_has_the_dtype_of_the_logits():
     logits = LOGITS.astype(jnp.bfloat16)
     assert cross_entropy(logits, LABELS).dtype == jnp.float32
     assert each(logits, LABELS).dtype == jnp.float32
     assert gradient(logits, LABELS).dtype == jnp.bfloat16
 
 
-def test_shapes_and_dtypes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_and_dtypes_are_rejected():
     with pytest.raises(ValueError, match=r"labels has shape \(5,\); it must be \(6,\)"):
         cross_entropy(LOGITS, LABELS[:5])
     with pytest.raises(ValueError, match=r"logits has shape \(\)"):
@@ -114,15 +114,15 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
         ({"reduction": "average"}, "reduction is 'average'; it must be one of mean, sum, none"),
     ],
 )
-def test_options_out_of_range_are_refused(options, message):
+def test_out_of_range_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         cross_entropy(LOGITS, LABELS, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_loss_scale_saves_what_float16_cannot_hold(dtype, backend):
-    # Divided by the rows, the gradient of a column is below the smallest float16.
+def test_loss_scale_prevents_float16_underflow(dtype, backend):
+    # Divided by the number of rows, the gradient of a column is below the smallest float16.
     logits = jnp.zeros((4096, 256), dtype)
     labels = jnp.zeros(4096, jnp.int32)
     options = {"backend": backend}
@@ -130,7 +130,7 @@ def test_a_loss_scale_saves_what_float16_cannot_hold(dtype, backend):
     np.testing.assert_allclose(scaled[:, 1:], 2.0**14 / 4096 / 256, rtol=1e-2)
 
 
-def test_the_gradient_takes_the_place_of_the_logits():
+def test_gradient_overwrites_the_logits():
     def loss(hidden):
         return cross_entropy(hidden * 2, LABELS, backend="cuda")
 
@@ -141,14 +141,14 @@ def test_the_gradient_takes_the_place_of_the_logits():
         (line,) = [x for x in program.splitlines() if f"@jaxllm_cross_entropy_{target}(" in x]
         assert "output_operand_alias" in line
         assert "operand_index = 0" in line
-    # Where nothing is differentiated, nothing writes a gradient.
+    # Without differentiation no gradient is written.
     program = lower_for_cuda(loss, LOGITS)
     assert "@jaxllm_cross_entropy_forward(" in program
     assert "gradient" not in program
 
 
 @pytest.mark.parametrize("factor", [1.0, -3.0])
-def test_the_logits_may_be_used_again(factor):
+def test_logits_remain_usable_after_the_loss(factor):
     def loss(logits):
         return factor * cross_entropy(logits, LABELS) + (logits**2).sum()
 
@@ -158,8 +158,8 @@ def test_the_logits_may_be_used_again(factor):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [64, 61])
-def test_a_slice_of_logits_is_left_as_it_is(backend, width):
-    # XLA may read a slice where it lies, and then the gradient has memory of its own.
+def test_slice_of_logits_is_not_overwritten(backend, width):
+    # XLA may pass a slice as a view, and then the gradient has a buffer of its own.
     many = jax.random.normal(jax.random.key(5), (37, width), jnp.bfloat16)
     labels = jnp.arange(24) % width
 
@@ -180,7 +180,7 @@ def test_a_slice_of_logits_is_left_as_it_is(backend, width):
 @pytest.mark.gpu
 @pytest.mark.xdist_group("beyond 31 bits")
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
-def test_rows_beyond_2_to_the_31_elements(backend):
+def test_more_than_2_to_the_31_elements(backend):
     rows, width = 32768, 65792
     assert rows * width > 2**31
     last = np.array([0, 1, rows // 2, rows - 2, rows - 1])
@@ -191,7 +191,7 @@ def test_rows_beyond_2_to_the_31_elements(backend):
 
     some = make()[last]
 
-    # The logits are made inside, so that their memory is there to be written over.
+    # The logits are computed inside jit, so that their buffer can be overwritten.
     @jax.jit
     def run():
         losses, pull = jax.vjp(lambda z: each(z, labels, backend=backend), make())
@@ -206,7 +206,7 @@ def test_rows_beyond_2_to_the_31_elements(backend):
 # linear_cross_entropy
 
 HIDDEN = jax.random.normal(jax.random.key(2), (5, 4, 8))
-HEAD = jax.random.normal(jax.random.key(3), (8, 24))
+LM_HEAD = jax.random.normal(jax.random.key(3), (8, 24))
 NEXT = jax.random.randint(jax.random.key(4), (5, 4), -1, 24)
 
 
@@ -214,19 +214,19 @@ def linear_gradients(**options):
     def loss(hidden, weight):
         return linear_cross_entropy(hidden, weight, NEXT, **options)
 
-    weight = HEAD.T if options.get("transpose_weight") else HEAD
+    weight = LM_HEAD.T if options.get("transpose_weight") else LM_HEAD
     return jax.value_and_grad(loss, argnums=(0, 1))(HIDDEN, weight)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk_rows", [1, 7, 8, 20, 1000])
-def test_the_size_of_the_chunks_changes_nothing(chunk_rows, backend):
+def test_chunk_size_does_not_change_loss_or_gradients(chunk_rows, backend):
     expected = linear_gradients(chunk_rows=20, backend="xla")
     actual = linear_gradients(chunk_rows=chunk_rows, backend=backend)
     assert_close(actual, expected, "float32")
 
 
-def test_a_weight_and_its_transpose_have_one_loss():
+def test_transposed_weight_gives_the_same_loss_and_gradients():
     loss, (dhidden, dweight) = linear_gradients()
     other, (dhidden_too, dtable) = linear_gradients(transpose_weight=True)
     assert error(other, loss) < 1e-6
@@ -234,7 +234,7 @@ def test_a_weight_and_its_transpose_have_one_loss():
     assert error(dtable.T, dweight) < 1e-6
 
 
-def test_the_logits_of_one_chunk_alone_exist():
+def test_only_one_chunk_of_logits_is_materialized():
     jaxpr = str(jax.make_jaxpr(lambda: linear_gradients(chunk_rows=8))())
     assert "8,24]" in jaxpr
     assert "20,24]" not in jaxpr and "5,4,24]" not in jaxpr
@@ -249,7 +249,7 @@ def test_the_logits_of_one_chunk_alone_exist():
         ((128256, 2048), "float32", "float32"),
     ],
 )
-def test_a_wide_accumulator_is_had_where_it_is_small_or_needed(shape, dtype, expected):
+def test_float32_accumulator_is_used_where_small_or_needed(shape, dtype, expected):
     rows = 16384
     hidden = jax.ShapeDtypeStruct((rows, shape[1]), dtype)
     weight = jax.ShapeDtypeStruct(shape, dtype)
@@ -272,7 +272,7 @@ def test_a_wide_accumulator_is_had_where_it_is_small_or_needed(shape, dtype, exp
 
 
 def equations(program):
-    """Those of a program, and of the programs in them."""
+    """The equations of a jaxpr and of the jaxprs nested in it."""
     for equation in program.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -290,7 +290,7 @@ def equations(program):
         ("float32", 300, "float32"),
     ],
 )
-def test_one_chunk_needs_no_wide_accumulator(dtype, chunk_rows, expected):
+def test_single_chunk_uses_no_float32_accumulator(dtype, chunk_rows, expected):
     hidden = jax.ShapeDtypeStruct((3, 100, 8), dtype)
     weight = jax.ShapeDtypeStruct((24, 8), dtype)
     labels = jnp.zeros((3, 100), jnp.int32)
@@ -300,17 +300,17 @@ def test_one_chunk_needs_no_wide_accumulator(dtype, chunk_rows, expected):
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, weight)
     every = equations(program.jaxpr)
-    products = [e.outvars[0].aval for e in every if e.primitive.name == "dot_general"]
-    assert {p.dtype for p in products if p.shape == weight.shape} == {jnp.dtype(expected)}
+    matmuls = [e.outvars[0].aval for e in every if e.primitive.name == "dot_general"]
+    assert {m.dtype for m in matmuls if m.shape == weight.shape} == {jnp.dtype(expected)}
 
 
-def test_what_does_not_fit_the_head_is_refused():
+def test_mismatched_lm_head_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"weight has shape \(5, 24\); it must be \(8, 24\)"):
-        linear_cross_entropy(HIDDEN, HEAD[:5], NEXT)
+        linear_cross_entropy(HIDDEN, LM_HEAD[:5], NEXT)
     with pytest.raises(ValueError, match=r"labels has shape \(4,\); it must be \(5, 4\)"):
-        linear_cross_entropy(HIDDEN, HEAD, NEXT[0])
+        linear_cross_entropy(HIDDEN, LM_HEAD, NEXT[0])
     with pytest.raises(TypeError, match="weight has dtype bfloat16; it must have the dtype of hid"):
-        linear_cross_entropy(HIDDEN, HEAD.astype(jnp.bfloat16), NEXT)
+        linear_cross_entropy(HIDDEN, LM_HEAD.astype(jnp.bfloat16), NEXT)
 
 
 @pytest.mark.parametrize(
@@ -322,17 +322,17 @@ def test_what_does_not_fit_the_head_is_refused():
         ({"label_smoothing": -1.0}, "label_smoothing is -1.0; it must be from 0 to 1"),
     ],
 )
-def test_options_of_the_head_out_of_range_are_refused(options, message):
+def test_out_of_range_lm_head_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(HIDDEN, HEAD, NEXT, **options)
+        linear_cross_entropy(HIDDEN, LM_HEAD, NEXT, **options)
 
 
-# linear_cross_entropy in bfloat16 on a Hopper GPU: no kernel goes over the logits
+# linear_cross_entropy in bfloat16 on a Hopper GPU: no kernel makes a pass over the logits
 
-VOCAB, COLUMNS = 8500, 8512  # with 300 rows enough tiles for a product of ours
+VOCAB, COLUMNS = 8500, 8512  # with 300 rows: enough tiles for the CUDA GEMM
 
 
-def head_arrays(scale=1.0, rows=300, width=64, dtype="bfloat16", transpose_weight=True):
+def lm_head_arrays(scale=1.0, rows=300, width=64, dtype="bfloat16", transpose_weight=True):
     keys = jax.random.split(jax.random.key(6), 3)
     hidden = scale * jax.random.normal(keys[0], (rows, width))
     shape = (COLUMNS, width) if transpose_weight else (width, COLUMNS)
@@ -341,32 +341,32 @@ def head_arrays(scale=1.0, rows=300, width=64, dtype="bfloat16", transpose_weigh
     return hidden.astype(dtype), weight.astype(dtype), labels
 
 
-def head_gradients(hidden, weight, labels, **options):
+def lm_head_gradients(hidden, weight, labels, **options):
     def loss(h, w):
         return linear_cross_entropy(h, w, labels, vocab_size=VOCAB, **options)
 
     return jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
 
 
-def exact_head_gradients(hidden, weight, labels, **options):
-    """Of the same numbers, in float32."""
+def exact_lm_head_gradients(hidden, weight, labels, **options):
+    """The loss and gradients of the same values, computed in float32."""
     with jax.default_matmul_precision("highest"):
         wide = (hidden.astype(jnp.float32), weight.astype(jnp.float32))
-        return head_gradients(*wide, labels, backend="xla", **options)
+        return lm_head_gradients(*wide, labels, backend="xla", **options)
 
 
-def head_kernels(arrays, **options):
-    """The kernels that the program of the gradients calls."""
+def lm_head_kernels(arrays, **options):
+    """The kernels that the lowered gradient program calls."""
     options = {"transpose_weight": True, "backend": "cuda"} | options
-    program = lower_for_cuda(lambda *a: head_gradients(*a, **options), *arrays)
+    program = lower_for_cuda(lambda *a: lm_head_gradients(*a, **options), *arrays)
     return set(re.findall(r"@jaxllm_(\w+)", program))
 
 
 @pytest.mark.parametrize("transpose_weight", [True, False])
-def test_hopper_has_no_pass_over_logits(on_hopper, transpose_weight):
+def test_hopper_makes_no_pass_over_the_logits(on_hopper, transpose_weight):
     options = {"transpose_weight": transpose_weight}
-    arrays = jax.eval_shape(lambda: head_arrays(**options))
-    assert head_kernels(arrays, **options) == {"head_exponentials"}
+    arrays = jax.eval_shape(lambda: lm_head_arrays(**options))
+    assert lm_head_kernels(arrays, **options) == {"head_exponentials"}
 
 
 @pytest.mark.parametrize(
@@ -380,21 +380,21 @@ def test_hopper_has_no_pass_over_logits(on_hopper, transpose_weight):
         ({}, {"z_loss": 1e-4}),
     ],
 )
-def test_other_heads_have_the_kernel_of_the_loss(on_hopper, sizes, options):
-    arrays = jax.eval_shape(lambda: head_arrays(**sizes))
-    assert head_kernels(arrays, **options) == {"cross_entropy_forward_with_gradient"}
+def test_other_lm_heads_run_the_cross_entropy_kernel(on_hopper, sizes, options):
+    arrays = jax.eval_shape(lambda: lm_head_arrays(**sizes))
+    assert lm_head_kernels(arrays, **options) == {"cross_entropy_forward_with_gradient"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose_weight", [True, False])
 @pytest.mark.parametrize("scale", [0.0, 0.1, 10.0, 100.0, 1e4])
-def test_a_head_s_logits_may_be_large(scale, transpose_weight):
-    # From 10 on losses are beyond 50 in some rows, from 100 on in nearly all.
+def test_lm_head_loss_is_exact_for_large_logits(scale, transpose_weight):
+    # At scale 10 some rows have losses above 50, at 100 nearly all rows.
     options = {"transpose_weight": transpose_weight}
-    arrays = head_arrays(scale, **options)
-    loss, gradients = head_gradients(*arrays, backend="cuda", **options)
-    expected, exact = exact_head_gradients(*arrays, **options)
-    reference = head_gradients(*arrays, backend="xla", **options)[1]
+    arrays = lm_head_arrays(scale, **options)
+    loss, gradients = lm_head_gradients(*arrays, backend="cuda", **options)
+    expected, exact = exact_lm_head_gradients(*arrays, **options)
+    reference = lm_head_gradients(*arrays, backend="xla", **options)[1]
     assert error(loss, expected) < 1e-5
     assert_close(gradients, exact, "bfloat16", reference)
     padding = gradients[1] if transpose_weight else gradients[1].T
@@ -402,30 +402,30 @@ def test_a_head_s_logits_may_be_large(scale, transpose_weight):
 
 
 @pytest.mark.gpu
-def test_a_head_that_is_sure_has_a_small_loss_and_gradient():
-    # Labels are above all others by some 12: the mean loss is 2e-4, which of 1 + loss float32 keeps
-    # to 1e-3.
-    _, weight, labels = head_arrays()
+def test_lm_head_loss_is_exact_for_confident_predictions():
+    # The logit of each label is about 12 above the others. The mean loss is 2e-4, which 1 + loss
+    # keeps to 1e-3 in float32.
+    _, weight, labels = lm_head_arrays()
     of_labels = weight[labels].astype(jnp.float32)
     hidden = 24 * of_labels / jnp.linalg.norm(of_labels, axis=1, keepdims=True)
     arrays = (hidden.astype("bfloat16"), weight, labels)
-    loss, gradients = head_gradients(*arrays, transpose_weight=True, backend="cuda")
-    expected, exact = exact_head_gradients(*arrays, transpose_weight=True)
-    reference = head_gradients(*arrays, transpose_weight=True, backend="xla")[1]
+    loss, gradients = lm_head_gradients(*arrays, transpose_weight=True, backend="cuda")
+    expected, exact = exact_lm_head_gradients(*arrays, transpose_weight=True)
+    reference = lm_head_gradients(*arrays, transpose_weight=True, backend="xla")[1]
     assert 1e-4 < expected < 1e-3
     assert error(loss, expected) < 1e-3
     assert_close(gradients, exact, "bfloat16", reference)
 
 
 @pytest.mark.gpu
-def test_rows_of_a_head_may_be_ignored():
-    hidden, weight, labels = head_arrays(10.0)
+def test_lm_head_loss_skips_ignored_rows():
+    hidden, weight, labels = lm_head_arrays(10.0)
     ignored = jnp.arange(300) % 3 == 0
     for label, ignore_index in ((-7, -7), (-100, None)):
         options = {"transpose_weight": True, "ignore_index": ignore_index}
         arrays = (hidden, weight, jnp.where(ignored, label, labels))
-        loss, gradients = head_gradients(*arrays, backend="cuda", **options)
-        expected, exact = exact_head_gradients(*arrays, **options)
+        loss, gradients = lm_head_gradients(*arrays, backend="cuda", **options)
+        expected, exact = exact_lm_head_gradients(*arrays, **options)
         assert error(loss, expected) < 1e-5
         assert_close(gradients, exact, "bfloat16")
         assert not gradients[0][ignored].any()
@@ -433,12 +433,12 @@ def test_rows_of_a_head_may_be_ignored():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("outside", [VOCAB, COLUMNS + 5, -1])
-def test_a_label_outside_the_vocabulary_makes_its_row_of_a_head_nan(outside):
-    hidden, weight, labels = head_arrays()
+def test_lm_head_row_of_a_label_outside_the_vocabulary_is_nan(outside):
+    hidden, weight, labels = lm_head_arrays()
     options = {"transpose_weight": True, "ignore_index": -7, "reduction": "sum"}
-    _, exact = exact_head_gradients(hidden, weight, labels, **options)
+    _, exact = exact_lm_head_gradients(hidden, weight, labels, **options)
     arrays = (hidden, weight, labels.at[1].set(outside))
-    loss, (dhidden, dweight) = head_gradients(*arrays, backend="cuda", **options)
+    loss, (dhidden, dweight) = lm_head_gradients(*arrays, backend="cuda", **options)
     assert np.isnan(loss)
     assert np.isnan(dhidden[1].astype("float32")).all()
     assert np.isnan(dweight[:VOCAB].astype("float32")).all()
@@ -447,39 +447,39 @@ def test_a_label_outside_the_vocabulary_makes_its_row_of_a_head_nan(outside):
 
 
 @pytest.mark.gpu
-def test_a_batch_of_heads_is_as_many_calls_and_the_bits_repeat():
-    hidden, weight, labels = head_arrays()
+def test_vmap_of_lm_head_matches_separate_calls_and_is_deterministic():
+    hidden, weight, labels = lm_head_arrays()
     hidden = jnp.stack([hidden, 30 * hidden])
 
     @jax.jit
     def run(hidden):
         return jax.vmap(
-            lambda h: head_gradients(h, weight, labels, transpose_weight=True, backend="cuda")
+            lambda h: lm_head_gradients(h, weight, labels, transpose_weight=True, backend="cuda")
         )(hidden)
 
     together, again = run(hidden), run(hidden)
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
     for i in range(2):
-        one = exact_head_gradients(hidden[i], weight, labels, transpose_weight=True)
+        one = exact_lm_head_gradients(hidden[i], weight, labels, transpose_weight=True)
         assert_close(jax.tree.map(lambda x, i=i: x[i], together), one, "bfloat16")
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("transpose_weight", [True, False])
-def test_ignored_rows_have_zeros_and_do_not_make_the_logits_again(transpose_weight):
-    hidden, weight, labels = head_arrays(0.1, transpose_weight=transpose_weight)
-    # Rows of padding, whose logits are some thousands, and of one NaN.
+def test_ignored_rows_are_zero_and_do_not_trigger_recomputed_logits(transpose_weight):
+    hidden, weight, labels = lm_head_arrays(0.1, transpose_weight=transpose_weight)
+    # Padding rows have logits of some thousands, and one row has NaN.
     is_padding = jnp.arange(len(labels)) % 3 == 0
     hidden = jnp.where(is_padding[:, None], 1e4 * hidden, hidden).at[3].set(jnp.inf)
     options = {"ignore_index": -1, "vocab_size": weight.shape[0 if transpose_weight else 1]}
 
     def run(labels):
         scale = jnp.float32(1)
-        return cuda._head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
+        return cuda._lm_head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
 
     *_, is_redone = run(jnp.where(is_padding, 0, labels))
-    assert is_redone == 1  # with labels these rows would have them made again
+    assert is_redone == 1  # if not ignored, these rows trigger the recomputation
     losses, exponentials, factors, is_redone = run(jnp.where(is_padding, -1, labels))
     assert is_redone == 0
     assert (exponentials[is_padding] == 0).all()

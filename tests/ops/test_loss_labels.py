@@ -1,4 +1,4 @@
-"""Which labels the losses learn, which they ignore, and which make a row NaN."""
+"""Labels: valid ones, ignored ones, and those that make a row NaN."""
 
 import functools
 from typing import Any
@@ -34,13 +34,13 @@ def with_labels(*some, dtype: Any = np.int32) -> Any:
 
 
 def of_logits(labels, logits=LOGITS, **options):
-    """The loss and the gradient of the logits."""
+    """The loss, and its gradient with respect to the logits."""
     options = {"vocab_size": VOCAB, **options}
     return jax.value_and_grad(lambda z: cross_entropy(z, labels, **options))(logits)
 
 
 def of_hidden(labels, hidden=HIDDEN, **options):
-    """The loss, and the gradients of the hidden rows and of the weight."""
+    """The loss, and its gradients with respect to hidden states and weight."""
     options = {"vocab_size": VOCAB, **options}
     loss = functools.partial(linear_cross_entropy, **options)
     return jax.value_and_grad(loss, argnums=(0, 1))(hidden, WEIGHT, labels)
@@ -68,7 +68,7 @@ def test_every_negative_label_is_ignored(some, reduction, options, backend):
 @each_backend
 @pytest.mark.parametrize("chunk_rows", [2, 9])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_head_ignores_every_negative_label(reduction, chunk_rows, backend):
+def test_lm_head_ignores_every_negative_label(reduction, chunk_rows, backend):
     options = {"reduction": reduction, "backend": backend, "chunk_rows": chunk_rows}
     labels = with_labels(-1, -100, -7)
     loss, (dhidden, dweight) = of_hidden(jnp.array(labels), **options)
@@ -83,7 +83,7 @@ def test_the_head_ignores_every_negative_label(reduction, chunk_rows, backend):
 
 @each_backend
 @pytest.mark.parametrize("ignore_index", [-100, -1, 3, VOCAB, VOCAB + 5])
-def test_a_given_ignore_index_is_the_only_ignored_label(ignore_index, backend):
+def test_explicit_ignore_index_is_the_only_ignored_label(ignore_index, backend):
     labels = np.where(ignore_index == KNOWN, 0, KNOWN)
     labels[SOME] = [ignore_index, -5, ignore_index]
     options = {"ignore_index": ignore_index, "backend": backend}
@@ -102,7 +102,7 @@ def test_a_given_ignore_index_is_the_only_ignored_label(ignore_index, backend):
 @each_backend
 @each_option
 @pytest.mark.parametrize("label", [VOCAB, VOCAB + 5, 2**31 - 1])
-def test_a_label_outside_the_vocabulary_makes_its_row_nan_and_no_other(label, options, backend):
+def test_label_outside_the_vocabulary_makes_only_its_row_nan(label, options, backend):
     options = options | {"backend": backend}
     labels = jnp.array(with_labels(label, label, -1))
     losses = each_row(labels, **options)
@@ -113,7 +113,7 @@ def test_a_label_outside_the_vocabulary_makes_its_row_nan_and_no_other(label, op
     assert not dlogits[:, VOCAB:].any() and not dlogits[SOME[2]].any()
     _, of_rest = of_logits(labels[REST], LOGITS[REST], reduction="sum", **options)
     np.testing.assert_array_equal(dlogits[REST], of_rest)
-    # The mean divides by them too.
+    # The mean counts rows with invalid labels too.
     _, of_mean = of_logits(labels, **options)
     assert error(of_mean[REST], dlogits[REST] / (ROWS - 1)) < 1e-6
 
@@ -121,7 +121,7 @@ def test_a_label_outside_the_vocabulary_makes_its_row_nan_and_no_other(label, op
 @each_backend
 @pytest.mark.parametrize("chunk_rows", [2, 9])
 @pytest.mark.parametrize("label", [VOCAB, VOCAB + 5])
-def test_the_head_makes_the_row_of_a_label_outside_the_vocabulary_nan(label, chunk_rows, backend):
+def test_lm_head_row_of_a_label_outside_the_vocabulary_is_nan(label, chunk_rows, backend):
     options = {"chunk_rows": chunk_rows, "backend": backend}
     labels = jnp.array(with_labels(label, -1, -1))
     assert np.isnan(linear_cross_entropy(HIDDEN, WEIGHT, labels, vocab_size=VOCAB, **options))
@@ -133,7 +133,7 @@ def test_the_head_makes_the_row_of_a_label_outside_the_vocabulary_nan(label, chu
     assert error(dhidden[REST], of_rest) < 1e-6
 
 
-def test_the_definition_has_the_same_derivative():
+def test_reference_has_the_same_gradient():
     labels = jnp.array(with_labels(VOCAB, -100, -1))
     dlogits = jax.grad(reference.cross_entropy)(LOGITS, labels, vocab_size=VOCAB)
     _, expected = of_logits(labels, backend="xla")
@@ -144,18 +144,18 @@ def test_the_definition_has_the_same_derivative():
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8", "uint16", "uint32"])
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_labels_may_be_of_any_integer_dtype(array, dtype):
+def test_labels_may_have_any_integer_dtype(array, dtype):
     ignored = 0 if dtype.startswith("u") else -100
     labels = with_labels(ignored, ignored, ignored, dtype=dtype)
     expected = each_row(jnp.array(labels, jnp.int32))
     np.testing.assert_array_equal(each_row(array(labels)), expected)
-    # The largest is outside of the vocabulary, whatever it is as an int32.
+    # The largest value is outside the vocabulary, even if it wraps around as an int32.
     labels[SOME] = np.iinfo(dtype).max
     assert np.flatnonzero(np.isnan(each_row(array(labels)))).tolist() == SOME.tolist()
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4"])
-def test_labels_may_be_of_four_bits(dtype):
+def test_labels_may_have_4_bits(dtype):
     labels = jnp.asarray(KNOWN).astype(dtype)
     np.testing.assert_array_equal(each_row(labels), each_row(jnp.asarray(KNOWN, jnp.int32)))
     assert np.isnan(each_row(jnp.full(ROWS, 7, dtype))).all()
@@ -163,7 +163,7 @@ def test_labels_may_be_of_four_bits(dtype):
 
 @pytest.mark.parametrize(("dtype", "label"), [("int64", 2**32 + 3), ("uint64", 2**64 - 1)])
 @pytest.mark.parametrize("x64", [False, True])
-def test_labels_of_64_bits_become_no_other_column(x64, dtype, label):
+def test_64_bit_labels_do_not_wrap_around(x64, dtype, label):
     labels = with_labels(label, label, 2, dtype=dtype)
     with jax.enable_x64(x64):
         for given in (labels, jnp.asarray(labels)) if x64 else (labels,):
@@ -174,7 +174,7 @@ def test_labels_of_64_bits_become_no_other_column(x64, dtype, label):
             assert np.isfinite(dlogits[REST]).all()
 
 
-def test_negative_labels_of_64_bits_are_ignored():
+def test_negative_64_bit_labels_are_ignored():
     labels = with_labels(-(2**32) + 3, -(2**63), -100, dtype=np.int64)
     with jax.enable_x64(True):
         for given in (labels, jnp.asarray(labels)):
@@ -182,7 +182,7 @@ def test_negative_labels_of_64_bits_are_ignored():
 
 
 @pytest.mark.parametrize("ignore_index", [-(2**31), 2**31 - 1, 2**40])
-def test_an_ignore_index_that_stands_for_other_labels_is_refused(ignore_index):
+def test_reserved_ignore_index_is_rejected(ignore_index):
     message = f"ignore_index is {ignore_index}; it must be from -2147483647 to 2147483646"
     with pytest.raises(ValueError, match=message):
         cross_entropy(LOGITS, KNOWN, ignore_index=ignore_index)
@@ -193,14 +193,14 @@ def test_an_ignore_index_that_stands_for_other_labels_is_refused(ignore_index):
 # Under jax.debug_nans
 
 
-def test_the_debug_option_names_the_label():
+def test_debug_nans_names_the_invalid_label():
     message = r"labels\[4\] is 12; it must be from 0 to 6, or be ignored \(2 of 9 labels are neith"
     labels = jnp.array(with_labels(-1, 12, 7))
     with jax.debug_nans(True):
         for run in (each_row, jax.jit(each_row), of_logits, of_hidden, jax.jit(of_hidden)):
             with pytest.raises(ValueError, match=message):
                 run(labels)
-        # The place and the value are those that were given.
+        # The message has the index and the value that were passed.
         square: Any = np.full((3, 3), 2**32 + 3)
         with pytest.raises(ValueError, match=r"labels\[0, 0\] is 4294967299; .* \(9 of 9"):
             cross_entropy(LOGITS.reshape(3, 3, COLUMNS), square)
@@ -208,7 +208,7 @@ def test_the_debug_option_names_the_label():
             each_row(with_labels(-100, -5, -100), ignore_index=-100)
 
 
-def test_the_debug_option_lets_other_labels_pass():
+def test_debug_nans_accepts_valid_labels():
     labels = jnp.array(with_labels(-1, -100, 6))
     expected = of_logits(labels), of_hidden(labels)
     with jax.debug_nans(True):
@@ -218,7 +218,7 @@ def test_the_debug_option_lets_other_labels_pass():
             assert error(actual[1][0], expected[1][0]) < 1e-6
 
 
-def test_the_debug_option_finds_a_label_inside_a_loop():
+def test_debug_nans_finds_an_invalid_label_inside_a_loop():
     labels = jnp.array(with_labels(-1, 12, 7))
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         jax.block_until_ready(jax.lax.map(lambda _: of_logits(labels), jnp.arange(2)))
@@ -240,7 +240,7 @@ def llama3_model():
 
 
 @pytest.mark.parametrize("make", [gpt2_model, llama3_model])
-def test_a_model_learns_the_labels_that_count(make):
+def test_model_loss_handles_ignored_and_invalid_labels(make):
     module, config = make()
     params = module.init(jax.random.key(0), config)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, config.vocab_size)

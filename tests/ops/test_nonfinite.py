@@ -1,6 +1,6 @@
-"""NaN in gives NaN out, and infinity what the definition makes of it, under every backend.
+"""NaN and infinity propagate on every backend as in the reference implementation.
 
-Hardware maxima pass over NaN, and so did kernels that were made with them.
+Hardware maximum instructions ignore NaN, and so did kernels that used them.
 """
 
 import functools
@@ -14,25 +14,25 @@ from test_contract import FEW_CASES, implementations, op_under, parameters, prog
 
 from jaxllm import testing, training
 
-# Here a query does not hang on all keys, and a kernel leaves out whole tiles that the definition
-# multiplies by zero: it may be finite there.
+# A query does not depend on masked keys. A kernel skips masked tiles, which the reference
+# implementation multiplies by zero, so the kernel may be finite where the reference is NaN.
 MASKED = (
     "flash_attention",
     "flash_attention_packed",
     "self_attention",
-    "pre_norm_self_attention",
+    "attention_block",
     "decode_attention",
     "decode_block",
 )
 
 
 def floating_inputs(inputs):
-    """The number of each leaf that is floating-point and has elements."""
+    """The indices of leaves that are floating-point and have elements."""
     leaves = enumerate(jax.tree.leaves(inputs))
     return [i for i, x in leaves if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-# The kernels of a dtype differ under cuda alone.
+# Only the cuda backend has separate kernels by dtype.
 KERNELS = (("pallas", "float32"), ("cuda", "float32"), ("cuda", "bfloat16"))
 
 
@@ -48,11 +48,11 @@ def sweep(cases):
 
 
 def with_element(inputs, leaf, change):
-    """The inputs, with one element within a leaf replaced by ``change`` of it."""
+    """The inputs with one element of a leaf replaced by ``change(element)``."""
     leaves, tree = jax.tree.flatten(inputs)
     flat = np.array(leaves[leaf]).reshape(-1)
-    place = 2 * flat.size // 3  # not the first token of a sequence, which attends to itself alone
-    flat[place] = change(flat[place])
+    index = 2 * flat.size // 3  # not the first token of a sequence, which only attends to itself
+    flat[index] = change(flat[index])
     leaves[leaf] = jnp.asarray(flat.reshape(leaves[leaf].shape))
     return tree.unflatten(leaves)
 
@@ -61,8 +61,8 @@ def arrays_of(run, inputs):
     return [np.asarray(x) for x in jax.tree.leaves(run(inputs))]
 
 
-def definition_of(case):
-    """A function of inputs that runs the definition, forward and backward, on the CPU."""
+def reference_on_cpu(case):
+    """The reference implementation, forward and backward, on the CPU."""
     run = program(op_under(case, "xla"))
 
     def on_cpu(inputs):
@@ -74,33 +74,34 @@ def definition_of(case):
 
 
 def depends_on(case, inputs, leaf):
-    """Which elements of outputs and gradients change with the element that is made NaN."""
+    """Masks of the output and gradient elements that depend on the element made NaN."""
     with jax.enable_x64(True):
-        run = definition_of(case)
+        run = reference_on_cpu(case)
         wide = training.cast(jax.tree.map(np.asarray, inputs), jnp.float64)
         before, after = run(wide), run(with_element(wide, leaf, lambda x: x + 1))
         return [a != b for a, b in zip(before, after, strict=True)]
 
 
 @pytest.mark.parametrize(("case", "dtype", "backend"), sweep(FEW_CASES))
-def test_nan_comes_out_where_the_definition_has_it(case, dtype, backend):
+def test_nan_propagates_as_in_the_reference(case, dtype, backend):
     inputs = testing.make_inputs(case, dtype)
-    run, definition = program(op_under(case, backend)), definition_of(case)
+    run, reference = program(op_under(case, backend)), reference_on_cpu(case)
     nans = 0
     for leaf in floating_inputs(inputs):
         poisoned = with_element(inputs, leaf, lambda _: np.nan)
-        expected = definition(poisoned)
+        expected = reference(poisoned)
         must = [np.isnan(e) for e in map(widened, expected)]
         if case.op in MASKED:
             must = [m & d for m, d in zip(must, depends_on(case, inputs, leaf), strict=True)]
         elif is_causal_softmax(case):
-            seen = definition(inputs)[0] > 0  # what is masked is 0 for a kernel, NaN or not
+            # Kernels write 0 for masked elements, even if they are NaN.
+            seen = reference(inputs)[0] > 0
             must = [m & seen for m in must]
         actual = arrays_of(run, poisoned)
         for i, (a, e, m) in enumerate(zip(actual, expected, must, strict=True)):
-            # Attention's bias gradients may be sums over tokens, or made without those of keys.
+            # A kernel may sum bias gradients over tokens, or write zero for those of keys.
             may = np.ones_like(m) if case.op in MASKED else np.isnan(widened(e))
-            assert_alike(a, e, m, may, what=f"{case}, input {leaf} is NaN, array {i}")
+            assert_nan_pattern(a, e, m, may, what=f"{case}, input {leaf} is NaN, array {i}")
             nans += np.count_nonzero(m)
     assert nans or case.op == "nms", f"{case} has NaN nowhere: this checks nothing"
 
@@ -113,10 +114,10 @@ def widened(x):
     return x.astype(np.float64)
 
 
-def assert_alike(actual, expected, must, may, what):
-    """NaN wherever it must be, and nowhere that it may not be."""
+def assert_nan_pattern(actual, expected, must, may, what):
+    """Checks that NaN is where it ``must`` be, and only where it ``may`` be."""
     if not jnp.issubdtype(expected.dtype, jnp.floating):
-        # Rounded to integers a number may be one off; but what NaN decides on is decided.
+        # Rounding to integers may be off by one; booleans must be equal.
         slack = 0 if expected.dtype == bool else 1
         difference = abs(widened(actual) - widened(expected))
         assert difference.size == 0 or difference.max() <= slack, what
@@ -131,13 +132,13 @@ def assert_alike(actual, expected, must, may, what):
     ("case", "dtype", "backend"),
     sweep(c for c in FEW_CASES if c.op not in MASKED and not is_causal_softmax(c)),
 )
-def test_infinity_gives_what_the_definition_makes_of_it(case, dtype, backend):
+def test_infinity_propagates_as_in_the_reference(case, dtype, backend):
     inputs = testing.make_inputs(case, dtype)
-    fn, definition = jax.jit(op_under(case, backend)), definition_of(case)
+    fn, reference = jax.jit(op_under(case, backend)), reference_on_cpu(case)
     for leaf, value in itertools.product(floating_inputs(inputs), (np.inf, -np.inf)):
         poisoned = with_element(inputs, leaf, lambda _, value=value: value)
         actual = [np.asarray(x) for x in jax.tree.leaves(fn(*poisoned))]
-        expected = definition(poisoned)[: len(actual)]  # without the gradients
+        expected = reference(poisoned)[: len(actual)]  # without the gradients
         for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
             what = f"{case}, input {leaf} is {value}, array {i}"
             np.testing.assert_array_equal(np.isfinite(widened(a)), np.isfinite(widened(e)), what)

@@ -1,4 +1,4 @@
-"""What the contract leaves open of the norms: where a stream begins and ends, and the errors."""
+"""Norms: the first and the last residual, small workspaces and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jaxllm.ops import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
-    linear_add_layer_norm,
     rms_norm,
 )
 from jaxllm.ops.norm import cuda
@@ -25,32 +24,28 @@ def arrays(*shapes, dtype="float32"):
 
 
 ROWS, WEIGHT = (3, 5, WIDTH), (WIDTH,)
-# Each op that returns a norm and the stream that it is of, and shapes of its arrays.
+# The ops that return a norm and the residual, and the shapes of their arguments.
 OPS = {
     "add_layer_norm": (add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT]),
     "add_layer_norm_x_bias": (add_layer_norm, [ROWS, ROWS, WEIGHT, WEIGHT, WEIGHT]),
     "add_rms_norm": (add_rms_norm, [ROWS, ROWS, WEIGHT]),
-    "linear_add_layer_norm": (
-        linear_add_layer_norm,
-        [(3, 5, 32), (32, WIDTH), ROWS, WEIGHT, WEIGHT, WEIGHT],
-    ),
 }
 
 
 def gradients_of_norm(fn, zeros, inputs, **options):
-    """The gradients of a sum of the norm, to which the stream adds ``zeros`` of itself, or not."""
+    """Gradients of a weighted sum of the norm, plus ``zeros * residual`` unless it is None."""
     (weights,) = arrays(ROWS)
 
     def loss(*inputs):
-        out, stream = fn(*inputs, **options)
-        return (weights * out).sum() + (0 if zeros is None else (zeros * stream).sum())
+        out, residual = fn(*inputs, **options)
+        return (weights * out).sum() + (0 if zeros is None else (zeros * residual).sum())
 
     return jax.jit(jax.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_stream_that_nobody_reads_adds_no_gradient(op, backend):
+def test_unused_residual_output_adds_no_gradient(op, backend):
     fn, shapes = OPS[op]
     inputs = arrays(*shapes)
     expected = gradients_of_norm(fn, jnp.zeros(ROWS), inputs, backend="xla")
@@ -60,7 +55,7 @@ def test_a_stream_that_nobody_reads_adds_no_gradient(op, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_norm_that_nobody_reads_leaves_the_stream_its_gradient(op, backend):
+def test_unused_norm_output_leaves_the_residual_gradient(op, backend):
     fn, shapes = OPS[op]
 
     def gradients(backend):
@@ -73,7 +68,7 @@ def test_a_norm_that_nobody_reads_leaves_the_stream_its_gradient(op, backend):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_no_zeros_are_written_for_a_stream_that_nobody_reads(op):
+def test_no_zero_gradient_is_written_for_an_unused_residual_output(op):
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
     fn, shapes = OPS[op]
@@ -91,14 +86,15 @@ def test_no_zeros_are_written_for_a_stream_that_nobody_reads(op):
     assert "tensor<0xf32>" in calls(None).split("->")[0]
 
 
-# On a GPU with more SMs than the workspace has rows for, the workspace says how many CTAs run.
+# If the workspace has fewer rows than the GPU has SMs, its rows limit the number of CTAs.
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [768, 770])
 @pytest.mark.parametrize("most", [1, 7])
 @pytest.mark.parametrize("op", [layer_norm, rms_norm])
-def test_a_workspace_of_few_rows_is_enough(monkeypatch, op, most, width):
+def test_gradients_are_exact_with_a_small_workspace(monkeypatch, op, most, width):
     monkeypatch.setattr(cuda, "_MAX_PARTIAL_ROWS", most)
-    x = jax.random.normal(jax.random.key(0), (1000 + most, width))  # of other rows than elsewhere
+    # No other test compiles this row count.
+    x = jax.random.normal(jax.random.key(0), (1000 + most, width))
     scale = 1 + jax.random.normal(jax.random.key(1), (width,)) / 8
 
     def gradients(backend):
@@ -110,13 +106,13 @@ def test_a_workspace_of_few_rows_is_enough(monkeypatch, op, most, width):
 
 
 @pytest.mark.parametrize("op", [add_layer_norm, add_rms_norm])
-def test_the_first_norm_adds_the_gradient_along_the_stream(op):
+def test_norm_without_a_residual_matches_a_zero_residual(op):
     x, scale = arrays(ROWS, WEIGHT)
 
     def gradients(fn):
         def loss(x, scale):
-            out, stream = fn(x, scale)
-            return (jnp.sin(out) + out * stream + stream**2).sum()
+            out, residual = fn(x, scale)
+            return (jnp.sin(out) + out * residual + residual**2).sum()
 
         return jax.grad(loss, argnums=(0, 1))(x, scale)
 
@@ -130,7 +126,7 @@ def test_the_first_norm_adds_the_gradient_along_the_stream(op):
     assert_close(gradients(first), gradients(written_out), "float32")
 
 
-def test_a_bias_is_added_with_a_residual():
+def test_x_bias_without_a_residual_is_rejected():
     x, scale = arrays(ROWS, WEIGHT)
     with pytest.raises(ValueError, match="x_bias is given and residual is None"):
         add_layer_norm(x, None, scale, x_bias=scale)

@@ -1,4 +1,4 @@
-"""What is particular to the optimizer's ops; the contract is in test_contract.py."""
+"""Optimizer ops: optax parity, stochastic rounding, in-place updates and errors."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ def bits(x):
 
 
 def hundred_steps(config, backend):
-    """The parameters after 100 steps of ours, of optax, and at the start."""
+    """How far parameters differ from optax after 100 steps, and how far they moved."""
     params = gpt2.init(jax.random.key(0), config)
     mask = training.decay_mask(params)
     schedule = training.warmup_cosine(1e-2, 100, warmup=10)
@@ -84,7 +84,7 @@ def hundred_steps(config, backend):
         pytest.param(gpt2.GPT2Config(), "pallas", marks=pytest.mark.gpu, id="124m-pallas"),
     ],
 )
-def test_a_hundred_steps_are_those_of_optax(config, backend):
+def test_100_steps_match_optax(config, backend):
     difference, moved = hundred_steps(config, backend)
     for path, most in jax.tree_util.tree_leaves_with_path(difference):
         assert most < 5e-6, jax.tree_util.keystr(path)
@@ -95,7 +95,7 @@ def test_a_hundred_steps_are_those_of_optax(config, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("copy_dtype", ["bfloat16", "float16"])
-def test_the_copy_is_the_rounded_parameter(backend, grad_dtype, copy_dtype):
+def test_low_precision_copy_is_the_rounded_parameter(backend, grad_dtype, copy_dtype):
     param, grad, m, v = fresh(0, 7, 123)
     grad = grad.astype(grad_dtype)
     new, *_, copy = ops.adamw_update(
@@ -109,9 +109,9 @@ def test_the_copy_is_the_rounded_parameter(backend, grad_dtype, copy_dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_random_rounding_has_equal_bits_under_every_backend(backend, param_dtype):
-    # At a rate of zero the parameters stay as they are but for the rounding; a decay would differ
-    # by contraction. A bfloat16 parameter then rounds to itself, so its rate is not zero.
+def test_stochastic_rounding_has_equal_bits_on_every_backend(backend, param_dtype):
+    # With lr=0 only the rounding changes the parameters; a weight decay could differ by FMA
+    # contraction. A bfloat16 parameter would round to itself, so its lr is not zero.
     tree = {"a": fresh(0, 33, 65), "b": fresh(1, 2050)}
     param, grad, m, v = ({name: x[i] for name, x in tree.items()} for i in range(4))
     exact = param_dtype == "float32"
@@ -128,12 +128,12 @@ def test_random_rounding_has_equal_bits_under_every_backend(backend, param_dtype
     ):
         if exact:
             np.testing.assert_array_equal(bits(ours), bits(theirs))
-        else:  # an ulp of float32 may tip a rounding
+        else:  # one ulp in float32 can change a rounding
             assert np.mean(bits(ours) != bits(theirs)) < 2e-3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_random_rounding_is_right_on_average(backend):
+def test_stochastic_rounding_is_unbiased(backend):
     # 300/65536 of the way from one bfloat16 to the next.
     low, share = 1.0, 300 / 65536
     param = jnp.full((64, 1024), low + share / 128)
@@ -167,8 +167,8 @@ def test_leaves_are_rounded_independently():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_random_rounding_keeps_what_is_not_finite(backend):
-    # A step of one at a rate of 3e38 takes 3e38 to infinity.
+def test_stochastic_rounding_preserves_nonfinite_values(backend):
+    # An update of one with lr=3e38 overflows 3e38 to infinity.
     param = jnp.array([jnp.nan, -jnp.nan, 3e38, -3e38, 0.0] * 200)
     param = param.at[0].set(jax.lax.bitcast_convert_type(jnp.uint32(0x7FFFFFFF), jnp.float32))
     grad = jnp.array([0.0, 0.0, -1.0, 1.0, 0.0] * 200)
@@ -194,7 +194,7 @@ def test_random_bits_are_uniform():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scalars_are_traced(backend):
+def test_scalars_may_be_traced(backend):
     param, grad, m, v = fresh(0, 5, 33)
     traces = []
 
@@ -222,7 +222,7 @@ def test_scalars_are_traced(backend):
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_other_numbers_may_be_traced_too(backend, dtype):
+def test_hyperparameters_may_be_traced(backend, dtype):
     param, grad, m, v = fresh(0, 5, 33, dtype=dtype)
     trees = [{"a": x, "b": x[0]} for x in (param, grad, m, v)]
     numbers = {"b1": 0.8, "b2": 0.99, "eps": 1e-3, "weight_decay": 0.3}
@@ -241,7 +241,7 @@ def test_the_other_numbers_may_be_traced_too(backend, dtype):
         jax.eval_shape(update, numbers | {"eps": jnp.ones(2)})
 
 
-def test_the_cuda_kernel_says_which_numbers_it_takes():
+def test_cuda_kernel_rejects_traced_hyperparameters():
     leaf = (jnp.ones(3),)
     why = cuda.adamw_update_unsupported(leaf, leaf, leaf, leaf, jnp.ones(5), None, jnp.ones(4))
     assert why == "b1, b2, eps or weight_decay is traced; the kernel takes numbers"
@@ -249,7 +249,7 @@ def test_the_cuda_kernel_says_which_numbers_it_takes():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tree_of_several_dtypes(backend):
+def test_tree_of_mixed_dtypes_matches_separate_leaves(backend):
     leaves = {
         "a": fresh(0, 9, 17),
         "b": fresh(1, 40, dtype="bfloat16"),
@@ -267,9 +267,9 @@ def test_a_tree_of_several_dtypes(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_skipped_step_changes_no_bit(backend, dtype, seed):
+def test_skipped_step_changes_no_bits(backend, dtype, seed):
     if seed is not None and dtype == "float16":
-        return  # what is rounded at random is a bfloat16
+        return  # stochastic rounding needs bfloat16
     copy: Any = {"copy_dtype": "bfloat16"} if dtype == "float32" else {}
     old = [jnp.concatenate([x.ravel(), x.ravel()[:5]]) for x in fresh(0, 3, 171, dtype=dtype)]
     param, grad, m, v = old
@@ -290,7 +290,7 @@ def test_a_skipped_step_changes_no_bit(backend, dtype, seed):
             np.testing.assert_array_equal(bits(new[3]), bits(param.astype("bfloat16")))
 
 
-def test_decay_reaches_what_the_mask_names():
+def test_weight_decay_applies_only_to_masked_leaves():
     tree = {"a": jnp.ones(3), "b": jnp.ones(3)}
     zeros = jax.tree.map(jnp.zeros_like, tree)
     mask = {"a": True, "b": False}
@@ -310,7 +310,7 @@ def test_decay_reaches_what_the_mask_names():
     assert new["a"]["b"][0] == 1 and new["b"]["a"][0] < 1
 
 
-def test_the_call_writes_over_its_operands():
+def test_custom_call_aliases_its_operands():
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
     tree = {"a": jnp.ones((4, 5)), "b": jnp.ones(3)}
@@ -320,7 +320,7 @@ def test_the_call_writes_over_its_operands():
     assert program.count("@jaxllm_adamw_update") == 1  # one launch for the tree
     aliases = program.count("operand_index")
     assert aliases == 6
-    # the scalars, then two params, two grads, two ms and two vs
+    # Operand 0 holds the scalars; two params, two grads, two ms and two vs follow.
     for operand in (1, 2, 5, 6, 7, 8):
         assert f"operand_index = {operand}," in program
 
@@ -349,7 +349,7 @@ def test_donated_buffers_are_reused(backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "pallas", "xla"])
-def test_without_donation_the_operands_stay(backend):
+def test_operands_are_unchanged_without_donation(backend):
     param, grad, m, v = fresh(0, 100, 77)
     before = [np.array(x) for x in (param, m, v)]
     ops.adamw_update(param, grad, m, v, step=1, lr=0.1, backend=backend)
@@ -374,12 +374,12 @@ def test_more_leaves_than_fit_one_launch():
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("beyond 31 bits")
-def test_more_elements_than_32_bits_count():
+def test_more_than_2_to_the_31_elements():
     size = 2**31 + 2**20 + 3
     places = (0, 1, 2**31 - 1, 2**31, 2**31 + 12345, size - 1)
 
     @jax.jit
-    def pick(x):  # static slices: these places are no int32
+    def pick(x):  # static slices: these indices exceed int32
         return jnp.concatenate([jax.lax.slice(x, (i,), (i + 1,)) for i in places])
 
     make = jax.jit(lambda value, dtype: jnp.full(size, value, dtype), static_argnums=(0, 1))
@@ -399,7 +399,7 @@ def test_more_elements_than_32_bits_count():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_norm_of_large_and_small_values(backend):
+def test_global_norm_of_huge_and_nonfinite_values(backend):
     norm = functools.partial(ops.global_norm, backend=backend)
     np.testing.assert_allclose(norm([jnp.full(100, 1e18)]), 1e19, rtol=1e-6)
     assert norm([jnp.full(1000, 1e19)]) == np.inf
@@ -410,7 +410,7 @@ def test_norm_of_large_and_small_values(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_norm_of_several_dtypes(backend):
+def test_global_norm_of_mixed_dtypes_is_float32(backend):
     tree = {"a": jnp.full((3, 3), 2.0), "b": (jnp.ones(4, jnp.bfloat16), jnp.zeros((0, 2)))}
     tree["c"] = jnp.full(1, 3.0, jnp.float16)
     norm = ops.global_norm(tree, backend=backend)
@@ -418,17 +418,17 @@ def test_norm_of_several_dtypes(backend):
     assert norm.dtype == jnp.float32 and norm.shape == ()
 
 
-def test_norm_of_nothing():
+def test_global_norm_of_an_empty_tree_is_zero():
     assert ops.global_norm({}) == 0
 
 
-def test_explain_tells_the_first_leaf_and_how_many_follow():
+def test_explain_shows_the_first_leaf_and_the_count_of_others():
     tree = {"a": jnp.ones((4, 5)), "b": jnp.ones(3), "c": jnp.ones(3, jnp.bfloat16)}
     (call,) = jaxllm.explain(ops.global_norm, tree).calls
     assert (call.stem, call.shapes) == ("global_norm", "f32[4,5]+2")
 
 
-def test_trees_without_leaves():
+def test_update_of_an_empty_tree_is_empty():
     assert ops.adamw_update({}, {}, {}, {}, step=1, lr=0.1) == ({}, {}, {})
 
 
@@ -468,26 +468,26 @@ def test_trees_without_leaves():
         ({"backend": "nothing"}, ValueError, "backend is 'nothing'"),
     ],
 )
-def test_refusals(change, error, message):
+def test_invalid_arguments_are_rejected(change, error, message):
     arguments = dict.fromkeys(("param", "grad", "m", "v"), jnp.ones(3)) | {"step": 1, "lr": 0.1}
     with pytest.raises(error, match=message):
         ops.adamw_update(**(arguments | change))
 
 
-def test_a_norm_wants_floats():
+def test_global_norm_rejects_integers():
     with pytest.raises(TypeError, match="tree has dtype int32"):
         ops.global_norm({"a": jnp.ones(3, jnp.int32)})
 
 
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
-def test_x64_leaves_the_means_in_float32(backend):
+def test_moments_stay_float32_under_x64(backend):
     with jax.enable_x64(True):
         x = jnp.ones(3, jnp.float32)
         outputs = ops.adamw_update(x, x, x, x, step=1, lr=0.1, backend=backend)
     assert [output.dtype for output in outputs] == [jnp.float32] * 3
 
 
-def test_pallas_names_the_dtypes_it_takes():
+def test_pallas_rejects_float64():
     with jax.enable_x64(True):
         x = jnp.ones(3, jnp.float64)
         with pytest.raises(jaxllm.BackendError, match="m has dtype float64"):

@@ -1,4 +1,4 @@
-"""What is particular to quantized weights, and to matvec; the contract test has the rest."""
+"""Quantized weights and matvec: rounding, nonfinite values, dispatch and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ CASE = next(case for case in cases.CASES if case.op == "quantize")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_documents_example(backend):
+def test_quantize_matches_the_documented_example(backend):
     q, scales = ops.quantize(jnp.array([1.0, 3.0, 5.0, -1.0]), group_size=2, backend=backend)
     assert q.tolist() == [42, 127, 127, -25]
     np.testing.assert_array_equal(scales, np.array([3, 5], np.float32) / np.float32(127))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_go_to_even(backend):
+def test_ties_round_to_even(backend):
     w = jnp.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])  # a scale of one
     q, scales = ops.quantize(w, group_size=8, backend=backend)
     assert scales.tolist() == [1.0]
@@ -29,7 +29,7 @@ def test_ties_go_to_even(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_of_zeros(backend):
+def test_group_of_zeros_has_a_zero_scale(backend):
     w = jnp.concatenate([jnp.zeros(64), jnp.ones(64)])
     q, scales = ops.quantize(w, backend=backend)
     assert scales[0] == 0 and not q[:64].any()
@@ -40,24 +40,26 @@ def test_a_group_of_zeros(backend):
 @pytest.mark.parametrize("group_size", [64, 24, 1024])  # in packs, element by element, in warps
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_group_that_is_not_finite_is_nan_when_it_is_widened(backend, value, group_size, dtype):
-    # What is lost in the numbers stays in the scale.
+def test_nonfinite_group_dequantizes_to_nan(backend, value, group_size, dtype):
+    # int8 cannot hold NaN or infinity, so the scale does.
     w = np.array(testing.make_inputs(CASE, "float32")[0]).reshape(-1)[: 6 * group_size]
     w = np.resize(w, 6 * group_size)
     w[2 * group_size + 5], w[4 * group_size] = value, value
-    is_spoilt = np.isin(np.arange(6), [2, 4])
+    is_nonfinite = np.isin(np.arange(6), [2, 4])
     q, scales = ops.quantize(jnp.asarray(w, dtype), group_size=group_size, backend=backend)
     expected = np.isnan if np.isnan(value) else np.isposinf
-    np.testing.assert_array_equal(expected(scales), is_spoilt)
-    np.testing.assert_array_equal(np.isfinite(scales), ~is_spoilt)
-    assert not q.reshape(6, group_size)[is_spoilt].any()
-    assert q.reshape(6, group_size)[~is_spoilt].any(axis=1).all()
+    np.testing.assert_array_equal(expected(scales), is_nonfinite)
+    np.testing.assert_array_equal(np.isfinite(scales), ~is_nonfinite)
+    assert not q.reshape(6, group_size)[is_nonfinite].any()
+    assert q.reshape(6, group_size)[~is_nonfinite].any(axis=1).all()
     widened = ops.dequantize(q, scales, backend=backend).reshape(6, group_size)
-    np.testing.assert_array_equal(np.isnan(widened), np.repeat(is_spoilt[:, None], group_size, 1))
+    np.testing.assert_array_equal(
+        np.isnan(widened), np.repeat(is_nonfinite[:, None], group_size, 1)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_weight_is_off_by_more_than_half_a_scale(backend):
+def test_quantization_error_is_at_most_half_a_scale(backend):
     w = jax.random.normal(jax.random.key(0), (40, 256)) * jnp.arange(40)[:, None] ** 2
     q, scales = ops.quantize(w, backend=backend)
     assert abs(q.astype(int)).max() == 127
@@ -66,7 +68,7 @@ def test_no_weight_is_off_by_more_than_half_a_scale(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_documents_product(backend):
+def test_matvec_matches_the_documented_example(backend):
     w = jnp.arange(1.0, 10.0).reshape(3, 3)
     out = ops.matvec(w, jnp.array([1.0, 1.0, -1.0]), backend=backend)
     assert out.tolist() == [0, 3, 6]
@@ -74,13 +76,13 @@ def test_the_documents_product(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [None, 1, 5])
-def test_products_are_those_of_the_widened_matrix(backend, rows):
+def test_quantized_matmuls_match_the_dequantized_matrix(backend, rows):
     keys = jax.random.split(jax.random.key(0))
     q, scales = ops.quantize(jax.random.normal(keys[0], (24, 128)))
     x = jax.random.normal(keys[1], (128,) if rows is None else (rows, 128))
     expected = x @ ops.dequantize(q, scales).T
-    for product in (ops.quantized_matvec, ops.quantized_matmul):
-        testing.assert_close(product(q, scales, x, backend=backend), expected, "float32")
+    for op in (ops.quantized_matvec, ops.quantized_matmul):
+        testing.assert_close(op(q, scales, x, backend=backend), expected, "float32")
 
 
 Q, SCALES = jnp.ones((4, 128), jnp.int8), jnp.ones((4, 2))
@@ -103,12 +105,12 @@ Q, SCALES = jnp.ones((4, 128), jnp.int8), jnp.ones((4, 2))
         (lambda: ops.matvec(jnp.ones((3, 4)), jnp.ones(4, jnp.bfloat16)), TypeError, "w has dtype"),
     ],
 )
-def test_refuses(call, error, message):
+def test_invalid_arguments_are_rejected(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-def test_a_product_of_many_rows_is_xla_s_of_dequantized_weights():
+def test_many_rows_use_an_xla_matmul_of_dequantized_weights():
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
     shapes = [((40, 128), "int8"), ((40, 2), "float32"), ((21, 128), "bfloat16")]
@@ -121,7 +123,7 @@ def test_a_product_of_many_rows_is_xla_s_of_dequantized_weights():
     assert "dot_general" in program
 
 
-def test_auto_takes_the_cuda_kernels_of_the_passes_over_a_matrix_or_else_pallas_s():
+def test_auto_picks_cuda_kernels_to_quantize_or_falls_back_to_pallas():
     kernels, others = ("@jaxllm_", "triton") if ffi.is_available() else ("triton", "@jaxllm_")
     w = jnp.ones((8, 128))
     q, scales = ops.quantize(w)
@@ -132,12 +134,12 @@ def test_auto_takes_the_cuda_kernels_of_the_passes_over_a_matrix_or_else_pallas_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_large_product_of_outliers_and_of_what_is_not_finite(rows):
-    # Of a large matrix the kernel multiplies integers, whose units the largest of 64 numbers sets.
+def test_large_quantized_matvec_handles_outliers_and_nonfinite_inputs(rows):
+    # For a large matrix the kernel quantizes x to integers, with one scale per 64 elements.
     rng = np.random.default_rng(0)
     q = rng.integers(-127, 128, (4112, 4096), np.int8)
     scales = rng.uniform(0.5, 1, (4112, 64)).astype(np.float32)
-    q[:, 5] = 0  # the outlier itself is worth nothing
+    q[:, 5] = 0  # so the outlier of x contributes nothing
     x = jnp.asarray(rng.normal(size=(rows, 4096)), jnp.bfloat16).at[:, 5].set(1000)
     matrix = jnp.asarray(q), jnp.asarray(scales)
     out = ops.quantized_matvec(*matrix, x, backend="cuda").astype(float)

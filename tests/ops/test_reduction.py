@@ -1,4 +1,4 @@
-"""What is particular to reductions of whole arrays; the contract is in test_contract.py."""
+"""Reductions of whole arrays: empty arrays, NaN, accumulation, histograms and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_has_the_identity(backend):
+def test_empty_arrays_reduce_to_the_identity(backend):
     nothing = jnp.zeros((3, 0), jnp.bfloat16)
     assert ops.reduce_sum(nothing, backend=backend) == 0
     assert ops.dot(nothing, nothing, backend=backend) == 0
@@ -20,14 +20,14 @@ def test_nothing_has_the_identity(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("size", "place"), [(1000, 0), (1000, 999), (2**17, 5), (2**17, 99_999)])
-def test_the_maximum_does_not_pass_over_nan(backend, size, place):
-    x = jax.random.normal(jax.random.key(0), (size,)).at[place].set(jnp.nan)
+@pytest.mark.parametrize(("size", "index"), [(1000, 0), (1000, 999), (2**17, 5), (2**17, 99_999)])
+def test_maximum_propagates_nan(backend, size, index):
+    x = jax.random.normal(jax.random.key(0), (size,)).at[index].set(jnp.nan)
     assert jnp.isnan(ops.reduce_max(x, backend=backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_maximum_may_be_negative_or_infinite(backend):
+def test_maximum_may_be_negative_or_infinite(backend):
     x = -1.0 - jnp.arange(777.0)
     assert ops.reduce_max(x, backend=backend) == -1
     assert ops.reduce_max(x.at[700].set(jnp.inf), backend=backend) == jnp.inf
@@ -42,8 +42,8 @@ def test_equal_maxima_share_the_gradient(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sums_are_float32_whatever_is_summed(backend):
-    # In bfloat16 the sum would stay at 256: one more is half a unit in its last place.
+def test_sums_of_bfloat16_are_float32(backend):
+    # In bfloat16 a sum of ones stops at 256.
     x = jnp.ones(3000, jnp.bfloat16)
     for total in (ops.reduce_sum(x, backend=backend), ops.dot(x, x, backend=backend)):
         assert total.dtype == jnp.float32
@@ -52,7 +52,7 @@ def test_sums_are_float32_whatever_is_summed(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bins", [1, 2, 255, 256, 257, 4096])
-def test_counts_are_those_of_numpy(backend, bins):
+def test_histogram_matches_numpy(backend, bins):
     x = jax.random.randint(jax.random.key(bins), (5000,), -bins, 2 * bins)
     inside = np.asarray(x)[(x >= 0) & (x < bins)]
     expected = np.bincount(inside, minlength=bins)
@@ -60,23 +60,23 @@ def test_counts_are_those_of_numpy(backend, bins):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_extreme_integers_are_in_no_bin(backend):
+def test_extreme_integers_are_in_no_bin(backend):
     x = jnp.array([-(2**31), 2**31 - 1, -1, 300, 299, 0, 0])
     counts = ops.histogram(x, bins=300, backend=backend)
     assert counts[0] == 2 and counts[299] == 1 and counts.sum() == 3
 
 
-def test_the_pallas_histogram_says_how_many_bins_it_takes():
+def test_pallas_histogram_rejects_too_many_bins():
     with pytest.raises(BackendError, match="5000 bins; the kernel takes at most 4096"):
         ops.histogram(jnp.zeros(3, int), bins=5000, backend="pallas")
 
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("large 0")
-def test_more_elements_than_an_int_counts():
+def test_more_than_2_to_the_31_elements():
     size = 2**31 + 1000
 
-    def runs(dtype, *lengths):  # an index beyond an int32 would be an int64
+    def runs(dtype, *lengths):  # no indexing, whose indices would be int64
         return jnp.concatenate([jnp.full(length, value, dtype) for value, length in lengths])
 
     x = runs(jnp.bfloat16, (0.5, size - 1), (3, 1))
@@ -108,7 +108,7 @@ def test_errors_name_the_argument(call, error, message):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
-def test_histogram_of_narrow_integers_has_more_bins_than_they_count(dtype):
+def test_histogram_may_have_more_bins_than_the_dtype_has_values(dtype):
     x = jnp.array([0, 3, 3, 127], dtype)
     counts = ops.histogram(x, bins=300)
     assert np.flatnonzero(counts).tolist() == [0, 3, 127]

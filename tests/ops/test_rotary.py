@@ -1,4 +1,4 @@
-"""What the contract leaves open of the rotary ops: layouts, tables, constants, and the errors."""
+"""RoPE: layouts, tables, scaling, Hugging Face parity and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -17,56 +17,56 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_pairs_turn_as_complex_numbers(interleaved):
-    turned, _ = rope(Q, K, COS, SIN, interleaved=interleaved)
-    (a, b), (turned_a, turned_b) = sides(Q, interleaved), sides(turned, interleaved)
+def test_rotation_matches_complex_multiplication(interleaved):
+    rotated, _ = rope(Q, K, COS, SIN, interleaved=interleaved)
+    (a, b), (rotated_a, rotated_b) = sides(Q, interleaved), sides(rotated, interleaved)
     expected = (a + 1j * b) * jnp.exp(1j * jnp.arctan2(SIN, COS))[:, None, :]
-    testing.assert_close((turned_a, turned_b), (expected.real, expected.imag), "float32")
+    testing.assert_close((rotated_a, rotated_b), (expected.real, expected.imag), "float32")
 
 
 def sides(x, interleaved):
-    """The first and the second columns of all pairs."""
+    """The first and the second column of every pair."""
     return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :4], x[..., 4:])
 
 
-def test_products_of_queries_and_keys_depend_on_distance_alone():
+def test_scores_depend_only_on_relative_position():
     q, k = (jnp.broadcast_to(x[:, :1, :1], (2, 6, 1, 8)) for x in (Q, K))
     q, k = rope(q, k, COS, SIN)
-    products = jnp.einsum("btnh,bsnh->bts", q, k)
-    testing.assert_close(products[:, :-1, :-1], products[:, 1:, 1:], "float32")
-    assert testing.error(products[:, 0, 1:], products[:, 0, :-1]) > 0.01
+    scores = jnp.einsum("btnh,bsnh->bts", q, k)
+    testing.assert_close(scores[:, :-1, :-1], scores[:, 1:, 1:], "float32")
+    assert testing.error(scores[:, 0, 1:], scores[:, 0, :-1]) > 0.01
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_queries_may_turn_alone(backend):
-    turned, pull = jax.vjp(lambda q: rope(q, None, COS, SIN, backend=backend), Q)
+def test_queries_may_be_rotated_without_keys(backend):
+    rotated, pull = jax.vjp(lambda q: rope(q, None, COS, SIN, backend=backend), Q)
     expected, pull_both = jax.vjp(lambda q: rope(q, K, COS, SIN, backend="xla")[0], Q)
-    testing.assert_close(turned, expected, "float32")
+    testing.assert_close(rotated, expected, "float32")
     testing.assert_close(pull(Q), pull_both(Q), "float32")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_columns_that_stay_keep_every_bit(backend):
+def test_columns_beyond_the_table_are_unchanged(backend):
     q = Q.astype(jnp.bfloat16).at[0, 0, 0, 6:].set(jnp.inf)
-    turned = rope(q, None, COS[:, :2], SIN[:, :2], backend=backend)
-    np.testing.assert_array_equal(turned[..., 4:], q[..., 4:])
-    assert not np.array_equal(turned[..., :4], q[..., :4])
+    rotated = rope(q, None, COS[:, :2], SIN[:, :2], backend=backend)
+    np.testing.assert_array_equal(rotated[..., 4:], q[..., 4:])
+    assert not np.array_equal(rotated[..., :4], q[..., :4])
 
 
 @pytest.mark.gpu
-def test_more_sequences_than_a_grid_holds():
+def test_more_sequences_than_the_maximum_grid_size():
     q = jax.random.normal(jax.random.key(0), (70001, 3, 1, 16))
     tables = rope_table(jnp.arange(3), 16, theta=100.0)
     expected = rope(q, None, *tables, backend="xla")
     testing.assert_close(rope(q, None, *tables, backend="cuda"), expected, "float32")
 
 
-def test_the_backward_turns_back():
+def test_backward_applies_the_inverse_rotation():
     pull = jax.vjp(lambda q, k: rope(q, k, COS, SIN), Q, K)[1]
     testing.assert_close(pull(rope(Q, K, COS, SIN)), (Q, K), "float32")
 
 
-def test_tables_are_made_in_any_shape_of_positions():
+def test_tables_accept_positions_of_any_shape():
     positions = jnp.array([[0, 3], [7, 100]])
     cos, sin = rope_table(positions, 6, theta=10.0)
     angles = np.asarray(positions)[..., None] * 10.0 ** (-np.arange(3) / 3)
@@ -75,12 +75,12 @@ def test_tables_are_made_in_any_shape_of_positions():
     np.testing.assert_allclose(sin, np.sin(angles), atol=1e-5)
 
 
-def test_scaling_slows_what_is_slow_alone():
+def test_scaling_changes_only_low_frequencies():
     position = jnp.array([1])
     angles = jnp.arctan2(*rope_table(position, 128, theta=5e5)[::-1])[0]
     scaled = jnp.arctan2(*rope_table(position, 128, theta=5e5, scaling=RopeScaling())[::-1])[0]
-    turns = 8192 * angles / (2 * np.pi)  # over the original length
-    fast, slow = turns > 4, turns < 1
+    rotations = 8192 * angles / (2 * np.pi)  # over the original length
+    fast, slow = rotations > 4, rotations < 1
     np.testing.assert_array_equal(scaled[fast], angles[fast])
     np.testing.assert_allclose(scaled[slow], angles[slow] / 8, rtol=1e-5)
     between = ~fast & ~slow
@@ -90,7 +90,7 @@ def test_scaling_slows_what_is_slow_alone():
 
 
 def huggingface_rope(torch, transformers, positions, rope_scaling):
-    """Llama's rotary embedding and its function that applies it."""
+    """The cos and sin tables of Hugging Face's Llama, and the function that applies them."""
     from transformers.models.llama import modeling_llama
 
     config = transformers.LlamaConfig(
@@ -117,12 +117,12 @@ LLAMA3_SCALING = {
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(None, None), (LLAMA3_SCALING, RopeScaling())], ids=["plain", "llama3"]
 )
-def test_agrees_with_hugging_face(huggingface, theirs, ours):
+def test_matches_hugging_face(huggingface, theirs, ours):
     torch, transformers = huggingface
     positions = np.array([0, 1, 2, 777, 4096, 20000])
     hf_cos, hf_sin, apply = huggingface_rope(torch, transformers, positions, theirs)
     cos, sin = rope_table(jnp.asarray(positions), 64, theta=500000.0, scaling=ours)
-    # Half a float32 rounding of a frequency turns position 20,000 by 0.001.
+    # Half a float32 rounding of a frequency rotates position 20,000 by 0.001.
     for table, hf_table in ((cos, hf_cos), (sin, hf_sin)):
         np.testing.assert_allclose(table, hf_table[0, :, :32].numpy(), atol=3e-3)
         np.testing.assert_allclose(table[:4], hf_table[0, :4, :32].numpy(), atol=1e-4)
@@ -134,7 +134,7 @@ def test_agrees_with_hugging_face(huggingface, theirs, ours):
     testing.assert_close(rope(jnp.asarray(q), None, cos, sin), hf_q.numpy(), "float32")
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"q has shape \(6, 8\)"):
         rope(Q[0, :, 0], None, COS, SIN)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_shapes_that_do_not_fit_are_refused():
         rope_table(jnp.arange(3), 7, theta=10.0)
 
 
-def test_dtypes_that_do_not_fit_are_refused():
+def test_mismatched_dtypes_are_rejected():
     with pytest.raises(TypeError, match="k has dtype bfloat16; it must have the dtype of q"):
         rope(Q, K.astype(jnp.bfloat16), COS, SIN)
     with pytest.raises(TypeError, match="sin has dtype bfloat16; it must have the dtype of cos"):
@@ -160,7 +160,7 @@ def test_dtypes_that_do_not_fit_are_refused():
         rope_table(jnp.arange(3.0), 8, theta=10.0)
 
 
-def test_the_cuda_kernel_wants_tables_of_float32():
+def test_cuda_kernel_rejects_bfloat16_tables():
     if not ffi.is_available():
         pytest.skip(str(ffi.unavailable_reason()))
     with pytest.raises(jaxllm.BackendError, match="cos has dtype bfloat16; the kernel takes flo"):

@@ -1,6 +1,6 @@
 """Every op and both models under JAX's strict modes: promotion, 64-bit types, ``disable_jit``.
 
-What a mode forbids is found where a program is traced or lowered, so most of these run nothing.
+Tracing or lowering finds what a mode forbids, so most of these tests run no program.
 """
 
 import contextlib
@@ -16,12 +16,14 @@ import jaxllm
 from jaxllm import testing, training
 from jaxllm.core import dispatch
 from jaxllm.inference import generate, quantize
+from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.blocks import for_decoding, unstack
+from jaxllm.models.common import for_decoding, unstack
+from jaxllm.ops.block.residual import carry
 from jaxllm.training import optim
 
 EACH = traced_under_each_backend(FIRST_CASES)
-# Pallas kernels are programs in every mode: of them the first case of a few families is enough.
+# disable_jit does not change Pallas kernels, so a few ops are enough for Pallas.
 RUN = [
     (case, backend)
     for case in FIRST_CASES
@@ -56,7 +58,7 @@ def inputs_of(case, dtype):
 
 
 def program(fn, *args):
-    """The text of a traced function, but for where its functions are in memory."""
+    """The text of a traced function without memory addresses."""
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
 
 
@@ -69,8 +71,17 @@ def test_strict_promotion_changes_no_program(case, backend, dtype):
         assert program(everything(case, backend), *inputs) == expected
 
 
+def test_strict_promotion_changes_no_residual():
+    x, bias = jnp.ones((2, 3, 8), jnp.bfloat16), jnp.ones(8, jnp.bfloat16)
+    h = carry(jaxllm.ops.residual(x), x, branch=(x, bias))
+    expected = h.x
+    with strict():
+        assert (h.x == expected).all()
+        assert (h.add(x).x == expected + x).all()
+
+
 @pytest.mark.parametrize("backend", ["auto", "xla", "pallas"])
-def test_strict_promotion_compiles_no_op_again(backend):
+def test_strict_promotion_causes_no_recompilation(backend):
     x = jnp.ones((3, 5))
     op = functools.partial(jaxllm.ops.layer_norm, x, x[0], x[0], backend=backend)
     compiled = dispatch._run._cache_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,7 +93,7 @@ def test_strict_promotion_compiles_no_op_again(backend):
 
 
 @pytest.mark.parametrize("given", ["learning_rate", "weight_decay", "mask"])
-def test_a_callers_function_keeps_the_callers_rules(given):
+def test_user_functions_keep_the_users_promotion_rules(given):
     params = {"w": jnp.ones((3, 4))}
 
     def function(_):
@@ -100,7 +111,7 @@ def test_a_callers_function_keeps_the_callers_rules(given):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.op) for case in FIRST_CASES if case.has_backward]
 )
-def test_forward_mode_takes_strict_promotion(case):
+def test_jvp_works_under_strict_promotion(case):
     inputs = inputs_of(case, "bfloat16")
     tangents = jax.tree.map(tangent_type, inputs)
     with strict():
@@ -115,8 +126,8 @@ def tangent_type(x):
 @pytest.mark.parametrize(
     ("case", "backend"), [values for values in EACH if values.values[1] != "cuda"]
 )
-def test_64_bit_types_change_no_type_of_an_op(case, backend):
-    # Pallas kernels meet the interpreter where a program is lowered. On a GPU: test_contract.py.
+def test_x64_changes_no_output_type_of_an_op(case, backend):
+    # Lowering runs Pallas kernels through the interpreter; test_contract.py lowers them for a GPU.
     inputs, run = inputs_of(case, "float32"), everything(case, backend)
     expected = jax.eval_shape(run, *inputs)
     with jax.enable_x64(True):
@@ -146,7 +157,7 @@ BACKENDS = ["xla", "pallas"]
 
 
 def loss_and_gradients(model, config, remat, params, tokens):
-    """Of a model and its optimizer: what a step of training has."""
+    """The loss, updates and optimizer state of one training step."""
 
     def loss(params):
         return model.loss(params, tokens, jnp.roll(tokens, -1, axis=1), config, remat=remat)
@@ -157,11 +168,11 @@ def loss_and_gradients(model, config, remat, params, tokens):
 
 
 def decode(model, config, params, tokens):
-    """The logits after a prompt and a token more."""
+    """The logits after a prompt and one more token."""
     params = for_decoding(params)
-    cache = model.empty_cache(config, 2, 24, params["wte"].dtype)
-    logits, cache = model.prefill(params, tokens, jnp.array([9, 16]), config, cache)
-    return model.decode_step(params, jnp.argmax(logits, axis=-1), config, cache)
+    cache = init_cache(config, 2, 24, params["wte"].dtype)
+    logits, cache = prefill(model, params, tokens, jnp.array([9, 16]), config, cache)
+    return decode_step(model, params, jnp.argmax(logits, axis=-1), config, cache)
 
 
 def programs(model, config):
@@ -183,7 +194,7 @@ def arguments(model, config, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_strict_promotion_changes_no_type_of_a_model(model, config, dtype, backend):
+def test_strict_promotion_changes_no_output_type_of_a_model(model, config, dtype, backend):
     args = arguments(model, config, dtype)
     with jaxllm.use_backend(backend):
         for fn in programs(model, config):
@@ -196,8 +207,8 @@ def test_strict_promotion_changes_no_type_of_a_model(model, config, dtype, backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "config"), MODELS)
-def test_a_model_takes_64_bit_types(model, config, backend):
-    # The tokens of a caller are int64 then.
+def test_models_run_under_x64(model, config, backend):
+    # With x64 the tokens of a caller are int64.
     params, tokens = arguments(model, config, jnp.float32)
     tokens = jax.ShapeDtypeStruct(tokens.shape, jnp.int64)
     with jaxllm.use_backend(backend), jax.enable_x64(True):
@@ -223,7 +234,7 @@ def test_disable_jit_changes_no_loss(model, config):
 
 
 def train(model, config, optimizer):
-    """The loss of two steps of two microbatches each."""
+    """The loss after two steps of two microbatches each."""
 
     def loss(params, tokens, labels):
         return model.loss(params, tokens, labels, config)
@@ -237,15 +248,15 @@ def train(model, config, optimizer):
 
 
 def complete(model, config, params):
-    """What a model makes of two prompts, drawn and greedy."""
+    """Sampled and greedy completions of two prompts."""
     prompts = [[3, 1, 4], [1, 5]]
-    drawn = generate.complete(
+    sampled = generate.complete(
         model, params, prompts, config=config, max_new_tokens=3, top_k=5, key=jax.random.key(2)
     )
     greedy = generate.complete(
         model, params, prompts, config=config, max_new_tokens=3, temperature=0.0
     )
-    return [tokens.tolist() for tokens in (*drawn, *greedy)]
+    return [tokens.tolist() for tokens in (*sampled, *greedy)]
 
 
 MODES = {"strict": strict, "x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
@@ -253,7 +264,7 @@ MODES = {"strict": strict, "x64": lambda: jax.enable_x64(True), "disable_jit": j
 
 @functools.cache
 def everything_of(model, config):
-    """What training with either optimizer leads to, and what the int8 model then generates."""
+    """The losses with each optimizer, and the completions of the int8 model."""
     losses = [train(model, config, optimizer(1e-2)) for optimizer in (optim.adamw, training.adamw)]
     params = model.init(jax.random.key(0), config)
     return losses, complete(model, config, quantize.quantize_params(params, group_size=32))

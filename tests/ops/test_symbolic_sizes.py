@@ -1,4 +1,4 @@
-"""Every op exported for a batch of any size, for a CPU and a GPU at once."""
+"""Every op exported with a symbolic batch size, for CPU and GPU at once."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from test_contract import FIRST_CASES, differentiate, op_under
 from jaxllm import export, testing
 from jaxllm.core.backend import BackendError
 
-# The arguments with a batch axis, the first, where they are not those with as many rows as x.
+# The arguments whose first axis is the batch, for ops where the size of that axis does not tell.
 BATCHED = {
     "decode_block": (0, 7, 8, 9, 10, 11),
     "matmul": (0,),
@@ -22,13 +22,13 @@ BATCHED = {
     "rope": (0, 1),
 }
 PLATFORMS = ("cpu", "cuda")
-LIMIT = ["b <= 4096"]  # without one, no kernel that counts in 32 bits knows that it may
-WITHOUT_KERNELS = ("matmul", "linear")  # XLA multiplies
+LIMIT = ["b <= 4096"]  # kernels with 32-bit indices reject an unbounded size
+NO_KERNELS = ("matmul", "linear")  # auto picks XLA
 each_op = pytest.mark.parametrize("case", FIRST_CASES, ids=lambda case: case.op)
 
 
 def with_batch(case, inputs, resize):
-    """The inputs, with the batch axis of each that has one made another by ``resize``."""
+    """The inputs, with ``resize`` applied to those that have a batch axis."""
     leaves, tree = jax.tree.flatten(inputs)
     rows = leaves[0].shape[0]
     batched = BATCHED.get(
@@ -56,7 +56,7 @@ def everything(case, backend="auto"):
 
 
 def exported(case, *, backend="auto", dtype="float32", constraints=(), platforms=PLATFORMS):
-    """The program of an op and its gradients for any batch."""
+    """An op and its gradients, exported for any batch size."""
     (b,) = jax.export.symbolic_shape("b", constraints=constraints)
     shapes = jax.eval_shape(functools.partial(testing.make_inputs, case, dtype))
     inputs = with_batch(case, shapes, lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype))
@@ -73,31 +73,31 @@ def check_on(device, case, program):
 
 
 @each_op
-def test_an_exported_op_serves_every_batch(case):
+def test_exported_op_is_exact_for_every_batch_size(case):
     program = jax.export.deserialize(exported(case).serialize())
     check_on(jax.devices("cpu")[0], case, program)
 
 
 @pytest.mark.gpu
 @each_op
-def test_an_exported_op_serves_every_batch_on_a_gpu(case):
+def test_exported_op_is_exact_for_every_batch_size_on_a_gpu(case):
     with jax.default_matmul_precision("highest"):
         program = exported(case, constraints=LIMIT)
     check_on(jax.devices("gpu")[0], case, jax.export.deserialize(program.serialize()))
 
 
 @each_op
-def test_kernels_of_any_batch_are_exported_where_they_can(case, with_kernels):
+def test_symbolic_batch_exports_kernels(case, with_kernels):
     program = exported(case, constraints=LIMIT)
     found = set(re.findall(r"custom_call @([\w$.]+)", program.mlir_module()))
-    found -= {"shape_assertion"}  # JAX's own, of what was assumed of sizes
+    found -= {"shape_assertion"}  # JAX's check of the size constraints
     assert found <= set(export.custom_calls())
-    assert found or case.op in WITHOUT_KERNELS
-    assert not found or case.op not in WITHOUT_KERNELS
+    assert found or case.op in NO_KERNELS
+    assert not found or case.op not in NO_KERNELS
 
 
 @each_op
-def test_a_named_backend_serves_any_batch_or_says_why_not(case, with_kernels):
+def test_explicit_backend_exports_symbolic_batch_or_gives_the_reason(case, with_kernels):
     try:
         exported(case, backend="cuda", constraints=LIMIT, platforms=["cuda"], dtype="bfloat16")
     except BackendError as error:

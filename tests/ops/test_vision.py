@@ -1,4 +1,4 @@
-"""What is particular to boxes; the contract is in test_contract.py."""
+"""Non-maximum suppression: NaN, ties, thresholds, inclusive corners and errors."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def greedy(boxes, scores, iou_threshold, pixel=0.0):
-    """Suppression box by box, in NumPy and in double precision."""
+    """Greedy suppression in NumPy, in float64."""
     boxes = np.asarray(boxes, np.float64)
     keep = np.zeros(len(boxes), bool)
     for i in np.argsort(-np.asarray(scores, np.float64), kind="stable"):
@@ -30,7 +30,7 @@ def iou(a, b, pixel):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("corner", range(4))
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_box_with_a_corner_that_is_nan_overlaps_nothing(corner, first, backend):
+def test_box_with_a_nan_corner_overlaps_nothing(corner, first, backend):
     boxes = np.array([[0.0, 0, 10, 10]] * 2, np.float32)
     scores = jnp.array([0.9, 0.8])
     options = {"iou_threshold": 0.5, "backend": backend}
@@ -42,7 +42,7 @@ def test_a_box_with_a_corner_that_is_nan_overlaps_nothing(corner, first, backend
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("inclusive", [False, True])
-def test_the_boxes_are_those_of_a_loop(backend, count, inclusive):
+def test_nms_matches_a_greedy_loop(backend, count, inclusive):
     specs = {"boxes": testing.Boxes((count, 4), 30.0, 20.0), "scores": testing.Normal((count,))}
     boxes, scores = testing.make_inputs(testing.Case("nms", "", specs), "float32", seed=count)
     keep = ops.nms(boxes, scores, iou_threshold=0.3, inclusive=inclusive, backend=backend)
@@ -51,8 +51,8 @@ def test_the_boxes_are_those_of_a_loop(backend, count, inclusive):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [64, 200])
-def test_a_chain_of_boxes_keeps_every_other(backend, count):
-    # Each box overlaps the next: whether one stays hangs on all before it.
+def test_chain_of_overlapping_boxes_keeps_every_other_box(backend, count):
+    # Each box overlaps the next, so whether a box is kept depends on all boxes before it.
     low = jnp.arange(count) * 0.4
     boxes = jnp.stack([low, jnp.zeros(count), low + 1, jnp.ones(count)], axis=1)
     keep = ops.nms(boxes, -jnp.arange(count, dtype=float), iou_threshold=0.4, backend=backend)
@@ -60,8 +60,8 @@ def test_a_chain_of_boxes_keeps_every_other(backend, count):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_boxes_apart_share_nothing(backend):
-    # Without a clamp these would have an intersection of two negative sides.
+def test_distant_boxes_do_not_overlap(backend):
+    # Without a clamp the intersection would be a product of two negative sides.
     boxes = jnp.array([[0.0, 0, 1, 1], [10, 10, 11, 11], [0, 10, 1, 11]])
     for inclusive in (False, True):
         keep = ops.nms(boxes, jnp.ones(3), iou_threshold=0.0, inclusive=inclusive, backend=backend)
@@ -69,8 +69,8 @@ def test_boxes_apart_share_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_inclusive_corners_make_neighbours_overlap(backend):
-    # As pixels the two share one column of two: an intersection of 2 of a union of 6.
+def test_inclusive_corners_make_adjacent_boxes_overlap(backend):
+    # With inclusive corners the boxes share two of six pixels.
     boxes, scores = jnp.array([[0.0, 0, 1, 1], [1, 0, 2, 1]]), jnp.array([1.0, 2.0])
     apart = ops.nms(boxes, scores, iou_threshold=0.3, backend=backend)
     shared = ops.nms(boxes, scores, iou_threshold=0.3, inclusive=True, backend=backend)
@@ -79,21 +79,21 @@ def test_inclusive_corners_make_neighbours_overlap(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_equal_boxes_and_scores_the_first_stays(backend):
+def test_first_of_equal_boxes_is_kept(backend):
     boxes = jnp.tile(jnp.array([[0.0, 0, 5, 5]]), (70, 1))
     keep = ops.nms(boxes, jnp.zeros(70), iou_threshold=0.5, backend=backend)
     assert keep.tolist() == [True] + [False] * 69
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_shares_exactly_the_threshold_stays(backend):
+def test_box_with_iou_equal_to_the_threshold_is_kept(backend):
     boxes, scores = jnp.array([[0.0, 0, 2, 1], [0, 0, 1, 1]]), jnp.array([2.0, 1.0])
     assert ops.nms(boxes, scores, iou_threshold=0.5, backend=backend).all()
     assert not ops.nms(boxes, scores, iou_threshold=0.49, backend=backend).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_empty_box_overlaps_nothing(backend):
+def test_empty_box_overlaps_nothing(backend):
     boxes = jnp.array([[1.0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 2, 2], [5, 5, 4, 4]])
     assert ops.nms(boxes, jnp.ones(4), iou_threshold=0.0, backend=backend).all()
 

@@ -1,15 +1,13 @@
-"""Activations and sums: what stands between two matrix products."""
+"""Activations and elementwise sums."""
 
 from __future__ import annotations
-
-import functools
 
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.op import differentiable, with_backward
 from jaxllm.ops.activation import cuda, pallas, reference
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 
@@ -31,7 +29,7 @@ ADD = Op("add", reference=reference, pallas=pallas, cuda=cuda)
 
 
 def gelu(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, "*shape"]:
-    r"""The Gaussian error linear unit, in the form with tanh that GPT-2 uses.
+    r"""The Gaussian error linear unit, in the tanh form that GPT-2 uses.
 
     .. math::
         out = \tfrac{1}{2} x \left( 1 + \tanh\left( \sqrt{2/\pi}\,(x + 0.044715 x^3) \right) \right)
@@ -57,7 +55,7 @@ def gelu(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[
         >>> out = jaxllm.ops.gelu(jnp.linspace(-3.0, 3.0, 7))
     """
     check_floating(x=x)
-    return _unary(x, GELU, resolve(backend))
+    return _gelu(x, backend=resolve(backend))
 
 
 def bias_gelu(
@@ -65,12 +63,12 @@ def bias_gelu(
 ) -> Float[Array, "*rows D"]:
     """``gelu(x + bias)`` in one pass over memory.
 
-    The backward pass recomputes from ``x`` and sums the gradient of ``bias`` in the same pass, in
-    float32 and in a fixed order, so that it repeats bit for bit.
+    The backward pass recomputes from ``x``. It sums the gradient of ``bias`` in the same pass, in
+    float32 and in a fixed order, so the gradient repeats bit for bit.
 
     Args:
-        x: The rows, as a matrix product leaves them; float32, bfloat16 or float16 for the kernels.
-        bias: One offset a column, in the dtype of ``x``.
+        x: The rows, such as a GEMM's result; float32, bfloat16 or float16 for the kernels.
+        bias: One value per column, in the dtype of ``x``.
         backend: As in :func:`gelu`.
 
     Returns:
@@ -84,7 +82,7 @@ def bias_gelu(
     Source: As for :func:`gelu`; llm.c's ``matmul_backward_bias``.
     """
     _check_bias(x, bias)
-    return _bias_gelu(x, bias, resolve(backend))
+    return _bias_gelu(x, bias, backend=resolve(backend))
 
 
 def bias_add(
@@ -92,16 +90,16 @@ def bias_add(
 ) -> Float[Array, "*rows D"]:
     """``x + bias``, with a gradient of the bias that repeats bit for bit.
 
-    After a matrix product use :func:`jaxllm.ops.linear`, where the product itself adds the bias.
+    After a GEMM use :func:`jaxllm.ops.linear`, whose GEMM adds the bias.
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
-        bias: One offset a column, in the dtype of ``x``.
+        bias: One value per column, in the dtype of ``x``.
         backend: As in :func:`gelu`.
 
     Returns:
-        The sums, in the shape and dtype of ``x``. The gradient of ``x`` is that of the sums; that
-        of ``bias`` is its sum over rows, in float32 and in a fixed order.
+        The sums, in the shape and dtype of ``x``. The gradient of ``x`` is the output gradient. The
+        gradient of ``bias`` is its sum over rows, in float32 and in a fixed order.
 
     Raises:
         TypeError: An argument is not floating-point, or ``bias`` differs from ``x`` in dtype.
@@ -111,7 +109,7 @@ def bias_add(
     Source: llm.c's ``matmul_backward_bias``.
     """
     _check_bias(x, bias)
-    return _bias_add(x, bias, resolve(backend))
+    return _bias_add(x, bias, backend=resolve(backend))
 
 
 def swiglu(
@@ -130,7 +128,7 @@ def swiglu(
         backend: As in :func:`gelu`.
 
     Returns:
-        The products, in the shape and dtype of ``gate``.
+        The activations, in the shape and dtype of ``gate``.
 
     Raises:
         TypeError: An argument is not floating-point, or ``up`` differs from ``gate`` in dtype.
@@ -143,7 +141,7 @@ def swiglu(
     check_floating(gate=gate, up=up)
     check_shape("up", up, gate.shape, "the shape of gate")
     check_same_dtype("up", up, "gate", gate)
-    return _swiglu(gate, up, resolve(backend))
+    return _swiglu(gate, up, backend=resolve(backend))
 
 
 def swiglu_packed(
@@ -151,15 +149,15 @@ def swiglu_packed(
 ) -> Float[Array, "*rows F"]:
     """:func:`swiglu` of the halves of each row: gate is ``x[..., :F]``, up is ``x[..., F:]``.
 
-    One projection to 2F columns gives both; neither they nor their gradients, which are written as
-    one array, are ever copied apart.
+    One projection to 2F columns computes both halves. They stay one array, and so do their
+    gradients: nothing is split or copied.
 
     Args:
         x: The rows, of an even width; float32, bfloat16 or float16 for the kernels.
         backend: As in :func:`gelu`.
 
     Returns:
-        The products, half as wide as ``x``, in its dtype.
+        The activations, half as wide as ``x``, in its dtype.
 
     Raises:
         TypeError: ``x`` is not floating-point.
@@ -171,11 +169,11 @@ def swiglu_packed(
     check_floating(x=x)
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must have a last axis of an even width, 2F")
-    return _unary(x, SWIGLU_PACKED, resolve(backend))
+    return _swiglu_packed(x, backend=resolve(backend))
 
 
 def relu(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, "*shape"]:
-    """The rectified linear unit, ``max(x, 0)``; its slope at zero is zero.
+    """The rectified linear unit, ``max(x, 0)``; its derivative at zero is zero.
 
     Args:
         x: Any shape; float32, bfloat16 or float16 for the kernels.
@@ -192,11 +190,11 @@ def relu(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[
     Source: CUDA-Learn-Notes' ``relu``.
     """
     check_floating(x=x)
-    return _unary(x, RELU, resolve(backend))
+    return _relu(x, backend=resolve(backend))
 
 
 def sigmoid(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, "*shape"]:
-    r"""The logistic function, for inputs however large of either sign.
+    r"""The logistic function, without overflow for inputs of any size.
 
     .. math::
         out = \frac{1}{1 + e^{-x}}
@@ -218,13 +216,13 @@ def sigmoid(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Flo
     Source: CUDA-Learn-Notes' ``sigmoid``.
     """
     check_floating(x=x)
-    return _unary(x, SIGMOID, resolve(backend))
+    return _sigmoid(x, backend=resolve(backend))
 
 
 def add(
     x: Float[Array, "*shape"], y: Float[Array, "*shape"], *, backend: Backend | None = None
 ) -> Float[Array, "*shape"]:
-    """``x + y`` of arrays of one shape; both gradients are that of the sum, and cost nothing.
+    """``x + y`` for arrays of one shape. Both gradients are the output gradient and need no kernel.
 
     Args:
         x: Any shape; float32, bfloat16 or float16 for the kernels.
@@ -244,7 +242,7 @@ def add(
     check_floating(x=x, y=y)
     check_shape("y", y, x.shape, "the shape of x")
     check_same_dtype("y", y, "x", x)
-    return _add(x, y, resolve(backend))
+    return _add(x, y, backend=resolve(backend))
 
 
 def _check_bias(x: Array, bias: Array) -> None:
@@ -255,78 +253,31 @@ def _check_bias(x: Array, bias: Array) -> None:
     check_same_dtype("bias", bias, "x", x)
 
 
-# The rule of every op with one input, which is all that its backward needs.
+_gelu, _swiglu_packed, _relu, _sigmoid = (
+    differentiable(op, saves=lambda x, out: (x,)) for op in (GELU, SWIGLU_PACKED, RELU, SIGMOID)
+)
+_bias_gelu = differentiable(BIAS_GELU, saves=lambda x, bias, out: (x, bias))
+_swiglu = differentiable(SWIGLU, saves=lambda gate, up, out: (gate, up))
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
-def _unary(x, op, backend):
-    return _unary_forward(x, op, backend)[0]
+def _bias_add_forward(_, backend, x, bias):
+    out = dispatch(BIAS_ADD, Direction.FORWARD, backend, x, bias)
+    return checkpoint_name(out, "bias_add"), None
 
 
-def _unary_forward(x, op, backend):
-    return checkpoint_name(dispatch(op, "forward", backend, x), op.name), x
+def _bias_add_backward(_, backend, saved, dout):
+    del saved
+    return dout, dispatch(BIAS_ADD, Direction.BACKWARD, backend, dout)
 
 
-def _unary_backward(op, backend, x, dout):
-    return (dispatch(op, "backward", backend, x, dout),)
+def _add_forward(_, backend, x, y):
+    return checkpoint_name(dispatch(ADD, Direction.FORWARD, backend, x, y), "add"), None
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
-def _bias_gelu(x, bias, backend):
-    return _bias_gelu_forward(x, bias, backend)[0]
-
-
-def _bias_gelu_forward(x, bias, backend):
-    out = checkpoint_name(dispatch(BIAS_GELU, "forward", backend, x, bias), "bias_gelu")
-    return out, (x, bias)
-
-
-def _bias_gelu_backward(backend, residuals, dout):
-    return dispatch(BIAS_GELU, "backward", backend, *residuals, dout)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
-def _bias_add(x, bias, backend):
-    return _bias_add_forward(x, bias, backend)[0]
-
-
-def _bias_add_forward(x, bias, backend):
-    return checkpoint_name(dispatch(BIAS_ADD, "forward", backend, x, bias), "bias_add"), None
-
-
-def _bias_add_backward(backend, _, dout):
-    return dout, dispatch(BIAS_ADD, "backward", backend, dout)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
-def _swiglu(gate, up, backend):
-    return _swiglu_forward(gate, up, backend)[0]
-
-
-def _swiglu_forward(gate, up, backend):
-    out = checkpoint_name(dispatch(SWIGLU, "forward", backend, gate, up), "swiglu")
-    return out, (gate, up)
-
-
-def _swiglu_backward(backend, residuals, dout):
-    return dispatch(SWIGLU, "backward", backend, *residuals, dout)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
-def _add(x, y, backend):
-    return _add_forward(x, y, backend)[0]
-
-
-def _add_forward(x, y, backend):
-    return checkpoint_name(dispatch(ADD, "forward", backend, x, y), "add"), None
-
-
-def _add_backward(backend, _, dout):
+def _add_backward(_, backend, saved, dout):
+    del backend, saved
     return dout, dout
 
 
-_unary.defvjp(_unary_forward, _unary_backward)
-_bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)
-_bias_add.defvjp(_bias_add_forward, _bias_add_backward)
-_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
-_add.defvjp(_add_forward, _add_backward)
+_bias_add = with_backward("bias_add", _bias_add_forward, _bias_add_backward)
+_add = with_backward("add", _add_forward, _add_backward)

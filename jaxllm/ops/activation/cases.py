@@ -1,4 +1,4 @@
-"""Shapes of activation calls: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+"""Activation cases: small odd shapes for tests, model shapes for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _unary(op: str, name: str, *shape: int, std: float = 1.0, large: bool = Fals
 
 def _biased(op: str, name: str, *shape: int, std: float = 1.0, large: bool = False) -> Case:
     size = math.prod(shape)
-    # Backward of bias_add: dout in; the gradient of x is dout itself.
+    # Backward of bias_add: dout in; the gradient of x is dout.
     return Case(
         op,
         name,
@@ -114,7 +114,7 @@ CASES = (
     _packed("odd_width_large", 5003, 2006, large=True),
     _packed("llama3_row", 2, 3, 1024),
     _packed("odd_width", 3, 74),
-    _packed("half_of_four", 5, 40),  # the second half begins at no multiple of 16 bytes
+    _packed("half_of_four", 5, 40),  # the second half does not begin at a multiple of 16 bytes
     _packed("one_column", 4, 2),
     _packed("one_row", 80),
     _packed("no_rows", 0, 16),

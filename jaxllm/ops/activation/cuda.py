@@ -10,9 +10,9 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# In the backward pass of a bias a CTA adds up the rows that it visits and writes one partial row; a
-# second kernel adds the partial rows. The launcher takes no more CTAs along the rows than the
-# workspace has rows, whatever the GPU: these are a few for each SM of the largest ones.
+# The bias backward has two stages: each CTA sums its rows into one partial row, and a second kernel
+# sums the partial rows. The workspace bounds the CTAs along the rows: a few per SM of the largest
+# GPUs.
 _MAX_PARTIAL_ROWS = 640
 
 
@@ -73,7 +73,7 @@ def bias_add_forward(x, bias):
 
 
 def bias_add_backward(dout):
-    """Returns ``dbias``; the gradient of ``x`` is ``dout`` itself."""
+    """Returns ``dbias``; the gradient of ``x`` is ``dout``."""
     dbias = jax.ShapeDtypeStruct(dout.shape[-1:], dout.dtype)
     return ffi.call("bias_add_backward", (dbias, _partial_sums(dout)), dout)[0]
 
@@ -120,7 +120,7 @@ def sigmoid_backward(x, dout):
 
 
 def add_forward(x, y):
-    """Returns ``out``; both gradients are its gradient itself."""
+    """Returns ``out``; both gradients are the output gradient."""
     return ffi.call("add_forward", [_like(x)], x, y)[0]
 
 

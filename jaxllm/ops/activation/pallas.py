@@ -1,9 +1,10 @@
 """Pallas-Triton activation kernels.
 
-Arrays of one shape are cut into blocks of one long row. Where rows matter (a bias, the halves of a
-row) a program holds a tile of rows and columns. Sizes are powers of two as Triton asks; what lies
-past the end is masked. All functions compute in float32, and rest on the logistic function:
-``(1 + tanh(u)) / 2`` is ``logistic(2 u)``, which loses no digits where tanh is near -1.
+Pointwise ops treat their arrays as one long row and split it into blocks. Where rows matter (for a
+bias, or the halves of a row) a program has a tile of rows and columns. Block sizes are powers of
+two, as Triton requires; elements past the end are masked. All functions compute in float32 and use
+the logistic function: ``(1 + tanh(u)) / 2`` is ``logistic(2 u)``, which loses no digits where tanh
+is near -1.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
-_BLOCK = 1024  # elements of one long row that a program has
-_TILE = (8, 256)  # rows and columns that a program has where there is a bias
-_MAX_PROGRAMS = 1024  # of bias_gelu's backward kernel: each leaves a partial row of its columns
+_BLOCK = 1024  # elements per program of a pointwise kernel
+_TILE = (8, 256)  # rows and columns per program of a kernel with a bias
+_MAX_PROGRAMS = 1024  # of bias_gelu's backward kernel: each writes a partial row of its columns
 
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
-_SATURATION = 30.0  # beyond it gelu' is exactly 0 or 1, and a huge x would overflow on the way
+_SATURATION = 30.0  # beyond it gelu' is exactly 0 or 1, and the square of a huge x overflows
 
 
 def gelu_unsupported(x, *_, **__) -> str | None:
@@ -71,7 +72,7 @@ def gelu_forward(x, *, interpret=False):
 
 def gelu_backward(x, dout, *, interpret=False):
     """Returns ``dx``."""
-    return _pointwise(lambda x, dout: dout * _gelu_slope(x), x, dout, interpret=interpret)[0]
+    return _pointwise(lambda x, dout: dout * _gelu_derivative(x), x, dout, interpret=interpret)[0]
 
 
 def bias_gelu_forward(x, bias, *, interpret=False):
@@ -107,9 +108,9 @@ def bias_add_forward(x, bias, *, interpret=False):
 
 
 def bias_add_backward(dout, *, interpret=False):
-    """Returns ``dbias``; the gradient of ``x`` is ``dout`` itself."""
+    """Returns ``dbias``; the gradient of ``x`` is ``dout``."""
     del interpret
-    # XLA adds up columns at the speed of a copy; a Triton kernel took an eighth longer on an H200.
+    # XLA sums columns at the speed of a copy; a Triton kernel took an eighth longer on an H200.
     return dout.sum(axis=tuple(range(dout.ndim - 1)), dtype=jnp.float32).astype(dout.dtype)
 
 
@@ -154,11 +155,11 @@ def sigmoid_backward(x, dout, *, interpret=False):
 
 
 def add_forward(x, y, *, interpret=False):
-    """Returns ``out``; both gradients are its gradient itself."""
+    """Returns ``out``; both gradients are the output gradient."""
     return _pointwise(lambda x, y: x + y, x, y, interpret=interpret)[0]
 
 
-# The functions, of float32 blocks.
+# Functions of float32 blocks.
 
 
 def _logistic(z):
@@ -166,11 +167,11 @@ def _logistic(z):
 
 
 def gelu(x):
-    """The function itself, for the kernels of other families that end with it."""
+    """GELU of a float32 block, also for the epilogues of other families' kernels."""
     return x * _logistic(x * (_GELU_LINEAR + _GELU_CUBIC * (x * x)))
 
 
-def _gelu_slope(x):
+def _gelu_derivative(x):
     # Not jnp.clip, which loses NaN in Triton.
     x = jnp.where(x > _SATURATION, _SATURATION, jnp.where(x < -_SATURATION, -_SATURATION, x))
     square = x * x
@@ -192,7 +193,7 @@ def _swiglu_gradients(gate, up, dout):
     return dout * up * s * (1.0 + gate * (1.0 - s)), dout * gate * s
 
 
-# The kernels. `size`, `width` and `shape` are those of the whole arrays; a ref is a block of them.
+# Kernels. `size`, `width` and `shape` describe the whole arrays; a ref is one block of them.
 
 
 def _pointwise_kernel(*refs, fn, inputs, size):
@@ -219,7 +220,7 @@ def _bias_gelu_backward_kernel(x_ref, bias_ref, dout_ref, dx_ref, dbias_ref, *, 
         inside = rows[:, None] & columns
         here = pl.ds(i * _TILE[0], _TILE[0])
         x, dout = _load(x_ref.at[here, :], inside), _load(dout_ref.at[here, :], inside)
-        dx = dout * _gelu_slope(x + bias)
+        dx = dout * _gelu_derivative(x + bias)
         _store(dx_ref.at[here, :], dx, inside)
         return dbias + jnp.sum(dx, axis=0)
 
@@ -259,7 +260,7 @@ def _store(ref, values, mask):
     plgpu.store(ref, values.astype(ref.dtype), mask=mask)
 
 
-# The calls: blocks and grids, and the final sum over partial rows.
+# Calls: block specs, grids, and the final sum over partial rows.
 
 
 def _pointwise(fn, *arrays: Array, results: int = 1, interpret: bool) -> list[Array]:
@@ -292,12 +293,12 @@ def _bias_forward(fn, x: Array, bias: Array, interpret: bool) -> Array:
 
 
 def _packed(kernel, x: Array, dout: Array | None, interpret: bool) -> Array:
-    """Runs a kernel on the halves of the rows of x: forward without dout, backward with it."""
+    """Runs a kernel on the halves of the rows of ``x``: the forward if ``dout`` is None."""
     rows, width = _flat_shape(x)
     width //= 2
     columns = min(pl.next_power_of_2(max(width, 1)), _BLOCK)
     pairs = x.reshape(rows, 2, width)
-    # Blocks of one row and some columns: the gate, the up half, an array without halves, and both.
+    # Blocks have one row. They are of the gate half, the up half, an array of F columns, and both.
     gate, up = (pl.BlockSpec((None, 1, columns), lambda i, j, h=h: (i, h, j)) for h in (0, 1))
     single = pl.BlockSpec((1, columns), lambda i, j: (i, j))
     both = pl.BlockSpec((None, 2, columns), lambda i, j: (i, 0, j))
@@ -314,7 +315,7 @@ def _packed(kernel, x: Array, dout: Array | None, interpret: bool) -> Array:
 
 
 def _call(kernel, *, grid, in_specs, out_specs, out_shape, interpret) -> Callable[..., Any]:
-    """``pallas_call`` with the compiler parameters of these kernels, and no elements allowed."""
+    """``pallas_call`` with the compiler parameters of these kernels; zeros for an empty grid."""
     if 0 in grid:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros

@@ -1,11 +1,11 @@
-r"""Activations in ``jax.numpy``: the definition of each op, and its derivative by hand.
+r"""Activations in ``jax.numpy``: the reference implementations, with hand-written gradients.
 
 With :math:`s(z) = 1 / (1 + e^{-z})`, whose derivative is :math:`s (1 - s)`:
 
 .. math::
     sigmoid' = s (1 - s) \qquad silu(x) = x\,s(x) \qquad silu' = s + x s (1 - s)
 
-SwiGLU is a product, so :math:`dgate = dout \cdot up \cdot silu'(gate)` and
+SwiGLU multiplies two factors, so :math:`dgate = dout \cdot up \cdot silu'(gate)` and
 :math:`dup = dout \cdot silu(gate)`.
 
 With :math:`u = \sqrt{2/\pi}\,(x + 0.044715 x^3)` and :math:`t = \tanh u`, GELU is
@@ -15,7 +15,7 @@ With :math:`u = \sqrt{2/\pi}\,(x + 0.044715 x^3)` and :math:`t = \tanh u`, GELU 
     dx = dout \left( \tfrac{1}{2} (1 + t)
          + \tfrac{1}{2} x\,(1 - t^2) \sqrt{2/\pi}\,(1 + 3 \cdot 0.044715 x^2) \right)
 
-A bias meets every row, so its gradient is the sum over rows of the gradient of ``x``. Both
+A bias is added to every row, so its gradient is the sum over rows of the gradient of ``x``. Both
 directions compute in float32 (float64 for float64 inputs).
 """
 
@@ -29,8 +29,8 @@ from jax import Array
 
 _ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
-# Beyond it 1 - tanh^2 is exactly zero in float64 too, so x may be clamped to it in the derivative:
-# the square of a huge x would overflow, and infinity times zero is NaN.
+# The derivative clamps x to this range. Beyond it 1 - tanh^2 is exactly zero even in float64, and
+# the square of a huge x would overflow: infinity times zero is NaN.
 _SATURATION = 30.0
 
 
@@ -47,7 +47,7 @@ def _gelu(x: Array) -> Array:
     return 0.5 * x * (1 + t)
 
 
-def _gelu_slope(x: Array) -> Array:
+def _gelu_derivative(x: Array) -> Array:
     x = jnp.clip(x, -_SATURATION, _SATURATION)
     square = x * x
     t = jnp.tanh(_ROOT_2_OVER_PI * (x + _CUBIC * x * square))
@@ -56,7 +56,7 @@ def _gelu_slope(x: Array) -> Array:
 
 
 def gelu(x):
-    """The definition of ``gelu``, for JAX to differentiate."""
+    """``gelu`` for JAX to differentiate, without a hand-written gradient."""
     return gelu_forward(x)
 
 
@@ -67,11 +67,11 @@ def gelu_forward(x):
 
 def gelu_backward(x, dout):
     """Returns ``dx``."""
-    return (_gelu_slope(_wide(x)) * _wide(dout)).astype(x.dtype)
+    return (_gelu_derivative(_wide(x)) * _wide(dout)).astype(x.dtype)
 
 
 def bias_gelu(x, bias):
-    """The definition of ``bias_gelu``, for JAX to differentiate."""
+    """``bias_gelu`` for JAX to differentiate, without a hand-written gradient."""
     return bias_gelu_forward(x, bias)
 
 
@@ -82,12 +82,12 @@ def bias_gelu_forward(x, bias):
 
 def bias_gelu_backward(x, bias, dout):
     """Returns ``(dx, dbias)``."""
-    dx = _gelu_slope(_wide(x) + _wide(bias)) * _wide(dout)
+    dx = _gelu_derivative(_wide(x) + _wide(bias)) * _wide(dout)
     return dx.astype(x.dtype), _sum_rows(dx).astype(bias.dtype)
 
 
 def bias_add(x, bias):
-    """The definition of ``bias_add``, for JAX to differentiate."""
+    """``bias_add`` for JAX to differentiate, without a hand-written gradient."""
     return bias_add_forward(x, bias)
 
 
@@ -97,12 +97,12 @@ def bias_add_forward(x, bias):
 
 
 def bias_add_backward(dout):
-    """Returns ``dbias``; the gradient of ``x`` is ``dout`` itself."""
+    """Returns ``dbias``; the gradient of ``x`` is ``dout``."""
     return _sum_rows(_wide(dout)).astype(dout.dtype)
 
 
 def swiglu(gate, up):
-    """The definition of ``swiglu``, for JAX to differentiate."""
+    """``swiglu`` for JAX to differentiate, without a hand-written gradient."""
     return swiglu_forward(gate, up)
 
 
@@ -120,7 +120,7 @@ def swiglu_backward(gate, up, dout):
 
 
 def swiglu_packed(x):
-    """The definition of ``swiglu_packed``, for JAX to differentiate."""
+    """``swiglu_packed`` for JAX to differentiate, without a hand-written gradient."""
     return swiglu_packed_forward(x)
 
 
@@ -137,7 +137,7 @@ def swiglu_packed_backward(x, dout):
 
 
 def relu(x):
-    """The definition of ``relu``, for JAX to differentiate."""
+    """``relu`` for JAX to differentiate, without a hand-written gradient."""
     return relu_forward(x)
 
 
@@ -152,7 +152,7 @@ def relu_backward(x, dout):
 
 
 def sigmoid(x):
-    """The definition of ``sigmoid``, for JAX to differentiate."""
+    """``sigmoid`` for JAX to differentiate, without a hand-written gradient."""
     return sigmoid_forward(x)
 
 
@@ -168,10 +168,10 @@ def sigmoid_backward(x, dout):
 
 
 def add(x, y):
-    """The definition of ``add``, for JAX to differentiate."""
+    """``add`` for JAX to differentiate, without a hand-written gradient."""
     return add_forward(x, y)
 
 
 def add_forward(x, y):
-    """Returns ``out``; both gradients are its gradient itself."""
+    """Returns ``out``; both gradients are the output gradient."""
     return x + y

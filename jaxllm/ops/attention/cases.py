@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -72,75 +71,6 @@ def _projection(
         backward_flops=5 * products,
         large=large,
         timed_only=timed_only,
-    )
-
-
-def _layer(
-    name: str,
-    batch: int,
-    length: int,
-    heads: int,
-    width: int,
-    *,
-    model_width: int | None = None,
-    kv_heads: int | None = None,
-    inexact_under: tuple[tuple[str, str], ...] = (),
-    large: bool = False,
-    **static: Any,
-) -> Case:
-    kv_heads = kv_heads or heads
-    D, columns = model_width or heads * width, (heads + 2 * kv_heads) * width
-    of_x, of_qkv, of_q = (batch * length * size for size in (D, columns, heads * width))
-    of_weight, product = D * columns, of_x * columns
-    products = 2 * of_q * length // (2 if static.get("causal") else 1)
-    return Case(
-        "self_attention",
-        name,
-        {
-            "x": Normal((batch, length, D)),
-            "weight": Normal((D, columns), std=D**-0.5),
-            "bias": Normal((columns,)),
-        },
-        {"heads": heads, "kv_heads": kv_heads, **static},
-        # Forward: x and weight in, qkv and out out. Backward: those and dout in, dqkv, dx and
-        # dweight out.
-        forward_elements=of_x + of_weight + of_qkv + of_q,
-        backward_elements=2 * (of_x + of_weight + of_qkv + of_q),
-        forward_flops=2 * products + 2 * product,
-        backward_flops=5 * products + 4 * product,
-        inexact_under=inexact_under,
-        large=large,
-    )
-
-
-def _half_block(name: str, *sizes: int, **options: Any) -> Case:
-    """As :func:`_layer`, with the layer after it, a residual and a norm."""
-    scale = options.pop("scale", None)
-    layer = _layer(name, *sizes, **options)
-    B, T, D = layer.inputs["x"].shape
-    of_q = sizes[2] * sizes[3]
-    rows, columns = B * T, Normal((D,))
-    return dataclasses.replace(
-        layer,
-        op="pre_norm_self_attention",
-        inputs={
-            "x": layer.inputs["x"],
-            "scale": Normal((D,), mean=1.0),
-            # What these two give all keys alike is multiplied by the rounding of attention's output
-            # on the way to the gradient of norm_bias; the biases of trained models are small too.
-            "norm_bias": Normal((D,), std=0.1),
-            "weight": layer.inputs["weight"],
-            "bias": Normal(layer.inputs["bias"].shape, std=0.1),
-            "out_weight": Normal((of_q, D), std=of_q**-0.5),
-            "out_bias": columns,
-        },
-        static=layer.static if scale is None else {**layer.static, "attention_scale": scale},
-        # Beside: out_weight and the stream in, the norm and the new stream out. Backward: the
-        # stream, out_weight and the gradient in, those of the stream and of out_weight out.
-        forward_elements=layer.forward_elements + of_q * D + 3 * rows * D,
-        backward_elements=layer.backward_elements + 2 * of_q * D + 4 * rows * D - rows * of_q,
-        forward_flops=layer.forward_flops + 2 * rows * of_q * D,
-        backward_flops=layer.backward_flops + 4 * rows * of_q * D,
     )
 
 
@@ -409,77 +339,6 @@ CASES = (
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
     _projection("no_batch", 0, 8, 2, 8, causal=True),
     _projection("no_tokens", 2, 0, 2, 8, causal=True, rope_table=_angles(0, 4)),
-    _layer(
-        "gpt2_124m",
-        32,
-        1024,
-        12,
-        64,
-        causal=True,
-        large=True,
-        # cuDNN: the error of dweight is 0.0150 on an H200, and twice the definition's own 0.0137.
-        inexact_under=(("xla", "bfloat16"),),
-    ),
-    _layer("grouped_128", 4, 1000, 8, 128, kv_heads=2, causal=True, large=True),
-    _layer(
-        "documents",
-        3,
-        777,
-        6,
-        64,
-        kv_heads=2,
-        causal=True,
-        large=True,
-        segment_ids=_packed(3, 100, 300, 77, 250, 50),
-    ),
-    _layer("causal", 2, 7, 3, 8, causal=True),
-    _layer("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
-    _layer("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
-    _layer("wide_heads", 2, 70, 2, 128, model_width=40, kv_heads=1, causal=True),
-    _layer("window", 1, 300, 1, 64, model_width=16, window=40, scale=0.2),
-    _layer(
-        "segments",
-        2,
-        150,
-        4,
-        64,
-        model_width=32,
-        kv_heads=2,
-        causal=True,
-        segment_ids=_packed(2, 3, 70, 1, 64, 12),
-    ),
-    _layer("negative_scale", 1, 35, 2, 64, model_width=16, causal=True, scale=-0.1),
-    _layer("one_token", 2, 1, 2, 64, model_width=16, causal=True),
-    _layer("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
-    _layer("no_tokens", 2, 0, 2, 64, model_width=16, causal=True),
-    _half_block(
-        "gpt2_124m",
-        32,
-        1024,
-        12,
-        64,
-        causal=True,
-        large=True,
-        inexact_under=(("xla", "bfloat16"),),  # as above
-    ),
-    _half_block("odd_tiles", 73, 128, 5, 64, model_width=200, causal=True, large=True),
-    _half_block(
-        "documents",
-        24,
-        384,
-        6,
-        64,
-        causal=True,
-        large=True,
-        segment_ids=_packed(24, 100, 160, 77, 47),
-    ),
-    _half_block("window", 8, 1280, 6, 64, window=70, scale=0.2, large=True),
-    _half_block("causal", 2, 7, 3, 8, causal=True),
-    _half_block("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
-    _half_block("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
-    _half_block("wide_heads", 2, 70, 2, 128, model_width=40, kv_heads=1, causal=True, scale=0.1),
-    _half_block("one_token", 2, 1, 2, 64, model_width=16, causal=True),
-    _half_block("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
     _softmax(
         "gpt2_124m", 32, 12, 1024, 1024, scale=0.125, causal=True, large=True, timed_only=True
     ),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import packing
-from jaxllm.ops.gemm import cuda as gemm
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
@@ -66,7 +65,6 @@ flash_attention_packed_backward_unsupported = packing.unsupported(
     flash_attention_backward_unsupported
 )
 self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
-pre_norm_self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
@@ -94,7 +92,6 @@ flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
 flash_attention_packed_backward_slower = flash_attention_packed_slower
 self_attention_backward_slower = flash_attention_packed_slower
-pre_norm_self_attention_backward_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -175,35 +172,17 @@ def flash_attention_packed_backward(qkv, out, lse, dout, *extras, **options):
     return _packed_backward("flash_attention_packed_backward", (), arrays, *extras, **options)[0]
 
 
-def self_attention_backward(qkv, out, lse, dout, *extras, **options):
-    """Returns ``(dqkv, dbias)``."""
-    nothing = jnp.zeros(0, jnp.float32)
-    return _self_attention_backward(qkv, out, lse, dout, (nothing, nothing), *extras, **options)
-
-
-def pre_norm_self_attention_backward(
-    qkv, out, lse, dtotal, weight, *extras, heads, kv_heads, **options
+def self_attention_backward(
+    qkv, out, lse, dout, delta, row_sums, *extras, heads, kv_heads, **options
 ):
-    """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""
-    options |= {"heads": heads, "kv_heads": kv_heads}
+    """Returns ``(dqkv, dbias)``; ``delta`` and ``row_sums`` are known of ``dout``, or both None."""
     q, _ = _unpacked(qkv, heads, kv_heads)
-    _, T, N, H = q.shape
-    # Whole tiles of whole heads, each of which has keys of its own.
-    fits = H == gemm.HEAD_WIDTH and kv_heads == N and T % _backward_tile(H) == 0
-    if not fits or not _is_for_hopper(q, None) or gemm.fused_unsupported(dtotal, N * H):
-        arrays = (qkv, out, lse, dtotal, weight, *extras)
-        return packing.backward_through_layer(self_attention_backward)(*arrays, **options)
-    dout, *sums = gemm.matmul_head_sums(dtotal, weight, out, T)
-    return _self_attention_backward(qkv, out, lse, dout, sums, *extras, **options)
-
-
-def _self_attention_backward(qkv, out, lse, dout, sums, *extras, heads, kv_heads, **options):
-    """With what is known of ``dout``: its sums, as ``matmul_head_sums`` has them, or empty ones."""
-    q, _ = _unpacked(qkv, heads, kv_heads)
-    arrays = (qkv, out, lse, dout, *sums)
+    nothing = jnp.zeros(0, jnp.float32)
+    known = (nothing, nothing) if delta is None else (delta, row_sums)
     dbias = jax.ShapeDtypeStruct(qkv.shape[-1:], qkv.dtype)
     more = (dbias, _bias_partial(q, qkv.shape[-1], options["softcap"]))
     options |= {"heads": heads, "kv_heads": kv_heads}
+    arrays = (qkv, out, lse, dout, *known)
     results = _packed_backward("self_attention_backward", more, arrays, *extras, **options)
     return results[0], results[-2]
 

@@ -60,9 +60,10 @@ def backward_with_bias(packed: Callable) -> Callable:
     """``self_attention_backward`` by a ``flash_attention_packed_backward``."""
 
     def summed(
-        qkv, out, lse, dout, *rest, heads: int, kv_heads: int, **options: Any
+        qkv, out, lse, dout, delta, row_sums, *rest, heads: int, kv_heads: int, **options: Any
     ) -> tuple[Array, Array]:
         """Returns ``(dqkv, dbias)``."""
+        del delta, row_sums
         dqkv = packed(qkv, out, lse, dout, *rest, heads=heads, kv_heads=kv_heads, **options)
         dq, dk, _ = split(dqkv, heads, kv_heads)
         # A vector added to all keys changes no probability, and the probabilities of a query add up
@@ -76,17 +77,6 @@ def backward_with_bias(packed: Callable) -> Callable:
         return dqkv, dbias.astype(dqkv.dtype)
 
     return summed
-
-
-def backward_through_layer(with_bias: Callable) -> Callable:
-    """``pre_norm_self_attention_backward`` by a ``self_attention_backward``."""
-
-    def through(qkv, out, lse, dtotal, weight, *rest, **options) -> tuple[Array, Array]:
-        """Returns ``(dqkv, dbias)``; ``dtotal`` is the gradient of ``out @ weight``."""
-        dout = jax.lax.dot_general(dtotal, weight, (((2,), (1,)), ((), ())))
-        return with_bias(qkv, out, lse, dout, *rest, **options)
-
-    return through
 
 
 def unsupported(unpacked: Callable) -> Callable:

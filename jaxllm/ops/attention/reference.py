@@ -47,8 +47,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxllm.ops.attention import packing
-from jaxllm.ops.gemm.reference import linear_residual_forward
-from jaxllm.ops.norm.reference import layer_norm_forward
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
 
@@ -175,26 +173,7 @@ flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
 
 
-def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
-    """The definition of ``self_attention``, for JAX to differentiate."""
-    qkv = jnp.dot(x, weight) + bias
-    return flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
-
-
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
-
-
-def pre_norm_self_attention(
-    x, scale, norm_bias, weight, bias, out_weight, out_bias,
-    *, attention_scale=None, eps, **options,
-):  # fmt: skip
-    """The definition of ``pre_norm_self_attention``, for JAX to differentiate."""
-    normed, *_ = layer_norm_forward(x, scale, norm_bias, eps=eps)
-    attended = self_attention(normed, weight, bias, scale=attention_scale, **options)
-    return linear_residual_forward(attended, out_weight, out_bias, x)
-
-
-pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 
 def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **options):

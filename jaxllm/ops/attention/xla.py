@@ -104,8 +104,6 @@ flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
 self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
-pre_norm_self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
-pre_norm_self_attention_backward = packing.backward_through_layer(self_attention_backward)
 
 
 def _mask_type(causal: bool) -> cudnn.MaskType:

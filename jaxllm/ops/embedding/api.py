@@ -2,71 +2,45 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Literal, overload
-
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.op import differentiable, with_backward
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
 EMBED = Op("embed", reference=reference, pallas=pallas, cuda=cuda)
 
 
-@overload
 def embed(
     tokens: Integer[Array, "*B T"],
     token_table: Float[Array, "V D"],
     position_table: Float[Array, "P D"] | None = None,
     *,
-    returns_table: Literal[False] = False,
     backend: Backend | None = None,
-) -> Float[Array, "*B T D"]: ...
-@overload
-def embed(
-    tokens: Integer[Array, "*B T"],
-    token_table: Float[Array, "V D"],
-    position_table: Float[Array, "P D"] | None = None,
-    *,
-    returns_table: Literal[True],
-    backend: Backend | None = None,
-) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]: ...
-def embed(
-    tokens: Integer[Array, "*B T"],
-    token_table: Float[Array, "V D"],
-    position_table: Float[Array, "P D"] | None = None,
-    *,
-    returns_table: bool = False,
-    backend: Backend | None = None,
-) -> Float[Array, "*B T D"] | tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
-    r"""Looks up each token's row of a table and adds the row of its position.
+) -> Float[Array, "*B T D"]:
+    r"""Looks up the row of each token in a table and adds the row of its position.
 
     .. math::
         out_{bt} = wte_{tokens_{bt}} + wpe_t
 
-    A token below 0 reads row 0 and one beyond the vocabulary reads the last row, as
-    ``jnp.take(mode="clip")`` has it. The gradient of ``token_table`` adds up in float32, with
-    the kernels in a fixed order, and is returned in the table's dtype; that of ``position_table``
-    is zero for the positions from T on.
+    A token below 0 reads row 0 and one beyond the vocabulary reads the last row, as with
+    ``jnp.take(mode="clip")``. The gradient of ``token_table`` is summed in float32, by the kernels
+    in a fixed order, and has the dtype of the table. The gradient of ``position_table`` is zero for
+    positions from T on.
 
     Args:
-        tokens: Row numbers of ``token_table``; used as int32.
-        token_table: One row a token; float32, bfloat16 or float16 for the kernels.
-        position_table: One row a position, of which the first T are read, in the dtype of
-            ``token_table``; None for no positions.
-        returns_table: Whether to return ``token_table`` too, for whatever else reads it, such as a
-            head that is tied to it. The gradient that comes back along it is added to in its place,
-            which saves passes over memory.
+        tokens: Row indices of ``token_table``; cast to int32.
+        token_table: One row per token; float32, bfloat16 or float16 for the kernels.
+        position_table: One row per position, in the dtype of ``token_table``; the first T are read.
+            None for no positions.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        The embeddings, in the dtype of ``token_table``; with ``returns_table`` a pair of them and
-        of ``token_table``.
+        The embeddings, in the dtype of ``token_table``.
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype, a table is not floating-point, or
@@ -82,6 +56,48 @@ def embed(
         >>> tokens = jnp.array([[1, 0, 2]])
         >>> out = jaxllm.ops.embed(tokens, jnp.ones((50304, 768)), jnp.zeros((1024, 768)))
     """
+    arrays = _check_arrays(tokens, token_table, position_table)
+    return _embed(*arrays, backend=resolve(backend))
+
+
+def tied_embed(
+    tokens: Integer[Array, "*B T"],
+    token_table: Float[Array, "V D"],
+    position_table: Float[Array, "P D"] | None = None,
+    *,
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "*B T D"], Float[Array, "V D"]]:
+    """:func:`embed`, and the table as the LM head: their gradients are summed in one array.
+
+    For a model whose LM head is tied to the token table. The backward kernel of the embedding adds
+    to the gradient of ``lm_head`` in place, which saves passes over a (V, D) array.
+
+    Args:
+        tokens: As in :func:`embed`.
+        token_table: As in :func:`embed`.
+        position_table: As in :func:`embed`.
+        backend: As in :func:`embed`.
+
+    Returns:
+        ``(embeddings, lm_head)``, where ``lm_head`` is ``token_table``.
+
+    Raises:
+        TypeError: As in :func:`embed`.
+        ValueError: As in :func:`embed`.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Example:
+        >>> x, lm_head = jaxllm.ops.tied_embed(jnp.array([[1, 0, 2]]), jnp.ones((50304, 768)))
+        >>> logits = x @ lm_head.T
+    """
+    arrays = _check_arrays(tokens, token_table, position_table)
+    return _tied_embed(*arrays, backend=resolve(backend))
+
+
+def _check_arrays(
+    tokens: Array, token_table: Array, position_table: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """Checks the arguments; returns them with ``tokens`` in int32."""
     check_integer(tokens=tokens)
     check_floating(token_table=token_table)
     if tokens.ndim == 0:
@@ -92,10 +108,7 @@ def embed(
         )
     if position_table is not None:
         _check_position_table(tokens, token_table, position_table)
-    arrays = (tokens.astype(jnp.int32), token_table, position_table)
-    if returns_table:
-        return _embed_and_table(*arrays, resolve(backend))
-    return _embed(*arrays, resolve(backend))
+    return tokens.astype(jnp.int32), token_table, position_table
 
 
 def _check_position_table(tokens: Array, token_table: Array, position_table: Array) -> None:
@@ -114,35 +127,23 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
         )
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3,))
-def _embed(tokens, token_table, position_table, backend):
-    return _embed_forward(tokens, token_table, position_table, backend)[0]
+# The backward takes the gradient of the table from the LM head last: None where there is none.
+_embed = differentiable(
+    EMBED,
+    saves=lambda tokens, token_table, position_table, out: (tokens, token_table, position_table),
+    arrange=lambda *arrays: (*arrays, None),
+    gradients=lambda *dtables: (None, *dtables),
+)
 
 
-def _embed_forward(tokens, token_table, position_table, backend):
-    out = dispatch(EMBED, "forward", backend, tokens, token_table, position_table)
-    return checkpoint_name(out, "embed"), (tokens, token_table, position_table)
+def _tied_embed_forward(_, backend, tokens, token_table, position_table):
+    arrays = (tokens, token_table, position_table)
+    out = checkpoint_name(dispatch(EMBED, Direction.FORWARD, backend, *arrays), "embed")
+    return (out, token_table), arrays
 
 
-def _embed_backward(backend, residuals, dout):
-    return None, *dispatch(EMBED, "backward", backend, *residuals, dout, None)
+def _tied_embed_backward(_, backend, arrays, dout, dlm_head):
+    return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays, dout, dlm_head)
 
 
-_embed.defvjp(_embed_forward, _embed_backward)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3,))
-def _embed_and_table(tokens, token_table, position_table, backend):
-    return _embed_forward(tokens, token_table, position_table, backend)[0], token_table
-
-
-def _embed_and_table_forward(tokens, token_table, position_table, backend):
-    out, residuals = _embed_forward(tokens, token_table, position_table, backend)
-    return (out, token_table), residuals
-
-
-def _embed_and_table_backward(backend, residuals, cotangents):
-    return None, *dispatch(EMBED, "backward", backend, *residuals, *cotangents)
-
-
-_embed_and_table.defvjp(_embed_and_table_forward, _embed_and_table_backward)
+_tied_embed = with_backward("tied_embed", _tied_embed_forward, _tied_embed_backward, outputs=2)

@@ -1,4 +1,4 @@
-"""Shapes of embedding calls: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+"""Embedding cases: small odd shapes for tests, model shapes for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _case(
     size = math.prod(tokens) * width
     tables = (vocab + (positions or 0)) * width
     rows_read = _distinct(math.prod(tokens), vocab, skew) + (tokens[-1] if positions else 0)
-    # Forward: each row of a table that is read in, a row out a token. Backward: dout in, the
-    # tables' gradients out.
+    # Forward: each distinct row of a table in, one row per token out. Backward: dout in, the
+    # gradients of the tables out.
     return Case(
         "embed",
         name,
@@ -41,8 +41,8 @@ def _case(
 
 
 def _distinct(tokens: int, vocab: int, skew: int) -> int:
-    """How many rows of the table so many tokens read, as a rule."""
-    share = np.diff(np.linspace(0, 1, vocab + 1) ** (1 / skew))  # of the tokens, by row
+    """The expected number of distinct rows that this many tokens read."""
+    share = np.diff(np.linspace(0, 1, vocab + 1) ** (1 / skew))  # of the tokens, per row
     return round(float(np.sum(1 - (1 - share) ** tokens)))
 
 

@@ -9,9 +9,9 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# What the backward pass's workspaces hang on: cuda/embedding/embed.h says what they hold.
+# Sizes of the backward's workspaces, which cuda/embedding/embed.h describes.
 _MIN_BUCKETS = 256
-_MAX_WIDTH = 2**21 - 32  # a slab of 32 columns for each CTA along the y axis of a grid
+_MAX_WIDTH = 2**21 - 32  # 32 columns per CTA along the y axis of a grid
 _MAX_KEYS = 1024  # buckets, and slots of a bucket
 _TILES = 64
 _CHUNK = 64
@@ -43,8 +43,8 @@ def embed_forward(tokens, token_table, position_table):
     return ffi.call("embed_forward", (result,), tokens, token_table, position_table)[0]
 
 
-def embed_backward(tokens, token_table, position_table, dout, dtable):
-    """As :func:`jaxllm.ops.embedding.reference.embed_backward`; ``dtable`` is written over."""
+def embed_backward(tokens, token_table, position_table, dout, dlm_head):
+    """As :func:`jaxllm.ops.embedding.reference.embed_backward`; ``dlm_head`` is overwritten."""
     vocabulary, width = token_table.shape
     positions = 0 if position_table is None else position_table.shape[0]
     buckets = _MIN_BUCKETS
@@ -60,10 +60,10 @@ def embed_backward(tokens, token_table, position_table, dout, dtable):
         jax.ShapeDtypeStruct((buckets * slots + 1,), jnp.int32),
         jax.ShapeDtypeStruct((tokens.size // _CHUNK, width), jnp.float32),
     )
-    aliases = {} if dtable is None else {2: 0}
-    if dtable is None:
-        dtable = jnp.zeros((0, width), token_table.dtype)
+    aliases = {} if dlm_head is None else {2: 0}
+    if dlm_head is None:
+        dlm_head = jnp.zeros((0, width), token_table.dtype)
     options = {"buckets": buckets, "slots": slots, "aliases": aliases}
-    gradients = ffi.call("embed_backward", results, tokens, dout, dtable, **options)
+    gradients = ffi.call("embed_backward", results, tokens, dout, dlm_head, **options)
     dtoken_table, dposition_table, *_ = gradients
     return dtoken_table, None if position_table is None else dposition_table

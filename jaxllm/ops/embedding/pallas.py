@@ -1,9 +1,9 @@
 """Pallas-Triton embedding kernels.
 
-Rows are as wide as the next power of two, as Triton asks, with the columns past the end masked. The
-backward pass sorts the tokens, and a program adds up the rows of ``dout`` that belong to one row of
-the table, in the order of their places and in float32. So that no program has much to add on its
-own, runs of one token are added up in chunks before, by programs of their own.
+Rows are padded to the next power of two, as Triton requires; columns past the end are masked. The
+backward sorts the tokens. One program per row of the table sums the rows of ``dout`` that read it,
+in the order of their positions and in float32. Long runs of one token are first summed in chunks,
+one program per chunk, so that no program has a long sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
-_TILE = 2048  # elements that a forward program writes, unless one row is longer
+_TILE = 2048  # elements per forward program, unless one row is longer
 _SEARCHES = 256  # rows of the table that one program looks up among the sorted tokens
 _CHUNK = 64
 
@@ -64,11 +64,11 @@ def embed_forward(tokens, token_table, position_table, *, interpret=False):
     return out.reshape(*tokens.shape, width)
 
 
-def embed_backward(tokens, token_table, position_table, dout, dtable, *, interpret=False):
+def embed_backward(tokens, token_table, position_table, dout, dlm_head, *, interpret=False):
     """As :func:`jaxllm.ops.embedding.reference.embed_backward`."""
     dtoken_table = _sum_by_token(tokens.reshape(-1), token_table, dout, interpret)
-    if dtable is not None:
-        dtoken_table = dtoken_table + dtable
+    if dlm_head is not None:
+        dtoken_table = dtoken_table + dlm_head
     if position_table is None:
         return dtoken_table, None
     dpositions = dout.astype(jnp.float32).sum(axis=tuple(range(dout.ndim - 2)))
@@ -82,7 +82,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
     if count * width == 0:
         return jnp.zeros_like(token_table)
     rows = jnp.clip(tokens, 0, vocabulary - 1)
-    tokens, places = lax.sort((rows, lax.iota(jnp.int32, count)), num_keys=1, is_stable=True)
+    tokens, positions = lax.sort((rows, lax.iota(jnp.int32, count)), num_keys=1, is_stable=True)
     dout = dout.reshape(count, width)
     columns = pl.next_power_of_2(width)
     whole_row = pl.BlockSpec((None, columns), lambda i: (i, 0))
@@ -107,7 +107,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
             out_shape=jax.ShapeDtypeStruct((chunks, width), jnp.float32),
             compiler_params=_parameters(columns),
             interpret=interpret,
-        )(tokens, places, dout)
+        )(tokens, positions, dout)
 
     return pallas_call(
         _embed_backward_kernel,
@@ -117,7 +117,7 @@ def _sum_by_token(tokens: Array, token_table: Array, dout: Array, interpret: boo
         out_shape=jax.ShapeDtypeStruct(token_table.shape, token_table.dtype),
         compiler_params=_parameters(columns),
         interpret=interpret,
-    )(starts, places, dout, partial)
+    )(starts, positions, dout, partial)
 
 
 def _embed_forward_kernel(
@@ -140,7 +140,7 @@ def _embed_forward_kernel(
 
 
 def _starts_kernel(tokens_ref, starts_ref, *, vocabulary):
-    """The first of the sorted tokens that is not below each row of the table."""
+    """For each row of the table, the index of the first sorted token that is not below it."""
     (count,) = tokens_ref.shape
     row = pl.program_id(0) * starts_ref.shape[0] + jnp.arange(starts_ref.shape[0], dtype=jnp.int32)
 
@@ -156,36 +156,36 @@ def _starts_kernel(tokens_ref, starts_ref, *, vocabulary):
     plgpu.store(starts_ref, low, mask=row <= vocabulary)
 
 
-def _chunk_sums_kernel(tokens_ref, places_ref, dout_ref, out_ref):
-    """Adds up a chunk of the sorted places if its tokens are all one; zeros stand for others."""
+def _chunk_sums_kernel(tokens_ref, positions_ref, dout_ref, out_ref):
+    """Sums a chunk of the sorted positions if all its tokens are equal; otherwise writes zeros."""
     first = pl.program_id(0) * _CHUNK
     is_whole = tokens_ref[first] == tokens_ref[first + _CHUNK - 1]
     end = jnp.where(is_whole, first + _CHUNK, first)
-    _store_row(out_ref, _add_rows(dout_ref, places_ref, first, end, _zeros(out_ref)), dout_ref)
+    _store_row(out_ref, _add_rows(dout_ref, positions_ref, first, end, _zeros(out_ref)), dout_ref)
 
 
-def _embed_backward_kernel(starts_ref, places_ref, dout_ref, partial_ref, out_ref):
-    """Places before the first whole chunk of a row, sums of chunks, places after the last."""
+def _embed_backward_kernel(starts_ref, positions_ref, dout_ref, partial_ref, out_ref):
+    """Sums positions before the first whole chunk of a row, chunk sums, and positions after."""
     row = pl.program_id(0)
     begin, end = starts_ref[row], starts_ref[row + 1]
     first_chunk = (begin + _CHUNK - 1) // _CHUNK
     last_chunk = jnp.maximum(end // _CHUNK, first_chunk)
-    head_end = jnp.minimum(first_chunk * _CHUNK, end)
-    tail = jnp.maximum(last_chunk * _CHUNK, head_end)
-    total = _add_rows(dout_ref, places_ref, begin, head_end, _zeros(out_ref))
+    chunks_begin = jnp.minimum(first_chunk * _CHUNK, end)
+    chunks_end = jnp.maximum(last_chunk * _CHUNK, chunks_begin)
+    total = _add_rows(dout_ref, positions_ref, begin, chunks_begin, _zeros(out_ref))
     if partial_ref is not None:
         total = _add_rows(partial_ref, None, first_chunk, last_chunk, total)
-    total = _add_rows(dout_ref, places_ref, tail, end, total)
+    total = _add_rows(dout_ref, positions_ref, chunks_end, end, total)
     _store_row(out_ref, total, dout_ref)
 
 
-def _add_rows(rows_ref, places_ref, begin, end, total):
-    """Adds rows ``places[begin:end]``, or rows ``begin`` to ``end`` themselves, to ``total``."""
+def _add_rows(rows_ref, positions_ref, begin, end, total):
+    """Adds rows ``positions[begin:end]``, or rows ``begin:end`` without positions, to ``total``."""
     columns = jnp.arange(total.size, dtype=jnp.int32)
 
     def add(i, total):
-        place = i if places_ref is None else places_ref[i]
-        row = rows_ref.at[jnp.full_like(columns, place), columns]
+        position = i if positions_ref is None else positions_ref[i]
+        row = rows_ref.at[jnp.full_like(columns, position), columns]
         mask = columns < rows_ref.shape[1]
         return total + plgpu.load(row, mask=mask, other=0.0).astype(jnp.float32)
 
@@ -202,10 +202,10 @@ def _store_row(out_ref, row, like_ref):
 
 
 def _grid(rows: Array, columns: int) -> tuple[Array, ...]:
-    """The indices of every column of some rows."""
+    """The indices of all columns of these rows."""
     return tuple(jnp.meshgrid(rows, jnp.arange(columns, dtype=jnp.int32), indexing="ij"))
 
 
 def _parameters(elements: int) -> plgpu.CompilerParams:
-    """The compiler parameters for a program that holds so many elements."""
+    """The compiler parameters for a program with this many elements."""
     return plgpu.CompilerParams(num_warps=min(max(elements // 512, 1), 16), num_stages=1)

@@ -1,10 +1,10 @@
-"""Matrix products with what belongs to them in a network: bias, activation, residual and norm."""
+"""Linear layers and matrix products."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +12,34 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
-from jaxllm.ops import streams
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.op import with_backward
+from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU, GELU, gelu
 from jaxllm.ops.checks import (
-    as_float,
-    check_added_norm,
     check_floating,
     check_layer,
-    check_pre_norm,
     check_same_dtype,
     check_shape,
-    check_way_back,
     is_certain,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
+from jaxllm.ops.gemm.fused import matmul_bias_gelu
+from jaxllm.ops.gemm.gradients import dgrad_and_wgrad
+from jaxllm.ops.quantization.api import quantized_matmul, quantized_matvec
+from jaxllm.ops.weights import Quantized, Transposed, Weight
 
-LINEAR = Op("linear", reference=reference, pallas=pallas, cuda=cuda)
-MLP = Op("mlp", reference=reference, pallas=pallas, cuda=cuda)
-LINEAR_ADD_LAYER_NORM = Op("linear_add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
-PRE_NORM_MLP = Op("pre_norm_mlp", reference=reference, pallas=pallas, cuda=cuda)
-MATMUL = Op("matmul", reference=reference, pallas=pallas, cuda=cuda)
+MATMUL = Op(
+    "matmul",
+    reference=reference,
+    pallas=pallas,
+    cuda=cuda,
+    # cuBLAS picks the fastest of many kernels for each shape: see benchmarks/results.
+    preference=("xla", "cuda", "pallas"),
+)
 MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
 
-_MAX_ROWS = 16  # of matvec's x
+FEW_ROWS = 16  # the most for which matvec reads its matrix once
 
 
 def matmul(
@@ -51,28 +54,27 @@ def matmul(
     precision: Literal["tf32"] | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows N"]:
-    r"""A matrix product, with the bias and the activation that may follow it.
+    r"""A matrix product, with an optional bias and activation in its epilogue.
 
     .. math::
         out = f(A B + bias)
 
-    Sums are float32, in the CUDA kernels one chain along the depth. ``"cuda"`` and ``"pallas"``
-    compute the product themselves, and those of the gradients, of any sizes, with bias and
-    activation in the same kernel; ``"auto"`` leaves all of it to XLA. The gradient of ``bias`` is
-    summed in a fixed order. With an activation the backward pass keeps :math:`A B`, of the size of
-    the output; without one it keeps the inputs alone.
+    Accumulation is float32. ``"cuda"`` and ``"pallas"`` run GEMM kernels of their own, for the
+    output and for the gradients, of any sizes. ``"auto"`` leaves the GEMMs to XLA. The gradient of
+    ``bias`` is summed in a fixed order. With an activation the backward pass keeps :math:`A B`, of
+    the size of the output; without one it keeps only the inputs.
 
     Args:
         a: The left factor, ``(..., M, K)``, or ``(K, M)`` with ``transpose_a``; float32, bfloat16
             or float16 for the kernels.
         b: The right factor, ``(K, N)``, or ``(N, K)`` with ``transpose_b``, in the dtype of ``a``.
         bias: One offset a column of the output, in the dtype of ``a``; None for no offset.
-        transpose_a: Whether ``a`` is stored turned.
-        transpose_b: Whether ``b`` is stored turned.
+        transpose_a: Whether ``a`` is stored transposed.
+        transpose_b: Whether ``b`` is stored transposed.
         activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
         out_dtype: The dtype of the output; None for that of ``a``.
         precision: How float32 factors are multiplied: None in float32, ``"tf32"`` rounded to TF32's
-            10 bits, on tensor cores where there are any. It says nothing of other dtypes.
+            10 bits, on tensor cores where there are any. It has no effect on other dtypes.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -111,40 +113,40 @@ def matmul(
     dtype = jax.dtypes.canonicalize_dtype(a.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"out_dtype is {dtype}; it must be a floating dtype")
-    options = (
-        ("transpose_a", bool(transpose_a)),
-        ("transpose_b", bool(transpose_b)),
-        ("activation", activation),
-        ("out_dtype", dtype.name),
-        ("precision", precision),
+    options = _MatmulOptions(
+        bool(transpose_a), bool(transpose_b), activation, dtype.name, precision
     )
     flat = a if transpose_a else a.reshape(math.prod(rows), depth)
-    out: Any = _matmul(flat, b, bias, options, resolve(backend))
+    out = _matmul(flat, b, bias, backend=resolve(backend), options=options)
     return out.reshape(*rows, columns)
 
 
 def linear(
     x: Float[Array, "*rows D_in"],
-    weight: Float[Array, "D_in D_out"],
+    weight: Weight,
     bias: Float[Array, " D_out"] | None = None,
     *,
     activation: Literal["gelu"] | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows D_out"]:
-    r"""A linear layer: a matrix product, a bias, and the activation after them.
+    r"""A linear layer: a matrix product, a bias, and an activation.
 
     .. math::
         out = f(x W + b)
 
-    XLA computes the products, which accumulate in float32, and the backend's kernels the
-    activation, its gradient, and the gradient of ``bias``, which is summed in a fixed order and so
-    repeats bit for bit; but for a large product in 16 bits that a bias and an activation follow:
-    there one CUDA kernel computes all three on a Hopper GPU. With an activation the backward pass
-    keeps :math:`xW`, of the size of the output; without one it keeps the inputs alone.
+    The GEMM is XLA's, with float32 accumulation, and the backend has the kernels of the activation,
+    of its gradient, and of the gradient of ``bias``, which is summed in a fixed order. On a Hopper
+    GPU one CUDA kernel does a large GEMM in 16 bits with its bias and activation. With an
+    activation the backward pass keeps :math:`xW`, of the size of the output; without one it keeps
+    only the inputs.
+
+    A :class:`Transposed` or :class:`Quantized` weight is for inference and has no derivative. For
+    up to 16 rows a kernel reads it once (:func:`matvec`, :func:`quantized_matvec`).
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
-        weight: The matrix, ``(in, out)``, in the dtype of ``x``.
+        weight: The matrix, ``(in, out)``, in the dtype of ``x``; or a :class:`Transposed` or
+            :class:`Quantized` of ``(out, in)``.
         bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
         activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
@@ -165,186 +167,23 @@ def linear(
         >>> weight, bias = jnp.ones((768, 3072), jnp.bfloat16), jnp.zeros(3072, jnp.bfloat16)
         >>> out = jaxllm.ops.linear(x, weight, bias, activation="gelu")
     """
-    check_layer("weight", weight, "bias", bias, x)
     _check_option("activation", activation, None, "gelu")
-    return _linear(x, weight, bias, activation, resolve(backend))
-
-
-def mlp(
-    x: Float[Array, "*rows D"],
-    up_weight: Float[Array, "D F"],
-    up_bias: Float[Array, " F"],
-    down_weight: Float[Array, "F D_out"],
-    down_bias: Float[Array, " D_out"] | None = None,
-    *,
-    activation: Literal["gelu"] = "gelu",
-    backend: Backend | None = None,
-) -> Float[Array, "*rows D_out"]:
-    r"""A multilayer perceptron with one hidden layer: two linear layers, an activation between.
-
-    .. math::
-        out = f(x W_{up} + b_{up})\, W_{down} + b_{down}
-
-    As ``linear(linear(x, up_weight, up_bias, activation="gelu"), down_weight, down_bias)``, whose
-    backends it has; but as one op it can apply the activation's slope, and add up the gradient of
-    ``up_bias``, in the kernel of the product before, as it does under ``"cuda"`` for large products
-    in 16 bits on a Hopper GPU. The backward pass keeps :math:`x W_{up}`, or there the activation's
-    slope, and the activations, all in the dtype of ``x``.
-
-    Args:
-        x: The rows; float32, bfloat16 or float16 for the kernels.
-        up_weight: The matrix to the hidden width F, ``(D, F)``, in the dtype of ``x``.
-        up_bias: One offset a column of the hidden layer, in the dtype of ``x``.
-        down_weight: The matrix from the hidden width, ``(F, D_out)``, in the dtype of ``x``.
-        down_bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
-        activation: ``"gelu"``, the tanh form of :func:`jaxllm.ops.gelu`.
-        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
-
-    Returns:
-        The rows of the output, in the dtype of ``x``.
-
-    Raises:
-        TypeError: An argument is not floating-point, or differs from ``x`` in dtype.
-        ValueError: A weight is not a matrix with as many rows as what it is applied to has columns,
-            a bias is not as wide as its weight, or the activation or the backend is unknown.
-        BackendError: The backend that was asked for cannot serve the call.
-
-    Source: llm.c's ``matmul_forward_cublaslt`` and ``matmul_backward``, with GELU fused.
-    """
-    check_layer("up_weight", up_weight, "up_bias", up_bias, x)
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
-    check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
-    _check_option("activation", activation, "gelu")
-    return _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, resolve(backend))
-
-
-def linear_add_layer_norm(
-    x: Float[Array, "*rows D_in"],
-    weight: Float[Array, "D_in D_out"],
-    residual: Float[Array, "*rows D_out"],
-    scale: Float[Array, " D_out"],
-    bias: Float[Array, " D_out"] | None = None,
-    x_bias: Float[Array, " D_out"] | None = None,
-    *,
-    eps: float = 1e-5,
-    backend: Backend | None = None,
-) -> tuple[Float[Array, "*rows D_out"], Float[Array, "*rows D_out"]]:
-    r"""A linear layer whose result is added to the residual stream, and the norm of the sum.
-
-    .. math::
-        h = x W + x\_bias + residual \qquad out = \mathrm{layer\_norm}(h)
-
-    As ``add_layer_norm(linear(x, weight), residual, scale, bias, x_bias)``, whose backends it has.
-    As one op it can add bias and residual in the kernel of the product, before the one rounding, as
-    it does under ``"cuda"`` for a large product in 16 bits on a Hopper GPU; the norm then need not
-    read the residual, nor write the sum. The backward pass keeps what that of the two ops does.
-
-    Args:
-        x: The rows; float32, bfloat16 or float16 for the kernels.
-        weight: The matrix, ``(in, out)``, in the dtype of ``x``.
-        residual: The stream, as wide as ``weight``, in the dtype of ``x``.
-        scale: The norm's factor of each column, in the dtype of ``x`` or float32.
-        bias: The norm's offset of each column, in the dtype of ``scale``; None for no offset.
-        x_bias: The layer's offset of each column, in the dtype of ``scale``; None for no offset.
-        eps: Added to the variance.
-        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
-
-    Returns:
-        ``(out, h)`` in the dtype of ``x``: the normalized rows, and the new stream.
-
-    Raises:
-        TypeError: An argument is not floating-point, ``weight`` or ``residual`` differs from ``x``
-            in dtype, or ``bias`` or ``x_bias`` from ``scale``.
-        ValueError: ``weight`` is not a matrix with as many rows as ``x`` has columns, another
-            argument does not fit the product in shape, or the backend is unknown.
-        BackendError: The backend that was asked for cannot serve the call.
-
-    Source: llm.c's ``matmul_forward`` and ``fused_residual_forward5``.
-    """
-    check_layer("weight", weight, "x_bias", None, x)
-    bias = check_added_norm("weight", weight, x, residual, scale, bias=bias, x_bias=x_bias)
-    arrays = (x, weight, residual, x_bias, scale, bias)
-    return _linear_add_layer_norm(*arrays, as_float("eps", eps), resolve(backend))
-
-
-def pre_norm_mlp(
-    x: Float[Array, "*rows D"],
-    scale: Float[Array, " D"],
-    bias: Float[Array, " D"] | None,
-    up_weight: Float[Array, "D F"],
-    up_bias: Float[Array, " F"],
-    down_weight: Float[Array, "F D"],
-    down_bias: Float[Array, " D"] | None = None,
-    *,
-    activation: Literal["gelu"] = "gelu",
-    eps: float = 1e-5,
-    normed: streams.NormedRows | None = None,
-    backend: Backend | None = None,
-) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], streams.NormedRows]:
-    r"""The second half of a pre-norm block: the residual stream plus an MLP of its layer norm.
-
-    .. math::
-        out = x + f(n W_{up} + b_{up})\, W_{down} + b_{down} \qquad n = \mathrm{layer\_norm}(x)
-
-    As ``x + mlp(layer_norm(x, scale, bias), up_weight, up_bias, down_weight, down_bias)``, with all
-    that :func:`mlp` fuses. The norm's scale and bias are multiplied into the layer after it. As one
-    op it can do more, as it does under ``"cuda"`` for large products in 16 bits on a Hopper GPU:
-    the kernel of the last product adds bias and stream, before the one rounding, and with
-    ``normed`` normalizes the sum; and in the backward pass the kernel of the product that
-    is the gradient of the normalized rows goes on to that of :math:`x`, along the norm and along
-    the stream, so that the former is never written. The backward pass keeps what those of the parts
-    do, but for :math:`x`, of which it keeps the normalized rows.
-
-    Args:
-        x: The stream; float32, bfloat16 or float16 for the kernels.
-        scale: The norm's factor of each column, in the dtype of ``x`` or float32.
-        bias: The norm's offset of each column, in the dtype of ``scale``; None for no offset.
-        up_weight: As in :func:`mlp`.
-        up_bias: As in :func:`mlp`.
-        down_weight: The matrix from the hidden width back to the stream's, in the dtype of ``x``.
-        down_bias: As in :func:`mlp`.
-        activation: As in :func:`mlp`.
-        eps: Added to the variance.
-        normed: What the op that made ``x`` has returned beside it, or :func:`normed_rows` of it, of
-            the same ``eps``: then the op returns the like of its result too, and a kernel need not
-            write the result itself, if nobody but the next op reads it. None, and ``x`` is
-            normalized here.
-        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
-
-    Returns:
-        The new stream, in the dtype of ``x``; where there is a ``normed``, a pair of it and of its
-        :class:`NormedRows`. Gradients go along the stream alone.
-
-    Raises:
-        TypeError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, or ``normed`` is no
-            :class:`NormedRows`, or differs from ``x`` in dtype.
-        ValueError: As in :func:`mlp` and :func:`jaxllm.ops.layer_norm`, ``down_weight`` has not as
-            many columns as ``x``, or ``normed`` is not of the shape of ``x``.
-        BackendError: The backend that was asked for cannot serve the call.
-
-    Source: llm.c's ``layernorm_forward``, ``matmul_forward_cublaslt`` and their gradients.
-    """
-    check_layer("up_weight", up_weight, "up_bias", up_bias, x)
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
-    check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
-    check_way_back("down_weight", down_weight, x)
-    bias = check_pre_norm(x, scale, "bias", bias)
-    streams.check_normed(normed, x)
-    _check_option("activation", activation, "gelu")
-    arrays = (x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias)
-    out, next_normed = _pre_norm_mlp(*arrays, activation, as_float("eps", eps), resolve(backend))
-    return out if normed is None else (out, next_normed)
+    if isinstance(weight, Transposed | Quantized):
+        return _inference_linear(x, weight, bias, activation, backend)
+    check_layer("weight", weight, "bias", bias, x)
+    options = _LinearOptions(activation)
+    return _linear(x, weight, bias, backend=resolve(backend), options=options)
 
 
 def matvec(
     w: Float[Array, "M K"], x: Float[Array, "*R K"], *, backend: Backend | None = None
 ) -> Float[Array, "*R M"]:
-    r"""The product of a matrix and a few rows, which reads the matrix once.
+    r"""A matrix times a few rows: reads the matrix once.
 
     .. math::
         out_m = \sum_k w_{mk} x_k
 
-    The sums are float32. For inference alone: there is no derivative.
+    The sums are float32. For inference: it has no derivative.
 
     Args:
         w: The matrix, ``(out, in)``, in the dtype of ``x``.
@@ -352,7 +191,7 @@ def matvec(
         backend: As in :func:`linear`.
 
     Returns:
-        The products, in the dtype of ``x``.
+        The result, in the dtype of ``x``.
 
     Raises:
         TypeError: An argument is not floating-point, or ``w`` differs from ``x`` in dtype.
@@ -374,11 +213,42 @@ def matvec(
         )
     if x.ndim == 1:
         return matvec(w, x[None], backend=backend)[0]
-    if x.ndim != 2 or is_certain(lambda: not 1 <= x.shape[0] <= _MAX_ROWS):
+    if x.ndim != 2 or is_certain(lambda: not 1 <= x.shape[0] <= FEW_ROWS):
         raise ValueError(
-            f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
+            f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {FEW_ROWS}"
         )
-    return dispatch(MATVEC, "", resolve(backend), w, x)
+    return dispatch(MATVEC, Direction.INFERENCE, resolve(backend), w, x)
+
+
+def _inference_linear(
+    x: Array,
+    weight: Transposed | Quantized,
+    bias: Array | None,
+    activation: str | None,
+    backend: Backend | None,
+) -> Array:
+    check_floating(x=x)
+    if x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis to multiply along")
+    if bias is not None:
+        matrix = weight.q if isinstance(weight, Quantized) else weight.array
+        check_floating(bias=bias)
+        check_shape("bias", bias, matrix.shape[:1], f"the rows of weight {matrix.shape}")
+        check_same_dtype("bias", bias, "x", x)
+    rows = x.reshape(-1, x.shape[-1])
+    few = is_certain(lambda: 1 <= rows.shape[0] <= FEW_ROWS)
+    if isinstance(weight, Quantized):
+        product = quantized_matvec if few else quantized_matmul
+        out = product(weight.q, weight.scales, rows, backend=backend)
+    elif few:
+        out = matvec(weight.array, rows, backend=backend)
+    else:
+        out = linear(rows, weight.array.T, backend=backend)
+    if bias is not None:
+        out = out + bias[None, :]
+    if activation is not None:
+        out = gelu(out, backend=backend)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _check_option(name: str, value: object, *known: object) -> None:
@@ -387,119 +257,81 @@ def _check_option(name: str, value: object, *known: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
-def _matmul(a, b, bias, options, backend):
-    return _matmul_forward(a, b, bias, options, backend)[0]
+@dataclasses.dataclass(frozen=True)
+class _LinearOptions:
+    activation: str | None
 
 
-def _matmul_forward(a, b, bias, options, backend):
-    outputs = dispatch(MATMUL, "forward", backend, a, b, bias, **dict(options))
+def _linear_forward(options, backend, x, weight, bias):
+    if options.activation is None:
+        h = jnp.dot(x, weight)
+        # XLA adds a bias in the GEMM's epilogue where it is an argument of the program.
+        out, saved = (h if bias is None else h + bias), None
+    elif bias is None:
+        saved = jnp.dot(x, weight)
+        out = dispatch(GELU, Direction.FORWARD, backend, saved)
+    else:
+        more = {"saves_derivative": False, "out_columns": 0}
+        out, saved = matmul_bias_gelu(backend, x, weight, bias, **more)
+    out, saved = checkpoint_name((out, saved), "linear")
+    return out, (x, weight, bias, saved)
+
+
+def _linear_backward(options, backend, residuals, dout):
+    x, weight, bias, h = residuals
+    dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
+    return *dgrad_and_wgrad(x, weight, dh), dbias
+
+
+def _activation_backward(backend, activation, h, bias, dout):
+    """Returns the gradients of ``h`` and ``bias`` in ``out = f(h + bias)``."""
+    if activation is None:
+        if bias is None:
+            return dout, None
+        return dout, dispatch(BIAS_ADD, Direction.BACKWARD, backend, dout)
+    if bias is None:
+        return dispatch(GELU, Direction.BACKWARD, backend, h, dout), None
+    return dispatch(BIAS_GELU, Direction.BACKWARD, backend, h, bias.astype(h.dtype), dout)
+
+
+_linear = with_backward("linear", _linear_forward, _linear_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MatmulOptions:
+    transpose_a: bool
+    transpose_b: bool
+    activation: str | None
+    out_dtype: str
+    precision: str | None
+
+
+def _matmul_forward(options, backend, a, b, bias):
+    static = dataclasses.asdict(options)
+    outputs = dispatch(MATMUL, Direction.FORWARD, backend, a, b, bias, **static)
     out, h = checkpoint_name(outputs, "matmul")
     return out, (a, b, bias, h)
 
 
 def _matmul_backward(options, backend, residuals, dout):
-    return dispatch(MATMUL, "backward", backend, *residuals, dout, **dict(options))
+    """With A and B after transposition: :math:`dA = dh B^T` and :math:`dB = A^T dh`.
+
+    The gradient of an operand that is stored transposed is the transpose: its GEMM's operands swap.
+    """
+    a, b, bias, h = residuals
+    dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
+    dh = dh.astype(a.dtype)
+    dbias = None if bias is None else dbias.astype(bias.dtype)
+
+    def multiply(x, y, transpose_x, transpose_y):
+        static = {"transpose_a": transpose_x, "transpose_b": transpose_y, "activation": None}
+        static |= {"out_dtype": a.dtype.name, "precision": options.precision}
+        return dispatch(MATMUL, Direction.FORWARD, backend, x, y, None, **static)[0]
+
+    ta, tb = options.transpose_a, options.transpose_b
+    da = multiply(b, dh, tb, True) if ta else multiply(dh, b, False, not tb)
+    db = multiply(dh, a, True, ta) if tb else multiply(a, dh, not ta, False)
+    return da, db, dbias
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
-def _linear(x, weight, bias, activation, backend):
-    return _linear_forward(x, weight, bias, activation, backend)[0]
-
-
-def _linear_forward(x, weight, bias, activation, backend):
-    outputs = dispatch(LINEAR, "forward", backend, x, weight, bias, activation=activation)
-    out, h = checkpoint_name(outputs, "linear")
-    return out, (x, weight, bias, h)
-
-
-def _linear_backward(activation, backend, residuals, dout):
-    return dispatch(LINEAR, "backward", backend, *residuals, dout, activation=activation)
-
-
-_linear.defvjp(_linear_forward, _linear_backward)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(5, 6))
-def _mlp(x, up_weight, up_bias, down_weight, down_bias, activation, backend):
-    return _mlp_forward(x, up_weight, up_bias, down_weight, down_bias, activation, backend)[0]
-
-
-def _mlp_forward(x, up_weight, up_bias, down_weight, down_bias, activation, backend):
-    arrays = (x, up_weight, up_bias, down_weight, down_bias)
-    outputs = dispatch(MLP, "forward", backend, *arrays, activation=activation)
-    # The same name as linear's: a policy that keeps products keeps these.
-    out, *kept = checkpoint_name(outputs, "linear")
-    return out, (*arrays, *kept)
-
-
-def _mlp_backward(activation, backend, residuals, dout):
-    return dispatch(MLP, "backward", backend, *residuals, dout, activation=activation)
-
-
-_mlp.defvjp(_mlp_forward, _mlp_backward)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(6, 7))
-def _linear_add_layer_norm(x, weight, residual, x_bias, scale, bias, eps, backend):
-    arrays = (x, weight, residual, x_bias, scale, bias)
-    options = {"eps": eps, "statistics": False}
-    return dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, **options)[:2]
-
-
-def _linear_add_layer_norm_forward(x, weight, residual, x_bias, scale, bias, eps, backend):
-    arrays = (x, weight, residual, x_bias, scale, bias)
-    outputs = dispatch(LINEAR_ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps)
-    # The same name again: a policy that keeps products makes none of it twice.
-    out, total, mean, rstd = checkpoint_name(outputs, "linear")
-    return (out, total), (x, weight, total, x_bias, scale, mean, rstd)
-
-
-def _linear_add_layer_norm_backward(eps, backend, residuals, cotangents):
-    return dispatch(LINEAR_ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
-
-
-streams.defvjp(
-    _linear_add_layer_norm, _linear_add_layer_norm_forward, _linear_add_layer_norm_backward
-)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(8, 9, 10))
-def _pre_norm_mlp(
-    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
-):
-    arrays = (x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias)
-    return _pre_norm_mlp_forward(*arrays, activation, eps, backend)[0]
-
-
-def _pre_norm_mlp_forward(
-    x, normed, scale, bias, up_weight, up_bias, down_weight, down_bias, activation, eps, backend
-):
-    of_up = (scale, bias, up_weight, up_bias)
-    arrays = (x, normed, *of_up, down_weight, down_bias)
-    options = {"activation": activation, "eps": eps}
-    outputs = dispatch(PRE_NORM_MLP, "forward", backend, *arrays, **options)
-    # The same name again: a policy that keeps products makes none of it twice.
-    out, next_normed, rows, rstd, *kept = checkpoint_name(outputs, "linear")
-    if next_normed is not None:
-        next_normed = streams.NormedRows(*next_normed)
-    return (out, next_normed), ((rows, rstd, *of_up, down_weight, *kept), down_bias)
-
-
-def _pre_norm_mlp_backward(activation, eps, backend, residuals, cotangents):
-    del eps
-    dout, _ = cotangents
-    arrays, down_bias = residuals
-    gradients = dispatch(PRE_NORM_MLP, "backward", backend, *arrays, dout, activation=activation)
-    dx, *others, ddown_bias = gradients
-    return dx, None, *others, None if down_bias is None else ddown_bias
-
-
-_pre_norm_mlp.defvjp(
-    _pre_norm_mlp_forward,
-    _pre_norm_mlp_backward,
-    definition=streams.without_normed,
-)
+_matmul = with_backward("matmul", _matmul_forward, _matmul_backward)

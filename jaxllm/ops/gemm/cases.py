@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from jaxllm.testing import Case, Normal
@@ -73,89 +72,6 @@ def _matmul(
     )
 
 
-def _mlp(name: str, *shape: int, hidden: int, out: int | None = None, large: bool = False) -> Case:
-    rows, width = math.prod(shape[:-1]), shape[-1]
-    out = width if out is None else out
-    inputs = {
-        "x": Normal(shape),
-        "up_weight": Normal((width, hidden), std=max(width, 1) ** -0.5),
-        "up_bias": Normal((hidden,)),
-        "down_weight": Normal((hidden, out), std=hidden**-0.5),
-        "down_bias": Normal((out,)),
-    }
-    weights = (width + out) * hidden
-    # Forward: h and the hidden layer out, the latter in again. Backward: x, both, dout and the
-    # weights in, dh out and in, dx and the weights' gradients out.
-    return Case(
-        "mlp",
-        name,
-        inputs,
-        forward_elements=rows * (width + 3 * hidden + out) + weights,
-        backward_elements=rows * (2 * width + 4 * hidden + out) + 2 * weights,
-        forward_flops=2 * rows * weights,
-        backward_flops=4 * rows * weights,
-        large=large,
-    )
-
-
-def _norm(width: int, *, after: str | None, weights: str | None = None) -> dict[str, Normal]:
-    """The inputs that are added to a product, and those of the norm after it."""
-    weight = Normal((width,), mean=1.0, dtype=weights)
-    inputs = {"scale": weight, "bias": weight}
-    return inputs | ({after: weight} if after else {})
-
-
-def _linear_add_layer_norm(
-    name: str,
-    *shape: int,
-    out: int,
-    bias: bool = True,
-    weights: str | None = None,
-    large: bool = False,
-) -> Case:
-    rows, width = math.prod(shape[:-1]), shape[-1]
-    inputs = {
-        "x": Normal(shape),
-        "weight": Normal((width, out), std=max(width, 1) ** -0.5),
-        "residual": Normal((*shape[:-1], out)),
-    }
-    x, weight, y = rows * width, width * out, rows * out
-    # Forward: x, weight and residual in, the sum and its norm out. Backward: x, weight, the sum and
-    # the gradients of both outputs in, those of x, weight and residual out.
-    return Case(
-        "linear_add_layer_norm",
-        name,
-        inputs | _norm(out, after="x_bias" if bias else None, weights=weights),
-        forward_elements=x + weight + 3 * y,
-        backward_elements=2 * (x + weight) + 4 * y,
-        forward_flops=2 * rows * width * out,
-        backward_flops=4 * rows * width * out,
-        saves_more=True,
-        large=large,
-    )
-
-
-def _pre_norm_mlp(
-    name: str, *shape: int, hidden: int, bias: bool = True, large: bool = False
-) -> Case:
-    mlp = _mlp(name, *shape, hidden=hidden, large=large)
-    x, *layers = mlp.inputs.items()
-    if not bias:
-        layers = [layer for layer in layers if layer[0] != "down_bias"]
-    norm = {"scale": Normal(shape[-1:], mean=1.0), "bias": Normal(shape[-1:])}
-    y = math.prod(shape)
-    # Beside what mlp moves: the norm out and the stream in; the norm, the stream and its gradient
-    # in.
-    return dataclasses.replace(
-        mlp,
-        op="pre_norm_mlp",
-        inputs=dict([x]) | norm | dict(layers),
-        forward_elements=mlp.forward_elements + 2 * y,
-        backward_elements=mlp.backward_elements + 2 * y,
-        saves_more=True,
-    )
-
-
 def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) -> Case:
     return Case(
         "matvec",
@@ -203,33 +119,6 @@ CASES = (
     _matmul("inner_zero", 6, 0, out=9, bias=True),
     _matmul("no_rows", 0, 16, out=8, bias=True, activation="gelu"),
     _matmul("no_columns", 5, 16, out=0),
-    _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
-    _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
-    _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),
-    _mlp("small_tile", 2, 64, 64, hidden=128),
-    _mlp("odd", 3, 5, 37, hidden=19, out=23),
-    _mlp("one_row", 33, hidden=17),
-    _mlp("hidden_one", 6, 9, hidden=1),
-    _mlp("no_rows", 0, 16, hidden=8),
-    _linear_add_layer_norm("gpt2_124m_out", 32768, 768, out=768, large=True),
-    _linear_add_layer_norm("gpt2_124m_down", 32768, 3072, out=768, large=True),
-    _linear_add_layer_norm("odd_large", 5003, 1003, out=777, large=True),
-    _linear_add_layer_norm("aligned_large", 5003, 1000, out=1000, large=True),
-    _linear_add_layer_norm("no_bias_large", 5003, 200, out=1000, bias=False, large=True),
-    _linear_add_layer_norm("small_tile", 2, 64, 64, out=128),
-    _linear_add_layer_norm("odd", 3, 5, 37, out=19),
-    _linear_add_layer_norm("no_bias", 7, 24, out=40, bias=False),
-    _linear_add_layer_norm("float32_weights", 7, 24, out=40, weights="float32"),
-    _linear_add_layer_norm("one_row", 33, out=17),
-    _linear_add_layer_norm("no_rows", 0, 16, out=8),
-    _pre_norm_mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
-    _pre_norm_mlp("odd_large", 5003, 777, hidden=1003, large=True),
-    _pre_norm_mlp("aligned_large", 5003, 1000, hidden=1992, large=True),
-    _pre_norm_mlp("small_tile", 2, 64, 64, hidden=128),
-    _pre_norm_mlp("odd", 3, 5, 37, hidden=19),
-    _pre_norm_mlp("no_bias", 7, 24, hidden=40, bias=False),
-    _pre_norm_mlp("one_row", 33, hidden=17),
-    _pre_norm_mlp("no_rows", 0, 16, hidden=8),
     _matvec("llama3_8b_up", 1, 4096, 14336, large=True),
     _matvec("llama3_8b_down", 1, 14336, 4096, large=True),
     _matvec("llama3_1b_head", 1, 2048, 128256, large=True),

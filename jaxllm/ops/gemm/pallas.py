@@ -1,4 +1,4 @@
-"""Layers with Pallas activations and norms, products by XLA; ``matmul`` and ``matvec``."""
+"""Pallas kernels of ``matmul`` and ``matvec``."""
 
 from __future__ import annotations
 
@@ -12,166 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxllm.ops.activation import pallas as activations
-from jaxllm.ops.gemm import products
-from jaxllm.ops.norm import pallas as norms
 from jaxllm.ops.pallas_call import pallas_call
-
-
-def _dtype_unsupported(x) -> str | None:
-    """Why the kernels do not take a dtype, also where XLA does all the work; None if they do."""
-    return activations.gelu_unsupported(jax.ShapeDtypeStruct((), x.dtype))
-
-
-def _product(x, weight) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*x.shape[:-1], weight.shape[1]), x.dtype)
-
-
-def linear_unsupported(x, weight, *_, activation, **__) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. A kernel runs for the activation."""
-    if activation is None:
-        return _dtype_unsupported(x)
-    return activations.gelu_unsupported(_product(x, weight))
-
-
-def linear_backward_unsupported(x, weight, bias, h, *_, activation, **__) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. A kernel runs for the activation."""
-    del weight, bias
-    return _dtype_unsupported(x) if activation is None else activations.gelu_unsupported(h)
-
-
-def linear_normed_forward_unsupported(x, *_, **__) -> str | None:
-    """Why the backend does not serve a call, which is XLA's; None if it does."""
-    return _dtype_unsupported(x)
-
-
-linear_residual_forward_unsupported = linear_normed_forward_unsupported
-linear_weight_gradients_unsupported = linear_normed_forward_unsupported
-
-
-def linear_norm_forward_unsupported(x, weight, bias, residual, *_, **__) -> str | None:
-    """Why the kernel, of the norm, cannot serve a call; None if it can."""
-    del x, weight, bias
-    return norms.layer_norm_unsupported(residual)
-
-
-def linear_normed_backward_unsupported(
-    dout, weight, bias, dweight, dbias, rows, *_, **__
-) -> str | None:
-    """Why the kernel, of the norm's backward, cannot serve a call; None if it can."""
-    del dout, weight, bias, dweight, dbias
-    return norms.layer_norm_unsupported(rows)
-
-
-def mlp_unsupported(x, up_weight, *_, **__) -> str | None:
-    """Why the kernels, of the activation, cannot serve a call; None if they can."""
-    return activations.gelu_unsupported(_product(x, up_weight))
-
-
-def mlp_backward_unsupported(
-    x, up_weight, up_bias, down_weight, down_bias, h, slope, hidden, *_, **__
-) -> str | None:
-    """Why the kernels, of the activation's backward, cannot serve a call; None if they can."""
-    del x, up_weight, up_bias, down_weight, down_bias, h, slope
-    return activations.gelu_unsupported(hidden)
-
-
-def linear_forward(x, weight, bias, *, activation, interpret=False):
-    """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
-    return products.forward(activations, x, weight, bias, activation, interpret=interpret)
-
-
-def linear_backward(x, weight, bias, h, dout, *, activation, interpret=False):
-    """Returns ``(dx, dweight, dbias)``."""
-    return products.backward(activations, x, weight, bias, h, dout, activation, interpret=interpret)
-
-
-def mlp_forward(*arrays, interpret=False, **options):
-    """As :func:`jaxllm.ops.gemm.products.mlp_forward`."""
-    return products.mlp_forward(activations, *arrays, **options, interpret=interpret)
-
-
-def mlp_backward(*arrays, activation, interpret=False):
-    """Returns the gradients of ``x``, of ``up``'s weight and bias, and of ``down``'s."""
-    return products.mlp_backward(activations, arrays, activation, interpret=interpret)
-
-
-def linear_add_layer_norm_unsupported(x, weight, *_, **__) -> str | None:
-    """Why the kernel, of the norm, cannot serve a call; None if it can."""
-    return norms.add_layer_norm_unsupported(_product(x, weight))
-
-
-def linear_add_layer_norm_backward_unsupported(x, weight, total, *_) -> str | None:
-    """Why the kernel, of the norm's backward, cannot serve a call; None if it can."""
-    del x, weight
-    return norms.add_layer_norm_unsupported(total)
-
-
-def linear_add_layer_norm_forward(*arrays, eps, statistics=True, interpret=False):
-    """Returns ``(out, total, mean, rstd)``: ``total`` is the sum that is normalized."""
-    options = {"eps": eps, "statistics": statistics, "interpret": interpret}
-    return products.linear_add_layer_norm_forward(norms, *arrays, **options)
-
-
-def linear_add_layer_norm_backward(*arrays, interpret=False):
-    """Returns the gradients of ``x, weight, residual, x_bias, scale, bias``."""
-    return products.linear_add_layer_norm_backward(norms, arrays, interpret=interpret)
-
-
-def linear_residual_forward(*arrays, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.residual_forward`, which is XLA's."""
-    del interpret
-    return products.residual_forward(*arrays)
-
-
-def linear_normed_forward(*arrays, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.normed_forward`."""
-    del interpret
-    return products.normed_forward(*arrays)
-
-
-def linear_norm_forward(x, weight, bias, residual, normed, *, eps, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.norm_forward`."""
-    del normed
-    arrays = (x, weight, bias, residual)
-    return products.norm_forward(norms, *arrays, eps=eps, interpret=interpret)
-
-
-def linear_weight_gradients(*arrays, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.weight_gradients`, by XLA's products."""
-    del interpret
-    return products.weight_gradients(*arrays)
-
-
-def linear_normed_backward(*arrays, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.normed_backward`."""
-    return products.normed_backward(activations, norms, *arrays, interpret=interpret)
-
-
-def pre_norm_mlp_unsupported(x, normed, scale, bias, up_weight, *_, **__) -> str | None:
-    """Why the kernels, of norm and activation, cannot serve a call; None if they can."""
-    del normed, scale, bias
-    return norms.layer_norm_unsupported(x) or mlp_unsupported(x, up_weight)
-
-
-def pre_norm_mlp_backward_unsupported(
-    rows, rstd, scale, bias, up_weight, up_bias, down_weight, h, slope, hidden, *_, **__
-) -> str | None:
-    """Why the kernels, of the backwards of both, cannot serve a call; None if they can."""
-    del rstd, scale, bias, up_weight, up_bias, down_weight, h, slope
-    return norms.layer_norm_unsupported(rows) or activations.gelu_unsupported(hidden)
-
-
-def pre_norm_mlp_forward(*arrays, interpret=False, **options):
-    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_forward`."""
-    modules = (activations, norms)
-    return products.pre_norm_mlp_forward(*modules, arrays, **options, interpret=interpret)
-
-
-def pre_norm_mlp_backward(*arrays, activation, interpret=False):
-    """As :func:`jaxllm.ops.gemm.products.pre_norm_mlp_backward`."""
-    arguments = (activations, norms, arrays, activation)
-    return products.pre_norm_mlp_backward(*arguments, interpret=interpret)
-
 
 _MAX_SIZE = 2**31 - 1  # offsets are 32-bit integers
 
@@ -186,50 +27,12 @@ def matmul_unsupported(a, b, *_, transpose_a=False, transpose_b=False, **__) -> 
     return None
 
 
-# Its first arrays are the forward's, and the gradient has the size of the forward's product.
-matmul_backward_unsupported = matmul_unsupported
-matmul_slower = matmul_backward_slower = products.matmul_slower
-
-
 def matmul_forward(
     a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision, interpret=False
 ):
-    """Returns ``(out, h)``; ``h`` is the product alone, None without an activation."""
-    options = {"out_dtype": out_dtype, "precision": precision, "interpret": interpret}
-    return _matmul(a, b, transpose_a, transpose_b, bias, activation, **options)
-
-
-def matmul_backward(
-    a,
-    b,
-    bias,
-    h,
-    dout,
-    *,
-    transpose_a,
-    transpose_b,
-    activation,
-    out_dtype,
-    precision,
-    interpret=False,
-):
-    """Returns ``(da, db, dbias)``."""
-    del activation, out_dtype
-    options = {"out_dtype": a.dtype, "precision": precision, "interpret": interpret}
-
-    def multiply(*factors):
-        return _matmul(*factors, **options)[0]
-
-    turns = (transpose_a, transpose_b)
-    arrays = (a, b, bias, h, dout)
-    return products.matmul_backward(activations, multiply, *arrays, turns, interpret=interpret)
-
-
-def _matmul(
-    a, b, transpose_a, transpose_b, bias=None, activation=None, *, out_dtype, precision, interpret
-):
+    """Retransposes ``(out, h)``; ``h`` is the GEMM's result alone, None without an activation."""
     out_dtype = jnp.dtype(out_dtype or a.dtype)
-    turns = (transpose_a, transpose_b)
+    transposes = (transpose_a, transpose_b)
     (M, K), N = a.shape[:: -1 if transpose_a else 1], b.shape[0 if transpose_b else 1]
     result = jax.ShapeDtypeStruct((M, N), out_dtype)
     if M * N == 0:
@@ -249,7 +52,7 @@ def _matmul(
         _matmul_kernel,
         shape=(M, N, K),
         tile=tile,
-        turns=turns,
+        transposes=transposes,
         with_bias=bias is not None,
         activation=activation,
         # Of float32 factors the default is TF32.
@@ -265,7 +68,7 @@ def _matmul(
     return outputs[0], outputs[1] if activation else None
 
 
-def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, turns, with_bias, activation, precision):
+def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, transposes, with_bias, activation, precision):
     starts = (pl.program_id(0) * tile[0], pl.program_id(1) * tile[1])
     spans = [pl.ds(start, size) for start, size in zip(starts, tile[:2], strict=True)]
     row_inside, column_inside = (
@@ -282,10 +85,10 @@ def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, turns, with_bias, activatio
         return plgpu.load(ref.at[span, depth], mask=inside[:, None] & known[None, :], other=0)
 
     def visit(step, sums):
-        a = load(a_ref, spans[0], row_inside, step, turns[0])
-        b = load(b_ref, spans[1], column_inside, step, not turns[1])
-        product = plgpu.dot(a, b, trans_a=turns[0], trans_b=turns[1], precision=precision)
-        return _add_product(sums, product, a.dtype)
+        a = load(a_ref, spans[0], row_inside, step, transposes[0])
+        b = load(b_ref, spans[1], column_inside, step, not transposes[1])
+        product = plgpu.dot(a, b, trans_a=transposes[0], trans_b=transposes[1], precision=precision)
+        return _add_partial(sums, product, a.dtype)
 
     zeros = jnp.zeros(tile[:2], jnp.float32)
     total, _ = lax.fori_loop(0, pl.cdiv(shape[2], tile[2]), visit, (zeros, zeros))
@@ -301,7 +104,7 @@ def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, turns, with_bias, activatio
     plgpu.store(out_ref.at[*spans], total.astype(out_ref.dtype), mask=mask)
 
 
-_ROWS = 16  # of x, as Triton's products ask
+_ROWS = 16  # of x, as Triton's dot asks
 
 
 def matvec_unsupported(w, x) -> str | None:
@@ -312,7 +115,7 @@ def matvec_unsupported(w, x) -> str | None:
 
 
 def matvec(w, x, *, interpret=False):
-    """Returns ``out``; a program has some rows of the matrix, a block of columns at a time."""
+    """Retransposes ``out``; a program has some rows of the matrix, a block of columns at a time."""
     (M, K), rows = w.shape, x.shape[0]
     if w.size == 0:
         return jnp.zeros((rows, M), x.dtype)
@@ -327,8 +130,8 @@ def matvec(w, x, *, interpret=False):
     return out[:rows]
 
 
-def _add_product(sums, product, dtype):
-    """Adds a tile's product to ``(total, lost)``, where ``lost`` is what rounding added to it.
+def _add_partial(sums, product, dtype):
+    """Adds a tile's partial sums to ``(total, lost)``, where ``lost`` is what rounding added to it.
 
     Triton makes a plain sum one chain of additions over all columns, whose rounding errors show in
     float32. With Kahan's compensation a chain ends with its tile.
@@ -354,7 +157,7 @@ def _matvec_kernel(w_ref, x_ref, out_ref, *, M, K, tile):
         w = plgpu.load(w_ref.at[rows, columns], mask=mask, other=0)
         mask = jnp.broadcast_to(known[None, :], (_ROWS, tile[1]))
         x = plgpu.load(x_ref.at[pl.ds(0, _ROWS), columns], mask=mask, other=0)
-        return _add_product(sums, plgpu.dot(x, w, trans_b=True, precision=precision), x.dtype)
+        return _add_partial(sums, plgpu.dot(x, w, trans_b=True, precision=precision), x.dtype)
 
     zeros = jnp.zeros((_ROWS, tile[0]), jnp.float32)
     total, _ = lax.fori_loop(0, pl.cdiv(K, tile[1]), visit, (zeros, zeros))

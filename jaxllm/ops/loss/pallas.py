@@ -1,8 +1,8 @@
 """Pallas-Triton loss kernels.
 
-A program has one row and goes through it a block of columns at a time: once for the sum of the
-exponentials, kept relative to the largest logit so far, and once more for the gradient, which it
-writes over the logits. Everything between is float32.
+A program has one row and makes two passes over its blocks of columns. The first sums the
+exponentials, relative to the largest logit so far (online softmax). The second overwrites the
+logits with their gradient. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxllm.ops.loss import head
 from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_BLOCK = 4096  # columns at a time
+_BLOCK = 4096  # columns per block
 _WARPS = 8
-_MAX_COLUMNS = 2**30  # counted in 32 bits, in blocks that are powers of two
+_MAX_COLUMNS = 2**30  # 32-bit indices, in blocks that are powers of two
 _MAX_ROWS = 2**31 - 1  # the x axis of a grid
 
 
@@ -39,9 +38,7 @@ def cross_entropy_unsupported(logits, *_, **__) -> str | None:
     return None
 
 
-def cross_entropy_head_with_gradients_unsupported(hidden, *_, **__) -> str | None:
-    """Why the kernels cannot serve a call; None if they can. The logits are in hidden's dtype."""
-    return cross_entropy_unsupported(hidden)
+cross_entropy_with_gradient_unsupported = cross_entropy_unsupported
 
 
 def cross_entropy_backward_unsupported(dlogits, dloss) -> str | None:
@@ -50,7 +47,7 @@ def cross_entropy_backward_unsupported(dlogits, dloss) -> str | None:
 
 
 def cross_entropy_forward(logits, labels, *, interpret=False, **options):
-    """Returns ``losses``, one a row."""
+    """Returns ``losses``, one per row."""
     if logits.size == 0:
         return jnp.zeros(labels.shape, jnp.float32)
     row, one, _ = _specs(logits)
@@ -66,14 +63,14 @@ def cross_entropy_forward(logits, labels, *, interpret=False, **options):
     return losses.reshape(labels.shape)
 
 
-def cross_entropy_forward_with_gradient(logits, labels, scale, *, interpret=False, **options):
-    """Returns ``losses`` and ``dlogits``, which takes the place of ``logits``."""
+def cross_entropy_with_gradient(logits, labels, scale, *, interpret=False, **options):
+    """Returns ``losses`` and ``dlogits``, which overwrites ``logits``."""
     if logits.size == 0:
         return jnp.zeros(labels.shape, jnp.float32), logits
     row, one, same = _specs(logits)
     rows = _rows(logits)
     dlogits, losses = pallas_call(
-        functools.partial(_forward_with_gradient_kernel, width=logits.shape[-1], **options),
+        functools.partial(_with_gradient_kernel, width=logits.shape[-1], **options),
         grid=labels.size,
         in_specs=[row, one, same],
         out_specs=[row, one],
@@ -88,17 +85,12 @@ def cross_entropy_forward_with_gradient(logits, labels, scale, *, interpret=Fals
     return losses.reshape(labels.shape), dlogits.reshape(logits.shape)
 
 
-def cross_entropy_head_with_gradients(*arrays, **options):
-    """As :func:`jaxllm.ops.loss.head.with_gradients`."""
-    return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **options)
-
-
 def cross_entropy_backward(dlogits, dloss, *, interpret=False):
-    """Returns ``dlogits * dloss``; there is one ``dloss``, or one a row."""
+    """Returns ``dlogits * dloss``, with one ``dloss`` or one per row."""
     del interpret
-    # XLA takes the multiplication away where dloss is a constant 1, as a rule, and fuses it with
-    # others. A kernel that wrote only where dloss is not 1 would need its result to be its operand,
-    # which XLA does not promise.
+    # XLA removes the multiplication where dloss is a constant 1, as it usually is, and fuses it
+    # otherwise. A kernel that writes only where dloss is not 1 needs its result to alias its
+    # operand, which XLA does not guarantee.
     factors = dloss.reshape(*dloss.shape, *[1] * (dlogits.ndim - dloss.ndim))
     return (dlogits.astype(jnp.float32) * factors).astype(dlogits.dtype)
 
@@ -107,7 +99,7 @@ def _forward_kernel(logits_ref, labels_ref, losses_ref, **options):
     losses_ref[0] = _loss(logits_ref, labels_ref[0], **options)[0]
 
 
-def _forward_with_gradient_kernel(
+def _with_gradient_kernel(
     logits_ref, labels_ref, scale_ref, dlogits_ref, losses_ref,
     *, width, ignore_index, label_smoothing, z_loss, vocab_size,
 ):  # fmt: skip
@@ -125,16 +117,16 @@ def _forward_with_gradient_kernel(
         here, columns = _block(logits_ref, i)
         real = columns < vocab_size
         x = plgpu.load(logits_ref.at[here], mask=real, other=-jnp.inf).astype(jnp.float32)
-        slope = jnp.exp(x - largest) * of_exponential + everywhere
-        slope += jnp.where(columns == label, at_label, 0.0)
-        slope = jnp.where(real, slope, 0.0).astype(dlogits_ref.dtype)
-        plgpu.store(dlogits_ref.at[here], slope, mask=columns < width)
+        derivative = jnp.exp(x - largest) * of_exponential + everywhere
+        derivative += jnp.where(columns == label, at_label, 0.0)
+        derivative = jnp.where(real, derivative, 0.0).astype(dlogits_ref.dtype)
+        plgpu.store(dlogits_ref.at[here], derivative, mask=columns < width)
 
     _each_block(logits_ref, width, write, None)
 
 
 def _loss(logits_ref, given, ignore_index, label_smoothing, z_loss, vocab_size):
-    """The loss of a row, its largest logit, the sum of exponentials, and the label in range."""
+    """The loss of a row, its largest logit, the sum of exponentials, and the clipped label."""
     label = jnp.clip(given, 0, vocab_size - 1)
 
     def add(i, sums):
@@ -184,7 +176,7 @@ def _rows(logits: jax.Array) -> jax.Array:
 
 
 def _specs(logits: jax.Array) -> tuple[pl.BlockSpec, ...]:
-    """A row in whole blocks, one value of a row, and the value that all rows share."""
+    """The block specs of a row in whole blocks, of one value per row, and of a shared value."""
     block = _block_width(logits.shape[-1])
     width = pl.cdiv(logits.shape[-1], block) * block
     return (

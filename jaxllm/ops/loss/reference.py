@@ -1,4 +1,4 @@
-r"""Losses in ``jax.numpy``: the definition of each op, and its derivative by hand.
+r"""Losses in ``jax.numpy``: the reference implementations, with hand-written gradients.
 
 For one row of logits :math:`z` over a vocabulary of :math:`V` columns with label :math:`y`,
 :math:`lse = \log \sum_v e^{z_v}`, label smoothing :math:`\epsilon` and z-loss weight
@@ -13,19 +13,19 @@ and :math:`\partial lse / \partial z_v = p_v = e^{z_v - lse}` gives
     dz_v = dloss \left( (1 + 2 \lambda\, lse)\, p_v - (1 - \epsilon)\,[v = y]
            - \frac{\epsilon}{V} \right)
 
-Rows without a label to learn have loss zero and gradient zero, and so have the columns of padding.
-A row with any other label outside the vocabulary has loss NaN and gradient NaN. All is computed in
-float32 (float64 for float64 logits).
+Ignored rows have loss zero and gradient zero; padding columns have gradient zero. A row with any
+other label outside the vocabulary has loss NaN and gradient NaN. Arithmetic is float32 (float64 for
+float64 logits).
 
-Which rows have no label to learn the caller says: an implementation takes one ``ignore_index``, and
-``cross_entropy`` gives all ignored labels that value.
+The implementations take one ``ignore_index``: ``cross_entropy`` replaces all ignored labels by that
+value.
 
-The gradient needs nothing but what the loss needs, so one pass computes both: where a loss is
-differentiated, its forward returns ``dlogits`` for a known ``dloss``, which takes the memory of the
-logits, and the backward multiplies by the true one.
+Loss and gradient need the same inputs, so one pass computes both. If a loss is differentiated, its
+forward overwrites the logits with ``dlogits`` for a known ``dloss``, and the backward multiplies
+them by the actual one.
 
-For a linear head, :math:`z = h W`, the chain rule adds two products. The second is a sum over the
-rows, and so any chunk of rows can be done by itself:
+For an LM head, :math:`z = h W`, the chain rule adds two GEMMs. The second is a sum over rows, so
+the rows can be processed in chunks:
 
 .. math::
     dh = dz\, W^T \qquad dW = h^T dz
@@ -36,7 +36,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.ops.loss import head
+from jaxllm.ops.loss.labels import nan_outside
 
 
 def _wide(x: Array) -> Array:
@@ -57,7 +57,7 @@ def cross_entropy(
     vocab_size=None,
     reduction="mean",
 ):
-    """The definition of ``cross_entropy``, for JAX to differentiate."""
+    """``cross_entropy`` for JAX to differentiate, without a hand-written gradient."""
     if ignore_index is None:
         labels, ignore_index = jnp.maximum(labels.astype(jnp.int32), -1), -1
     losses = cross_entropy_forward(
@@ -76,14 +76,14 @@ def cross_entropy(
 
 
 def cross_entropy_forward(logits, labels, *, ignore_index, label_smoothing, z_loss, vocab_size):
-    """Returns ``losses``, one a row."""
+    """Returns ``losses``, one per row."""
     losses, _ = _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size)
-    # A factor, so that JAX's derivative is NaN too.
-    losses = losses * head.nan_outside(labels, ignore_index, vocab_size, losses.dtype)
+    # As a factor, so that JAX's derivative is NaN too.
+    losses = losses * nan_outside(labels, ignore_index, vocab_size, losses.dtype)
     return jnp.where(labels == ignore_index, 0, losses)
 
 
-def cross_entropy_forward_with_gradient(
+def cross_entropy_with_gradient(
     logits, labels, scale, *, ignore_index, label_smoothing, z_loss, vocab_size
 ):
     """Returns ``losses`` and ``dlogits``, the gradient of ``scale * losses.sum()``."""
@@ -92,49 +92,43 @@ def cross_entropy_forward_with_gradient(
     real = columns < vocab_size
     label = jnp.clip(labels, 0, vocab_size - 1)
     p = jnp.exp(jnp.where(real, _wide(logits) - lse[..., None], -jnp.inf))
-    slope = p * (1 + 2 * z_loss * lse[..., None])
-    slope = slope - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
-    slope = slope - label_smoothing / vocab_size
+    derivative = p * (1 + 2 * z_loss * lse[..., None])
+    derivative = derivative - jnp.where(columns == label[..., None], 1 - label_smoothing, 0)
+    derivative = derivative - label_smoothing / vocab_size
     ignored = labels == ignore_index
-    factors = head.nan_outside(labels, ignore_index, vocab_size, losses.dtype)
+    factors = nan_outside(labels, ignore_index, vocab_size, losses.dtype)
     scales = jnp.where(ignored, 0, scale * factors)
-    dlogits = jnp.where(real, slope * scales[..., None], 0).astype(logits.dtype)
+    dlogits = jnp.where(real, derivative * scales[..., None], 0).astype(logits.dtype)
     return jnp.where(ignored, 0, losses * factors), dlogits
 
 
 def cross_entropy_backward(dlogits, dloss):
-    """Returns ``dlogits * dloss``; there is one ``dloss``, or one a row."""
+    """Returns ``dlogits * dloss``, with one ``dloss`` or one per row."""
     return (_wide(dlogits) * dloss[..., None]).astype(dlogits.dtype)
 
 
-def cross_entropy_head_with_gradients(hidden, weight, labels, scale, **options):
-    """As :func:`jaxllm.ops.loss.head.with_gradients`."""
-    arrays = (hidden, weight, labels, scale)
-    return head.with_gradients(cross_entropy_forward_with_gradient, *arrays, **options)
-
-
 def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, **options):
-    """The definition of ``linear_cross_entropy``, for JAX to differentiate."""
-    options = {name: value for name, value in options.items() if name not in _HOW}
+    """``linear_cross_entropy`` for JAX to differentiate, without a hand-written gradient."""
+    options = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
     logits = jnp.dot(hidden, weight.T if transpose_weight else weight)
     return cross_entropy(logits, labels, **options)
 
 
-# Options that change how linear_cross_entropy computes, and not what.
-_HOW = ("chunk_rows", "accumulate_dtype")
+# Options of linear_cross_entropy that do not change its value.
+_WITHOUT_EFFECT = ("chunk_rows", "accumulate_dtype")
 
 
 def _losses_and_lse(logits, labels, label_smoothing, z_loss, vocab_size):
-    """The losses as if no row were left out, and ``lse``."""
+    """The losses, also of ignored rows, and ``lse``."""
     real = _columns(logits) < vocab_size
     wide = jnp.where(real, _wide(logits), -jnp.inf)
     largest = lax.stop_gradient(wide.max(axis=-1))
-    # All below is relative to the largest logit: of two logits near 1e4, float32 keeps the
-    # difference far better than it would keep lse and logit apart.
+    # Subtract the largest logit first: for logits near 1e4, float32 has their differences with
+    # smaller errors than the difference of lse and a logit.
     wide = wide - largest[..., None]
     log_sum = jnp.log(jnp.exp(wide).sum(axis=-1))
     label = jnp.clip(labels, 0, vocab_size - 1)
-    # Taken from the logits themselves, so that XLA need not write the shifted ones to memory.
+    # From the original logits, so that XLA does not write the shifted ones to memory.
     target = _wide(jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]) - largest
     if label_smoothing:
         mean = jnp.where(real, wide, 0).sum(axis=-1) / vocab_size

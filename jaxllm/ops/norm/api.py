@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
-from jaxllm.ops import streams
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.op import differentiable, with_backward
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
@@ -39,10 +37,12 @@ def layer_norm(
     Mean and variance are two-pass and float32 whatever the dtype of ``x``. The gradients of
     ``scale`` and ``bias`` are summed in a fixed order, so they repeat bit for bit.
 
+    Note: ``eps`` defaults to 1e-5, as in torch and ``jax.nn.standardize``; flax defaults to 1e-6.
+
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
-        scale: One factor a column, in the dtype of ``x`` or float32.
-        bias: One offset a column, in the dtype of ``scale``; None for no offset.
+        scale: One factor per column, in the dtype of ``x`` or float32.
+        bias: One offset per column, in the dtype of ``scale``; None for no offset.
         eps: Added to the variance.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -62,42 +62,7 @@ def layer_norm(
         >>> out = jaxllm.ops.layer_norm(x, jnp.ones(768), jnp.zeros(768))
     """
     bias = _check_weights(x, scale, bias)
-    return _layer_norm(x, scale, bias, as_float("eps", eps), resolve(backend))
-
-
-def normed_rows(
-    x: Float[Array, "*rows D"], *, eps: float = 1e-5, backend: Backend | None = None
-) -> streams.NormedRows:
-    """Normalizes the stream that a stack of pre-norm blocks begins with.
-
-    Args:
-        x: The stream; float32, bfloat16 or float16 for the kernels.
-        eps: As in :func:`layer_norm`.
-        backend: As in :func:`layer_norm`.
-
-    Returns:
-        What :func:`jaxllm.ops.pre_norm_self_attention` and :func:`jaxllm.ops.pre_norm_mlp` take as
-        ``normed``. Those ops give it no gradient: theirs go along ``x``.
-
-    Raises:
-        TypeError: ``x`` is not floating-point.
-        ValueError: ``x`` is a scalar, or the backend is unknown.
-        BackendError: The backend that was asked for cannot serve the call.
-    """
-    check_floating(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has shape (); it must have a last axis to normalize over")
-    backend = resolve(backend)
-    if backend != "xla":  # kernels have no derivative; a second derivative goes along the rows too
-        x = lax.stop_gradient(x)
-    return normalize(x, as_float("eps", eps), backend)
-
-
-def normalize(x: Array, eps: float, backend: Backend) -> streams.NormedRows:
-    """The rows of ``x`` normalized, without scale and bias, by a resolved backend."""
-    ones = jnp.ones(x.shape[-1:], x.dtype)
-    arrays = (x, ones, jnp.zeros_like(ones))
-    return streams.NormedRows(*dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps))
+    return _layer_norm(x, scale, bias, backend=resolve(backend), options=_options(eps))
 
 
 def rms_norm(
@@ -112,9 +77,12 @@ def rms_norm(
     .. math::
         out = \frac{x}{\sqrt{\overline{x^2} + \epsilon}} \cdot scale
 
+    Note: ``eps`` defaults to 1e-5, as in Llama 3; flax defaults to 1e-6, and torch to the machine
+    epsilon of the dtype of ``x``.
+
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
-        scale: One factor a column, in the dtype of ``x`` or float32.
+        scale: One factor per column, in the dtype of ``x`` or float32.
         eps: Added to the mean square.
         backend: As in :func:`layer_norm`.
 
@@ -130,7 +98,7 @@ def rms_norm(
     llama3.cuda's ``rmsnorm``.
     """
     _check_weights(x, scale, None)
-    return _rms_norm(x, scale, as_float("eps", eps), resolve(backend))
+    return _rms_norm(x, scale, backend=resolve(backend), options=_options(eps))
 
 
 def add_layer_norm(
@@ -145,22 +113,25 @@ def add_layer_norm(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Adds a branch to the residual stream and normalizes the sum, in one pass over memory.
 
-    A branch that ends in a linear layer may leave that layer's bias to this op, as ``x_bias``: its
-    gradient is a sum over rows that the backward pass has in hand, and costs no pass of its own.
+    The residual stream is the sum that runs through a transformer: each block adds a branch to it.
+    Where the branch ends in a linear layer, pass the bias of that layer as ``x_bias``. The backward
+    kernel then sums its gradient over rows too, without another pass.
+
+    Note: ``eps`` defaults to 1e-5, as in :func:`layer_norm`.
 
     Args:
-        x: What a block computed.
-        residual: The stream it is added to, in the shape and dtype of ``x``; None where the stream
-            begins with ``x``. Nothing is added then, but the gradient along the stream is.
+        x: The output of the branch.
+        residual: The residual stream, in the shape and dtype of ``x``. None where the stream starts
+            at ``x``: nothing is added then, and ``h`` is ``x``.
         scale: As in :func:`layer_norm`.
         bias: As in :func:`layer_norm`.
-        x_bias: What to add to each row of ``x``, in the dtype of ``scale``; None for nothing.
+        x_bias: Added to each row of ``x``, in the dtype of ``scale``; None for no bias.
         eps: As in :func:`layer_norm`.
         backend: As in :func:`layer_norm`.
 
     Returns:
-        ``(layer_norm(h, scale, bias), h)`` where ``h = x + x_bias + residual``, rounded once, is
-        the new stream. The backward pass folds the gradient that arrives along ``h`` into the one
+        ``(layer_norm(h, scale, bias), h)``, where ``h = x + x_bias + residual``, rounded once, is
+        the new residual stream. The backward kernel adds the gradient of ``h`` to the gradient
         through the norm.
 
     Raises:
@@ -176,8 +147,9 @@ def add_layer_norm(
         if residual is None:
             raise ValueError("x_bias is given and residual is None; it is added with a residual")
     if residual is None:
-        return _first_layer_norm(x, scale, bias, as_float("eps", eps), resolve(backend))
-    return _add_layer_norm(x, residual, x_bias, scale, bias, as_float("eps", eps), resolve(backend))
+        return _layer_norm_and_x(x, scale, bias, backend=resolve(backend), options=_options(eps))
+    arrays = (x, residual, x_bias, scale, bias)
+    return _add_layer_norm(*arrays, backend=resolve(backend), options=_options(eps))
 
 
 def add_rms_norm(
@@ -190,15 +162,17 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Adds a branch to the residual stream and RMS-normalizes the sum, in one pass over memory.
 
+    Note: ``eps`` defaults to 1e-5, as in :func:`rms_norm`.
+
     Args:
-        x: What a block computed.
+        x: The output of the branch.
         residual: As in :func:`add_layer_norm`.
         scale: As in :func:`rms_norm`.
         eps: As in :func:`rms_norm`.
         backend: As in :func:`layer_norm`.
 
     Returns:
-        ``(rms_norm(h, scale), h)`` where ``h = x + residual`` is the new stream.
+        ``(rms_norm(h, scale), h)``, where ``h = x + residual`` is the new residual stream.
 
     Raises:
         TypeError: As in :func:`rms_norm`, or ``residual`` differs from ``x`` in dtype.
@@ -208,12 +182,12 @@ def add_rms_norm(
     _check_weights(x, scale, None)
     _check_residual(x, residual)
     if residual is None:
-        return _first_rms_norm(x, scale, as_float("eps", eps), resolve(backend))
-    return _add_rms_norm(x, residual, scale, as_float("eps", eps), resolve(backend))
+        return _rms_norm_and_x(x, scale, backend=resolve(backend), options=_options(eps))
+    return _add_rms_norm(x, residual, scale, backend=resolve(backend), options=_options(eps))
 
 
 def _check_weights(x: Array, scale: Array, bias: Array | None) -> Array:
-    """Checks the arguments that all norms share; returns the bias, zeros where there is none."""
+    """Checks the arguments that all norms share; returns the bias, zeros for None."""
     check_floating(x=x, scale=scale)
     if x.ndim == 0:
         raise ValueError("x has shape (); it must have a last axis to normalize over")
@@ -238,113 +212,91 @@ def _check_residual(x: Array, residual: Array | None) -> None:
     check_same_dtype("residual", residual, "x", x)
 
 
-# Outputs and residuals carry the op's name, so that a remat policy such as
-# jax.checkpoint_policies.save_only_these_names("layer_norm") keeps them and no kernel runs twice.
-# Without a backward nobody asks for the rows' statistics, and they are not written.
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    eps: float
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
-def _layer_norm(x, scale, bias, eps, backend):
-    arrays = (x, scale, bias)
-    return dispatch(LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[0]
+def _options(eps: float) -> _Options:
+    return _Options(as_float("eps", eps))
 
 
-def _layer_norm_forward(x, scale, bias, eps, backend):
-    outputs = dispatch(LAYER_NORM, "forward", backend, x, scale, bias, eps=eps)
-    out, mean, rstd = checkpoint_name(outputs, "layer_norm")
-    return out, (x, scale, mean, rstd)
+# Without a backward pass the statistics of the rows are not written.
+
+_layer_norm = differentiable(
+    LAYER_NORM,
+    saves=lambda x, scale, bias, out, mean, rstd: (x, scale, mean, rstd),
+    primal={"statistics": False},
+)
+_rms_norm = differentiable(
+    RMS_NORM,
+    saves=lambda x, scale, out, rstd: (x, scale, rstd),
+    primal={"statistics": False},
+)
+_add_layer_norm = differentiable(
+    ADD_LAYER_NORM,
+    saves=lambda x, residual, x_bias, scale, bias, out, h, mean, rstd: (
+        h,
+        x_bias,
+        scale,
+        mean,
+        rstd,
+    ),
+    outputs=2,
+    primal={"statistics": False},
+    gradients=lambda dh, dx_bias, dscale, dbias: (dh, dh, dx_bias, dscale, dbias),
+)
+_add_rms_norm = differentiable(
+    ADD_RMS_NORM,
+    saves=lambda x, residual, scale, out, h, rstd: (h, scale, rstd),
+    outputs=2,
+    primal={"statistics": False},
+    gradients=lambda dh, dscale: (dh, dh, dscale),
+)
 
 
-def _layer_norm_backward(eps, backend, residuals, dout):
-    return dispatch(LAYER_NORM, "backward", backend, *residuals, dout)
+# Without a residual there is no sum to compute, but h = x still has two gradients to add: through
+# the norm, and directly. So the forward is the plain norm and the backward the fused op.
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x, scale, eps, backend):
-    return dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps, statistics=False)[0]
+def _layer_norm_and_x_forward(options, backend, x, scale, bias):
+    results = dispatch(LAYER_NORM, Direction.FORWARD, backend, x, scale, bias, eps=options.eps)
+    out, mean, rstd = checkpoint_name(results, "layer_norm")
+    return (out, x), (x, None, scale, mean, rstd)
 
 
-def _rms_norm_forward(x, scale, eps, backend):
-    outputs = dispatch(RMS_NORM, "forward", backend, x, scale, eps=eps)
-    out, rstd = checkpoint_name(outputs, "rms_norm")
-    return out, (x, scale, rstd)
+def _layer_norm_and_x_backward(_, backend, saved, dout, dh):
+    dx, _, *others = dispatch(ADD_LAYER_NORM, Direction.BACKWARD, backend, *saved, dout, dh)
+    return dx, *others
 
 
-def _rms_norm_backward(eps, backend, residuals, dout):
-    return dispatch(RMS_NORM, "backward", backend, *residuals, dout)
+def _rms_norm_and_x_forward(options, backend, x, scale):
+    results = dispatch(RMS_NORM, Direction.FORWARD, backend, x, scale, eps=options.eps)
+    out, rstd = checkpoint_name(results, "rms_norm")
+    return (out, x), (x, scale, rstd)
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(5, 6))
-def _add_layer_norm(x, residual, x_bias, scale, bias, eps, backend):
-    arrays = (x, residual, x_bias, scale, bias)
-    return dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
+def _rms_norm_and_x_backward(_, backend, saved, dout, dh):
+    return dispatch(ADD_RMS_NORM, Direction.BACKWARD, backend, *saved, dout, dh)
 
 
-def _add_layer_norm_forward(x, residual, x_bias, scale, bias, eps, backend):
-    arrays = (x, residual, x_bias, scale, bias)
-    outputs = dispatch(ADD_LAYER_NORM, "forward", backend, *arrays, eps=eps)
-    out, h, mean, rstd = checkpoint_name(outputs, "add_layer_norm")
-    return (out, h), (h, x_bias, scale, mean, rstd)
-
-
-def _add_layer_norm_backward(eps, backend, residuals, cotangents):
-    gradients = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
-    dx, dx_bias, dscale, dbias = gradients
-    return dx, dx, dx_bias, dscale, dbias
-
-
-# Where the stream begins there is no sum, but two gradients that meet.
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
-def _first_layer_norm(x, scale, bias, eps, backend):
-    return _layer_norm(x, scale, bias, eps, backend), x
-
-
-def _first_layer_norm_forward(x, scale, bias, eps, backend):
-    out, (x, scale, *statistics) = _layer_norm_forward(x, scale, bias, eps, backend)
-    return (out, x), (x, None, scale, *statistics)
-
-
-def _first_layer_norm_backward(eps, backend, residuals, cotangents):
-    dx, _, *of_weights = dispatch(ADD_LAYER_NORM, "backward", backend, *residuals, *cotangents)
-    return dx, *of_weights
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2, 3))
-def _first_rms_norm(x, scale, eps, backend):
-    return _rms_norm(x, scale, eps, backend), x
-
-
-def _first_rms_norm_forward(x, scale, eps, backend):
-    out, kept = _rms_norm_forward(x, scale, eps, backend)
-    return (out, x), kept
-
-
-def _first_rms_norm_backward(eps, backend, residuals, cotangents):
-    return dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(3, 4))
-def _add_rms_norm(x, residual, scale, eps, backend):
-    arrays = (x, residual, scale)
-    return dispatch(ADD_RMS_NORM, "forward", backend, *arrays, eps=eps, statistics=False)[:2]
-
-
-def _add_rms_norm_forward(x, residual, scale, eps, backend):
-    outputs = dispatch(ADD_RMS_NORM, "forward", backend, x, residual, scale, eps=eps)
-    out, h, rstd = checkpoint_name(outputs, "add_rms_norm")
-    return (out, h), (h, scale, rstd)
-
-
-def _add_rms_norm_backward(eps, backend, residuals, cotangents):
-    dx, dscale = dispatch(ADD_RMS_NORM, "backward", backend, *residuals, *cotangents)
-    return dx, dx, dscale
-
-
-_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
-_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
-streams.defvjp(_add_layer_norm, _add_layer_norm_forward, _add_layer_norm_backward)
-streams.defvjp(_add_rms_norm, _add_rms_norm_forward, _add_rms_norm_backward)
-streams.defvjp(_first_layer_norm, _first_layer_norm_forward, _first_layer_norm_backward)
-streams.defvjp(_first_rms_norm, _first_rms_norm_forward, _first_rms_norm_backward)
+_layer_norm_and_x = with_backward(
+    "add_layer_norm",
+    _layer_norm_and_x_forward,
+    _layer_norm_and_x_backward,
+    primal=lambda options, backend, x, *weights: (
+        _layer_norm(x, *weights, backend=backend, options=options),
+        x,
+    ),
+    outputs=2,
+)
+_rms_norm_and_x = with_backward(
+    "add_rms_norm",
+    _rms_norm_and_x_forward,
+    _rms_norm_and_x_backward,
+    primal=lambda options, backend, x, scale: (
+        _rms_norm(x, scale, backend=backend, options=options),
+        x,
+    ),
+    outputs=2,
+)

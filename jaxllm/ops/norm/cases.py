@@ -1,4 +1,4 @@
-"""Shapes of normalization calls: odd ones for tests, real ones for a GPU and benchmarks."""
+"""Normalization cases: small odd shapes for tests, model shapes for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _case(
     if x_bias:
         inputs["x_bias"] = Normal(shape[-1:], dtype=weights)
     size = math.prod(shape)
-    # Forward: x (and residual) in, out (and h) out, which is x where there is no residual.
+    # Forward: x (and residual) in, out (and h) out. Without a residual h is x.
     # Backward: x, dout (and dh) in, dx out.
     return Case(
         op,

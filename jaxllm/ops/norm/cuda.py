@@ -12,9 +12,9 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# In the backward pass a CTA adds up the weight gradients of the rows that it visits and writes one
-# partial row of them; a second kernel adds the partial rows. The launcher takes no more CTAs than
-# the workspace has rows, whatever the GPU: these are a few for each SM of the largest ones.
+# The weight gradients have two stages: each CTA sums its rows into one partial row, and a second
+# kernel sums the partial rows. The workspace bounds the number of CTAs: a few per SM of the largest
+# GPUs.
 _MAX_PARTIAL_ROWS = 640
 _MAX_ROWS = 2**31 - 1  # the x axis of a grid
 
@@ -27,7 +27,7 @@ def layer_norm_unsupported(x, *arrays, **_) -> str | None:
     for array in arrays:
         if array is not None and array.dtype not in (x.dtype, jnp.float32):
             return (
-                f"an argument has dtype {array.dtype}; beside x of {x.dtype} the kernel takes "
+                f"an argument has dtype {array.dtype}; with x of {x.dtype} the kernel takes "
                 "that dtype or float32"
             )
     if (rows := math.prod(x.shape[:-1])) > _MAX_ROWS:
@@ -53,8 +53,8 @@ add_rms_norm_backward_unsupported = add_layer_norm_backward_unsupported
 def layer_norm_forward(x, scale, bias, *, eps, statistics=True):
     """Returns ``(out, mean, rstd)``."""
     results = (_like(x), *2 * [_row_statistic(x, statistics)])
-    out, *kept = ffi.call("layer_norm_forward", results, x, scale, bias, eps=eps)
-    return (out, *(kept if statistics else (None, None)))
+    out, *row_statistics = ffi.call("layer_norm_forward", results, x, scale, bias, eps=eps)
+    return (out, *(row_statistics if statistics else (None, None)))
 
 
 def layer_norm_backward(x, scale, mean, rstd, dout):
@@ -82,16 +82,16 @@ def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=
         x_bias = jnp.zeros(0, scale.dtype)
     results = (_like(x), _like(x), *2 * [_row_statistic(x, statistics)])
     arrays = (x, residual, x_bias, scale, bias)
-    out, h, *kept = ffi.call("add_layer_norm_forward", results, *arrays, eps=eps)
-    return (out, h, *(kept if statistics else (None, None)))
+    out, h, *row_statistics = ffi.call("add_layer_norm_forward", results, *arrays, eps=eps)
+    return (out, h, *(row_statistics if statistics else (None, None)))
 
 
 def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
     """Returns ``(dx, dx_bias, dscale, dbias)``."""
-    of_x_bias = jax.ShapeDtypeStruct((0,), scale.dtype) if x_bias is None else _like(x_bias)
+    dx_bias = jax.ShapeDtypeStruct((0,), scale.dtype) if x_bias is None else _like(x_bias)
     sums = 2 if x_bias is None else 3
-    results = (_like(h), _like(scale), _like(scale), of_x_bias, _partial_sums(h, sums))
-    arrays = (h, scale, mean, rstd, dout, _of_stream(dh, h))
+    results = (_like(h), _like(scale), _like(scale), dx_bias, _partial_sums(h, sums))
+    arrays = (h, scale, mean, rstd, dout, _or_empty(dh, h))
     gradients = ffi.call("add_layer_norm_backward", results, *arrays)
     dx, dscale, dbias, dx_bias, _ = gradients
     return dx, None if x_bias is None else dx_bias, dscale, dbias
@@ -107,11 +107,11 @@ def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
 def add_rms_norm_backward(h, scale, rstd, dout, dh):
     """Returns ``(dx, dscale)``."""
     results = (_like(h), _like(scale), _partial_sums(h, 1))
-    arrays = (h, scale, rstd, dout, _of_stream(dh, h))
+    arrays = (h, scale, rstd, dout, _or_empty(dh, h))
     return ffi.call("add_rms_norm_backward", results, *arrays)[:2]
 
 
-def _of_stream(dh: Array | None, h: Array) -> Array:
+def _or_empty(dh: Array | None, h: Array) -> Array:
     return jnp.zeros(0, h.dtype) if dh is None else dh
 
 

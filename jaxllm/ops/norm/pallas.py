@@ -1,8 +1,8 @@
 """Pallas-Triton normalization kernels.
 
-A program holds a tile of whole rows, its width rounded up to a power of two as Triton asks; the
-columns past the row's end, and the rows past the last, are masked. Statistics and sums are
-float32. The fused ops pass a residual, the others None: one kernel serves both.
+A program has a tile of whole rows. Its width is rounded up to a power of two, as Triton requires;
+columns past the row's end and rows past the last are masked. Statistics and sums are float32. One
+kernel serves an op with and without a residual, which is None there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.ops.pallas_call import pallas_call
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 65536
 _MAX_ROWS = 2**30  # rows are counted in 32 bits, and the last tile ends beyond the last row
-_TILE = 1024  # elements that a program works on at once, unless one row is longer
+_TILE = 1024  # elements per tile, unless one row is longer
 _MAX_PROGRAMS = 1024  # of a backward kernel: each writes one partial row of weight gradients
 
 
@@ -100,7 +100,7 @@ def add_rms_norm_backward(h, scale, rstd, dout, dh, *, interpret=False):
     return _rms_norm_backward(h, scale, rstd, dout, dh, interpret)
 
 
-# The kernels. `shape` is that of the whole array, (rows, width); a ref is a block of it.
+# Kernels. `shape` is the shape of the whole array, (rows, width); a ref is one block of it.
 
 
 def _layer_norm_forward_kernel(
@@ -110,7 +110,7 @@ def _layer_norm_forward_kernel(
     rows, columns = _masks(shape, x_ref.shape, pl.program_id(0) * x_ref.shape[0])
     inside = rows[:, None] & columns
     x_bias = None if x_bias_ref is None else _load(x_bias_ref, columns)
-    x = _stream(x_ref, residual_ref, h_ref, inside, x_bias)
+    x = _sum(x_ref, residual_ref, h_ref, inside, x_bias)
     mean = jnp.sum(x, axis=1) / shape[1]
     centred = jnp.where(inside, x - mean[:, None], 0.0)
     rstd = lax.rsqrt(jnp.sum(centred * centred, axis=1) / shape[1] + eps)
@@ -126,7 +126,7 @@ def _rms_norm_forward_kernel(
 ):
     rows, columns = _masks(shape, x_ref.shape, pl.program_id(0) * x_ref.shape[0])
     inside = rows[:, None] & columns
-    x = _stream(x_ref, residual_ref, h_ref, inside)
+    x = _sum(x_ref, residual_ref, h_ref, inside)
     rstd = lax.rsqrt(jnp.sum(x * x, axis=1) / shape[1] + eps)
     out = x * rstd[:, None] * _load(scale_ref, columns)
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
@@ -209,8 +209,8 @@ def _load(ref, mask):
     return plgpu.load(ref, mask=mask, other=0.0).astype(jnp.float32)
 
 
-def _stream(x_ref, residual_ref, h_ref, inside, x_bias=None):
-    """Reads x; with a residual, adds it and x_bias, and returns the sum, rounded as written."""
+def _sum(x_ref, residual_ref, h_ref, inside, x_bias=None):
+    """``h = x + x_bias + residual``, rounded as it is stored; ``x`` if there is no residual."""
     x = _load(x_ref, inside)
     if residual_ref is None:
         return x
@@ -221,7 +221,7 @@ def _stream(x_ref, residual_ref, h_ref, inside, x_bias=None):
     return h.astype(jnp.float32)
 
 
-# The calls: blocks and grids, and the final sums over partial rows.
+# Calls: block specs, grids, and the final sums over partial rows.
 
 
 def _layer_norm_forward(x, residual, x_bias, scale, bias, eps, statistics, interpret):
@@ -266,20 +266,20 @@ def _layer_norm_backward(x, x_bias, scale, mean, rstd, dout, dh, interpret):
     programs = pl.cdiv(shape[0], block[0])
     array, statistic, weight, partial = _specs(block)
     partials = jax.ShapeDtypeStruct((programs, shape[1]), jnp.float32)
-    of_x_bias = (None, None) if x_bias is None else (partial, partials)
+    dx_bias = (None, None) if x_bias is None else (partial, partials)
     dx, *sums = _call(
         functools.partial(_layer_norm_backward_kernel, shape=shape, tile=tile[0]),
         programs=programs,
         in_specs=[array, weight, statistic, statistic, array, None if dh is None else array],
-        out_specs=[array, of_x_bias[0], partial, partial],
-        out_shape=[_flat(x), of_x_bias[1], partials, partials],
+        out_specs=[array, dx_bias[0], partial, partial],
+        out_shape=[_flat(x), dx_bias[1], partials, partials],
         tile=tile,
         interpret=interpret,
     )(
         _reshape(x, shape), scale, mean.reshape(-1), rstd.reshape(-1),
         _reshape(dout, shape), _reshape(dh, shape),
     )  # fmt: skip
-    sums = (None if of is None else of.sum(axis=0).astype(scale.dtype) for of in sums)
+    sums = (None if x is None else x.sum(axis=0).astype(scale.dtype) for x in sums)
     return (dx.reshape(x.shape), *sums)
 
 
@@ -304,11 +304,11 @@ def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
 def _call(
     kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret
 ) -> Callable[..., Any]:
-    """``pallas_call`` with the compiler parameters that suit a tile, and no rows allowed."""
+    """``pallas_call`` with the compiler parameters for a tile; zeros for an empty grid."""
     if programs == 0:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros
-    # One warp for a tile of the usual size; wider rows want more threads to share the waiting.
+    # One warp for a tile of the usual size; wider rows need more warps to hide memory latency.
     elements = tile[0] * tile[1]
     warps = 1 if elements <= _TILE else elements // 512
     return pallas_call(
@@ -339,19 +339,19 @@ def _statistic(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _tile(shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of a tile: powers of two, whole rows."""
+    """The rows and columns of a tile: powers of two, whole rows."""
     width = pl.next_power_of_2(shape[1])
     return max(1, _TILE // width), width
 
 
 def _visited_block(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
-    """The rows that one backward program visits, tile after tile."""
+    """The rows of one backward program, which processes them tile by tile."""
     tiles = max(1, pl.cdiv(pl.cdiv(shape[0], tile[0]), _MAX_PROGRAMS))
     return tiles * tile[0], tile[1]
 
 
 def _specs(block: tuple[int, int]) -> tuple[pl.BlockSpec, ...]:
-    """How the programs share a whole array, a row statistic, a weight, and partial sums."""
+    """The block specs of an array of rows, a row statistic, a weight, and partial sums."""
     return (
         pl.BlockSpec(block, lambda i: (i, 0)),
         pl.BlockSpec((block[0],), lambda i: (i,)),

@@ -1,4 +1,4 @@
-r"""Normalization in ``jax.numpy``: the definition of each op, and its derivative by hand.
+r"""Normalization in ``jax.numpy``: the reference implementations, with hand-written gradients.
 
 With :math:`n` the normalized row, :math:`r` its ``rstd``, and :math:`g = scale \cdot dout` the
 gradient that reaches ``n``, the chain rule through mean and variance gives for one row
@@ -6,16 +6,17 @@ gradient that reaches ``n``, the chain rule through mean and variance gives for 
 .. math::
     dx = r\,(g - \overline{g} - n\,\overline{g n})
 
-where a bar is the mean over the row: ``g`` loses its component along the constant vector (what the
-mean removed) and along ``n`` itself (what the division by the deviation removed). RMS
-normalization removes no mean, so its :math:`\overline{g}` term is absent. Over all rows
+where a bar is the mean over the row: ``g`` loses its component along the constant vector, because
+the forward subtracts the mean, and its component along ``n``, because the forward divides by the
+standard deviation. RMS normalization subtracts no mean and has no :math:`\overline{g}` term. Over
+all rows
 
 .. math::
     dscale = \sum_{rows} n \cdot dout \qquad dbias = \sum_{rows} dout
 
 and the gradient of a bias that was added to ``x`` is :math:`\sum_{rows} dx`. Statistics and sums
-are float32 (float64 for float64 inputs). Where no backward will ask for them, a forward is called
-with ``statistics=False`` and returns None in their place.
+are float32 (float64 for float64 inputs). A forward without a backward pass is called with
+``statistics=False`` and returns None for each statistic.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _sum_rows(values: Array, like: Array) -> Array:
 def _rounded_sum(x: Array, residual: Array | None, x_bias: Array | None = None) -> Array:
     if residual is None:
         return x
-    # The backward sees h as it was stored, so its statistics must be those of the stored h; left
-    # alone, XLA computes them from a sum that it has not rounded yet.
+    # The backward reads the stored, rounded h, so the statistics must be of the rounded h too. XLA
+    # by itself computes them from the unrounded sum.
     dtype = jnp.finfo(x.dtype)
     h = x + residual
     if x_bias is not None:
@@ -45,7 +46,7 @@ def _rounded_sum(x: Array, residual: Array | None, x_bias: Array | None = None) 
 
 
 def layer_norm(x, scale, bias, *, eps):
-    """The definition of ``layer_norm``, for JAX to differentiate."""
+    """``layer_norm`` for JAX to differentiate, without a hand-written gradient."""
     return layer_norm_forward(x, scale, bias, eps=eps)[0]
 
 
@@ -70,7 +71,7 @@ def layer_norm_backward(x, scale, mean, rstd, dout):
 
 
 def rms_norm(x, scale, *, eps):
-    """The definition of ``rms_norm``, for JAX to differentiate."""
+    """``rms_norm`` for JAX to differentiate, without a hand-written gradient."""
     return rms_norm_forward(x, scale, eps=eps)[0]
 
 
@@ -91,21 +92,21 @@ def rms_norm_backward(x, scale, rstd, dout):
 
 
 def add_layer_norm(x, residual, scale, bias, x_bias=None, *, eps):
-    """The definition of ``add_layer_norm``, for JAX to differentiate."""
+    """``add_layer_norm`` for JAX to differentiate, without a hand-written gradient."""
     return add_layer_norm_forward(x, residual, x_bias, scale, bias, eps=eps)[:2]
 
 
 def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=True):
-    """Returns ``(out, h, mean, rstd)``; the statistics are those of the rounded ``h``."""
+    """Returns ``(out, h, mean, rstd)``; the statistics are of the rounded ``h``."""
     h = _rounded_sum(x, residual, x_bias)
     out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps, statistics=statistics)
     return out, h, mean, rstd
 
 
 def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
-    """Returns ``(dx, dx_bias, dscale, dbias)``; ``dx`` is of ``x`` and ``residual`` alike.
+    """Returns ``(dx, dx_bias, dscale, dbias)``; ``dx`` is the gradient of ``x`` and ``residual``.
 
-    ``dh`` is None where nothing but the norm reads the sum.
+    ``dh`` is None where only the norm reads the sum.
     """
     dx, dscale, dbias = layer_norm_backward(_wide(h), scale, mean, rstd, dout)
     if dh is not None:
@@ -115,19 +116,19 @@ def add_layer_norm_backward(h, x_bias, scale, mean, rstd, dout, dh):
 
 
 def add_rms_norm(x, residual, scale, *, eps):
-    """The definition of ``add_rms_norm``, for JAX to differentiate."""
+    """``add_rms_norm`` for JAX to differentiate, without a hand-written gradient."""
     return add_rms_norm_forward(x, residual, scale, eps=eps)[:2]
 
 
 def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
-    """Returns ``(out, h, rstd)``; ``rstd`` is that of the rounded ``h``."""
+    """Returns ``(out, h, rstd)``; ``rstd`` is of the rounded ``h``."""
     h = _rounded_sum(x, residual)
     out, rstd = rms_norm_forward(h, scale, eps=eps, statistics=statistics)
     return out, h, rstd
 
 
 def add_rms_norm_backward(h, scale, rstd, dout, dh):
-    """Returns ``(dx, dscale)``, as :func:`add_layer_norm_backward`."""
+    """Returns ``(dx, dscale)``; ``dh`` as in :func:`add_layer_norm_backward`."""
     dx, dscale = rms_norm_backward(_wide(h), scale, rstd, dout)
     if dh is not None:
         dx += _wide(dh)

@@ -1,1 +1,1 @@
-"""The optimizer's step: AdamW in place, and the norm that gradients are clipped to."""
+"""AdamW updates in place, and the global norm for gradient clipping."""

@@ -1,4 +1,4 @@
-"""The optimizer's step: AdamW in place, and the norm that gradients are clipped to."""
+"""AdamW updates in place, and the global norm for gradient clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.ops.checks import (
     as_number,
     check_floating,
@@ -22,9 +22,9 @@ from jaxllm.ops.checks import (
 )
 from jaxllm.ops.optimizer import cuda, pallas, reference
 
-# XLA makes of the definitions what the Pallas kernels do, a kernel or two for each leaf, and is a
-# little faster at it: on an H200, for GPT-2 124M in float32, 844 us against 847 for the update and
-# 144 us against 150 for the norm.
+# XLA compiles the reference implementations to one or two kernels per leaf, as many as Pallas, and
+# they are a little faster: on an H200, for GPT-2 124M in float32, 844 us against 847 us for the
+# update and 144 us against 150 us for the norm.
 _PREFERENCE: tuple[Backend, ...] = ("cuda", "xla", "pallas")
 ADAMW_UPDATE = Op(
     "adamw_update", reference=reference, pallas=pallas, cuda=cuda, preference=_PREFERENCE
@@ -66,40 +66,43 @@ def adamw_update(
         param' &= param - lr \left( \frac{m' / (1 - \beta_1^{step})}
                   {\sqrt{v' / (1 - \beta_2^{step})} + \epsilon} + weight\_decay \cdot param \right)
 
-    in float32, with ``optax.adamw``'s roundings. The kernels write ``param``, ``m`` and ``v`` where
-    they stand. For that the caller must be done with them: under ``jax.jit`` with
-    ``donate_argnums``, or as the carry of a ``lax.scan``. Otherwise XLA copies them first.
+    in float32, with ``optax.adamw``'s roundings. The kernels overwrite ``param``, ``m`` and ``v``
+    in place if the caller gives them up: by ``donate_argnums`` of ``jax.jit``, or as the carry of a
+    ``lax.scan``. Otherwise XLA copies them first.
+
+    Note: the defaults are those of LLM pretraining, ``b2=0.95`` and ``weight_decay=0.1``;
+    ``optax.adamw`` has 0.999 and 1e-4. ``b1=0.9`` and ``eps=1e-8`` are the same in both.
 
     Args:
         param: The parameters; float32, bfloat16 or float16 for the kernels.
-        grad: Their gradients, shaped as ``param``; in the dtype of ``param`` or float32, or beside
-            float32 parameters in any of the three.
+        grad: Their gradients, in the shape of ``param``; in the dtype of ``param`` or float32, or
+            for float32 parameters in any of the three.
         m: The running mean of the gradients, float32.
         v: The running mean of their squares, float32.
         step: The number of this step, an integer scalar; the first is 1.
         lr: The learning rate, a scalar.
-        b1: The decay of ``m``, from 0 to 1. Where it, ``b2``, ``eps`` or ``weight_decay`` is
-            traced, the CUDA kernel does not serve the call, and nothing checks the range.
+        b1: The decay of ``m``, from 0 to 1. If ``b1``, ``b2``, ``eps`` or ``weight_decay`` is
+            traced, the CUDA kernel rejects the call, and the range is not checked.
         b2: The decay of ``v``, from 0 to 1.
         eps: Added to the root of the mean square.
-        weight_decay: The share of ``lr`` by which parameters shrink.
+        weight_decay: Multiplies ``lr * param`` in the update.
         mask: Which arrays decay: a tree of bools like ``param``, or a prefix of one; None for all.
-        grad_scale: A factor for all gradients, a scalar: clipping without a pass of its own.
-        skip: A bool scalar: True leaves the parameters and the means as they are, whatever the
-            gradients. The copy is made all the same.
-        copy_dtype: Return the new parameters rounded to this dtype as well: bfloat16 or float16,
-            beside float32 parameters. None for no copy.
-        seed: An integer scalar: what is rounded to bfloat16 (the copy, or the parameters
-            themselves) is rounded up or down at random, so that it is right on average. Equal seeds
-            and steps round alike under every backend. None rounds to the nearest.
+        grad_scale: A factor for all gradients, a scalar: clipping without another pass.
+        skip: A bool scalar: True keeps ``param``, ``m`` and ``v``, whatever the gradients. The copy
+            is still written.
+        copy_dtype: Also return the new parameters, which must be float32, rounded to this dtype:
+            bfloat16 or float16. None for no copy.
+        seed: An integer scalar for stochastic rounding to bfloat16, of the copy or of bfloat16
+            parameters. Equal seeds and steps round equally under every backend. None rounds to the
+            nearest.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        ``(param, m, v)``, or ``(param, m, v, copy)`` where there is a ``copy_dtype``.
+        ``(param, m, v)``, or ``(param, m, v, copy)`` with a ``copy_dtype``.
 
     Raises:
-        TypeError: An array is not of a dtype that its description allows, there is a seed and
-            nothing to round to bfloat16, or the mask is traced.
+        TypeError: An array has a dtype that its description does not allow, nothing is rounded to
+            bfloat16 although there is a seed, or the mask is traced.
         ValueError: The trees differ in structure or shapes, or a decay is not in its range.
         BackendError: The backend that was asked for cannot serve the call.
 
@@ -128,7 +131,7 @@ def adamw_update(
         if isinstance(options[name], float) and not 0 <= options[name] < 1:
             raise ValueError(f"{name} is {options[name]}; it must have 0 <= {name} < 1")
 
-    # optax's own formula, float32 roundings included.
+    # The formula of optax, with its float32 roundings.
     corrections = [1 / (1 - options[name] ** jnp.asarray(step)) for name in ("b1", "b2")]
     scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale, skip)])
     traced = None
@@ -141,7 +144,7 @@ def adamw_update(
     for group in _groups(params, grads):
         outputs = dispatch(
             ADAMW_UPDATE,
-            "",
+            Direction.INFERENCE,
             backend,
             *(tuple(leaves[i] for i in group) for leaves in (params, grads, ms, vs)),
             scalars.astype(ms[group[0]].dtype),
@@ -158,14 +161,14 @@ def adamw_update(
 
 
 def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, ""]:
-    r"""The root of the sum of the squares of all arrays in a tree.
+    r"""The Euclidean norm of all arrays of a tree together.
 
     .. math::
         norm = \sqrt{\sum_i x_i^2}
 
-    Squares and their sum are float32, added in an order that depends on the shapes alone, so the
-    norm repeats bit for bit. It is infinite where the sum is beyond float32 (a norm above 1.8e19)
-    or an element is infinite, and NaN where an element is. The kernels have no derivative.
+    Squares and their sum are float32, in an order that depends only on the shapes, so the norm
+    repeats bit for bit. It is infinite if the sum overflows float32 (a norm above 1.8e19) or an
+    element is infinite, and NaN if an element is NaN. The kernels have no derivative.
 
     Args:
         tree: The arrays; float32, bfloat16 or float16 for the kernels.
@@ -189,7 +192,7 @@ def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, "
         check_floating(tree=leaf)
     if not leaves:
         return jnp.zeros((), jnp.float32)
-    return dispatch(GLOBAL_NORM, "", resolve(backend), tuple(leaves))
+    return dispatch(GLOBAL_NORM, Direction.INFERENCE, resolve(backend), tuple(leaves))
 
 
 def _check_arrays(path: str, param: Array, grad: Array, m: Array, v: Array) -> None:
@@ -218,7 +221,7 @@ def _check_rounding(path: str, dtype: Any, copy_dtype: Any, seed: ArrayLike | No
 
 
 def _groups(params: list[Array], grads: list[Array]) -> list[list[int]]:
-    """The places of the leaves, grouped by dtypes: one launch serves leaves of one kind."""
+    """The indices of the leaves, grouped by dtypes: one launch per group."""
     groups: dict[Any, list[int]] = {}
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         groups.setdefault((param.dtype, grad.dtype), []).append(i)
@@ -226,7 +229,7 @@ def _groups(params: list[Array], grads: list[Array]) -> list[list[int]]:
 
 
 def _leaf_seeds(seed: ArrayLike, step: ArrayLike, count: int) -> Array:
-    """A random uint32 for each leaf, different at each step."""
+    """A random uint32 per leaf, different at each step."""
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer):
         raise TypeError(f"seed is {seed!r}; it must be an integer")
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)

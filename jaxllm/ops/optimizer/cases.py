@@ -1,4 +1,4 @@
-"""Shapes of optimizer calls: odd ones for tests, GPT-2's for a GPU and benchmarks."""
+"""Optimizer cases: small odd shapes for tests, GPT-2's for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from jaxllm.testing import Case, Normal
 
-# The arrays of GPT-2 124M, its layers stacked as in jaxllm.models.gpt2.
+# The parameters of GPT-2 124M, with stacked layers as in jaxllm.models.gpt2.
 _GPT2_124M = {
     "wte": (50304, 768),
     "wpe": (1024, 768),
@@ -46,8 +46,8 @@ def _adamw(
 ) -> Case:
     param = _specs(shapes, mean=0.5, dtype="float32" if masters else None)
     size = _size(param)
-    # The gradient in, and the parameters in and out; float32 are m and v in and out. Masters are
-    # float32 too, and leave a bfloat16 copy behind.
+    # Gradients in, parameters in and out; in float32 m and v in and out. Master parameters are
+    # float32 too, with a bfloat16 copy out.
     return Case(
         "adamw_update",
         name,

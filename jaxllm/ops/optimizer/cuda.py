@@ -1,4 +1,4 @@
-"""FFI calls to the CUDA kernels of the optimizer in ``cuda/optimizer``."""
+"""FFI calls to the CUDA optimizer kernels in ``cuda/optimizer``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# The norm's kernel leaves a partial sum of each chunk, and one block adds them up. The chunks are
-# larger where there would be too many of them for that.
+# Each thread block of global_norm sums a chunk, and one thread block sums the partial sums. Chunks
+# grow where there would be more than _MAX_CHUNKS.
 _MIN_CHUNK = 16384
 _MAX_CHUNKS = 32768
 
@@ -26,18 +26,18 @@ def adamw_update_unsupported(params, grads, ms, vs, scalars, seeds, traced, **_)
     if m != jnp.float32:
         return f"m has dtype {m}; the kernel takes float32"
     if jnp.float32 not in (param, grad) and param != grad:
-        return f"grad has dtype {grad}; beside param of {param} the kernel takes that or float32"
+        return f"grad has dtype {grad}; with param of {param} the kernel takes that or float32"
     return None
 
 
 def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, decays, copy_dtype):
-    """Returns ``(params, ms, vs, copies)``, all but the copies written over the operands."""
+    """Returns ``(params, ms, vs, copies)``; all but the copies overwrite the operands."""
     assert traced is None
     count = len(params)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*params, *ms, *vs)]
     if copy_dtype is not None:
         results += [jax.ShapeDtypeStruct(x.shape, copy_dtype) for x in params]
-    # After the scalars come the params, the grads, and then again what is replaced.
+    # The operands are scalars, params, grads, ms and vs; the results replace params, ms and vs.
     replaced = [*range(1, 1 + count), *range(1 + 2 * count, 1 + 4 * count)]
     outputs = ffi.call(
         "adamw_update",

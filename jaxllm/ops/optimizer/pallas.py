@@ -1,6 +1,6 @@
-"""Pallas-Triton kernels of the optimizer: one call for each leaf of a tree.
+"""Pallas-Triton optimizer kernels: one call per leaf of a tree.
 
-A leaf is a row of elements, and a program has a block of it; the elements past the end are masked.
+A leaf is one row of elements, split into one block per program; elements past the end are masked.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_BLOCK, _WARPS = 512, 4  # of a program of the update
+_BLOCK, _WARPS = 512, 4  # per program of adamw_update
 _SCALARS = 5
-_TRACED = 4  # b1, b2, eps and weight_decay, where they are no numbers
-_NORM_BLOCK, _NORM_WARPS = 4096, 4  # of one of the norm, which leaves a partial sum
+_TRACED = 4  # b1, b2, eps and weight_decay, where they are traced
+_NORM_BLOCK, _NORM_WARPS = 4096, 4  # per program of global_norm, which writes a partial sum
 
 
 def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
@@ -89,7 +89,7 @@ def _adamw_update_kernel(
     position = pl.program_id(0) * _BLOCK + jnp.arange(_BLOCK)
     inside = position < size
     lr, m_correction, v_correction, grad_scale, skip = (scalars_ref[i] for i in range(_SCALARS))
-    if b1 is None:  # traced, as all four then are
+    if b1 is None:  # all four are traced
         b1, b2, eps, weight_decay = (scalars_ref[_SCALARS + i] for i in range(_TRACED))
         decay *= weight_decay
     param, grad, m, v = (_load(ref, inside) for ref in (param_ref, grad_ref, m_ref, v_ref))
@@ -120,7 +120,7 @@ def _load(ref, mask):
 
 
 def _round(x, dtype, position, seed):
-    """Rounds as reference.py does: to the nearest, or to a bfloat16 at random."""
+    """Rounds as reference.py does: to the nearest, or stochastically to bfloat16."""
     if seed is None or dtype != jnp.bfloat16:
         return x.astype(dtype)
     random = position.astype(jnp.uint32) + seed
@@ -128,13 +128,13 @@ def _round(x, dtype, position, seed):
     random = (random ^ (random >> 15)) * jnp.uint32(0x846CA68B)
     random = (random ^ (random >> 16)) & 0xFFFF
     bits = (lax.bitcast_convert_type(x, jnp.uint32) + random) & jnp.uint32(0xFFFF0000)
-    # What is left is a bfloat16's value, so the conversion is exact.
+    # The value is representable in bfloat16, so the conversion is exact.
     carried = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(x == x, carried, x).astype(dtype)
 
 
-def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, interpret):
-    """Returns the new ``(param, m, v, copy)`` of the leaf at a place."""
+def _update_leaf(param, grad, m, v, scalars, seeds, index, kernel, copy_dtype, interpret):
+    """Returns the new ``(param, m, v, copy)`` of the leaf with this index."""
     if param.size == 0:
         return param, m, v, None if copy_dtype is None else param.astype(copy_dtype)
     row = pl.BlockSpec((_BLOCK,), lambda i: (i,))
@@ -146,7 +146,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
         in_specs=[
             *[row] * 4,
             pl.BlockSpec(scalars.shape, lambda i: (0,)),
-            None if seeds is None else pl.BlockSpec((1,), lambda i: (place,)),
+            None if seeds is None else pl.BlockSpec((1,), lambda i: (index,)),
         ],
         out_specs=[row, row, row, None if copy is None else row],
         out_shape=[*(jax.ShapeDtypeStruct(flat[i].shape, flat[i].dtype) for i in (0, 2, 3)), copy],
@@ -158,7 +158,7 @@ def _update_leaf(param, grad, m, v, scalars, seeds, place, kernel, copy_dtype, i
 
 
 def _partial_sums(x: Array, interpret: bool) -> Array:
-    """The sums of the squares of the programs' blocks."""
+    """The sum of squares of each program's block."""
     programs = pl.cdiv(x.size, _NORM_BLOCK)
     return pallas_call(
         functools.partial(_norm_kernel, size=x.size),

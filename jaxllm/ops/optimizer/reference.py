@@ -1,6 +1,6 @@
-"""The optimizer's step in ``jax.numpy``: the definition of each op.
+"""AdamW and the global norm in ``jax.numpy``: the reference implementations.
 
-Neither op has a derivative here. Arrays come as tuples, one entry for each leaf of a tree.
+Neither op has a hand-written derivative. Arrays are tuples with one entry per leaf of a tree.
 Arithmetic is float32 (float64 for float64 parameters) whatever the dtypes.
 """
 
@@ -17,13 +17,12 @@ def _wide(x: Array) -> Array:
 
 
 def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, decays, copy_dtype):
-    """Returns ``(params, ms, vs, copies)``, tuples all.
+    """Returns the tuples ``(params, ms, vs, copies)``.
 
-    ``scalars`` are the learning rate, the two bias corrections ``1 / (1 - b ** step)``, and the
-    factor of the gradients, and whether to skip the step; ``seeds`` has a random uint32 for each
-    leaf, or is None; ``decays`` has a weight decay for each leaf. ``traced`` is None, or has b1,
-    b2, eps and a weight decay that those of the leaves are multiplied by. ``copies`` is empty where
-    ``copy_dtype`` is None.
+    ``scalars`` are the learning rate, the two bias corrections ``1 / (1 - b ** step)``, the factor
+    of the gradients, and whether to skip the step. ``seeds`` has a random uint32 per leaf, or is
+    None. ``decays`` has a weight decay per leaf. ``traced`` is None, or has traced values of b1,
+    b2, eps and a factor of the weight decays. ``copies`` is empty without a ``copy_dtype``.
     """
     if traced is not None:
         b1, b2, eps, weight_decay = traced
@@ -49,16 +48,16 @@ def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, 
 
 
 def global_norm(arrays):
-    """Returns the root of the sum of all squares."""
+    """Returns the norm."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(_wide(x))) for x in arrays))
 
 
 def _round(x: Array, dtype, seed: Array | None) -> Array:
-    """Rounds to the nearest or, for a bfloat16 with a seed, up or down at random.
+    """Rounds to the nearest or, to bfloat16 with a seed, stochastically.
 
-    A bfloat16 is the upper half of a float32. Adding a random number of 16 bits to the lower half
-    carries into the upper one with a probability equal to the fraction that is cut off, so the
-    expectation of the result is ``x``.
+    A bfloat16 is the upper half of a float32. A random 16-bit integer is added to the lower half.
+    It carries into the upper half with a probability equal to the fraction that is truncated, so
+    the expectation of the result is ``x``.
     """
     if seed is None or dtype != jnp.bfloat16:
         return x.astype(dtype)
@@ -69,7 +68,7 @@ def _round(x: Array, dtype, seed: Array | None) -> Array:
 
 
 def _random_bits(shape: tuple[int, ...], seed: Array) -> Array:
-    """A hash of seed and position for each element; equal in every implementation.
+    """A hash of seed and position for each element, the same in every implementation.
 
     Two rounds of multiplication and shift, with the constants of Wellons's "hash prospector".
     """

@@ -1,1 +1,1 @@
-"""Weights as int8 with a scale for each group: rounding them, and products with them."""
+"""Int8 weights with one scale per group: quantization, and matmuls with such weights."""

@@ -1,4 +1,4 @@
-"""Weights as int8 with a scale for each group: rounding them, and products with them."""
+"""Int8 weights with one scale per group: quantization, and matmuls with such weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.ops.checks import as_integer, check_floating, is_certain
 from jaxllm.ops.quantization import cuda, pallas, reference
 
@@ -21,17 +21,17 @@ _MAX_ROWS = 16
 def quantize(
     w: Float[Array, "*rows K"], *, group_size: int = 64, backend: Backend | None = None
 ) -> tuple[Int8[Array, "*rows K"], Float[Array, "*rows G"]]:
-    r"""Rounds weights to int8, with one scale for each group of neighbours along the last axis.
+    r"""Rounds weights to int8, with one scale per group of neighbours along the last axis.
 
     .. math::
         scale = \max |w| / 127 \qquad q = round(w / scale)
 
-    Ties go to even. A group of zeros has the scale 0. No group reaches over the end of a row.
+    Ties round to even. A group of zeros has the scale 0. Groups do not span rows.
 
     Args:
-        w: The weights, ``(out, in)`` for the products below; float32, bfloat16 or float16 for the
+        w: The weights, ``(out, in)`` for the matmuls below; float32, bfloat16 or float16 for the
             kernels.
-        group_size: Weights to a scale; it divides K.
+        group_size: The number of weights that share a scale; it divides K.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -59,17 +59,17 @@ def quantize(
             f"w has shape {w.shape}, rows of {w.shape[-1]}; they must be multiples of group_size "
             f"{group_size}"
         )
-    return dispatch(QUANTIZE, "", resolve(backend), w, group_size=group_size)
+    return dispatch(QUANTIZE, Direction.INFERENCE, resolve(backend), w, group_size=group_size)
 
 
 def dequantize(
     q: Int8[Array, "*rows K"], scales: Float[Array, "*rows G"], *, backend: Backend | None = None
 ) -> Float[Array, "*rows K"]:
-    """The weights that int8 numbers and their scales stand for: ``q * scale``.
+    """The weights that int8 values and their scales represent: ``q * scale``.
 
     Args:
-        q: The numbers, as :func:`quantize` gives them.
-        scales: The scales of their groups, G of them a row; float32 for the kernels.
+        q: The int8 values, as :func:`quantize` returns them.
+        scales: The scales of their groups, G per row; float32 for the kernels.
         backend: As in :func:`quantize`.
 
     Returns:
@@ -81,7 +81,7 @@ def dequantize(
         BackendError: The backend that was asked for cannot serve the call.
     """
     _check_quantized(q, scales)
-    return dispatch(DEQUANTIZE, "", resolve(backend), q, scales)
+    return dispatch(DEQUANTIZE, Direction.INFERENCE, resolve(backend), q, scales)
 
 
 def quantized_matvec(
@@ -91,21 +91,21 @@ def quantized_matvec(
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "*R M"]:
-    r"""The product of an int8 matrix and a few rows, which reads the matrix once.
+    r"""Multiplies a few rows by an int8 matrix, which is read once.
 
     .. math::
         out_m = \sum_k x_k \cdot scale_{m, k / g} \cdot q_{mk}
 
-    The sums are float32. For inference alone: there is no derivative.
+    The sums are float32. For inference only: there is no derivative.
 
     Args:
-        q: The matrix, ``(out, in)``, as :func:`quantize` gives it.
+        q: The matrix, ``(out, in)``, as :func:`quantize` returns it.
         scales: The scales of its groups; float32 for the kernels.
         x: One row, or 1 to 16; float32, bfloat16 or float16 for the kernels.
         backend: As in :func:`quantize`.
 
     Returns:
-        The products, in the dtype of ``x``.
+        The result, in the dtype of ``x``.
 
     Raises:
         TypeError: ``q`` is not int8, or another argument is not floating-point.
@@ -115,14 +115,14 @@ def quantized_matvec(
 
     Source: KuiperLLama's ``matmul_kernel_cu_fp32int8``.
     """
-    _check_product(q, scales, x)
+    _check_matmul(q, scales, x)
     if x.ndim == 1:
         return quantized_matvec(q, scales, x[None], backend=backend)[0]
     if x.ndim != 2 or is_certain(lambda: not 1 <= x.shape[0] <= _MAX_ROWS):
         raise ValueError(
             f"x has shape {x.shape}; it must be (K,), or (R, K) with R from 1 to {_MAX_ROWS}"
         )
-    return dispatch(QUANTIZED_MATVEC, "", resolve(backend), q, scales, x)
+    return dispatch(QUANTIZED_MATVEC, Direction.INFERENCE, resolve(backend), q, scales, x)
 
 
 def quantized_matmul(
@@ -132,27 +132,28 @@ def quantized_matmul(
     *,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows M"]:
-    """The product of an int8 matrix and many rows, as a prompt has them.
+    """Multiplies many rows, such as a prompt's, by an int8 matrix.
 
-    The matrix is widened to the dtype of ``x`` once and multiplied by XLA. For inference alone.
+    A kernel dequantizes the matrix to the dtype of ``x``, and XLA runs the GEMM. For inference
+    only: there is no derivative.
 
     Args:
         q: As in :func:`quantized_matvec`.
         scales: As in :func:`quantized_matvec`.
         x: Any number of rows.
-        backend: As in :func:`quantize`; it has the kernel that widens.
+        backend: As in :func:`quantize`, for the dequantization kernel.
 
     Returns:
-        The products, in the dtype of ``x``.
+        The result, in the dtype of ``x``.
 
     Raises:
         TypeError: As in :func:`quantized_matvec`.
         ValueError: The shapes do not fit together, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
     """
-    _check_product(q, scales, x)
+    _check_matmul(q, scales, x)
     rows = x.reshape(-1, x.shape[-1]) if x.size else jnp.zeros((0, q.shape[1]), x.dtype)
-    out = dispatch(QUANTIZED_MATMUL, "", resolve(backend), q, scales, rows)
+    out = dispatch(QUANTIZED_MATMUL, Direction.INFERENCE, resolve(backend), q, scales, rows)
     return out.reshape(*x.shape[:-1], q.shape[0])
 
 
@@ -172,7 +173,7 @@ def _check_quantized(q: Array, scales: Array) -> None:
         )
 
 
-def _check_product(q: Array, scales: Array, x: Array) -> None:
+def _check_matmul(q: Array, scales: Array, x: Array) -> None:
     _check_quantized(q, scales)
     check_floating(x=x)
     if q.ndim != 2:

@@ -49,7 +49,7 @@ def quantize(w, *, group_size):
 
 
 def dequantize(q, scales, *, dtype=jnp.float32):
-    """Returns ``w``, rounded to a dtype of the kernels."""
+    """Returns ``w`` in a dtype of the kernel."""
     (w,) = ffi.call("dequantize", [jax.ShapeDtypeStruct(q.shape, dtype)], q, scales)
     return w
 
@@ -63,7 +63,7 @@ def quantized_matvec(q, scales, x):
 
 def quantized_matmul(q, scales, x):
     """Returns ``out``."""
-    # In the dtype of x from the start: a cast by XLA would be a pass over the matrix of its own.
+    # The kernel writes the dtype of x: a cast by XLA would be another pass over the matrix.
     dtype = x.dtype if x.dtype in _DTYPES else jnp.float32
     w = dequantize(q, scales, dtype=dtype).astype(x.dtype)
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())))

@@ -1,8 +1,8 @@
 """Pallas-Triton kernels of group quantization.
 
-To round and to widen, a program has a tile of whole groups, their width rounded up to a power of
-two and masked. The product goes along the rows of the matrix a group, or a part of one, at a time:
-its numbers are exact in the dtype of x, and its scale multiplies the sum.
+To quantize and dequantize, a program has a tile of whole groups, whose width is rounded up to a
+power of two and masked. The matvec loops over the rows of the matrix by groups, or parts of one:
+the int8 values are exact in the dtype of x, and the scale of the group multiplies their sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_TILE = 4096  # elements that a program works on at once
+_TILE = 4096  # elements per program
 _MAX_GROUP = 16384
 _MAX_GROUPS = 2**30  # counted in 32 bits, and the last tile ends beyond the last group
 _MIN_BLOCK = 16
@@ -110,9 +110,7 @@ def quantized_matvec(q, scales, x, *, interpret=False):
     block = min(32, pl.next_power_of_2(max(M, _MIN_BLOCK)))
     padded = jnp.pad(x, ((0, _MIN_BLOCK - rows), (0, 0)))
     out = pallas_call(
-        functools.partial(
-            _product_kernel, M=M, K=K, group=group, step=min(group, 256), block=block
-        ),
+        functools.partial(_matvec_kernel, M=M, K=K, group=group, step=min(group, 256), block=block),
         grid=(pl.cdiv(M, block),),
         out_shape=jax.ShapeDtypeStruct((_MIN_BLOCK, M), x.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=4),
@@ -122,7 +120,7 @@ def quantized_matvec(q, scales, x, *, interpret=False):
 
 
 def _by_group(kernel, groups, *arrays, out_shape, interpret):
-    """Calls a kernel with tiles of whole groups, of ``arrays`` and of what it returns."""
+    """Calls a kernel on tiles of whole groups of ``groups``, ``arrays`` and the results."""
     count, width = groups.shape
     tile = min(max(1, _TILE // pl.next_power_of_2(width)), pl.next_power_of_2(count))
     specs = {
@@ -141,7 +139,7 @@ def _by_group(kernel, groups, *arrays, out_shape, interpret):
 
 
 def _masks(count, width, block):
-    """Which groups, and which elements, of a program's tile are in the array."""
+    """Masks of the groups and of the elements of a program's tile that are in the array."""
     start = pl.program_id(0) * block[0]
     groups = start + jnp.arange(block[0], dtype=jnp.int32) < count
     columns = jnp.arange(block[1], dtype=jnp.int32) < width
@@ -153,25 +151,25 @@ def _quantize_kernel(w_ref, q_ref, scales_ref, *, count, width):
     w = plgpu.load(w_ref, mask=mask, other=0).astype(jnp.float32)
     scales = _largest(w) / 127
     q = _round(w / jnp.where(scales == 0, 1, scales)[:, None])
-    # Only now: jnp.clip loses NaN in Triton.
+    # NaN is replaced first: jnp.clip loses it in Triton.
     q = jnp.clip(jnp.where(q == q, q, 0), -127, 127)
     plgpu.store(q_ref, q.astype(jnp.int8), mask=mask)
     plgpu.store(scales_ref, scales, mask=groups)
 
 
 def _largest(w):
-    """The largest magnitude of each row, or NaN; Triton's maximum passes over NaN."""
-    # As integers: magnitudes have the same order, and NaN comes after infinity.
+    """The largest magnitude of each row, or NaN, which Triton's maximum ignores."""
+    # Magnitudes have the same order as integers, with NaN after infinity.
     bits = lax.bitcast_convert_type(jnp.abs(w), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
 
 def _round(x):
-    """The nearest integer, or the even one of two: Pallas has no rounding for Triton."""
+    """The nearest integer, ties to even; Pallas has no rounding for Triton."""
     below = jnp.floor(x)
     odd = below - 2 * jnp.floor(below / 2)
-    rest = x - below
-    return below + jnp.where((rest > 0.5) | ((rest == 0.5) & (odd != 0)), 1.0, 0.0)
+    fraction = x - below
+    return below + jnp.where((fraction > 0.5) | ((fraction == 0.5) & (odd != 0)), 1.0, 0.0)
 
 
 def _dequantize_kernel(q_ref, scales_ref, w_ref, *, count, width):
@@ -181,7 +179,7 @@ def _dequantize_kernel(q_ref, scales_ref, w_ref, *, count, width):
     plgpu.store(w_ref, q * scales[:, None], mask=mask)
 
 
-def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, block):
+def _matvec_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, block):
     rows = pl.ds(pl.program_id(0) * block, block)
     inside = pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32) < M
     tile = jnp.broadcast_to(inside[:, None], (block, step))
@@ -191,12 +189,12 @@ def _product_kernel(q_ref, scales_ref, x_ref, out_ref, *, M, K, group, step, blo
         columns = pl.ds(i * step, step)
         q = plgpu.load(q_ref.at[rows, columns], mask=tile, other=0).astype(x_ref.dtype)
         x = plgpu.load(x_ref.at[pl.ds(0, _MIN_BLOCK), columns])
-        of_group = lax.div(i * step, i.dtype.type(group))  # i has 64 bits where integers do
-        scales = plgpu.load(scales_ref.at[rows, of_group], mask=inside, other=0)
+        group_index = lax.div(i * step, i.dtype.type(group))  # i has 64 bits where integers do
+        scales = plgpu.load(scales_ref.at[rows, group_index], mask=inside, other=0)
         return total + plgpu.dot(x, q, trans_b=True, precision=precision) * scales[None, :]
 
     total = lax.fori_loop(0, K // step, visit, jnp.zeros((_MIN_BLOCK, block), jnp.float32))
     mask = jnp.broadcast_to(inside[None, :], (_MIN_BLOCK, block))
-    # With 64-bit types enabled a plain 0 would have 64 bits, and the index of rows has 32.
-    every = pl.ds(np.int32(0), _MIN_BLOCK)  # pyright: ignore
-    plgpu.store(out_ref.at[every, rows], total.astype(out_ref.dtype), mask=mask)
+    # With 64-bit types enabled a plain 0 would have 64 bits, but the row index has 32.
+    all_rows = pl.ds(np.int32(0), _MIN_BLOCK)  # pyright: ignore
+    plgpu.store(out_ref.at[all_rows, rows], total.astype(out_ref.dtype), mask=mask)

@@ -1,13 +1,13 @@
-r"""Group quantization in ``jax.numpy``: the definition.
+r"""Group quantization in ``jax.numpy``: the reference implementation.
 
 Of each group of :math:`g` neighbours along the last axis
 
 .. math::
     scale = \max |w| / 127 \qquad q = round(w / scale) \qquad w \approx q \cdot scale
 
-with ties to even; a group of zeros has the scale 0 and the numbers 0. No weight is further than
-half a scale from its own. A group with a weight that is not finite has a scale that is not, the
-numbers 0, and so is NaN when it is widened again.
+with ties to even; a group of zeros has the scale 0 and the values 0. The error of a weight is at
+most half a scale. A group with a non-finite weight has a non-finite scale and the values 0, so it
+is NaN after dequantization.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def quantize(w, *, group_size):
     wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
     groups = wide.reshape(*w.shape[:-1], -1, group_size) if w.size else _no_groups(wide, group_size)
     scales = jnp.max(jnp.abs(groups), axis=-1, initial=0) / 127
-    # XLA's maximum on a CPU may pass over NaN.
+    # XLA's maximum on a CPU may ignore NaN.
     scales = jnp.where(jnp.isnan(groups).any(axis=-1), jnp.nan, scales)
     divisors = jnp.where(scales == 0, 1, scales)[..., None]
     q = jnp.clip(jnp.round(groups / divisors), -127, 127)
-    q = jnp.where(jnp.isnan(q), 0, q)  # which integer NaN becomes is left to the device
+    q = jnp.where(jnp.isnan(q), 0, q)  # the integer that NaN is cast to depends on the device
     return q.astype(jnp.int8).reshape(w.shape), scales
 
 
@@ -47,5 +47,5 @@ def quantized_matvec(q, scales, x):
 
 def quantized_matmul(q, scales, x):
     """Returns ``out``."""
-    # In the dtype of x: a product for its own sake, of many rows, is the tensor cores' business.
+    # A GEMM of many rows, in the dtype of x for the tensor cores.
     return jnp.einsum("rk,mk->rm", x, dequantize(q, scales).astype(x.dtype))

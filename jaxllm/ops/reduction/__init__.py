@@ -1,1 +1,1 @@
-"""Reductions of whole arrays: the sum, the largest element, the dot product, a histogram."""
+"""Reductions of whole arrays: sum, maximum, dot product, histogram."""

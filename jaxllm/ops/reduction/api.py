@@ -1,17 +1,15 @@
-"""Reductions of whole arrays: the sum, the largest element, the dot product, a histogram."""
+"""Reductions of whole arrays: sum, maximum, dot product, histogram."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.op import with_backward
 from jaxllm.ops.checks import (
     as_integer,
     check_floating,
@@ -33,15 +31,15 @@ def reduce_sum(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
     .. math::
         out = \sum_i x_i
 
-    The sum is float32 (float64 of float64), added in a fixed order, so it repeats bit for bit. A
-    row under ``jax.vmap`` may be added in another order than by itself.
+    The sum is float32 (float64 for float64) in a fixed order, so it repeats bit for bit. Under
+    ``jax.vmap`` the order may differ from that of a single call.
 
     Args:
         x: Any shape; float32, bfloat16 or float16 for the kernels.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        The sum, a float32 scalar (float64 of float64); zero where there are no elements.
+        The sum, a float32 scalar (float64 for float64); zero for an empty array.
 
     Raises:
         TypeError: ``x`` is not floating-point.
@@ -55,20 +53,21 @@ def reduce_sum(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
         Array(12., dtype=float32)
     """
     check_floating(x=x)
-    return _reduce_sum(x, jax.ShapeDtypeStruct(x.shape, x.dtype), resolve(backend))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _reduce_sum(x, backend=resolve(backend), options=like)
 
 
 def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, ""]:
     """The largest element; NaN where any element is.
 
-    Elements that are equal and largest share the gradient.
+    Elements that share the maximum share its gradient equally.
 
     Args:
         x: As in :func:`reduce_sum`.
         backend: As in :func:`reduce_sum`.
 
     Returns:
-        The largest element, a scalar in the dtype of ``x``; minus infinity where there is none.
+        The largest element, a scalar in the dtype of ``x``; minus infinity for an empty array.
 
     Raises:
         TypeError: ``x`` is not floating-point.
@@ -78,18 +77,18 @@ def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
     Source: CUDA-Learn-Notes' ``block_reduce_max``.
     """
     check_floating(x=x)
-    return _reduce_max(x, resolve(backend))
+    return _reduce_max(x, backend=resolve(backend))
 
 
 def dot(
     a: Float[Array, "*shape"], b: Float[Array, "*shape"], *, backend: Backend | None = None
 ) -> Float[Array, ""]:
-    r"""The sum of the products of two arrays' elements, whatever their shape.
+    r"""The dot product of two arrays of any shape.
 
     .. math::
         out = \sum_i a_i b_i
 
-    Products and sum are float32 (float64 of float64), added as :func:`reduce_sum` adds.
+    Products and sum are float32 (float64 for float64), in a fixed order as in :func:`reduce_sum`.
 
     Args:
         a: Any shape; float32, bfloat16 or float16 for the kernels.
@@ -97,7 +96,7 @@ def dot(
         backend: As in :func:`reduce_sum`.
 
     Returns:
-        The dot product, a float32 scalar (float64 of float64); zero where there are no elements.
+        The dot product, a float32 scalar (float64 for float64); zero for empty arrays.
 
     Raises:
         TypeError: An argument is not floating-point, or ``b`` differs from ``a`` in dtype.
@@ -109,26 +108,26 @@ def dot(
     check_floating(a=a, b=b)
     check_shape("b", b, a.shape, "the shape of a")
     check_same_dtype("b", b, "a", a)
-    return _dot(a, b, resolve(backend))
+    return _dot(a, b, backend=resolve(backend))
 
 
 def histogram(
     x: Int[Array, "*shape"], *, bins: int, backend: Backend | None = None
 ) -> Int32[Array, " bins"]:
-    r"""How often each of the numbers from 0 to ``bins - 1`` occurs.
+    r"""Counts how often each integer from 0 to ``bins - 1`` occurs.
 
     .. math::
         out_k = \sum_i [x_i = k]
 
-    Numbers outside of that range are not counted.
+    Other integers are not counted.
 
     Args:
         x: Any shape; int32 for the kernels.
-        bins: How many numbers are counted, from zero up.
+        bins: The number of counts.
         backend: As in :func:`reduce_sum`.
 
     Returns:
-        The counts. They are int32: of more than 2**31 - 1 equal numbers the count wraps around.
+        The counts in int32: a count above 2**31 - 1 wraps around.
 
     Raises:
         TypeError: ``x`` is not an array of integers.
@@ -145,57 +144,46 @@ def histogram(
     bins = as_integer("bins", bins)
     if bins < 1:
         raise ValueError(f"bins is {bins}; it must be at least 1")
-    return dispatch(HISTOGRAM, "", resolve(backend), x, bins=bins)
+    return dispatch(HISTOGRAM, Direction.INFERENCE, resolve(backend), x, bins=bins)
 
 
 # The gradients need no kernels: see reference.py.
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(1, 2))
-def _reduce_sum(x, like, backend):
-    return _reduce_sum_forward(x, like, backend)[0]
+def _reduce_sum_forward(_, backend, x):
+    out = dispatch(REDUCE_SUM, Direction.FORWARD, backend, x)
+    return checkpoint_name(out, "reduce_sum"), None
 
 
-def _reduce_sum_forward(x, like, backend):
-    return checkpoint_name(dispatch(REDUCE_SUM, "forward", backend, x), "reduce_sum"), None
-
-
-def _reduce_sum_backward(like, backend, _, dout):
+def _reduce_sum_backward(like, backend, saved, dout):
+    del backend, saved
     return (jnp.broadcast_to(dout.astype(like.dtype), like.shape),)
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(1,))
-def _reduce_max(x, backend):
-    return _reduce_max_forward(x, backend)[0]
-
-
-def _reduce_max_forward(x, backend):
-    out = checkpoint_name(dispatch(REDUCE_MAX, "forward", backend, x), "reduce_max")
+def _reduce_max_forward(_, backend, x):
+    out = checkpoint_name(dispatch(REDUCE_MAX, Direction.FORWARD, backend, x), "reduce_max")
     return out, (x, out)
 
 
-def _reduce_max_backward(backend, residuals, dout):
-    x, out = residuals
+def _reduce_max_backward(_, backend, saved, dout):
+    del backend
+    x, out = saved
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    largest = x == out
-    share = dout.astype(wide) / jnp.sum(largest, dtype=wide)
-    return (jnp.where(largest, share, 0.0).astype(x.dtype),)
+    is_largest = x == out
+    share = dout.astype(wide) / jnp.sum(is_largest, dtype=wide)
+    return (jnp.where(is_largest, share, 0.0).astype(x.dtype),)
 
 
-@functools.partial(vma.custom_vjp, nondiff_argnums=(2,))
-def _dot(a, b, backend):
-    return _dot_forward(a, b, backend)[0]
+def _dot_forward(_, backend, a, b):
+    return checkpoint_name(dispatch(DOT, Direction.FORWARD, backend, a, b), "dot"), (a, b)
 
 
-def _dot_forward(a, b, backend):
-    return checkpoint_name(dispatch(DOT, "forward", backend, a, b), "dot"), (a, b)
-
-
-def _dot_backward(backend, residuals, dout):
-    a, b = residuals
+def _dot_backward(_, backend, saved, dout):
+    del backend
+    a, b = saved
     return (dout * b).astype(a.dtype), (dout * a).astype(b.dtype)
 
 
-_reduce_sum.defvjp(_reduce_sum_forward, _reduce_sum_backward)
-_reduce_max.defvjp(_reduce_max_forward, _reduce_max_backward)
-_dot.defvjp(_dot_forward, _dot_backward)
+_reduce_sum = with_backward("reduce_sum", _reduce_sum_forward, _reduce_sum_backward)
+_reduce_max = with_backward("reduce_max", _reduce_max_forward, _reduce_max_backward)
+_dot = with_backward("dot", _dot_forward, _dot_backward)

@@ -1,4 +1,4 @@
-"""Shapes of reductions: odd ones for tests, long ones for a GPU and benchmarks."""
+"""Reduction cases: small odd shapes for tests, long arrays for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jaxllm.testing import Case, Integers, Normal
 
 _LONG = 2**28
 _MOST_BINS_OF_PALLAS = 4096
-# What the backward of each must move, in sizes of an input: the sum's writes dx, the maximum's
-# reads x as well, the dot product's reads a and b and writes both gradients.
+# The memory traffic of the backward in input sizes: reduce_sum writes dx; reduce_max reads x and
+# writes dx; dot reads a and b and writes both gradients.
 _BACKWARD = {"reduce_sum": 1, "reduce_max": 2, "dot": 4}
 
 
 def _reduce(op: str, name: str, *shape: int, large: bool = False, timed_only: bool = False) -> Case:
-    # A mean keeps the sum from being small beside what is added.
+    # With a nonzero mean the sum is not small compared with its terms.
     names = ("a", "b") if op == "dot" else ("x",)
     size = math.prod(shape)
     return Case(

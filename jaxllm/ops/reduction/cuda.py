@@ -10,8 +10,8 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-# A block leaves a partial result of a chunk, and one block adds them up. The chunks are larger
-# where there would be too many of them for that.
+# Each thread block reduces a chunk, and one thread block reduces the partial results. Chunks grow
+# where there would be more than _MAX_PARTIALS.
 _CHUNK = 16384
 _MAX_PARTIALS = 16384
 
@@ -70,6 +70,6 @@ def _scalar(dtype) -> jax.ShapeDtypeStruct:
 
 
 def _partials(x: Array) -> jax.ShapeDtypeStruct:
-    """The workspace: what each block makes of its chunk."""
+    """The workspace: the partial result of each chunk."""
     count = min(max(-(-x.size // _CHUNK), 1), _MAX_PARTIALS)
     return jax.ShapeDtypeStruct((count,), jnp.float32)

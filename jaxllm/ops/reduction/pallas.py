@@ -1,13 +1,13 @@
 """Pallas-Triton kernels of the reductions.
 
-An array is one row of elements, and a program has a stretch of it; the elements past the end are
-masked. A program leaves one partial result, and XLA reduces those in turn.
+The array is one row of elements, split into one block per program; elements past its end are
+masked. Each program writes one partial result, and XLA reduces them.
 
-Triton has no counters in shared memory to offer, so the histogram is a product of matrices. With
-``x = row * W + column`` the counts, as a matrix of rows of W, are the sum over the elements of the
-outer products of two one-hot vectors, that of ``row`` and that of ``column``: R + W comparisons an
-element, where one for each bin would be R * W, and the tensor cores add them up. Ones and zeros are
-exact in bfloat16, and so are the counts in float32 below 2**24.
+Triton has no counters in shared memory, so the histogram is a matmul. Let ``x = row * W + column``
+and arrange the counts as an R x W matrix. It is the sum, over the elements, of the outer product of
+the one-hot vectors of ``row`` and ``column``. That takes R + W comparisons per element rather than
+R * W, and the tensor cores do the sum. Ones and zeros are exact in bfloat16, and counts below 2**24
+in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_BLOCK, _WARPS = 4096, 4  # of a program
-_TILE = 128  # elements of a histogram that are one product
+_BLOCK, _WARPS = 4096, 4  # per program
+_TILE = 128  # elements per matmul of a histogram
 _MAX_BINS = 4096
 _MAX_PROGRAMS = 2048  # of a histogram
 
@@ -80,7 +80,7 @@ def histogram(x, *, bins, interpret=False):
     """Returns the counts."""
     if x.size == 0:
         return jnp.zeros(bins, jnp.int32)
-    # As nearly square as powers of two are, and no smaller than a product may be.
+    # Powers of two, nearly square, and at least the smallest size of a Triton dot.
     width = max(16, pl.next_power_of_2(math.isqrt(bins - 1) + 1))
     rows = max(16, pl.next_power_of_2(pl.cdiv(bins, width)))
     tiles = pl.cdiv(pl.cdiv(x.size, _TILE), _MAX_PROGRAMS)
@@ -98,7 +98,7 @@ def histogram(x, *, bins, interpret=False):
 
 
 def _max(values):
-    # Triton's own maximum passes over NaN, and so may XLA's on a CPU.
+    # Triton's maximum ignores NaN, and so may XLA's on a CPU.
     any_nan = jnp.sum((values != values).astype(jnp.float32)) > 0
     return jnp.where(any_nan, jnp.nan, jnp.max(values))
 
@@ -120,7 +120,7 @@ def _histogram_kernel(x_ref, counts_ref, *, size):
         position = first + i * _TILE + jnp.arange(_TILE)
         here = x_ref.at[pl.ds(i * _TILE, _TILE)]
         x = plgpu.load(here, mask=position < size, other=-1)
-        # What is negative or too large is in no row, or in one past the last bin.
+        # Other integers have no row, or a bin past the last one.
         row, column = x >> (width.bit_length() - 1), x & (width - 1)
         is_row = (jnp.arange(rows)[:, None] == row[None, :]).astype(jnp.bfloat16)
         is_column = (column[:, None] == jnp.arange(width)[None, :]).astype(jnp.bfloat16)
@@ -132,7 +132,7 @@ def _histogram_kernel(x_ref, counts_ref, *, size):
 
 
 def _partials(reduce, identity: float, interpret: bool, *arrays: Array) -> Array:
-    """What each program makes of its block of the product of the arrays."""
+    """The partial result of each program for its block of the elementwise product."""
     size = arrays[0].size
     if size == 0:
         return jnp.full(1, identity, jnp.float32)

@@ -1,20 +1,17 @@
-"""Rotary position embeddings: the rotation of queries and keys, and the tables of its angles."""
+"""Rotary position embeddings: the rotation of queries and keys, and its tables of angles."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Op
+from jaxllm.core.op import differentiable
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 from jaxllm.ops.rotary import cuda, pallas, reference
 
@@ -44,27 +41,27 @@ def rope(
     interleaved: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]] | Float[Array, "*B T N H"]:
-    r"""Turns pairs of columns of each head by the angles of the head's position.
+    r"""Rotates pairs of columns of each head by the angles of the position.
 
     .. math::
         out_a = x_a \cos - x_b \sin \qquad out_b = x_a \sin + x_b \cos
 
-    Queries and keys turn in one pass. With :math:`i` from 0 to R - 1, the i-th pair is columns
+    One pass rotates queries and keys. With :math:`i` from 0 to R - 1, the i-th pair is columns
     ``i`` and ``i + R`` (half-split, as in Hugging Face's models), or ``2i`` and ``2i + 1``
-    (interleaved, as in Meta's and llm.c's). The columns from 2R on stay as they are. The tables
-    are constants: their gradients are zero.
+    (interleaved, as in Meta's and llm.c's). The columns from 2R on are unchanged. The tables are
+    constants: their gradients are zero.
 
     Args:
         q: Queries; float32, bfloat16 or float16 for the kernels.
-        k: Keys, which may have fewer heads, in the dtype of ``q``; None to turn ``q`` alone.
-        cos: Cosines, one a pair, as :func:`rope_table` makes them: for each position (T, R), or
-            for each position of each sequence (\*B, T, R); float32 for the kernels.
+        k: Keys, which may have fewer heads, in the dtype of ``q``; None to rotate only ``q``.
+        cos: Cosines, one per pair, as :func:`rope_table` computes them: (T, R), or (\*B, T, R)
+            where each sequence has its own positions; float32 for the kernels.
         sin: Sines, in the shape and dtype of ``cos``.
         interleaved: Whether the columns of a pair are neighbours.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        ``q`` and ``k``, turned, in their shapes and dtypes; ``q`` alone where ``k`` is None.
+        ``q`` and ``k``, rotated, in their shapes and dtypes; only ``q`` where ``k`` is None.
 
     Raises:
         TypeError: An argument is not floating-point, or ``k`` differs from ``q``, or ``sin`` from
@@ -87,7 +84,22 @@ def rope(
     if k is not None:
         _check_keys(q, k)
     _check_tables(q, cos, sin)
-    return _rope(q, k, cos, sin, bool(interleaved), resolve(backend))
+    options = _Options(bool(interleaved))
+    rotated_q, rotated_k = _rope(q, k, cos, sin, backend=resolve(backend), options=options)
+    return rotated_q if k is None else (rotated_q, rotated_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    interleaved: bool
+
+
+_rope = differentiable(
+    ROPE,
+    saves=lambda q, k, cos, sin, *_: (cos, sin),
+    outputs=2,
+    arrange=lambda cos, sin, dq, dk: (dq, dk, cos, sin),
+)
 
 
 def _check_keys(q: Array, k: Array) -> None:
@@ -117,13 +129,13 @@ def _check_tables(q: Array, cos: Array, sin: Array) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch the angles beyond the length that was first trained on.
+    """How Llama 3.1 and later scale the frequencies for contexts longer than in pretraining.
 
     Attributes:
-        factor: What slow frequencies are divided by.
-        low: A frequency that turns at most this often over ``original_length`` is slow.
-        high: One that turns at least this often stays as it is; those between are blended.
-        original_length: The positions of the first training.
+        factor: The divisor of low frequencies.
+        low: A frequency with at most this many periods in ``original_length`` positions is low.
+        high: A frequency with at least this many periods is unchanged; those between are blended.
+        original_length: The context length of pretraining.
     """
 
     factor: float = 8.0
@@ -139,16 +151,16 @@ def rope_table(
     theta: float,
     scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "*P R"], Float[Array, "*P R"]]:
-    r"""The cosines and sines of the angles by which :func:`rope` turns.
+    r"""The cosines and sines of the angles by which :func:`rope` rotates.
 
     .. math::
         angle_{p,i} = p \cdot \theta^{-2i / head\_dim} \qquad 0 \le i < R = head\_dim / 2
 
     Args:
         positions: Positions, in any shape.
-        head_dim: The columns that turn, an even number: as a rule all of a head's.
+        head_dim: The number of columns to rotate, even; usually all columns of a head.
         theta: The base of the frequencies; 10,000 in Llama 2, 500,000 in Llama 3.
-        scaling: How to stretch slow frequencies; None to leave them.
+        scaling: How to scale low frequencies; None for no scaling.
 
     Returns:
         ``(cos, sin)``, float32, with a last axis of ``head_dim / 2``.
@@ -161,41 +173,12 @@ def rope_table(
     """
     check_integer(positions=positions)
     if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; it must be even, as columns turn in pairs")
+        raise ValueError(f"head_dim is {head_dim}; it must be even, as columns rotate in pairs")
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
-        turns = scaling.original_length * frequencies / (2 * np.pi)
-        kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+        periods = scaling.original_length * frequencies / (2 * np.pi)
+        unscaled = np.clip((periods - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+        frequencies = frequencies * (unscaled + (1.0 - unscaled) / scaling.factor)
     frequencies = np.expand_dims(frequencies.astype(np.float32), tuple(range(positions.ndim)))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(4, 5))
-def _rope(q, k, cos, sin, interleaved, backend):
-    return _rope_forward(q, k, cos, sin, interleaved, backend)[0]
-
-
-def _rope_forward(q, k, cos, sin, interleaved, backend):
-    turned = dispatch(ROPE, "forward", backend, q, k, cos, sin, interleaved=interleaved)
-    turned_q, turned_k = checkpoint_name(turned, "rope")
-    return turned_q if k is None else (turned_q, turned_k), (cos, sin)
-
-
-def _rope_backward(interleaved, backend, tables, cotangents):
-    dq, dk = cotangents if isinstance(cotangents, tuple) else (cotangents, None)
-    gradients = dispatch(ROPE, "backward", backend, dq, dk, *tables, interleaved=interleaved)
-    return *gradients, None, None
-
-
-def _with_constant_tables(rope):
-    """What forward mode differentiates: the tables have no tangents, as they have no gradients."""
-
-    def definition(q, k, cos, sin, *options):
-        return rope(q, k, *lax.stop_gradient((cos, sin)), *options)
-
-    return definition
-
-
-_rope.defvjp(_rope_forward, _rope_backward, definition=_with_constant_tables)

@@ -1,4 +1,4 @@
-"""Shapes of rotary calls: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+"""Rotary cases: small odd shapes for tests, model shapes for GPU tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _case(
     interleaved: bool = False,
     large: bool = False,
 ) -> Case:
-    """``rows`` is (*B, T), ``heads`` those of queries and keys; ``pairs`` None turns every column.
+    """A call with ``rows`` (*B, T) and ``heads`` (N, K); ``pairs`` None rotates every column.
 
-    The tables need not be cosines and sines: the op is linear in its input whatever they are.
+    The tables are random: the op is linear in its input for any tables.
     """
     q, k = ((*rows, count, width) for count in heads)
     table_rows = rows if table_per_sequence else rows[-1:]
     table = Normal((*table_rows, pairs or width // 2), dtype="float32", constant=True)
-    # Either direction: queries and keys in and out.
+    # Forward and backward: queries and keys in and out.
     moved = 2 * (math.prod(q) + math.prod(k))
     return Case(
         "rope",
@@ -49,8 +49,8 @@ CASES = (
     _case("position_ids", (2, 3), (3, 1), 16, table_per_sequence=True),
     _case("odd_pairs", (2, 4), (3, 5), 6),
     _case("odd_pairs_interleaved", (2, 4), (3, 5), 6, interleaved=True),
-    _case("columns_that_stay", (2, 4), (2, 1), 32, pairs=8),
-    _case("columns_that_stay_interleaved", (2, 4), (2, 1), 32, pairs=8, interleaved=True),
+    _case("unrotated_columns", (2, 4), (2, 1), 32, pairs=8),
+    _case("unrotated_columns_interleaved", (2, 4), (2, 1), 32, pairs=8, interleaved=True),
     _case("odd_width", (2, 4), (2, 1), 7, pairs=2),
     _case("one_pair", (3,), (1, 1), 2),
     _case("no_rows", (0, 4), (2, 1), 8),

@@ -31,12 +31,12 @@ def rope_forward(q, k, cos, sin, *, interleaved):
 
 
 def rope_backward(dq, dk, cos, sin, *, interleaved):
-    """Returns the gradients of ``q`` and ``k`` from those of the rotated ones."""
+    """Returns ``(dq, dk)`` of the unrotated arrays, given those of the rotated ones."""
     return _call("rope_backward", dq, dk, cos, sin, interleaved)
 
 
 def _call(stem, q, k, cos, sin, interleaved):
     keys = q[..., :0, :] if k is None else k
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys))
-    turned, turned_keys = ffi.call(stem, results, q, keys, cos, sin, interleaved=interleaved)
-    return turned, None if k is None else turned_keys
+    rotated, rotated_keys = ffi.call(stem, results, q, keys, cos, sin, interleaved=interleaved)
+    return rotated, None if k is None else rotated_keys

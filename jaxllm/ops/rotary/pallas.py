@@ -1,7 +1,7 @@
 """The Pallas-Triton rotary kernel.
 
-A program turns all heads of a few positions. The axes of a block are powers of two, as Triton asks;
-what is past the last position, head or pair is masked.
+A program rotates all heads of a few positions. The axes of a block are powers of two, as Triton
+requires; elements past the last position, head or pair are masked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxllm.ops.pallas_call import pallas_call
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_BLOCK = 65536  # elements of all heads of a position
-_TILE = 2048  # elements that a program turns, unless one position has more
+_TILE = 2048  # elements per program, unless one position has more
 
 
 def rope_unsupported(q, k, cos, sin, **_) -> str | None:
@@ -36,10 +36,10 @@ def rope_unsupported(q, k, cos, sin, **_) -> str | None:
 
 
 def rope_slower(*_, interleaved, **__) -> str | None:
-    """Why ``auto`` leaves a call to XLA; None where it does not."""
+    """Why ``auto`` prefers XLA for a call; None if it does not."""
     if interleaved:
         return None
-    return "XLA turns half-split pairs as fast, by the rows in benchmarks/results"
+    return "XLA rotates half-split pairs as fast, by the rows in benchmarks/results"
 
 
 rope_backward_slower = rope_slower
@@ -56,7 +56,7 @@ def rope_forward(q, k, cos, sin, *, interleaved, interpret=False) -> tuple[Array
 
 
 def rope_backward(dq, dk, cos, sin, *, interleaved, interpret=False) -> tuple[Array, Any]:
-    """Returns the gradients of ``q`` and ``k`` from those of the rotated ones."""
+    """Returns ``(dq, dk)`` of the unrotated arrays, given those of the rotated ones."""
     return _rotate(dq, dk, cos, sin, interleaved, -1, interpret)
 
 
@@ -71,7 +71,8 @@ def _rope_kernel(
             continue
         is_row = rows[:, None] & (jnp.arange(x_ref.shape[1]) < count)
         if interleaved:
-            # A pair's first column takes -sin of its neighbour, the second sin of its own.
+            # To the first column of a pair -sin times the second is added, to the second sin times
+            # the first.
             column = jnp.arange(2 * columns)
             is_in_table = rows[:, None] & (column < 2 * pairs)
             cos = _load(cos_ref.at[_grid(tile, column // 2)], is_in_table)[:, None, :]
@@ -101,19 +102,19 @@ def _load(ref, mask):
 
 
 def _grid(*axes):
-    """Indices of every combination: of 0, 1, ... where an axis is a number."""
+    """The indices of a grid; an axis that is a number n stands for 0 to n - 1."""
     indices = [jnp.arange(axis) if isinstance(axis, int) else axis for axis in axes]
     return tuple(jnp.meshgrid(*indices, indexing="ij"))
 
 
 def _rotate(q, k, cos, sin, interleaved, sign, interpret):
-    # jax.tree.map leaves keys that are None as they are.
+    # jax.tree.map skips keys that are None.
     width = 2 * cos.shape[-1]
-    if width < q.shape[-1]:  # the columns that stay are left to XLA
+    if width < q.shape[-1]:  # XLA copies the unrotated columns
         q_pairs, k_pairs = jax.tree.map(lambda x: x[..., :width], (q, k))
-        turned = _rotate(q_pairs, k_pairs, cos, sin, interleaved, sign, interpret)
+        rotated = _rotate(q_pairs, k_pairs, cos, sin, interleaved, sign, interpret)
         return jax.tree.map(
-            lambda pairs, x: jnp.concatenate([pairs, x[..., width:]], axis=-1), turned, (q, k)
+            lambda pairs, x: jnp.concatenate([pairs, x[..., width:]], axis=-1), rotated, (q, k)
         )
     if q.size == 0 or width == 0:
         return q, k
@@ -122,7 +123,7 @@ def _rotate(q, k, cos, sin, interleaved, sign, interpret):
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), (q, k))
     cos, sin = (table.reshape(-1, *table.shape[-2:]) for table in (cos, sin))
     heads = tuple(0 if x is None else x.shape[2] for x in flat)
-    elements = pl.next_power_of_2(max(heads)) * 2 * columns  # of a position
+    elements = pl.next_power_of_2(max(heads)) * 2 * columns  # of one position
     tile = max(1, _TILE // elements)
     tiles = pl.cdiv(length, tile)
     per_table = flat[0].shape[0] // cos.shape[0]
@@ -135,7 +136,7 @@ def _rotate(q, k, cos, sin, interleaved, sign, interpret):
     of_table = pl.BlockSpec(
         (None, tile, columns), lambda i: (i // tiles // per_table, i % tiles, 0)
     )
-    turned = pallas_call(
+    rotated = pallas_call(
         functools.partial(
             _rope_kernel,
             length=length,
@@ -153,4 +154,4 @@ def _rotate(q, k, cos, sin, interleaved, sign, interpret):
         ),
         interpret=interpret,
     )(*flat, cos, sin)
-    return jax.tree.map(lambda out, x: out.reshape(x.shape), turned, (q, k))
+    return jax.tree.map(lambda out, x: out.reshape(x.shape), rotated, (q, k))

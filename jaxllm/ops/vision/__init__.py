@@ -1,1 +1,1 @@
-"""Boxes in images: non-maximum suppression."""
+"""Bounding boxes in images: non-maximum suppression."""

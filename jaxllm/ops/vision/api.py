@@ -1,4 +1,4 @@
-"""Boxes in images: non-maximum suppression."""
+"""Bounding boxes in images: non-maximum suppression."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.ops.checks import as_float, check_floating, check_shape
 from jaxllm.ops.vision import cuda, pallas, reference
 
@@ -21,28 +21,28 @@ def nms(
     inclusive: bool = False,
     backend: Backend | None = None,
 ) -> Bool[Array, " N"]:
-    r"""Greedy non-maximum suppression: of boxes that overlap, those with the highest scores.
+    r"""Greedy non-maximum suppression: of overlapping boxes, keeps those with the highest scores.
 
-    In the order of falling scores a box stays unless one that stays shares too much with it:
+    In the order of falling scores, a box is kept unless its overlap with a kept box is too large:
 
     .. math::
         IoU(a, b) = \frac{|a \cap b|}{|a| + |b| - |a \cap b|} > iou\_threshold
 
-    A side that would be negative is zero, so boxes apart share nothing. Areas are float32 (float64
-    of float64). XLA sorts the scores; of equal ones the first goes first.
+    Negative sides count as zero, so separate boxes do not overlap. Areas are float32 (float64 for
+    float64). XLA sorts the scores; ties keep the order of ``boxes``.
 
     Args:
         boxes: Corners ``(x1, y1, x2, y2)`` in any unit; float32, bfloat16 or float16 for the
             kernels.
-        scores: One a box, any floating dtype.
-        iou_threshold: The most that two boxes may share and both stay, from 0 to 1.
-        inclusive: Whether corners are pixels that belong to the box: its sides are then
-            ``x2 - x1 + 1`` and ``y2 - y1 + 1``.
+        scores: One per box, any floating dtype.
+        iou_threshold: The largest overlap (IoU) of two kept boxes, from 0 to 1.
+        inclusive: Whether corners are pixels inside the box: its sides are then ``x2 - x1 + 1`` and
+            ``y2 - y1 + 1``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        Which boxes stay, in the order of ``boxes``. ``jnp.nonzero(keep, size=...)`` gives their
-        places.
+        Whether each box is kept, in the order of ``boxes``. ``jnp.nonzero(keep, size=...)`` returns
+        the indices.
 
     Raises:
         TypeError: An argument is not floating-point.
@@ -69,7 +69,7 @@ def nms(
     order = jnp.argsort(scores, stable=True, descending=True)
     keep = dispatch(
         NMS,
-        "",
+        Direction.INFERENCE,
         backend,
         boxes[order],
         iou_threshold=as_float("iou_threshold", iou_threshold),

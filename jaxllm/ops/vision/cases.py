@@ -1,4 +1,4 @@
-"""Boxes: few for tests, as many as a detector gives for a GPU and benchmarks."""
+"""Vision cases: few boxes for tests, a detector's number for GPU tests and benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FFI calls to the CUDA kernels for boxes in ``cuda/vision``."""
+"""FFI calls to the CUDA vision kernels in ``cuda/vision``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_MAX_BOXES = 2**17  # a bit for each pair of them is 2 GiB
-_TILE = 64  # boxes whose bits fill a word
+_MAX_BOXES = 2**17  # one bit per pair of boxes is 2 GiB
+_TILE = 64  # boxes per word of bits
 
 
 def nms_unsupported(boxes, **_) -> str | None:
@@ -23,9 +23,9 @@ def nms_unsupported(boxes, **_) -> str | None:
 
 
 def nms(boxes, *, iou_threshold, inclusive):
-    """Returns which boxes stay."""
+    """Returns whether each box is kept."""
     count = boxes.shape[0]
-    # The workspace: a word of two halves for each box and tile.
+    # The workspace: a 64-bit word, as two halves, per box and tile.
     overlaps = jax.ShapeDtypeStruct((count, -(-count // _TILE), 2), jnp.uint32)
     results = (jax.ShapeDtypeStruct((count,), jnp.bool_), overlaps)
     return ffi.call("nms", results, boxes, iou_threshold=iou_threshold, inclusive=inclusive)[0]

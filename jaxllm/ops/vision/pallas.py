@@ -1,8 +1,8 @@
-"""The Pallas-Triton kernel of non-maximum suppression: a launch for each tile of boxes.
+"""The Pallas-Triton kernel of non-maximum suppression: one launch per tile of boxes.
 
-The boxes come sorted. The launch for a tile has a program for each tile from there on; each finds
-out which boxes of the launch's tile stay, which is quicker than to wait for another to tell, and
-strikes out what they overlap in its own tile.
+The boxes are sorted. A launch has one program per tile. Each program computes which boxes of the
+launch's tile are kept, which is faster than waiting for another program to compute it. Then it
+suppresses the boxes that they overlap in its own tile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def nms_unsupported(boxes, **_) -> str | None:
 
 
 def nms(boxes, *, iou_threshold, inclusive, interpret=False):
-    """Returns which boxes stay."""
+    """Returns whether each box is kept."""
     count = boxes.shape[0]
     tiles = pl.cdiv(count, _TILE)
-    # What fills up the last tile comes last, and so strikes out no box.
+    # Padding boxes come last, so they suppress no box.
     corners = jnp.pad(boxes.astype(jnp.float32), ((0, tiles * _TILE - count), (0, 0))).T
     kernel = functools.partial(
         _nms_kernel, iou_threshold=iou_threshold, pixel=1.0 if inclusive else 0.0
     )
     whole, own = pl.BlockSpec((4, tiles * _TILE), lambda i: (0, 0)), (4, _TILE)
-    strike = pallas_call(
+    suppress = pallas_call(
         kernel,
         grid=(tiles,),
         in_specs=[
@@ -56,7 +56,7 @@ def nms(boxes, *, iou_threshold, inclusive, interpret=False):
     )
 
     def visit(tile, keep):
-        return strike(jnp.full(1, tile), corners, corners, keep, keep)
+        return suppress(jnp.full(1, tile), corners, corners, keep, keep)
 
     keep = lax.fori_loop(0, tiles, visit, jnp.ones_like(corners[0], jnp.int32))
     return keep[:count] > 0
@@ -68,25 +68,25 @@ def _nms_kernel(
     tile = tile_ref[0]
     here = pl.ds(tile * _TILE, _TILE)
     boxes = _corners(corners_ref, here)
-    place = jnp.arange(_TILE)
-    before = place[:, None] < place[None, :]
-    rivals = before & _overlap(boxes, boxes, iou_threshold, pixel)
+    index = jnp.arange(_TILE)
+    before = index[:, None] < index[None, :]
+    overlap_in_tile = before & _overlap(boxes, boxes, iou_threshold, pixel)
     alive = keep_ref[here]
 
-    # A box stays if nothing that stays overlaps it. Take all as kept, and ask each box again until
-    # no answer changes: box i has its final answer after i + 1 turns, and most after two or three.
-    def strike(kept, overlap):
+    # A box is kept if no kept box before it overlaps it. Start with all boxes and repeat this test
+    # until nothing changes: box i is final after i + 1 iterations, and most after two or three.
+    def suppressed(kept, overlap):
         return jnp.max(jnp.where(overlap & (kept[:, None] > 0), 1, 0), axis=0).astype(jnp.int32)
 
-    def ask(state):
+    def iterate(state):
         kept, _ = state
-        asked = alive * (1 - strike(kept, rivals))
-        return asked, jnp.sum(jnp.abs(asked - kept)) > 0
+        new = alive * (1 - suppressed(kept, overlap_in_tile))
+        return new, jnp.sum(jnp.abs(new - kept)) > 0
 
-    kept, _ = lax.while_loop(lambda state: state[1], ask, (alive, True))
+    kept, _ = lax.while_loop(lambda state: state[1], iterate, (alive, True))
     own = own_keep_ref[:]
     overlap = _overlap(boxes, _corners(own_corners_ref, slice(None)), iou_threshold, pixel)
-    after = own * (1 - strike(kept, overlap))
+    after = own * (1 - suppressed(kept, overlap))
     program = pl.program_id(0)
     out_ref[:] = jnp.where(program < tile, own, jnp.where(program == tile, kept, after))
 
@@ -96,24 +96,24 @@ def _corners(ref, here):
 
 
 def _overlap(rows, columns, iou_threshold, pixel):
-    """Whether each box of the rows shares more than the threshold with each of the columns."""
+    """Whether the IoU of each box of ``rows`` and each of ``columns`` is above the threshold."""
     x1, y1, x2, y2 = (x[:, None] for x in rows)
     other_x1, other_y1, other_x2, other_y2 = (x[None, :] for x in columns)
 
     def area(x1, y1, x2, y2):
         return _maximum(x2 - x1 + pixel, 0.0) * _maximum(y2 - y1 + pixel, 0.0)
 
-    both = area(
+    intersection = area(
         _maximum(x1, other_x1),
         _maximum(y1, other_y1),
         _minimum(x2, other_x2),
         _minimum(y2, other_y2),
     )
     areas = area(x1, y1, x2, y2) + area(other_x1, other_y1, other_x2, other_y2)
-    return both > iou_threshold * (areas - both)
+    return intersection > iou_threshold * (areas - intersection)
 
 
-# A box with a corner that is NaN overlaps nothing; but jnp.maximum passes over NaN in Triton.
+# A box with a NaN corner overlaps nothing, but jnp.maximum ignores NaN in Triton.
 
 
 def _maximum(a, b):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import cuda_decode as attention
+from jaxllm.ops.weights import Quantized
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -31,8 +32,8 @@ def decode_block_unsupported(
         if array.dtype != jnp.float32:
             return f"{name} has dtype {array.dtype}; the kernels take float32"
     for matrix in (qkv, out, gate_up, down):
-        if isinstance(matrix, tuple) and matrix[1].dtype != jnp.float32:
-            return f"scales have dtype {matrix[1].dtype}; the kernels take float32"
+        if isinstance(matrix, Quantized) and matrix.scales.dtype != jnp.float32:
+            return f"scales have dtype {matrix.scales.dtype}; the kernels take float32"
     return None
 
 
@@ -42,9 +43,8 @@ def decode_block(
     """Returns ``(out, k_cache, v_cache)``; the caches are written in place where they may be."""
     B, S, K, H = k_cache.shape
     matrices = (qkv, out, gate_up, down)
-    quantized = isinstance(qkv, tuple)
-    data = [matrix[0] if quantized else matrix for matrix in matrices]
-    scales = [matrix[1] for matrix in matrices] if quantized else []
+    data = [_elements(matrix) for matrix in matrices]
+    scales = [matrix.scales for matrix in matrices if isinstance(matrix, Quantized)]
     N, F = _query_heads(out, H), data[3].shape[1]
     splits = attention.count_splits(B, N, K, S)
 
@@ -55,7 +55,7 @@ def decode_block(
         like(*residual.shape),
         like(*k_cache.shape),
         like(*v_cache.shape),
-        # What the kernels hand to each other.
+        # What one kernel passes to the next.
         like(B, N * H),
         like(B, N * H),
         like(*residual.shape),
@@ -68,6 +68,10 @@ def decode_block(
     )[:3]
 
 
+def _elements(matrix):
+    return matrix.q if isinstance(matrix, Quantized) else matrix.array
+
+
 def _query_heads(out, width: int) -> int:
-    """How many there are, by the matrix after attention."""
-    return (out[0] if isinstance(out, tuple) else out).shape[1] // width
+    """The number of query heads, by the matrix after attention."""
+    return _elements(out).shape[1] // width

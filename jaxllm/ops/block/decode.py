@@ -1,12 +1,15 @@
-"""What decoding does in one piece because each kernel by itself would be too short."""
+"""A block of a Llama for one token per sequence, which decoding runs as one op."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int8, Integer
+from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.ops.activation.api import swiglu_packed
+from jaxllm.ops.attention.api_decode import decode_attention
+from jaxllm.ops.block import cuda
 from jaxllm.ops.checks import (
     as_float,
     check_floating,
@@ -15,12 +18,12 @@ from jaxllm.ops.checks import (
     check_shape,
     is_certain,
 )
-from jaxllm.ops.decoding import cuda, pallas, reference
+from jaxllm.ops.gemm.api import FEW_ROWS, linear
+from jaxllm.ops.norm.api import rms_norm
+from jaxllm.ops.rotary.api import rope
+from jaxllm.ops.weights import Quantized, Transposed
 
-DECODE_BLOCK = Op("decode_block", reference=reference, pallas=pallas, cuda=cuda)
-
-_MAX_ROWS = 16
-Matrix = Float[Array, "M K"] | tuple[Int8[Array, "M K"], Float[Array, "M G"]]
+Matrix = Transposed | Quantized
 
 
 def decode_block(
@@ -52,24 +55,24 @@ def decode_block(
 
     Args:
         residual: The residual stream, x; float32, bfloat16 or float16 for the kernels.
-        norm1: The factors of the RMS norm before attention, in the dtype of ``residual``.
-        norm2: Those of the one before the MLP.
-        qkv: The matrix ((N + 2K) H, D) of queries, keys and values, in the dtype of ``residual``;
-            or a pair, int8 and scales, as :func:`jaxllm.ops.quantize` gives them. All four alike.
+        norm1: The scale of the RMS norm before attention, in the dtype of ``residual``.
+        norm2: The scale of the RMS norm before the feed-forward layers.
+        qkv: The matrix ((N + 2K) H, D) of queries, keys and values: a :class:`Transposed` in the
+            dtype of ``residual``, or a :class:`Quantized`; all four matrices are of one form.
         out: The matrix (D, N H) after attention.
-        gate_up: The matrix (2F, D) of gates and of what they let through.
+        gate_up: The matrix (2F, D) of gates, and then of what they gate.
         down: The matrix (D, F).
         cos: Cosines of the tokens' positions, as :func:`jaxllm.ops.rope_table` makes them; R is
             H / 2; float32 for the kernels.
         sin: Their sines.
-        k_cache: Keys, with room for S tokens; donate it, and it is written in place.
+        k_cache: Keys, of at most S tokens; written in place where it is donated.
         v_cache: Values, likewise.
         lengths: The tokens that each sequence has; a full cache gets no more.
         eps: Added to the mean squares.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        ``(out, k_cache, v_cache)``: the new residual stream, and the caches with a token more.
+        ``(out, k_cache, v_cache)``: the new residual, and the caches with one more token.
 
     Raises:
         TypeError: An array is of the wrong kind or dtype.
@@ -77,9 +80,9 @@ def decode_block(
         BackendError: The backend that was asked for cannot serve the call.
     """
     check_floating(residual=residual)
-    if residual.ndim != 2 or is_certain(lambda: not 1 <= residual.shape[0] <= _MAX_ROWS):
+    if residual.ndim != 2 or is_certain(lambda: not 1 <= residual.shape[0] <= FEW_ROWS):
         raise ValueError(
-            f"residual has shape {residual.shape}; it must be (B, D) with B from 1 to {_MAX_ROWS}"
+            f"residual has shape {residual.shape}; it must be (B, D) with B from 1 to {FEW_ROWS}"
         )
     B, D = residual.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -99,33 +102,34 @@ def decode_block(
     check_integer(lengths=lengths)
     check_shape("lengths", lengths, (B,), f"one a sequence of residual {residual.shape}")
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
-    lengths = lengths.astype(jnp.int32)
-    return dispatch(DECODE_BLOCK, "", resolve(backend), *arrays, lengths, eps=as_float("eps", eps))
+    options = {"eps": as_float("eps", eps)}
+    chosen, lengths = resolve(backend), lengths.astype(jnp.int32)
+    return dispatch(DECODE_BLOCK, Direction.INFERENCE, chosen, *arrays, lengths, **options)
 
 
 def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:
-    D = residual.shape[1]
-    quantized = isinstance(matrices["qkv"], tuple)
+    D, qkv = residual.shape[1], matrices["qkv"]
     shapes = {}
     for name, matrix in matrices.items():
-        if isinstance(matrix, tuple) != quantized:
-            raise TypeError(f"{name} and qkv must both be arrays, or both pairs of int8 and scales")
-        data = matrix[0] if isinstance(matrix, tuple) else matrix
-        if isinstance(matrix, tuple):
-            if data.dtype != jnp.int8:
-                raise TypeError(f"{name} has dtype {data.dtype}; it must be int8 beside its scales")
-            groups = matrix[1].shape[-1]
-            if matrix[1].shape[:-1] != data.shape[:-1] or not groups or data.shape[-1] % groups:
-                raise ValueError(
-                    f"the scales of {name} have shape {matrix[1].shape}; it is {data.shape}"
-                )
-            first = matrices["qkv"]
-            assert isinstance(first, tuple)
-            if data.shape[-1] // groups != first[0].shape[-1] // first[1].shape[-1]:
-                raise ValueError(f"{name} and qkv have groups of unequal lengths")
-        else:
-            check_same_dtype(name, matrix, "residual", residual)
-        shapes[name] = data.shape
+        if not isinstance(matrix, Transposed | Quantized):
+            found = type(matrix).__name__
+            raise TypeError(f"{name} is of type {found}; it must be a Transposed or a Quantized")
+        if type(matrix) is not type(qkv):
+            raise TypeError(f"{name} and qkv must be both Transposed, or both Quantized")
+        if isinstance(matrix, Transposed):
+            check_same_dtype(name, matrix.array, "residual", residual)
+            shapes[name] = matrix.array.shape
+            continue
+        q, scales = matrix.q, matrix.scales
+        shapes[name] = q.shape
+        if q.dtype != jnp.int8:
+            raise TypeError(f"{name} has dtype {q.dtype}; it must be int8 beside its scales")
+        groups = scales.shape[-1]
+        if scales.shape[:-1] != q.shape[:-1] or not groups or q.shape[-1] % groups:
+            raise ValueError(f"the scales of {name} have shape {scales.shape}; it is {q.shape}")
+        assert isinstance(qkv, Quantized)
+        if q.shape[-1] // groups != qkv.q.shape[-1] // qkv.scales.shape[-1]:
+            raise ValueError(f"{name} and qkv have groups of unequal lengths")
     heads_width = shapes["qkv"][0] - 2 * kv_width
     wanted = {
         "qkv": (shapes["qkv"][0], D),
@@ -144,3 +148,34 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
             f"qkv has shape {shapes['qkv']}; with key heads of {kv_width} columns it must have "
             "as many for keys and values, and a multiple of that for queries"
         )
+
+
+def _parts(
+    backend, residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths,
+    *, eps,
+):  # fmt: skip
+    """Returns ``(out, k_cache, v_cache)``: what the block is made of."""
+    B = residual.shape[0]
+    K, H = k_cache.shape[2:]
+
+    def matmul(matrix: Matrix, x: Array) -> Array:
+        return linear(x, matrix, backend=backend)
+
+    def norm(x: Array, scale: Array) -> Array:
+        return rms_norm(x, scale, eps=eps, backend=backend)
+
+    heads = matmul(qkv, norm(residual, norm1)).reshape(B, 1, -1, H)
+    N = heads.shape[2] - 2 * K
+    q, k, v = jnp.split(heads, [N, N + K], axis=2)
+    q, k = rope(q, k, cos[:, None], sin[:, None], backend=backend)
+    k_cache, v_cache = (
+        cache.at[jnp.arange(B), lengths].set(x[:, 0], mode="drop", wrap_negative_indices=False)
+        for cache, x in ((k_cache, k), (v_cache, v))
+    )
+    attended = decode_attention(q[:, 0], k_cache, v_cache, lengths + 1, backend=backend)
+    hidden = matmul(out, attended.reshape(B, -1)) + residual
+    activated = swiglu_packed(matmul(gate_up, norm(hidden, norm2)), backend=backend)
+    return matmul(down, activated) + hidden, k_cache, v_cache
+
+
+DECODE_BLOCK = Op("decode_block", cuda=cuda, parts=_parts)

@@ -1,0 +1,240 @@
+"""The key-value cache, and the two programs that use it: prefill and decode step.
+
+The cache has one array a layer, so that each is written in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, Integer, Num
+
+from jaxllm import ops
+from jaxllm.models.common import Params, check_tokens, is_for_decoding, lm_head, next_logits
+from jaxllm.ops.checks import is_certain
+from jaxllm.ops.gemm.api import FEW_ROWS
+
+
+class KVCache(NamedTuple):
+    """The keys and values of the tokens so far, of each layer.
+
+    Attributes:
+        keys: A layer's keys, (B, S, K, H), of at most S tokens; floating-point or int8.
+        values: A layer's values, likewise.
+        key_scales: The scales of int8 keys, (B, S, K), float32; empty for other keys.
+        value_scales: Those of int8 values.
+        lengths: How many tokens each sequence has.
+    """
+
+    keys: tuple[Num[Array, "B S K H"], ...]
+    values: tuple[Num[Array, "B S K H"], ...]
+    key_scales: tuple[Float[Array, "B S K"], ...]
+    value_scales: tuple[Float[Array, "B S K"], ...]
+    lengths: Int[Array, " B"]
+
+    @property
+    def max_length(self) -> int:
+        """S, the most tokens that a sequence may have."""
+        return self.keys[0].shape[1]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache holds int8."""
+        return bool(self.key_scales)
+
+
+jax.export.register_namedtuple_serialization(KVCache, serialized_name="jaxllm.KVCache")
+
+
+class Shape(Protocol):
+    """What the cache reads of a model's config."""
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        ...
+
+    @property
+    def head_width(self) -> int:
+        """The width of one head."""
+        ...
+
+
+def init_cache(config: Shape, batch: int, max_length: int, dtype: DTypeLike) -> KVCache:
+    """An empty cache.
+
+    Args:
+        config: The model's shape.
+        batch: Sequences.
+        max_length: The most tokens of each, the prompt included.
+        dtype: That of the model's parameters, or int8, which has a float32 scale for each token and
+            head.
+    """
+    shape = (batch, max_length, config.kv_heads, config.head_width)
+    int8 = jnp.dtype(dtype) == jnp.int8
+
+    def arrays(shape: tuple[int, ...], dtype: DTypeLike, count: int) -> tuple[Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(count))
+
+    return KVCache(
+        arrays(shape, dtype, config.layers),
+        arrays(shape, dtype, config.layers),
+        arrays(shape[:-1], jnp.float32, config.layers if int8 else 0),
+        arrays(shape[:-1], jnp.float32, config.layers if int8 else 0),
+        jnp.zeros(batch, jnp.int32),
+    )
+
+
+def prefill(
+    model: Any,
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, " B"],
+    config: Any,
+    cache: KVCache,
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads prompts into an empty cache.
+
+    Args:
+        model: :mod:`jaxllm.models.gpt2` or :mod:`jaxllm.models.llama3`, or another module with such
+            a ``cached_forward``.
+        params: The model's parameters, or their int8 form, or what
+            :func:`jaxllm.models.common.for_decoding` makes of either.
+        tokens: The prompts, padded at their ends with any token.
+        lengths: The tokens of each prompt, from 1 to T.
+        config: The shape that ``params`` was made with.
+        cache: Of :func:`init_cache`.
+
+    Returns:
+        The logits of the token after each prompt, and the cache.
+
+    Raises:
+        TypeError: ``tokens`` is not of an integer dtype.
+        ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache is of another
+            number of sequences, or T is beyond the model's or the cache's maximum.
+    """
+    _check_prompts(tokens, lengths, config.max_seq_len, cache)
+    writer = _Writer(cache, _prefill_attention)
+    x = model.cached_forward(params, tokens, None, config, writer)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    cache = writer.cache._replace(lengths=lengths.astype(jnp.int32))
+    return next_logits(last, lm_head(params)), cache
+
+
+def decode_step(
+    model: Any, params: Params, tokens: Integer[Array, " B"], config: Any, cache: KVCache
+) -> tuple[Float[Array, "B Vp"], KVCache]:
+    """Reads one more token of each sequence.
+
+    Args:
+        model: As in :func:`prefill`. Where it has a ``decode_forward``, that one serves parameters
+            that are laid out for decoding.
+        params: As in :func:`prefill`.
+        tokens: The tokens that follow the cache's.
+        config: The shape that ``params`` was made with.
+        cache: Of :func:`prefill`, or of the step before; a full one stays as it is.
+
+    Returns:
+        The logits of the token after each, and the cache with the tokens in it.
+    """
+    few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
+    if few and not cache.quantized and is_for_decoding(params) and hasattr(model, "decode_forward"):
+        caches = list(zip(cache.keys, cache.values, strict=True))
+        x, caches = model.decode_forward(params, tokens, cache.lengths, config, caches)
+        keys, values = zip(*caches, strict=True)
+        cache = cache._replace(keys=keys, values=values)
+    else:
+        writer = _Writer(cache, _decode_attention)
+        positions = cache.lengths[:, None]
+        x = model.cached_forward(params, tokens[:, None], positions, config, writer)[:, 0]
+        cache = writer.cache
+    cache = cache._replace(lengths=cache.lengths + 1)
+    return next_logits(x, lm_head(params)), cache
+
+
+class _Writer:
+    """The ``attend`` of a model: writes keys and values to a cache, and attends to it."""
+
+    def __init__(self, cache: KVCache, attention: Any) -> None:
+        self.cache, self.attention = cache, attention
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        out, self.cache = self.attention(self.cache, layer, q, k, v)
+        return out
+
+
+def _check_prompts(tokens: Array, lengths: Array, max_seq_len: int, cache: KVCache) -> None:
+    """Checks the arguments of :func:`prefill`.
+
+    Raises:
+        TypeError: ``tokens`` is not of an integer dtype.
+        ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache not of B
+            sequences, or T is beyond ``max_seq_len`` or the cache's max_length.
+    """
+    check_tokens(tokens, max_seq_len)
+    B, T = tokens.shape
+    for name, shape in (("lengths", lengths.shape), ("cache.lengths", cache.lengths.shape)):
+        if shape != (B,):
+            raise ValueError(
+                f"{name} has shape {shape}; it must be ({B},), by the rows of tokens {tokens.shape}"
+            )
+    if is_certain(lambda: cache.max_length < T):
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, prompts of {T}; the cache has max_length "
+            f"{cache.max_length}"
+        )
+
+
+def _prefill_attention(
+    cache: KVCache, layer: int, q: Array, k: Array, v: Array
+) -> tuple[Array, KVCache]:
+    """Attention of whole prompts, (B, T, N, H), whose keys and values begin the cache.
+
+    Prompts of unequal lengths are padded at their ends: no token sees the padding, and the tokens
+    that are decoded later replace it.
+    """
+    out = ops.flash_attention(q, k, v, causal=True)
+    return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))
+
+
+def _decode_attention(
+    cache: KVCache, layer: int, q: Array, k: Array, v: Array
+) -> tuple[Array, KVCache]:
+    """Attention of one more token a sequence, (B, 1, N, H); a full cache stays as it is."""
+    sequence = jnp.arange(cache.lengths.shape[0])
+
+    def write(array: Array, x: Array) -> Array:
+        return array.at[sequence, cache.lengths].set(x[:, 0], mode="drop")
+
+    cache = _write(cache, layer, k, v, write)
+    scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.quantized else ()
+    arrays = (cache.keys[layer], cache.values[layer], cache.lengths + 1, *scales)
+    return ops.decode_attention(q[:, 0], *arrays)[:, None], cache
+
+
+def _write(cache: KVCache, layer: int, k: Array, v: Array, write) -> KVCache:
+    def put(arrays: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        return (*arrays[:layer], write(arrays[layer], x), *arrays[layer + 1 :])
+
+    if not cache.quantized:
+        dtype = cache.keys[layer].dtype
+        return cache._replace(
+            keys=put(cache.keys, k.astype(dtype)), values=put(cache.values, v.astype(dtype))
+        )
+    (k, k_scales), (v, v_scales) = (ops.quantize(x, group_size=x.shape[-1]) for x in (k, v))
+    return cache._replace(
+        keys=put(cache.keys, k),
+        values=put(cache.values, v),
+        key_scales=put(cache.key_scales, k_scales[..., 0]),
+        value_scales=put(cache.value_scales, v_scales[..., 0]),
+    )

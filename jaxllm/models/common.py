@@ -1,0 +1,239 @@
+"""What the models share: running a stack of blocks, the LM head, and layouts of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxllm import ops
+from jaxllm.ops.checks import is_certain
+
+Params = dict[str, Any]
+Policy = Callable[..., bool]  # one of jax.checkpoint_policies
+
+# Saves the results of GEMMs and attention, and recomputes norms, rotations and activations: less
+# memory for little time. The names are those that the ops give their outputs.
+SAVE_GEMMS = jax.checkpoint_policies.save_only_these_names("linear", "flash_attention")
+
+
+def run_blocks(
+    block: Callable[[ops.Residual, Any], ops.Residual],
+    h: ops.Residual,
+    layers: Any,
+    *,
+    remat: bool | Policy = False,
+) -> ops.Residual:
+    """Runs a block once for each layer.
+
+    Args:
+        block: ``block(h, layer) -> h``.
+        h: The residual that goes into the first block.
+        layers: The parameters of the blocks: stacked on a leading axis, for ``lax.scan``; or a
+            list, whose blocks are traced one after another.
+        remat: Whether each block is recomputed in the backward pass, or what to save of it.
+
+    Returns:
+        The residual after the last block.
+    """
+    unrolled = isinstance(layers, list)
+
+    def step(h, layer):
+        return block(h, layer), None
+
+    if remat:
+        # A scan keeps its body from being merged with its recomputation; no barrier is needed.
+        policy = None if remat is True else remat
+        step = jax.checkpoint(step, prevent_cse=unrolled, policy=policy)
+    if unrolled:
+        for layer in layers:
+            h, _ = step(h, layer)
+        return h
+    first = jax.tree.map(lambda x: x[0], layers)
+    return jax.lax.scan(step, h.like(jax.eval_shape(block, h, first)), layers)[0]
+
+
+class Shape(Protocol):
+    """What the LM head reads of a model's config."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, without the padding."""
+        ...
+
+    @property
+    def saved_per_token(self) -> int:
+        """Elements that the blocks save for each token for the backward pass."""
+        ...
+
+
+def lm_head(params: Params) -> Array | ops.Quantized:
+    """The LM head, one row a token: the token table where it is tied."""
+    return params["lm_head"] if "lm_head" in params else params["wte"]
+
+
+def logits(x: Array, head: Array | ops.Quantized) -> Array:
+    """The logits of what comes out of the last norm."""
+    return ops.linear(x, head if isinstance(head, ops.Quantized) else head.T)
+
+
+def next_logits(x: Array, head: Array | ops.Quantized) -> Array:
+    """:func:`logits` of one position a sequence, (B, D), for decoding: they have no derivative."""
+    return ops.linear(x, head if isinstance(head, ops.Quantized) else ops.Transposed(head))
+
+
+_MANY_ROWS = 4096
+
+
+def lm_head_loss(
+    head: Array | ops.Quantized,
+    hidden: Array,
+    labels: Array,
+    config: Shape,
+    *,
+    remat: bool | Policy = False,
+    ignore_index: int | None = None,
+) -> Float[Array, ""]:
+    """The mean cross entropy of the labels, given the input of the LM head.
+
+    The fewer the chunks of rows, the faster their GEMMs. The logits of a chunk may take two fifths
+    of the memory that the blocks save.
+
+    Args:
+        head: The LM head, (Vp, D).
+        hidden: Its input, (B, T, D).
+        labels: The token that follows each token.
+        config: The model's shape.
+        remat: Whether the blocks save little.
+        ignore_index: As in :func:`jaxllm.ops.cross_entropy`.
+    """
+    if isinstance(head, ops.Quantized):
+        head = ops.dequantize(head.q, head.scales).astype(hidden.dtype)
+    saved = 0 if remat else config.saved_per_token
+    rows = 2 * labels.size * saved // (5 * head.shape[0])
+    return ops.linear_cross_entropy(
+        hidden,
+        head,
+        labels,
+        transpose_weight=True,
+        ignore_index=ignore_index,
+        vocab_size=config.vocab_size,
+        chunk_rows=rows if is_certain(lambda: rows >= _MANY_ROWS) else None,
+    )
+
+
+def for_decoding(params: Params) -> Params:
+    """The parameters as decoding reads them fastest: each layer apart, each weight by its outputs.
+
+    :func:`jaxllm.inference.generate.complete` does this itself; do it before, to do it once for
+    many calls.
+
+    Args:
+        params: A model's parameters, or their int8 form.
+
+    Returns:
+        Parameters for :mod:`jaxllm.inference`, with a list of layers under ``"blocks"``, in which
+        each plain ``weight`` is a :class:`jaxllm.ops.Transposed`.
+    """
+    layers = [map_weights(_transposed, layer) for layer in layers_of(params)]
+    return {**params, "blocks": layers}
+
+
+def is_for_decoding(params: Params) -> bool:
+    """Whether :func:`for_decoding` has laid out these parameters."""
+    blocks = params["blocks"]
+    if not isinstance(blocks, list):
+        return False
+    return isinstance(blocks[0]["attention"]["qkv"]["weight"], ops.Transposed | ops.Quantized)
+
+
+def _transposed(name: str, weight: Any) -> Any:
+    del name
+    return ops.Transposed(weight.T) if isinstance(weight, jax.Array) else weight
+
+
+def map_weights(fn: Callable[[str, Any], Any], tree: Params, path: str = "") -> Params:
+    """The same parameters with ``fn(path, weight)`` in the place of each layer's ``weight``."""
+    return {
+        key: map_weights(fn, value, f"{path}.{key}")
+        if isinstance(value, dict)
+        else fn(f"{path}.{key}", value)
+        if key == "weight"
+        else value
+        for key, value in tree.items()
+    }
+
+
+def layers_of(params: Params) -> list[Params]:
+    """The blocks' parameters, a layer at a time."""
+    blocks = params["blocks"]
+    return blocks if isinstance(blocks, list) else unstack(params)["blocks"]
+
+
+def unstack(params: Params) -> Params:
+    """A model's parameters with the blocks in a list, which a model runs one after another.
+
+    XLA compiles such a model for longer, and the program is faster: no layer's weights are sliced
+    out of an array, nor their gradients put into one, and each GEMM sees its own bias.
+
+    Args:
+        params: The parameters, as a model's ``init`` makes them. Those without a layer axis are
+            not copied.
+
+    Returns:
+        The same with a list under ``"blocks"``; :func:`stack` is the inverse.
+    """
+    leaves, structure = jax.tree.flatten(params["blocks"])
+    layers = zip(*map(list, leaves), strict=True)  # a list of an array is its rows
+    return params | {"blocks": [structure.unflatten(layer) for layer in layers]}
+
+
+def stack(params: Params) -> Params:
+    """A model's parameters with the blocks stacked on a leading axis, which a model runs by a scan.
+
+    Args:
+        params: As :func:`unstack` returns them; stacked ones are returned as they are.
+    """
+    blocks = params["blocks"]
+    if not isinstance(blocks, list):
+        return params
+    return params | {"blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)}
+
+
+def check_tokens(tokens: Array, max_seq_len: int) -> None:
+    """Checks the tokens that go into a model.
+
+    Raises:
+        TypeError: ``tokens`` is not of an integer dtype.
+        ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``max_seq_len``.
+    """
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
+    if is_certain(lambda: tokens.shape[1] > max_seq_len):
+        raise ValueError(
+            f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
+            f"max_seq_len {max_seq_len}"
+        )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError with the name of a size that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be >= 1")
+
+
+def pad_vocab(vocab_size: int) -> int:
+    """``vocab_size`` rounded up to a multiple of 128, for the GEMM of the LM head."""
+    return -(-vocab_size // 128) * 128
+
+
+def count(shapes: Any) -> int:
+    """The number of elements in the arrays of a structure."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

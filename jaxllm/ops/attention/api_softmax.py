@@ -1,0 +1,112 @@
+"""Softmax, and the repetition of key heads for grouped queries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Op
+from jaxllm.core.op import differentiable
+from jaxllm.ops.attention import cuda, pallas, reference
+from jaxllm.ops.checks import as_float, as_integer, check_floating
+
+SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
+REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
+
+
+def softmax(
+    x: Float[Array, "*rows S"],
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    backend: Backend | None = None,
+) -> Float[Array, "*rows S"]:
+    r"""The softmax along the last axis, of scores or of anything else.
+
+    .. math::
+        out_s = \frac{e^{scale \cdot x_s - m}}{\sum_r e^{scale \cdot x_r - m}}
+        \qquad m = \max_r scale \cdot x_r
+
+    In float32 whatever the dtype of ``x``. Between the passes the op keeps its output alone.
+
+    Args:
+        x: The scores; float32, bfloat16 or float16 for the kernels.
+        scale: Multiplies the scores.
+        causal: ``x`` is (..., T, S), the scores of T queries and S keys, and query t sees the keys
+            ``s <= t + S - T`` alone: the last query stands at the last key, as in
+            :func:`flash_attention`. All else is zero, the whole row of a query that sees no key
+            (T above S). What ``x`` holds in those places does not matter.
+        backend: As in :func:`flash_attention`.
+
+    Returns:
+        The probabilities, in the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``x`` has no last axis, or ``causal`` and no axis before it, or the backend is
+            unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
+    llm.c's ``softmax_forward_kernel5`` and ``softmax_autoregressive_backward``.
+
+    Example:
+        >>> scores = jax.random.normal(jax.random.key(0), (2, 12, 1024, 1024), jnp.bfloat16)
+        >>> p = jaxllm.ops.softmax(scores, scale=0.125, causal=True)
+    """
+    check_floating(x=x)
+    wanted = 2 if causal else 1
+    if x.ndim < wanted:
+        axes = "(..., T, S)" if causal else "(..., S)"
+        raise ValueError(f"x has shape {x.shape}; it must be {axes}")
+    options = _SoftmaxOptions(as_float("scale", scale), bool(causal))
+    return _softmax(x, backend=resolve(backend), options=options)
+
+
+def repeat_kv(
+    x: Float[Array, "*B S K H"], groups: int, *, backend: Backend | None = None
+) -> Float[Array, "*B S N H"]:
+    """Repeats each key or value head for the query heads that share it: ``N = K * groups``.
+
+    Head n of the result is head ``n // groups`` of ``x``; the gradient of a head is the sum of
+    those of its copies, in float32. :func:`flash_attention` shares key heads without copies.
+
+    Args:
+        x: Keys or values; float32, bfloat16 or float16 for the kernels.
+        groups: The number of query heads to a key head.
+        backend: As in :func:`flash_attention`.
+
+    Returns:
+        The repeated heads, in the dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``x`` has less than two axes, ``groups`` is below 1, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Ainslie et al., "GQA" (arXiv:2305.13245); llama3.cuda's ``repeat_interleave``.
+    """
+    check_floating(x=x)
+    if x.ndim < 2:
+        raise ValueError(f"x has shape {x.shape}; it must be (..., K, H)")
+    groups = as_integer("groups", groups)
+    if groups < 1:
+        raise ValueError(f"groups is {groups}; it must be at least 1")
+    return _repeat_kv(x, backend=resolve(backend), options=_RepeatOptions(groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SoftmaxOptions:
+    scale: float
+    causal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _RepeatOptions:
+    groups: int
+
+
+_softmax = differentiable(SOFTMAX, saves=lambda x, out: (out,))
+_repeat_kv = differentiable(REPEAT_KV, saves=lambda x, out: ())

@@ -1,0 +1,1 @@
+"""Blocks of a transformer: ops composed of ops, fused where a kernel exists."""

@@ -1,0 +1,366 @@
+"""The attention block of a transformer, and attention of a sequence to its own projection."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Integer
+
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
+from jaxllm.core.op import with_backward
+from jaxllm.ops.attention.api import (
+    FLASH_ATTENTION_PACKED,
+    SELF_ATTENTION,
+    PackedOptions,
+    check_packed,
+    flash_attention_packed,
+)
+from jaxllm.ops.attention.packing import rows, split
+from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
+from jaxllm.ops.checks import (
+    check_floating,
+    check_layer,
+    check_pre_norm,
+    check_shape,
+    check_way_back,
+)
+from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.fused import (
+    Normalized,
+    fold_norm,
+    fold_norm_backward,
+    gemm_unsupported,
+    matmul_bias,
+    matmul_delta,
+    matmul_norm_backward,
+    matmul_residual_norm,
+    normalize,
+    wgrad_pair,
+)
+from jaxllm.ops.gemm.gradients import dgrad_and_wgrad
+from jaxllm.ops.rotary.api import rope
+from jaxllm.ops.weights import is_weight
+
+Layer = Mapping[str, Any]  # "weight", a Weight, and where there is one "bias"
+Attend = Callable[[Array, Array, Array], Array]
+
+
+def attention_block(
+    h: Residual,
+    norm: Mapping[str, Array],
+    weights: Mapping[str, Layer],
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    rope_table: tuple[Array, Array] | None = None,
+    attend: Attend | None = None,
+    backend: Backend | None = None,
+) -> Residual:
+    r"""Attention block: ``x + out(attention(qkv(norm(x))))``.
+
+    On a Hopper GPU a block with a layer norm, plain weights and no rotation is fused, where its
+    GEMMs are large enough and in 16 bits. The out-projection adds bias and residual and normalizes
+    the sum in its epilogue. The qkv dgrad GEMM applies the layer norm's backward in its epilogue,
+    and the out-projection's dgrad GEMM computes attention's delta. Other calls run norm, GEMM and
+    attention one by one; :func:`jaxllm.explain` says why.
+
+    Args:
+        h: The residual, (B, T, D).
+        norm: The norm's ``scale``, (D,), and of a layer norm ``bias``.
+        weights: ``qkv``, a layer from D to (N + 2K) H columns (queries, keys, values), and ``out``,
+            one from N H to D. Each has a ``weight`` (array, ``Transposed`` or ``Quantized``) and
+            may have a ``bias``.
+        heads: N, query heads.
+        kv_heads: K, key heads, which divide N; None for N.
+        causal: As in :func:`jaxllm.ops.flash_attention`, as are the options that follow.
+        scale: None for ``1/sqrt(H)``.
+        window: How many keys a query sees.
+        segment_ids: A query sees the keys of its own segment alone.
+        rope_table: Cosines and sines that rotate queries and keys.
+        attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
+            rotation, in the place of attention over the sequence; to use a cache, for example.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The new residual.
+
+    Raises:
+        TypeError: ``h`` is no :class:`Residual`, or an array is of the wrong kind or dtype.
+        ValueError: The shapes do not fit together, or an option is out of range.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: Vaswani et al., "Attention is all you need"; Xiong et al., "On layer normalization in
+    the transformer architecture" (arXiv:2002.04745); llm.c's ``gpt2_forward``, ``gpt2_backward``.
+    """
+    check_residual(h)
+    arrays = (h, norm, weights["qkv"], weights["out"], segment_ids, rope_table)
+    attention = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
+    attention |= {"causal": causal, "scale": scale, "window": window}
+    return compose(_BLOCK, resolve(backend), *arrays, **attention, attend=attend)
+
+
+def _unfused(
+    backend: Backend,
+    h: Residual,
+    norm: Mapping[str, Array],
+    qkv: Layer,
+    out: Layer,
+    segment_ids: Array | None,
+    rope_table: tuple[Array, Array] | None,
+    *,
+    heads: int,
+    kv_heads: int,
+    attend: Attend | None,
+    **options: Any,
+) -> Residual:
+    x, h = pre_norm(h, norm, backend)
+    options |= {"segment_ids": segment_ids, "backend": backend}
+    is_plain = not is_weight(qkv["weight"]) and qkv.get("bias") is not None
+    if attend is None and rope_table is None and is_plain:
+        attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
+        return leave_to_next_norm(h, attended, "out", out, backend)
+    packed = linear(x, **qkv, backend=backend)
+    if attend is None:
+        options["rope_table"] = rope_table
+        attended = flash_attention_packed(packed, heads, kv_heads, **options)
+    else:
+        q, k, v = split(packed, heads, kv_heads)
+        if rope_table is not None:
+            q, k = rope(q, k, *rope_table, backend=backend)
+        attended = rows(attend(q, k, v))
+    return leave_to_next_norm(h, attended, "out", out, backend)
+
+
+def _unsupported(h, norm, qkv, out, segment_ids, rope_table, *, attend, **_) -> str | None:
+    """Why the fused kernels cannot serve a call; None if they can."""
+    del segment_ids
+    if attend is not None or rope_table is not None:
+        return "attention rotates queries and keys, or is the caller's; the fused block has neither"
+    return unsupported_by_layers(h, qkv, out)
+
+
+def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
+    """Why a block of a norm and two layers is not fused; None if it may be."""
+    if h.kind != "layer":
+        return f"the block begins with the norm {h.kind!r}; the fused block has a layer norm"
+    if is_weight(first["weight"]) or is_weight(last["weight"]):
+        return "a weight is transposed or in int8"
+    return gemm_unsupported(h.x, first["weight"])
+
+
+def leave_to_next_norm(
+    h: Residual, x: Array, name: str, layer: Layer, backend: Backend | None
+) -> Residual:
+    """The residual plus a layer of ``x``; the next norm's kernel adds it, and the layer's bias."""
+    weight, bias = layer["weight"], layer.get("bias")
+    if not is_weight(weight):
+        names = (f"the weight of {name}", weight, f"the bias of {name}", bias)
+        check_layer(*names, x, f"the input of {name}")
+        check_way_back(*names[:2], h.x)
+    branch = linear(x, weight, backend=backend)
+    check_shape(f"the result of {name}", branch, h.x.shape, "as the residual")
+    return carry(h, h.x, branch=(branch, bias))
+
+
+def _fused(
+    backend: Backend,
+    h: Residual,
+    norm: Mapping[str, Array],
+    qkv: Layer,
+    out: Layer,
+    segment_ids: Array | None,
+    _: None,
+    *,
+    heads: int,
+    kv_heads: int,
+    attend: None,
+    **options: Any,
+) -> Residual:
+    del attend
+    x = h.x
+    check_floating(x=x)
+    if x.ndim != 3:
+        raise ValueError(f"h has shape {x.shape}; it must be (B, T, D)")
+    weight, bias = qkv["weight"], qkv.get("bias")
+    check_layer("the weight of qkv", weight, "the bias of qkv", bias, x, columns="P")
+    of_qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], weight.shape[1]), x.dtype)
+    attention = {"softcap": None, "interleaved": False, **options}
+    segments, packed = check_packed(of_qkv, heads, kv_heads, segment_ids, **attention)
+    columns = weight.shape[1] // (packed.heads + 2 * packed.kv_heads) * packed.heads
+    attended = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
+    names = ("the weight of out", out["weight"], "the bias of out", out.get("bias"))
+    check_layer(*names, attended, "what attention reads")
+    check_way_back(*names[:2], x)
+    scale = norm["scale"]
+    norm_bias = check_pre_norm(x, scale, "bias", norm.get("bias"))
+    bias = jnp.zeros(weight.shape[1:], x.dtype) if bias is None else bias
+    arrays = (x, h.normalized, scale, norm_bias, weight, bias, out["weight"], out.get("bias"))
+    block_options = _BlockOptions(packed, h.eps)
+    x, normalized = _attention_block(*arrays, segments, backend=backend, options=block_options)
+    return carry(h, x, normalized=normalized)
+
+
+_BLOCK = Composition("attention_block", _fused, _unfused, _unsupported)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockOptions:
+    attention: PackedOptions
+    eps: float
+
+
+def _forward(
+    options, backend, x, normalized, scale, norm_bias, weight, bias, out_weight, out_bias, segments
+):
+    # Under the names of the ops that it is made of: a remat policy keeps the same of either.
+    norm = normalized or Normalized(*checkpoint_name(normalize(backend, x, options.eps), "linear"))
+    folded = fold_norm(backend, scale, norm_bias, weight, bias)
+    qkv = matmul_bias(backend, norm.x_hat, *folded)
+    attended, saved = _attend(backend, qkv, segments, options.attention)
+    arrays = (attended, out_weight, out_bias, x, norm)
+    outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
+    out, next_norm = checkpoint_name(outputs, "linear")
+    layers = (scale, norm_bias, weight, bias, out_weight, out_bias)
+    return (out, Normalized(*next_norm)), (norm.x_hat, norm.rstd, layers, saved)
+
+
+def _attend(backend, qkv, segments, options):
+    """Attention of a projection, and what its backward needs."""
+    qkv = checkpoint_name(qkv, "linear")
+    static = dataclasses.asdict(options)
+    arrays = (qkv, segments, None)
+    outputs = dispatch(FLASH_ATTENTION_PACKED, Direction.FORWARD, backend, *arrays, **static)
+    out, lse = checkpoint_name(outputs, "flash_attention")
+    return out, (qkv, out, lse, segments)
+
+
+def _attend_backward(backend, saved, dout, delta, row_sums, options):
+    """The gradients of a projection, and of its bias."""
+    qkv, out, lse, segments = saved
+    static = dataclasses.asdict(options)
+    arrays = (qkv, out, lse, dout, delta, row_sums, segments, None)
+    return dispatch(SELF_ATTENTION, Direction.BACKWARD, backend, *arrays, **static)
+
+
+def _backward(options, backend, residuals, dout, _):
+    x_hat, rstd, layers, saved = residuals
+    scale, norm_bias, weight, bias, out_weight, out_bias = layers
+    _, attended, *_ = saved
+    attention = options.attention
+    heads = {"heads": attention.heads, "kv_heads": attention.kv_heads}
+    known = matmul_delta(backend, dout, out_weight, attended, **heads)
+    dqkv, dbias = _attend_backward(backend, saved, *known, attention)
+    arrays = (x_hat, dqkv, attended, dout)
+    gradients = wgrad_pair(backend, *arrays, min_rows=0, sms_of_tile=2)
+    dfolded, dout_weight, dqkv, dout = gradients
+    folded, _ = fold_norm(backend, scale, norm_bias, weight, bias)  # XLA reuses the forward's
+    dx, dout_bias = matmul_norm_backward(backend, dqkv, folded, x_hat, rstd, dout)
+    of_norm = fold_norm_backward(backend, scale, norm_bias, weight, dfolded, dbias)
+    dscale, dnorm_bias, dweight = of_norm
+    dout_bias = None if out_bias is None else dout_bias
+    return dx, None, dscale, dnorm_bias, dweight, dbias, dout_weight, dout_bias, None
+
+
+def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
+    """What forward mode differentiates: the tangent goes along x, so the block normalizes it."""
+
+    def of_x(static: Any, x: Array, normalized: Normalized | None, *rest: Any) -> Any:
+        out, _ = block(static, x, None, *rest)
+        _, next_norm = block(static, x, normalized, *rest)
+        return out, jax.tree.map(jax.lax.stop_gradient, next_norm)
+
+    return of_x
+
+
+_attention_block = with_backward(
+    "attention_block", _forward, _backward, outputs=2, definition=without_normalized
+)
+
+
+def self_attention(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D P"],
+    bias: Float[Array, " P"],
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    backend: Backend | None = None,
+) -> Float[Array, "B T N*H"]:
+    r"""The attention of a sequence to a projection of itself.
+
+    .. math::
+        out = attention(qkv) \qquad qkv = x W + b
+
+    As ``flash_attention_packed(linear(x, weight, bias), heads, kv_heads, ...)``, with the same
+    residuals. On a Hopper GPU, in 16 bits and with heads 64 or 128 wide, attention's backward
+    kernels also sum the gradient of ``bias``, in a fixed order. There the part of the keys is zero,
+    as it is but for rounding (a vector added to all keys changes no probability), and the part of
+    the values is the sum of ``dout``. There is no softcap, no rotation and no out-projection.
+
+    Args:
+        x: The tokens; float32, bfloat16 or float16 for the kernels.
+        weight: The matrix, in the dtype of ``x``; its ``P = (N + 2K) H`` columns are the N queries,
+            then the K keys, then the K values.
+        bias: One offset a column of ``weight``, in the dtype of ``x``.
+        heads: N.
+        kv_heads: K, which divides N; None for N.
+        causal: As in :func:`flash_attention`, as are the arguments that follow.
+        scale: None for ``1/sqrt(H)``.
+        window: How many keys a query sees.
+        segment_ids: A query sees the keys of its own segment alone.
+        backend: As in :func:`flash_attention`; the projection's GEMMs are XLA's.
+
+    Returns:
+        What each query read, head after head, in the dtype of ``x``.
+
+    Raises:
+        TypeError: An array is of the wrong kind, or differs from ``x`` in dtype.
+        ValueError: ``x`` is not (B, T, D), ``weight`` does not fit it, ``bias`` is not as wide as
+            ``weight``, or as in :func:`flash_attention_packed`.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward``, ``attention_forward`` and their gradients.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (2, 1024, 768), jnp.bfloat16)
+        >>> weight, bias = jnp.zeros((768, 3 * 768), x.dtype), jnp.zeros(3 * 768, x.dtype)
+        >>> out = jaxllm.ops.self_attention(x, weight, bias, 12, causal=True)
+    """
+    check_floating(x=x, bias=bias)
+    if x.ndim != 3:
+        raise ValueError(f"x has shape {x.shape}; it must be (B, T, D)")
+    check_layer("weight", weight, "bias", bias, x, columns="P")
+    qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], weight.shape[1]), x.dtype)
+    segments, options = check_packed(
+        qkv, heads, kv_heads, segment_ids,
+        causal=causal, scale=scale, window=window, softcap=None, interleaved=False,
+    )  # fmt: skip
+    return _self_attention(x, weight, bias, segments, backend=resolve(backend), options=options)
+
+
+def _self_attention_forward(options, backend, x, weight, bias, segments):
+    out, saved = _attend(backend, jnp.dot(x, weight) + bias, segments, options)
+    return out, (x, weight, saved)
+
+
+def _self_attention_backward(options, backend, residuals, dout):
+    x, weight, saved = residuals
+    dqkv, dbias = _attend_backward(backend, saved, dout, None, None, options)
+    return *dgrad_and_wgrad(x, weight, dqkv), dbias, None
+
+
+_self_attention = with_backward("self_attention", _self_attention_forward, _self_attention_backward)

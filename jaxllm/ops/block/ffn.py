@@ -1,0 +1,254 @@
+"""The feed-forward block of a transformer, and the MLP alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
+from jaxllm.core.op import with_backward
+from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
+from jaxllm.ops.block.attention import (
+    Layer,
+    leave_to_next_norm,
+    unsupported_by_layers,
+    without_normalized,
+)
+from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
+from jaxllm.ops.checks import check_layer, check_pre_norm, check_way_back
+from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.fused import (
+    Normalized,
+    fold_norm,
+    fold_norm_backward,
+    matmul_bias_gelu,
+    matmul_dgelu,
+    matmul_norm_backward,
+    matmul_residual_norm,
+    normalize,
+    wgrad_pair,
+)
+from jaxllm.ops.gemm.gradients import dgrad_and_wgrad, wgrad
+
+# With fewer rows the partial sums of wgrad_pair cost more than the idle SMs of XLA's two GEMMs.
+_MIN_PAIR_ROWS = 65536
+
+
+def ffn_block(
+    h: Residual,
+    norm: Mapping[str, Array],
+    weights: Mapping[str, Layer],
+    *,
+    activation: Literal["gelu", "swiglu"] = "gelu",
+    backend: Backend | None = None,
+) -> Residual:
+    r"""Feed-forward block: ``x + down(f(up(norm(x))))``.
+
+    On a Hopper GPU a block with a layer norm, plain weights and GELU is fused, where its GEMMs are
+    large enough and in 16 bits. The up-projection applies GELU and saves its derivative in its
+    epilogue, and the down-projection adds bias and residual and normalizes the sum. The down dgrad
+    GEMM multiplies by the derivative, and the up dgrad GEMM applies the layer norm's backward, so
+    the gradient of the normalized input is never written to memory. Other calls run norm, GEMM and
+    activation one by one; :func:`jaxllm.explain` says why.
+
+    Args:
+        h: The residual, (..., D).
+        norm: The norm's ``scale``, (D,), and of a layer norm ``bias``.
+        weights: With ``"gelu"`` the layers ``up``, from D to F columns, and ``down``, from F to D.
+            With ``"swiglu"`` the layers ``gate_up``, from D to 2F (the gates, then what they gate),
+            and ``down``. Each has a ``weight`` (array, ``Transposed`` or ``Quantized``) and may
+            have a ``bias``.
+        activation: ``"gelu"``, the tanh form, or ``"swiglu"``.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The new residual.
+
+    Raises:
+        TypeError: ``h`` is no :class:`Residual`, or an array is of the wrong kind or dtype.
+        ValueError: The shapes do not fit together, or the activation is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``gpt2_forward`` and ``gpt2_backward``; Shazeer, "GLU variants improve
+    transformer" (arXiv:2002.05202).
+    """
+    check_residual(h)
+    if activation not in ("gelu", "swiglu"):
+        raise ValueError(f"activation is {activation!r}; it must be 'gelu' or 'swiglu'")
+    up = weights["up" if activation == "gelu" else "gate_up"]
+    arrays = (h, norm, up, weights["down"])
+    return compose(_BLOCK, resolve(backend), *arrays, activation=activation)
+
+
+def _unfused(
+    backend: Backend,
+    h: Residual,
+    norm: Mapping[str, Array],
+    up: Layer,
+    down: Layer,
+    *,
+    activation: str,
+) -> Residual:
+    x, h = pre_norm(h, norm, backend)
+    if activation == "gelu":
+        hidden = linear(x, **up, activation="gelu", backend=backend)
+    else:
+        hidden = swiglu_packed(linear(x, **up, backend=backend), backend=backend)
+    return leave_to_next_norm(h, hidden, "down", down, backend)
+
+
+def _unsupported(h, norm, up, down, *, activation) -> str | None:
+    """Why the fused kernels cannot serve a call; None if they can."""
+    if activation != "gelu":
+        return f"the activation is {activation!r}; the fused block has GELU"
+    return unsupported_by_layers(h, up, down)
+
+
+def _fused(
+    backend: Backend,
+    h: Residual,
+    norm: Mapping[str, Array],
+    up: Layer,
+    down: Layer,
+    *,
+    activation: str,
+) -> Residual:
+    del activation
+    x, up_bias, down_bias = h.x, up.get("bias"), down.get("bias")
+    check_layer("the weight of up", up["weight"], "the bias of up", up_bias, x)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[1]), x.dtype)
+    names = ("the weight of down", down["weight"], "the bias of down", down_bias)
+    check_layer(*names, hidden, "the hidden layer")
+    check_way_back(*names[:2], x)
+    scale = norm["scale"]
+    norm_bias = check_pre_norm(x, scale, "bias", norm.get("bias"))
+    up_bias = jnp.zeros(up["weight"].shape[1:], x.dtype) if up_bias is None else up_bias
+    arrays = (x, h.normalized, scale, norm_bias, up["weight"], up_bias, down["weight"], down_bias)
+    x, normalized = _ffn_block(*arrays, backend=backend, options=_FFNOptions(h.eps))
+    return carry(h, x, normalized=normalized)
+
+
+_BLOCK = Composition("ffn_block", _fused, _unfused, _unsupported)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FFNOptions:
+    eps: float
+
+
+def _forward(
+    options, backend, x, normalized, scale, norm_bias, up_weight, up_bias, down_weight, down_bias
+):
+    # Under the name of linear: a remat policy keeps the same of either.
+    norm = normalized or Normalized(*checkpoint_name(normalize(backend, x, options.eps), "linear"))
+    folded = fold_norm(backend, scale, norm_bias, up_weight, up_bias)
+    hidden, saved = checkpoint_name(_hidden(backend, norm.x_hat, *folded, down_weight), "linear")
+    arrays = (hidden, down_weight, down_bias, x, norm)
+    outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
+    out, next_norm = checkpoint_name(outputs, "linear")
+    layers = (scale, norm_bias, up_weight, up_bias, down_weight, down_bias)
+    return (out, Normalized(*next_norm)), (norm.x_hat, norm.rstd, layers, hidden, saved)
+
+
+def _hidden(backend, x, weight, bias, down_weight):
+    """The hidden layer, and what the derivative of its GELU needs."""
+    options = {"saves_derivative": True, "out_columns": down_weight.shape[1]}
+    return matmul_bias_gelu(backend, x, weight, bias, **options)
+
+
+def _backward(options, backend, residuals, dout, _):
+    del options
+    x_hat, rstd, layers, hidden, saved = residuals
+    scale, norm_bias, up_weight, up_bias, down_weight, down_bias = layers
+    # XLA reuses the forward's.
+    folded, folded_bias = fold_norm(backend, scale, norm_bias, up_weight, up_bias)
+    dh, dup_bias = matmul_dgelu(backend, dout, down_weight, saved, folded_bias)
+    arrays = (x_hat, dh, hidden, dout)
+    gradients = wgrad_pair(backend, *arrays, min_rows=_MIN_PAIR_ROWS, sms_of_tile=1)
+    dfolded, ddown_weight, dh, dout = gradients
+    dx, ddown_bias = matmul_norm_backward(backend, dh, folded, x_hat, rstd, dout)
+    of_norm = fold_norm_backward(backend, scale, norm_bias, up_weight, dfolded, dup_bias)
+    dscale, dnorm_bias, dup_weight = of_norm
+    ddown_bias = None if down_bias is None else ddown_bias
+    return dx, None, dscale, dnorm_bias, dup_weight, dup_bias, ddown_weight, ddown_bias
+
+
+_ffn_block = with_backward(
+    "ffn_block", _forward, _backward, outputs=2, definition=without_normalized
+)
+
+
+def mlp(
+    x: Float[Array, "*rows D"],
+    up_weight: Float[Array, "D F"],
+    up_bias: Float[Array, " F"],
+    down_weight: Float[Array, "F D_out"],
+    down_bias: Float[Array, " D_out"] | None = None,
+    *,
+    activation: Literal["gelu"] = "gelu",
+    backend: Backend | None = None,
+) -> Float[Array, "*rows D_out"]:
+    r"""A multilayer perceptron with one hidden layer.
+
+    .. math::
+        out = f(x W_{up} + b_{up})\, W_{down} + b_{down}
+
+    As ``linear(linear(x, up_weight, up_bias, activation="gelu"), down_weight, down_bias)``. On a
+    Hopper GPU, for large enough GEMMs in 16 bits, the up-projection saves GELU's derivative, and
+    the down dgrad GEMM multiplies by it and sums the gradient of ``up_bias``. The backward pass
+    keeps :math:`x W_{up}`, or there the derivative, and the hidden layer, in the dtype of ``x``.
+
+    Args:
+        x: The rows; float32, bfloat16 or float16 for the kernels.
+        up_weight: The matrix to the hidden width F, ``(D, F)``, in the dtype of ``x``.
+        up_bias: One offset a column of the hidden layer, in the dtype of ``x``.
+        down_weight: The matrix from the hidden width, ``(F, D_out)``, in the dtype of ``x``.
+        down_bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
+        activation: ``"gelu"``, the tanh form of :func:`jaxllm.ops.gelu`.
+        backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+
+    Returns:
+        The rows of the output, in the dtype of ``x``.
+
+    Raises:
+        TypeError: An argument is not floating-point, or differs from ``x`` in dtype.
+        ValueError: A weight is not a matrix with as many rows as its input has columns, a bias is
+            not as wide as its weight, or the activation or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: llm.c's ``matmul_forward_cublaslt`` and ``matmul_backward``, with GELU fused.
+    """
+    check_layer("up_weight", up_weight, "up_bias", up_bias, x)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
+    check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
+    if activation != "gelu":
+        raise ValueError(f"activation is {activation!r}; it must be 'gelu'")
+    return _mlp(x, up_weight, up_bias, down_weight, down_bias, backend=resolve(backend))
+
+
+def _mlp_forward(_: Any, backend, x, up_weight, up_bias, down_weight, down_bias):
+    hidden, saved = _hidden(backend, x, up_weight, up_bias, down_weight)
+    out = jnp.dot(hidden, down_weight)
+    out = out if down_bias is None else out + down_bias
+    out, hidden, saved = checkpoint_name((out, hidden, saved), "linear")
+    return out, ((x, up_weight, up_bias, down_weight, down_bias), hidden, saved)
+
+
+def _mlp_backward(_: Any, backend, residuals, dout):
+    (x, up_weight, up_bias, down_weight, down_bias), hidden, saved = residuals
+    ddown_bias = None
+    if down_bias is not None:
+        ddown_bias = dispatch(BIAS_ADD, Direction.BACKWARD, backend, dout)
+    ddown_weight, dout = wgrad(hidden, dout)
+    dh, dup_bias = matmul_dgelu(backend, dout, down_weight, saved, up_bias)
+    return *dgrad_and_wgrad(x, up_weight, dh), dup_bias, ddown_weight, ddown_bias
+
+
+_mlp = with_backward("mlp", _mlp_forward, _mlp_backward)

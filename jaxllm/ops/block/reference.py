@@ -1,0 +1,54 @@
+"""Blocks in ``jax.numpy``, for JAX to differentiate: what each of them computes."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxllm.ops.activation.reference import swiglu_packed_forward
+from jaxllm.ops.attention.reference import flash_attention_packed
+from jaxllm.ops.gemm.reference import linear
+from jaxllm.ops.norm.reference import layer_norm, rms_norm
+
+
+def _norm(x, norm, kind, eps):
+    if kind == "layer":
+        return layer_norm(
+            x, norm["scale"], norm.get("bias", jnp.zeros_like(norm["scale"])), eps=eps
+        )
+    return rms_norm(x, norm["scale"], eps=eps)
+
+
+def attention_block(x, norm, weights, *, kind="layer", eps=1e-5, heads, kv_heads=None, **options):
+    """``x + out(attention(qkv(norm(x))))``."""
+    qkv = linear(_norm(x, norm, kind, eps), **weights["qkv"])
+    out = flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
+    return _add(x, out, weights["out"])
+
+
+def ffn_block(x, norm, weights, *, kind="layer", eps=1e-5, activation="gelu"):
+    """``x + down(f(up(norm(x))))``; with ``"swiglu"`` one matrix gives both gate and up."""
+    normalized = _norm(x, norm, kind, eps)
+    if activation == "gelu":
+        hidden = linear(normalized, **weights["up"], activation="gelu")
+    else:
+        hidden = swiglu_packed_forward(linear(normalized, **weights["gate_up"]))
+    return _add(x, hidden, weights["down"])
+
+
+def _add(x, branch, layer):
+    """The GEMM's result is rounded, and then the sum."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    total = x.astype(wide) + jnp.dot(branch, layer["weight"]).astype(wide)
+    bias = layer.get("bias")
+    return (total if bias is None else total + bias.astype(wide)).astype(x.dtype)
+
+
+def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
+    """Attention of the columns of ``x @ weight + bias``."""
+    qkv = jnp.dot(x, weight) + bias
+    return flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
+
+
+def mlp(x, up_weight, up_bias, down_weight, down_bias=None, *, activation):
+    """Two linear layers with an activation between them."""
+    return linear(linear(x, up_weight, up_bias, activation=activation), down_weight, down_bias)

@@ -1,0 +1,217 @@
+"""The residual stream between the blocks of a pre-norm transformer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxllm.core import promotion
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
+from jaxllm.ops.gemm.fused import Normalized, normalize
+from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+NormKind = Literal["layer", "rms"]
+
+
+@jax.tree_util.register_pytree_node_class
+class Residual:
+    """The residual stream, with what the block before has already computed of the next norm.
+
+    A norm fuses with what precedes it. So a block may leave its last addition to the norm of the
+    next block (:attr:`branch`), or its last GEMM may already have normalized the sum
+    (:attr:`normalized`). Blocks take and return a Residual; :func:`residual` makes the first.
+
+    Nothing outside of the blocks sets an array and keeps its norm: :meth:`add` drops it. The kind
+    of the norm and its ``eps`` are part of the type. ``jax.tree.map`` sees the leaves; use it to
+    place or cast them, and not to compute with them.
+
+    Attributes:
+        kind: ``"layer"`` or ``"rms"``: the norm that the blocks begin with.
+        eps: What the norm adds to the variance or the mean square.
+        branch: A term that is not added yet, and its bias; or None.
+        normalized: The layer norm of :attr:`x` without scale and bias; or None.
+    """
+
+    __slots__ = ("_branch", "_eps", "_kind", "_normalized", "_x")
+
+    def __init__(self, x: Float[Array, "*B T D"], kind: NormKind, eps: float) -> None:
+        self._x, self._kind, self._eps = x, kind, eps
+        self._branch: tuple[Array, Array | None] | None = None
+        self._normalized: Normalized | None = None
+
+    @property
+    def kind(self) -> NormKind:
+        """The norm that the blocks begin with."""
+        return self._kind
+
+    @property
+    def eps(self) -> float:
+        """What the norm adds to the variance or the mean square."""
+        return self._eps
+
+    @property
+    def branch(self) -> tuple[Array, Array | None] | None:
+        """A term that is not added yet, and its bias."""
+        return self._branch
+
+    @property
+    def normalized(self) -> Normalized | None:
+        """The layer norm of :attr:`x` without scale and bias."""
+        return self._normalized
+
+    @property
+    @promotion.by_default
+    def x(self) -> Float[Array, "*B T D"]:
+        """The array."""
+        if self._branch is None:
+            return self._x
+        # In float32, as the norm's kernel adds them; so is the sum for the gradient of the bias.
+        wide = jnp.promote_types(self._x.dtype, jnp.float32)
+        terms = [term.astype(wide) for term in self._branch if term is not None]
+        return sum(terms, self._x.astype(wide)).astype(self._x.dtype)
+
+    def add(self, y: Float[Array, "*B T D"]) -> Residual:
+        """The residual plus ``y``, such as an adapter's output; the next norm is computed anew.
+
+        Raises:
+            TypeError: ``y`` is not of the residual's dtype.
+            ValueError: ``y`` is not of its shape.
+        """
+        check_floating(y=y)
+        check_shape("y", y, self._x.shape, "the shape of the residual")
+        check_same_dtype("y", y, "the residual", self._x)
+        return Residual(self.x + y, self._kind, self._eps)
+
+    def like(self, other: Residual) -> Residual:
+        """The same values with the fields that ``other`` has, for a carry of ``jax.lax.scan``."""
+        if other.branch is not None:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), other.branch)
+            return carry(self, self.x, branch=zeros)
+        if other.normalized is None:
+            return carry(self, self.x)
+        return carry(self, self.x, normalized=self._normalized or self.normalize(resolve()))
+
+    def normalize(self, backend: Backend) -> Normalized:
+        """The layer norm of :attr:`x` without scale and bias; the gradient goes along x alone."""
+        return normalize(backend, jax.lax.stop_gradient(self.x), self._eps)
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """As JAX asks of a pytree node."""
+        return (self._x, self._branch, self._normalized), (self._kind, self._eps)
+
+    @classmethod
+    def tree_unflatten(cls, kind_and_eps: tuple, children: tuple) -> Residual:
+        """As JAX asks of a pytree node."""
+        x, branch, normalized = children
+        return carry(cls(x, *kind_and_eps), x, branch=branch, normalized=normalized)
+
+
+def carry(
+    h: Residual,
+    x: Array,
+    *,
+    branch: tuple[Array, Array | None] | None = None,
+    normalized: Normalized | None = None,
+) -> Residual:
+    """The residual that a block returns, of the type of ``h``: for blocks alone.
+
+    Args:
+        h: The residual before.
+        x: The new array, or the one that ``branch`` is to be added to.
+        branch: A term that the next norm's kernel adds, and its bias.
+        normalized: The layer norm of ``x``.
+    """
+    made = Residual(x, h.kind, h.eps)
+    made._branch, made._normalized = branch, normalized
+    return made
+
+
+def residual(x: Float[Array, "*B T D"], norm: NormKind = "layer", *, eps: float = 1e-5) -> Residual:
+    """The residual stream that the first block takes.
+
+    Args:
+        x: The embeddings.
+        norm: The norm that each block begins with: ``"layer"`` (GPT-2) or ``"rms"`` (Llama).
+        eps: What it adds to the variance or the mean square.
+
+    Raises:
+        TypeError: ``x`` is not floating-point.
+        ValueError: ``norm`` is unknown.
+    """
+    check_floating(x=x)
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"norm is {norm!r}; it must be 'layer' or 'rms'")
+    return Residual(x, norm, as_float("eps", eps))
+
+
+def pre_norm(
+    h: Residual, norm: Mapping[str, Array], backend: Backend | None = None
+) -> tuple[Float[Array, "*B T D"], Residual]:
+    """The norm of a residual, fused with the addition that the block before left to it.
+
+    Args:
+        h: The residual.
+        norm: ``scale``, and of a layer norm ``bias``.
+        backend: As in :func:`jaxllm.ops.layer_norm`.
+
+    Returns:
+        ``(out, h)``: the normalized rows, and the residual with nothing left to add.
+    """
+    check_residual(h)
+    term, bias = h.branch or (h._x, None)
+    rest = h._x if h.branch else None
+    options: dict[str, Any] = {"eps": h.eps, "backend": backend}
+    if h.kind == "layer":
+        out, x = add_layer_norm(term, rest, **norm, x_bias=bias, **options)
+    else:
+        out, x = add_rms_norm(term, rest, **norm, **options)
+    return out, carry(h, x)
+
+
+def final_norm(
+    h: Residual, norm: Mapping[str, Array], *, backend: Backend | None = None
+) -> Float[Array, "*B T D"]:
+    """The norm after the last block.
+
+    Args:
+        h: What the last block returns.
+        norm: ``scale``, and of a layer norm ``bias``.
+        backend: As in :func:`jaxllm.ops.layer_norm`.
+
+    Returns:
+        The normalized rows.
+
+    Raises:
+        TypeError: ``h`` is no :class:`Residual`; or as in :func:`jaxllm.ops.layer_norm`.
+        ValueError: As in :func:`jaxllm.ops.layer_norm` and :func:`jaxllm.ops.rms_norm`.
+    """
+    check_residual(h)
+    if h.branch is not None:
+        return pre_norm(h, norm, backend)[0]
+    function = layer_norm if h.kind == "layer" else rms_norm
+    return function(h.x, **norm, eps=h.eps, backend=backend)
+
+
+def check_residual(h: object) -> None:
+    """Raises TypeError where ``h`` is no Residual."""
+    if not isinstance(h, Residual):
+        raise TypeError(
+            f"h is of type {type(h).__name__}; it must be a Residual, which jaxllm.ops.residual(x) "
+            "makes"
+        )
+
+
+jax.export.register_pytree_node_serialization(
+    Residual,
+    serialized_name="jaxllm.Residual",
+    serialize_auxdata=lambda kind_and_eps: json.dumps(kind_and_eps).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
+jax.export.register_namedtuple_serialization(Normalized, serialized_name="jaxllm.Normalized")

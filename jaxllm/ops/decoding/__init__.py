@@ -1,1 +1,0 @@
-"""What decoding does in one piece because each kernel by itself would be too short."""

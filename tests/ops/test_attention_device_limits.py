@@ -1,0 +1,135 @@
+"""Limits of the attention kernels: head widths, dtypes and the shared memory of a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from op_helpers import (
+    attention_arrays,
+)
+
+import jaxllm
+from jaxllm.core import ffi
+from jaxllm.ops import flash_attention
+from jaxllm.ops.attention import cuda, cuda_decode
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"H": 257}, "heads are 257 wide; the kernel takes at most 256"),
+        ({"N": 0, "K": 1}, "q has no heads"),
+        ({"dtype": "float8_e4m3fn"}, "q has dtype float8_e4m3fn; the kernel takes"),
+    ],
+)
+def test_cuda_kernels_give_the_reason_for_rejecting_a_call(shapes, reason, monkeypatch):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    B, T, N, H = 1, 6, shapes.get("N", 2), shapes.get("H", 8)
+    dtype = jnp.dtype(shapes.get("dtype", "bfloat16"))
+    q = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    k = jax.ShapeDtypeStruct((B, T, shapes.get("K", N), H), dtype)
+    with pytest.raises(jaxllm.BackendError, match=reason):
+        jax.eval_shape(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, k)
+
+
+# The shared memory that a CTA can use, in KiB, by compute capability.
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+def gpu_with(shared_kib, capability=86):
+    return dataclasses.replace(
+        ffi.H100,
+        capability=capability,
+        shared_bytes=shared_kib << 10,
+        has_sm90a=capability == 90,
+    )
+
+
+def predicates(H, dtype):
+    """Reasons for rejecting a head width: of forward, backward and decode attention."""
+    q, k = (jax.ShapeDtypeStruct((2, 6, heads, H), dtype) for heads in (4, 2))
+    lse = jax.ShapeDtypeStruct((2, 4, 6), jnp.float32)
+    one = jax.ShapeDtypeStruct((2, 4, H), dtype)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return (
+        cuda.flash_attention_unsupported(q, k, k, None, None),
+        cuda.flash_attention_backward_unsupported(q, k, k, q, lse, q, None, None),
+        cuda_decode.decode_attention_unsupported(one, k, k, lengths, None, None),
+    )
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_kernels_fit_the_shared_memory_of_every_gpu(capability, monkeypatch):
+    if not ffi.is_available():
+        pytest.skip(str(ffi.unavailable_reason()))
+    names = ("flash_attention", "decode_attention")
+    needs = {k: need for k, need in ffi.shared_needs().items() if k.startswith(names)}
+    assert len(needs) == 15
+    assert max(needs.values()) <= SHARED_KIB[capability] << 10
+    monkeypatch.setattr(ffi, "device", lambda: gpu_with(SHARED_KIB[capability], capability))
+    for dtype in ("float32", "bfloat16", "float16"):
+        for H in range(1, 257):
+            assert predicates(H, dtype) == (None, None, None), (dtype, H)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "widths", "direction"),
+    [
+        ("flash_attention_forward_96", "bfloat16", range(65, 97), 0),
+        ("flash_attention_forward_256", "float16", range(129, 257), 0),
+        ("flash_attention_backward_32", "bfloat16", range(1, 33), 1),
+        ("flash_attention_backward_256", "bfloat16", range(129, 257), 1),
+        ("decode_attention", "float16", (64, 128), 2),
+    ],
+)
+def test_kernels_that_exceed_shared_memory_are_rejected(
+    kernel, dtype, widths, direction, monkeypatch
+):
+    monkeypatch.setattr(ffi, "shared_needs", lambda: {kernel: 100 << 10})
+    for shared_kib, rejected in ((99, set(widths)), (100, set())):
+        monkeypatch.setattr(ffi, "device", lambda kib=shared_kib: gpu_with(kib))
+        reasons = {H: predicates(H, dtype) for H in range(1, 257)}
+        assert {H for H, found in reasons.items() if found[direction]} == rejected
+        for H in rejected:
+            assert "takes 100.0 KiB of shared memory; this GPU has 99" in reasons[H][direction]
+            assert sum(reason is not None for reason in reasons[H]) == 1
+    # Without a known GPU nothing is rejected.
+    monkeypatch.setattr(ffi, "device", lambda: None)
+    assert all(predicates(H, dtype) == (None, None, None) for H in widths)
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+def test_float32_tiles_that_exceed_shared_memory_are_rejected(direction, monkeypatch):
+    monkeypatch.setattr(ffi, "shared_needs", lambda: {"flash_attention_float32_128": 100 << 10})
+    monkeypatch.setattr(ffi, "device", lambda: gpu_with(99))
+    rejected = {H for H in range(1, 257) if predicates(H, "float32")[direction]}
+    assert rejected == set(range(65, 129))
+
+
+@pytest.mark.parametrize(
+    ("H", "dtype", "softcap", "served"),
+    [
+        (64, "bfloat16", None, True),
+        (128, "float16", None, True),
+        (64, "float32", None, False),
+        (96, "bfloat16", None, False),
+        (128, "bfloat16", 5.0, False),
+    ],
+)
+def test_hopper_kernels_get_a_workspace_only_where_they_run(H, dtype, softcap, served, monkeypatch):
+    monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
+    workspaces, hopper_flags = [], []
+
+    def call(_, results, *__, hopper, **___):
+        workspaces.append(results[-1])
+        hopper_flags.append(hopper)
+        return results
+
+    monkeypatch.setattr(ffi, "call", call)
+    q, k, v = attention_arrays(B=2, T=200, N=4, K=2, H=H, dtype=dtype)
+    options = {"causal": True, "scale": 1.0, "window": None, "softcap": softcap}
+    out, lse = cuda.flash_attention_forward(q, k, v, None, **options)
+    cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
+    assert [workspace.size > 0 for workspace in workspaces] == [served] * 2 == hopper_flags
+    assert workspaces[1].size == 0 or workspaces[1].size > q.size  # dq in float32, and more

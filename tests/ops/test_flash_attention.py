@@ -1,0 +1,90 @@
+"""Flash attention: grouped heads, softcap, log-sum-exp, extreme scores and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from op_helpers import FLASH_BACKENDS, attention_arrays, attention_by_hand, attention_gradients
+
+from jaxllm.ops import flash_attention
+from jaxllm.ops.attention import reference
+from jaxllm.testing import error
+
+
+def test_grouped_query_heads_match_repeated_kv_heads():
+    q, k, v = attention_arrays(N=6, K=2)
+    k3, v3 = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    out = flash_attention(q, k, v, causal=True)
+    assert error(out, attention_by_hand(q, k3, v3, lambda _, t, s: s <= t)) < 1e-6
+    dq, dk, dv = attention_gradients(q, k, v, causal=True)
+    expected = attention_gradients(q, k3, v3, causal=True)
+    assert error(dq, expected[0]) < 1e-6
+    for found, wanted in ((dk, expected[1]), (dv, expected[2])):
+        assert error(found, wanted.reshape(2, 6, 2, 3, 8).sum(axis=3)) < 1e-6
+
+
+def test_softcap_matches_tanh_of_the_scores():
+    q, k, v = attention_arrays()
+    scores = 2.0 * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", 5 * q, k) / 2.0)
+    expected = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+    assert error(flash_attention(5 * q, k, v, scale=1.0, softcap=2.0), expected) < 1e-6
+
+
+def test_lse_matches_float64():
+    q, k, v = attention_arrays(N=4, K=2, dtype="bfloat16")
+    options = {"causal": False, "scale": 0.5, "window": None, "softcap": None}
+    _, lse = reference.flash_attention_forward(q, k, v, None, **options)
+    wide_q, wide_k = np.asarray(q, np.float64), np.repeat(np.asarray(k, np.float64), 2, axis=2)
+    expected = np.log(np.exp(0.5 * np.einsum("btnh,bsnh->bnts", wide_q, wide_k)).sum(axis=-1))
+    assert (lse.shape, lse.dtype) == ((2, 4, 6), jnp.float32)
+    assert error(lse, expected) < 1e-6
+
+
+@pytest.mark.parametrize("backend", FLASH_BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_huge_scores_give_finite_outputs_and_gradients(dtype, backend):
+    q, k, v = attention_arrays(dtype=dtype)
+    options = {"causal": True, "scale": 1.0, "backend": backend}
+    assert np.isfinite(flash_attention(100 * q, 100 * k, v, **options)).all()
+    assert all(np.isfinite(x).all() for x in attention_gradients(100 * q, 100 * k, v, **options))
+
+
+def test_mismatched_shapes_are_rejected():
+    q, k, v = attention_arrays(N=4)
+    with pytest.raises(ValueError, match=r"q has shape \(2, 6, 4\); it must be \(B, T, N, H\)"):
+        flash_attention(q[..., 0], k, v)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 6, 4, 8\); it must be \(2, S, K, 8\)"):
+        flash_attention(q, k[:1], v)
+    with pytest.raises(ValueError, match=r"v has shape \(2, 5, 4, 8\); it must be \(2, 6, 4, 8\)"):
+        flash_attention(q, k, v[:, :5])
+    with pytest.raises(ValueError, match=r"3 heads; their number must divide that of q .*, 4"):
+        flash_attention(q, k[:, :, :3], v[:, :, :3])
+
+
+def test_mismatched_dtypes_are_rejected():
+    q, k, v = attention_arrays()
+    with pytest.raises(TypeError, match="k has dtype bfloat16; it must have the dtype of q"):
+        flash_attention(q, k.astype(jnp.bfloat16), v)
+    with pytest.raises(TypeError, match="v has dtype int32; it must be a floating-point array"):
+        flash_attention(q, k, v.astype(jnp.int32))
+
+
+def test_out_of_range_options_are_rejected():
+    q, k, v = attention_arrays()
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+        flash_attention(q, k, v, window=0)
+    with pytest.raises(ValueError, match=r"softcap is 0\.0; it must be above 0"):
+        flash_attention(q, k, v, softcap=0.0)
+
+
+def test_mismatched_segment_ids_are_rejected():
+    q, k, v = attention_arrays(T=4, S=6)
+    of_query, of_key = jnp.zeros((2, 4), jnp.int32), jnp.zeros((2, 6), jnp.int32)
+    with pytest.raises(ValueError, match=r"segment_ids is one array, but q .* differ in length"):
+        flash_attention(q, k, v, segment_ids=of_query)
+    with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 6\); it must be \(2, 4\)"):
+        flash_attention(q, k, v, segment_ids=(of_key, of_query))
+    with pytest.raises(ValueError, match="segment_ids is a tuple of 1"):
+        flash_attention(q, k, v, segment_ids=(of_query,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="segment_ids of the keys has dtype float32"):
+        flash_attention(q, k, v, segment_ids=(of_query, of_key.astype(jnp.float32)))

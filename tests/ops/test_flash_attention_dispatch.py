@@ -1,0 +1,126 @@
+"""Which backend runs flash attention: cuDNN, the CUDA kernels or the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from op_helpers import attention_arrays
+
+import jaxllm
+from jaxllm.core import ffi
+from jaxllm.ops import flash_attention, flash_attention_packed
+from jaxllm.ops.attention import xla
+
+
+def cudnn_calls(fn, *args):
+    """The cuDNN custom calls of the lowered CUDA program, without value names."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return [
+        line.split(" = ")[1].split("(")[0] + line[line.index("{") :]
+        for line in text.splitlines()
+        if "__cudnn" in line
+    ]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+def test_cudnn_calls_match_dot_product_attention(pretend_cudnn, causal, window):
+    q, k, v = attention_arrays(T=16, N=4, K=2, H=64, dtype="bfloat16")
+
+    def gradient(attention):
+        return jax.grad(lambda *qkv: attention(*qkv).sum(), argnums=(0, 1, 2))
+
+    ours = gradient(lambda *qkv: flash_attention(*qkv, causal=causal, window=window, backend="xla"))
+    theirs = gradient(
+        lambda *qkv: jax.nn.dot_product_attention(
+            *qkv,
+            is_causal=causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+    )
+    calls = cudnn_calls(ours, q, k, v)
+    assert len(calls) == 2
+    assert calls == cudnn_calls(theirs, q, k, v)
+
+
+def test_cudnn_results_have_the_expected_shapes_and_dtypes(pretend_cudnn):
+    q, k, v = attention_arrays(T=16, N=4, K=2, H=64, dtype="float16")
+    options = {"causal": True, "scale": 0.125, "window": None, "softcap": None}
+    out, lse = jax.eval_shape(lambda: xla.flash_attention_forward(q, k, v, None, **options))
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, 16), jnp.float32)
+    arguments = (q, k, v, out, lse, out, None)
+    gradients = jax.eval_shape(lambda *a: xla.flash_attention_backward(*a, **options), *arguments)
+    assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "reason"),
+    [
+        ({"dtype": "float32"}, {}, "q has dtype float32; cuDNN's attention takes bfloat16 and"),
+        ({"H": 12}, {}, "heads are 12 wide"),
+        ({"H": 136}, {}, "heads are 136 wide"),
+        ({"T": 1}, {}, "needs two keys or more"),
+        ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
+        ({}, {"scale": -0.5}, "scale is -0.5; cuDNN's attention takes scales above zero"),
+        ({}, {"window": 3}, "window needs a causal mask"),
+        ({}, {"softcap": 3.0}, "no softcap"),
+        ({}, {"segment_ids": np.zeros((2, 6), np.int32)}, "no segment ids"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_calls_that_cudnn_rejects_fall_back_to_the_reference(
+    pretend_cudnn, shapes, options, reason, backward
+):
+    q, k, v = attention_arrays(**{"dtype": "bfloat16"} | shapes)
+    fn = lambda *qkv: flash_attention(*qkv, **options, backend="xla").sum()  # noqa: E731
+    calls = jaxllm.explain(jax.grad(fn) if backward else fn, q, k, v).calls
+    call = calls[-1]
+    assert call.stem == f"flash_attention_{'backward' if backward else 'forward'}"
+    assert call.on_gpu == call.fallback == "xla"
+    ((rejected, why),) = call.rejected
+    assert rejected == "xla-gpu"
+    assert reason in why
+
+
+@pytest.mark.no_gpu
+def test_cudnn_is_rejected_without_a_gpu():
+    q, k, v = attention_arrays(dtype="bfloat16")
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="xla"), q, k, v).calls
+    assert dict(call.rejected)["xla-gpu"].startswith("this process has no NVIDIA GPU")
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+def test_auto_picks_cudnn_by_benchmark_and_cuda_kernels_where_cudnn_rejects(
+    pretend_cudnn, options, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    q, k, v = attention_arrays(dtype="bfloat16")
+    grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
+    for call in jaxllm.explain(grad, q, k, v).calls:
+        assert call.fallback == "xla"
+        if options:
+            assert (call.on_gpu, call.rejected) == ("cuda", ())
+        else:
+            assert call.on_gpu == "xla-gpu"
+            assert "benchmarks/results" in dict(call.rejected)["cuda"]
+
+
+@pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (32, False), (96, False)])
+def test_auto_picks_hopper_kernels_where_benchmarks_are_faster(
+    pretend_cudnn, width, served, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    monkeypatch.setattr("jaxllm.core.ffi.device", lambda: ffi.H100)
+    qkv = attention_arrays(H=width, dtype="bfloat16")
+    packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
+    calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
+    calls += jaxllm.explain(lambda x: flash_attention_packed(x, 4, causal=True), packed).calls
+    assert [call.on_gpu for call in calls] == 2 * ["cuda" if served else "xla-gpu"]
+
+
+def test_cuda_backend_runs_kernels_that_auto_rejects(pretend_cudnn, monkeypatch):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
+    q, k, v = attention_arrays(dtype="bfloat16")
+    (call,) = jaxllm.explain(lambda *qkv: flash_attention(*qkv, backend="cuda"), q, k, v).calls
+    assert (call.on_gpu, call.rejected) == ("cuda", ())

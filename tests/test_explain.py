@@ -1,0 +1,89 @@
+"""``explain`` lists the kernels of a program: all of them, and no others."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ops.test_contract import FIRST_CASES, LARGE_CASES, value_and_gradients
+
+import jaxllm
+from jaxllm import testing, training
+from jaxllm.core import ffi
+from jaxllm.inference.cache import decode_step, init_cache, prefill
+from jaxllm.inference.quantize import quantize_params
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.common import for_decoding, unstack
+
+GPT2 = gpt2.PRESETS["d6"]
+LLAMA3 = llama3.PRESETS["d6"]
+MODELS = [pytest.param(gpt2, GPT2, id="gpt2"), pytest.param(llama3, LLAMA3, id="llama3")]
+
+
+@pytest.fixture(autouse=True)
+def on_a_hopper_gpu(with_kernels, monkeypatch):
+    monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
+
+
+def assert_explained(fn, *args):
+    """The rows of ``explain`` are the custom calls of the program for an NVIDIA GPU."""
+    explanation = jaxllm.explain(fn, *args)
+    found = Counter(kernel for call in explanation.calls for kernel in call.kernels)
+    program = testing.lower_for_cuda(fn, *args)
+    called = Counter(re.findall(r"custom_call @jaxllm_(\w+)\(", program))
+    assert found == called
+    for call in explanation.calls:
+        assert bool(call.kernels) == (call.on_gpu == "cuda"), call
+        for kernel in call.kernels:
+            assert kernel in str(explanation)
+
+
+def shapes(fn, *args):
+    return jax.eval_shape(lambda *a: training.cast(fn(*a), jnp.bfloat16), *args)
+
+
+@pytest.mark.parametrize("case", [*FIRST_CASES, *LARGE_CASES], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_rows_are_the_custom_calls_of_an_op(case, backend):
+    if "cuda" in case.refused_by and backend == "cuda":
+        return
+    function = case.call or getattr(jaxllm.ops, case.op)
+    fn = functools.partial(function, **case.static, backend=backend)
+    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "bfloat16"))
+    if case.has_backward:
+        assert_explained(lambda *a: value_and_gradients(fn, a), *inputs)
+    else:
+        assert_explained(fn, *inputs)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_rows_are_the_custom_calls_of_a_training_step(model, config, unrolled, remat):
+    def init(key):
+        params = model.init(key, config)
+        return unstack(params) if unrolled else params
+
+    params = shapes(init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
+
+    def step(params, tokens):
+        return jax.value_and_grad(model.loss)(params, tokens, tokens, config, remat=remat)
+
+    assert_explained(step, params, tokens)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("form", ["plain", "decoding", "int8"])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_rows_are_the_custom_calls_of_prefill_and_decode(model, config, form, batch):
+    forms = {"plain": lambda p: p, "decoding": for_decoding, "int8": quantize_params}
+    params = shapes(lambda key: model.init(key, config), jax.random.key(0))
+    params = jax.eval_shape(forms[form], params)
+    cache = jax.eval_shape(lambda: init_cache(config, batch, 512, jnp.bfloat16))
+    tokens = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
+    each = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    assert_explained(lambda *a: prefill(model, *a[:3], config, a[3]), params, tokens, each, cache)
+    assert_explained(lambda *a: decode_step(model, *a[:2], config, a[2]), params, each, cache)
