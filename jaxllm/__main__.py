@@ -1,6 +1,7 @@
-"""``python -m jaxllm info``: versions, devices, what is built, and what will run.
+"""The command line of ``python -m jaxllm``.
 
-``python -m jaxllm check-llmc CHECKPOINT STATE`` holds the model to what llm.c recorded of its own.
+``python -m jaxllm info`` prints versions, devices, the CUDA extension and the selected backend.
+``python -m jaxllm check-llmc CHECKPOINT STATE`` compares GPT-2 with a debug state of llm.c.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy",
 
 
 def info() -> str:
-    """Versions, devices, the CUDA extension's state, and the backend that ``auto`` takes here."""
+    """Versions, devices, the CUDA extension's state, and the backend that ``auto`` selects."""
     lines = [f"jaxllm      {jaxllm.__version__}", f"python      {platform.python_version()}"]
     for package in _PACKAGES:
         try:
@@ -43,22 +44,22 @@ def info() -> str:
         reason = ffi.no_hopper_reason()
         lines.append(f"hopper      its kernels {'run' if reason is None else f'do not: {reason}'}")
 
-    lines.append(f"backend     {backend.resolve()} is asked for")
+    lines.append(f"backend     {backend.resolve()} is selected")
     lines.append(f"auto        {_auto()}")
     return "\n".join(lines)
 
 
 def _describe(gpu: ffi.Device) -> str:
-    """What decides which kernels a GPU runs."""
+    """The properties of a GPU that select its kernels."""
     code = f"the extension's code for sm_{gpu.image}{'a' if gpu.has_sm90a else ''}"
     return (
         f"sm_{gpu.capability}, {gpu.multiprocessors} SMs, {gpu.shared_bytes >> 10} KiB of shared "
-        f"memory for a CTA; runs {code if gpu.image else 'no code of the extension'}"
+        f"memory per CTA; runs {code if gpu.image else 'no code of the extension'}"
     )
 
 
 def _auto() -> str:
-    """What ``auto`` takes on the default device, from a call that every backend serves."""
+    """The backend that ``auto`` selects on the default device, for an op of all backends."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
     explanation = jaxllm.explain(
@@ -67,8 +68,8 @@ def _auto() -> str:
     (call,) = explanation.calls
     device = jax.default_backend()
     if device != "gpu":
-        return f"{call.elsewhere}, because the default device is a {device} and not an NVIDIA GPU"
-    reasons = "; ".join(f"not {name}: {why}" for name, why in call.passed_over)
+        return f"{call.fallback}, because the default device is a {device} and not an NVIDIA GPU"
+    reasons = "; ".join(f"not {name}: {why}" for name, why in call.rejected)
     return f"{call.on_gpu}{', ' + reasons if reasons else ', the first of its preference'}"
 
 
@@ -76,14 +77,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxllm")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, devices, what is built, and what will run")
-    check = commands.add_parser("check-llmc", help="hold GPT-2 to a debug state of llm.c")
+    commands.add_parser("info", help="print versions, devices, the extension and the backend")
+    check = commands.add_parser("check-llmc", help="compare GPT-2 with a debug state of llm.c")
     check.add_argument("checkpoint", help="such as gpt2_124M.bin")
     check.add_argument("debug_state", help="such as gpt2_124M_debug_state.bin")
     check.add_argument("--dtype", choices=tuple(llmc_check.TOLERANCES), default="float32")
     check.add_argument("--backend", choices=backend.BACKENDS, default="auto")
     check.add_argument(
-        "--tolerance", type=float, help="the largest error; default: by the dtype", metavar="SHARE"
+        "--tolerance",
+        type=float,
+        help="the largest relative error; default: by the dtype",
+        metavar="SHARE",
     )
     options = parser.parse_args(argv)
     if options.command == "info":
@@ -91,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         with jaxllm.use_backend(options.backend):
-            good, table = llmc_check.check(
+            passed, table = llmc_check.check(
                 options.checkpoint,
                 options.debug_state,
                 dtype=options.dtype,
@@ -100,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, jaxllm.BackendError) as error:
         parser.error(str(error))
     print(table)
-    if not good:
+    if not passed:
         raise SystemExit(1)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of arrays on four devices, restored elsewhere and with flipped bits; prints JSON.
+"""Restores checkpoints of sharded arrays with other shardings and with flipped bits; prints JSON.
 
-A process of its own: orbax leaves reads of damaged files that nobody awaits, and they fail when
-they are collected, in whatever test that is.
+test_checkpoint.py runs this in a subprocess. Orbax leaves failed reads that nobody awaits; they
+raise when they are garbage collected, in any later test.
 """
 
 import collections
@@ -26,11 +26,11 @@ RECORD = {"seed": 3, "order": "shuffled"}
 
 
 def fresh(mesh, spec):
-    """A state whose table and its means are sharded; the rest is on no device in particular."""
+    """A state with a sharded table and moments. The other arrays are uncommitted."""
     table = jax.random.normal(jax.random.key(0), (V, 2 * V), jnp.bfloat16)
     table = jax.device_put(table, NamedSharding(mesh, spec))
     params = {"table": table, "bias": jnp.linspace(0, 1, 2 * V)}
-    return training.init_state(params, OPTIMIZER, guarded=True)
+    return training.init_state(params, OPTIMIZER, detect_anomalies=True)
 
 
 def loss_fn(params, tokens, labels):
@@ -39,7 +39,7 @@ def loss_fn(params, tokens, labels):
 
 
 def main(root: Path, flips: int) -> dict:
-    """What was found."""
+    """The shardings of the restored tables, and the outcomes of the flipped bits."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     tokens = np.random.default_rng(0).integers(0, V, (1, 4, T), np.int32)
     step = training.make_train_step(loss_fn, OPTIMIZER, compute_dtype="float32")
@@ -62,13 +62,13 @@ def main(root: Path, flips: int) -> dict:
 
 
 def flip(root: Path, like: training.TrainState, sums: dict[str, str], flips: int) -> dict[str, int]:
-    """Flips a bit of a file; how often that changes nothing, and how often it is found."""
+    """Flips one bit of a file at a time; counts the flips by outcome."""
     rng, found = random.Random(0), collections.Counter()
     files = sorted(path for path in (root / "whole").rglob("*") if path.is_file())
     for _ in range(flips):
         shutil.rmtree(root / "damaged", ignore_errors=True)
         shutil.copytree(root / "whole", root / "damaged")
-        # As many in small files as in the large ones, whose names are hashes.
+        # Files are chosen uniformly, so small files get as many flips as large ones.
         path = root / "damaged" / rng.choice(files).relative_to(root / "whole")
         content = bytearray(path.read_bytes())
         bit = rng.randrange(8 * len(content))
@@ -80,8 +80,10 @@ def flip(root: Path, like: training.TrainState, sums: dict[str, str], flips: int
                 is_whole &= checkpoint.read_record(folder) == RECORD
             found["nothing changed" if is_whole else f"missed: {path}, bit {bit}"] += 1
         except (FileNotFoundError, ValueError) as error:
-            is_sum = "not as they were saved" in str(error) or "record is damaged" in str(error)
-            found["by its checksum" if is_sum else "not readable"] += 1
+            is_sum = "differ from their saved checksums" in str(
+                error
+            ) or "record is damaged" in str(error)
+            found["found by checksum" if is_sum else "not readable"] += 1
     return dict(found)
 
 

@@ -1,11 +1,11 @@
-"""Trains once without a break, and once with many: run by test_checkpoint.py, alone in a process.
+"""Trains once without interruption and once with many kills; test_checkpoint.py runs this.
 
     PYTHONPATH=.:examples python tests/kill_and_resume.py FOLDER KILLS
 
-Every run is a child that is forked once all is imported, so that a restart costs a second or two.
-Half of the kills come at a moment at random, the others while a checkpoint is being written.
-FOLDER/shards has the data. Prints a JSON object: the losses of the unbroken run, those that each
-broken one logged, and how many of the kills left half a checkpoint behind.
+Every run is a child that is forked after all imports, so a restart takes a second or two. Half of
+the kills come at a random time, the others while a checkpoint is being written. FOLDER/shards has
+the data. Prints a JSON object: the losses of the uninterrupted run, the losses that each killed run
+logged, and the number of kills that left an incomplete checkpoint.
 """
 
 import json
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import orbax.checkpoint  # noqa: F401  so that no child has to
+import orbax.checkpoint  # noqa: F401  so that children need not import it
 import pretrain_gpt2
 
 from jaxllm import training
@@ -47,13 +47,13 @@ def fork(folder: Path, name: str, *more: str) -> int:
 
 
 def finish(folder: Path, name: str, *more: str) -> None:
-    """Runs to the end."""
+    """Runs to completion."""
     _, status = os.waitpid(fork(folder, name, *more), 0)
     assert status == 0, (folder / f"{name}.txt").read_text()
 
 
 def wait(seconds: float, until: Callable[[], bool]) -> bool:
-    """Waits until something is true; whether it was, in this time."""
+    """Waits until a condition holds; returns whether it did within ``seconds``."""
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         if until():
@@ -63,13 +63,13 @@ def wait(seconds: float, until: Callable[[], bool]) -> bool:
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
-    """What a run has logged so far."""
+    """The losses that a run has logged so far, by step."""
     log = folder / name / "log.jsonl"
     return {r["step"]: r["loss"] for r in runlog.read_log(log)} if log.exists() else {}
 
 
 def main(folder: Path, kills: int) -> None:
-    """Prints what the module's docstring says."""
+    """Prints the JSON object of the module's docstring."""
     training.keep_compiled(folder / "cache")
     warnings.filterwarnings("ignore", message=r"os\.fork\(\)")
     finish(folder, "whole")
@@ -83,18 +83,18 @@ def main(folder: Path, kills: int) -> None:
         began = time.perf_counter()
         child = fork(folder, "broken", *CHECKPOINTS)
         if kill == 0:
-            assert wait(60, lambda: bool(losses(folder, "broken"))), "it does not start"
+            assert wait(60, lambda: bool(losses(folder, "broken"))), "the run does not start"
             start_up = time.perf_counter() - began
         if kill % 2:
             time.sleep(chance.uniform(0, start_up + 1))
         else:
             for _ in range(chance.randint(1, 3)):
                 wait(10, lambda: not half_written())
-                assert wait(60, half_written), "no checkpoint is begun"
+                assert wait(60, half_written), "no checkpoint is started"
             time.sleep(chance.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "it ended before it was killed"
+        assert os.WIFSIGNALED(status), "the run ended before it was killed"
         halves += half_written()
         runs.append(losses(folder, "broken"))
     finish(folder, "broken", *CHECKPOINTS)

@@ -1,9 +1,9 @@
-"""Trains on four devices, and on one: run by test_training.py, as a process with so many.
+"""Trains on four devices and on one; test_training.py runs this in a subprocess.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python tests/several_devices.py
 
-Prints a JSON object: for each model the losses on one device and on four, and how far the
-parameters are from one another after the last step, over how far they went.
+Prints a JSON object: for each model the losses on one and on four devices, and the relative
+difference of the parameters' total change.
 """
 
 import json
@@ -16,7 +16,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import training
-from jaxllm.models import blocks, gpt2, llama3
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.common import unstack
 
 STEPS = 3
 SIZES: dict[str, Any] = {"vocab_size": 100, "max_seq_len": 32, "layers": 2, "heads": 4, "width": 64}
@@ -51,10 +52,10 @@ def compare(model, config):
 
     mesh = jax.make_mesh((4,), ("data",))
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-    # Two batches of eight sequences a step.
+    # Two microbatches of eight sequences per step.
     tokens = jax.random.randint(jax.random.key(1), (2, 8, config.max_seq_len), 0, config.vocab_size)
     batch = tokens, jnp.roll(tokens, -1, axis=2)
-    first = jax.device_get(blocks.unstack(model.init(jax.random.key(0), config)))
+    first = jax.device_get(unstack(model.init(jax.random.key(0), config)))
     one, of_one = train(loss, first, batch)
     batch = jax.device_put(batch, jax.NamedSharding(mesh, P(None, "data")))
     four, of_four = train(jax.shard_map(mean_loss, mesh=mesh, **specs), first, batch)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxllm import training
-from jaxllm.training.anomaly import WINDOW, judge, new_guard
+from jaxllm.training.anomaly import WINDOW, detect_anomaly, init_anomaly_state
 
 V, T, D = 61, 16, 8
 
@@ -18,42 +18,46 @@ def toy_params():
 
 
 def toy_loss(params, tokens, labels):
-    """Where all labels are 60, the gradient of one number in layer 1's bias is infinite."""
+    """If all labels are 60, the gradient of one element of layer 1's bias is infinite."""
     table, bias = params["table"], params["blocks"]["bias"]
-    # A product, since XLA on a GPU adds up the gradient of table[tokens] in no fixed order.
+    # A one-hot matmul: on a GPU, XLA sums the gradient of table[tokens] in no fixed order.
     rows = jax.nn.one_hot(tokens, V, dtype=table.dtype) @ table
     logits = rows @ params["head"] + bias.sum(0)
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     loss = -jnp.mean(jnp.take_along_axis(scores, labels[..., None], axis=-1))
-    return loss + _flat(bias[1, 4], jnp.where(jnp.all(labels == 60), jnp.inf, 0.0))
+    return loss + _zero_with_gradient(bias[1, 4], jnp.where(jnp.all(labels == 60), jnp.inf, 0.0))
 
 
 @jax.custom_vjp
-def _flat(x, slope):
-    """Zero, whose derivative is said to be ``slope``."""
+def _zero_with_gradient(x, gradient):
+    """Zero, with ``gradient`` as its derivative by x."""
     return 0.0 * x
 
 
-_flat.defvjp(lambda x, slope: (0.0 * x, slope), lambda slope, g: (slope.astype(g.dtype), None))
+_zero_with_gradient.defvjp(
+    lambda x, gradient: (0.0 * x, gradient),
+    lambda gradient, g: (gradient.astype(g.dtype), None),
+)
 
 
-def judged(values, **limits):
-    """What the guard says of one value after another, as loss and norm."""
+def run_detector(values, **limits):
+    """Passes (loss, norm) pairs to the detector: the last state, the skips and the metrics."""
 
-    def step(guard, inputs):
+    def step(state, inputs):
         number, loss, norm = inputs
-        guard, skip, metrics = judge(guard, number, loss, norm, **limits)
-        return guard, (skip, metrics)
+        state, skip, metrics = detect_anomaly(state, number, loss, norm, **limits)
+        return state, (skip, metrics)
 
     losses, norms = jnp.asarray(values, jnp.float32).T
     numbers = jnp.arange(1, len(values) + 1)
-    guard, (skips, metrics) = jax.lax.scan(step, new_guard(), (numbers, losses, norms))
-    return guard, np.asarray(skips), jax.tree.map(np.asarray, metrics)
+    initial = init_anomaly_state()
+    state, (skips, metrics) = jax.lax.scan(step, initial, (numbers, losses, norms))
+    return state, np.asarray(skips), jax.tree.map(np.asarray, metrics)
 
 
-def test_z_scores_are_those_of_the_last_128():
+def test_z_scores_use_a_window_of_128_steps():
     values = np.random.default_rng(0).normal(3, 2, (300, 2)).astype(np.float32)
-    _, skips, metrics = judged(values)
+    _, skips, metrics = run_detector(values)
     assert WINDOW == 128
     assert not skips.any()
     for column, name in enumerate(("loss_z", "norm_z")):
@@ -71,32 +75,32 @@ def test_outliers_are_skipped_once_the_window_is_full(name):
     column = 0 if name == "max_loss_z" else 1
     for i in (100, 128, 150, 160):
         values[i, column] = 9
-    values[170, 1 - column] = 9  # not asked about
-    values[180, column] = -9  # low values are welcome
-    _, skips, metrics = judged(values, **{name: 4.0})
+    values[170, 1 - column] = 9  # this limit is None
+    values[180, column] = -9  # low values are no outliers
+    _, skips, metrics = run_detector(values, **{name: 4.0})
     assert np.flatnonzero(skips).tolist() == [128, 150, 160]
     assert np.flatnonzero(metrics["skipped"]).tolist() == [128, 150, 160]
     assert not metrics["halted_at"].any()
 
 
-def test_equal_values_are_no_outliers():
-    _, skips, metrics = judged(np.full((140, 2), 0.1), max_loss_z=3.0, max_norm_z=3.0)
+def test_constant_values_are_not_outliers():
+    _, skips, metrics = run_detector(np.full((140, 2), 0.1), max_loss_z=3.0, max_norm_z=3.0)
     assert not skips.any()
     assert (metrics["loss_z"][128:] == 0).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 1])
-def test_the_first_step_that_is_not_finite_halts_for_good(bad, column):
+def test_nonfinite_step_halts_permanently(bad, column):
     values = np.ones((10, 2))
     values[6, column] = bad
     values[8, 1 - column] = np.nan
-    guard, skips, metrics = judged(values)
+    state, skips, metrics = run_detector(values)
     assert skips.tolist() == [False] * 6 + [True] * 4
     assert metrics["halted_at"].tolist() == [0] * 6 + [7] * 4
     assert not metrics["skipped"].any()
-    assert int(guard.halted_at) == 7 and int(guard.count) == 6
-    assert np.isfinite(guard.losses).all() and np.isfinite(guard.norms).all()
+    assert int(state.halted_at) == 7 and int(state.count) == 6
+    assert np.isfinite(state.losses).all() and np.isfinite(state.norms).all()
 
 
 def batches(accumulate=1):
@@ -115,10 +119,12 @@ OPTIMIZERS = pytest.mark.parametrize(
 
 @OPTIMIZERS
 @pytest.mark.parametrize("copy_dtype", [None, "bfloat16"])
-def test_a_halted_run_keeps_its_parameters_and_names_the_tensors(optimizer, copy_dtype):
+def test_halted_run_keeps_parameters_and_names_nonfinite_tensors(optimizer, copy_dtype):
     dtype = copy_dtype or "float32"
     step = training.make_train_step(toy_loss, optimizer, compute_dtype=dtype)
-    state = training.init_state(toy_params(), optimizer, copy_dtype=copy_dtype, guarded=True)
+    state = training.init_state(
+        toy_params(), optimizer, copy_dtype=copy_dtype, detect_anomalies=True
+    )
     source = batches(2)
     for _ in range(3):
         state, metrics = step(state, *next(source))
@@ -128,7 +134,7 @@ def test_a_halted_run_keeps_its_parameters_and_names_the_tensors(optimizer, copy
     bad_labels[1] = 60
     state, metrics = step(state, bad_tokens, bad_labels)
     assert metrics["halted_at"] == 4
-    state, metrics = step(state, *next(source))  # the host has not noticed yet
+    state, metrics = step(state, *next(source))  # the host reads halted_at late
     assert metrics["halted_at"] == 4
     jax.tree.map(np.testing.assert_array_equal, state.params, good.params)
     jax.tree.map(np.testing.assert_array_equal, state.copy, good.copy)
@@ -143,7 +149,7 @@ def test_a_halted_run_keeps_its_parameters_and_names_the_tensors(optimizer, copy
     assert second == f"gradient of blocks/1/bias: 0 NaN and 1 infinite of {V}"
 
 
-def test_parameters_that_are_not_finite_are_named():
+def test_explain_halt_names_nonfinite_parameters():
     params = toy_params()
     params["head"] = params["head"].at[2, 3:5].set(jnp.nan)
     tokens, labels = next(batches())
@@ -155,27 +161,27 @@ def test_parameters_that_are_not_finite_are_named():
 
 
 @OPTIMIZERS
-def test_a_skipped_step_leaves_parameters_and_moments(optimizer):
+def test_skipped_step_keeps_parameters_and_moments(optimizer):
     step = training.make_train_step(
         toy_loss, optimizer, compute_dtype="float32", max_norm_z=3.0, max_loss_z=50.0
     )
-    state = training.init_state(toy_params(), optimizer, guarded=True)
-    # Norms that are all but equal, so that any other is an outlier.
+    state = training.init_state(toy_params(), optimizer, detect_anomalies=True)
+    # Norms that vary by 0.1 %, so that any other norm is an outlier.
     batch = next(batches())
     for _ in range(3):
         state, metrics = step(state, *batch)
     norm = float(metrics["grad_norm"])
-    assert state.guard is not None
-    full = state.guard._replace(
+    assert state.anomaly is not None
+    full = state.anomaly._replace(
         norms=jnp.asarray(
             norm * (1 + 1e-3 * np.random.default_rng(0).normal(size=WINDOW)), "float32"
         ),
         count=jnp.int32(WINDOW),
     )
-    state = state._replace(guard=full)
+    state = state._replace(anomaly=full)
     before = jax.tree.map(np.array, state)
     tokens, labels = (x.copy() for x in batch)
-    tokens[:], labels[:] = 1, 2  # one lesson, repeated: a steep gradient
+    tokens[:], labels[:] = 1, 2  # one label for all tokens: a large gradient
     state, metrics = step(state, tokens, labels)
     assert metrics["norm_z"] > 3 and metrics["skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
@@ -186,16 +192,16 @@ def test_a_skipped_step_leaves_parameters_and_moments(optimizer):
 
 
 @OPTIMIZERS
-def test_a_guard_changes_nothing_where_nothing_is_wrong(optimizer):
+def test_detector_does_not_change_finite_steps(optimizer):
     source, states = batches(2), []
     data = [next(source) for _ in range(4)]
-    for guarded in (False, True):
+    for detect_anomalies in (False, True):
         step = training.make_train_step(toy_loss, optimizer, compute_dtype="float32")
-        state = training.init_state(toy_params(), optimizer, guarded=guarded)
+        state = training.init_state(toy_params(), optimizer, detect_anomalies=detect_anomalies)
         for batch in data:
             state, metrics = step(state, *batch)
         states.append((state.params, metrics["loss"], metrics["grad_norm"]))
-    # On a GPU, XLA fuses a step with a guard in its own way, and rounds in other places.
+    # On a GPU, XLA fuses a step with a detector differently, so it rounds differently.
     exact = jax.default_backend() == "cpu"
     assert_close = functools.partial(
         np.testing.assert_allclose, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-7

@@ -1,4 +1,4 @@
-"""The benchmarks' machinery: everything but the numbers."""
+"""The benchmarks' timing, op rows and peers."""
 
 import argparse
 import csv
@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxllm.ops
-from benchmarks import generate, ops, peer_ops, peers, record, timing, train
-from jaxllm.models import llama3
-from jaxllm.ops import RopeScaling
-from jaxllm.testing import Case, Integers, Normal, cotangents_like, error, make_inputs
+from benchmarks import ops, peer_ops, peers, timing
+from jaxllm.testing import Case, Integers, Normal, cotangents_like, make_inputs
 
 CASES = [
     case
@@ -43,8 +41,8 @@ def small_case(op):
 # Timing
 
 
-def test_split_gives_each_repetition_its_busy_time():
-    # Two kernels a repetition; in the second they overlap, and the overlap counts once.
+def test_split_gives_the_busy_time_of_each_repetition():
+    # Two kernels per repetition. In the second repetition their overlap counts once.
     events = [(0, 1000, "a"), (1500, 2000, "b"), (10000, 1000, "a"), (10500, 2000, "b")]
     times, note = timing.split([timing.Event(*event) for event in reversed(events)], 2)
     assert times == (3.0, 2.5)
@@ -54,14 +52,14 @@ def test_split_gives_each_repetition_its_busy_time():
 @pytest.mark.parametrize(
     "names", [("a", "b", "a"), ("a", "b", "a", "a")], ids=["count", "other_kernels"]
 )
-def test_split_falls_back_to_the_mean_and_says_so(names):
+def test_split_falls_back_to_the_mean_with_a_note(names):
     events = [timing.Event(i * 100, 50, name) for i, name in enumerate(names)]
     times, note = timing.split(events, 2)
     assert times == (pytest.approx(len(names) * 50 / 2 / 1e3),)
     assert "mean only" in note
 
 
-def test_only_stream_lines_of_a_gpu_are_read():
+def test_read_planes_reads_only_gpu_streams():
     def line(name, *starts):
         events = [SimpleNamespace(start_ns=s, duration_ns=5.0, name=name) for s in starts]
         return SimpleNamespace(name=name, events=events)
@@ -81,7 +79,7 @@ def test_only_stream_lines_of_a_gpu_are_read():
     assert [event.start_ns for event in timing.read_planes(planes)] == [1.0, 4.0, 9.0]
 
 
-def test_a_trace_without_kernels_names_its_planes_and_wall_takes_over(monkeypatch, capsys):
+def test_trace_without_kernels_falls_back_to_wall_time(monkeypatch, capsys):
     monkeypatch.setattr(timing, "read_planes", lambda planes: [])
     fn = jax.jit(jnp.sin)
     with pytest.raises(timing.NoKernelsError, match="host"):
@@ -92,7 +90,7 @@ def test_a_trace_without_kernels_names_its_planes_and_wall_takes_over(monkeypatc
     assert "falling back" in capsys.readouterr().err
 
 
-def test_annotations_of_a_torch_trace_do_not_count():
+def test_torch_trace_annotations_are_ignored():
     def event(kind, start, ph="X"):
         return {"ph": ph, "cat": kind, "ts": start, "dur": 2.0, "name": kind}
 
@@ -105,7 +103,7 @@ def test_annotations_of_a_torch_trace_do_not_count():
     ]
 
 
-def test_inputs_rotate_through_more_than_the_cache():
+def test_input_sets_exceed_the_l2_cache():
     assert timing.number_of_sets(100 * 10**6) == (3, "")
     assert timing.number_of_sets(10**9) == (2, "")
     assert timing.number_of_sets(1000) == (timing.MAX_SETS, "inputs fit in L2")
@@ -113,41 +111,41 @@ def test_inputs_rotate_through_more_than_the_cache():
     assert timing.number_of_sets(100 * 10**6, least=100) == (100, "")
 
 
-# Ours
+# jaxllm's ops
 
 
 @pytest.mark.parametrize(
     ("op", "outputs", "statistics"), [("rms_norm", 1, 1), ("add_layer_norm", 2, 2)]
 )
-def test_the_timed_forward_keeps_what_a_backward_needs_and_copies_nothing(op, outputs, statistics):
+def test_timed_forward_saves_residuals_without_copies(op, outputs, statistics):
     case = small_case(op)
     inputs = make_inputs(case, "float32")
     shapes = [x.shape for x in jax.tree.leaves(ops.forward_call(case, "pallas")(*inputs))]
     assert shapes == outputs * [inputs[0].shape] + statistics * [inputs[0].shape[:-1]]
-    # XLA fuses more without the statistics, and is timed as it is fastest.
+    # XLA fuses more without the statistics, so it is timed without them.
     assert len(jax.tree.leaves(ops.forward_call(case, "xla")(*inputs))) == outputs
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
-def test_the_timed_backward_has_nothing_of_the_forward(op, backend):
+def test_timed_backward_excludes_the_forward(op, backend):
     case = small_case(op)
     inputs = make_inputs(case, "float32")
     outputs, pullback = ops.make_pullback(case, backend)(*inputs)
     cotangents = cotangents_like(outputs)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(pullback))
-    # The forward takes a root; the backward finds it among what the forward saved.
+    # The forward computes a square root; the backward reads it from the residuals.
     forward = ops.forward_call(case, backend).lower(*inputs).as_text()
     backward = ops.backward_call().lower(pullback, cotangents).as_text()
     assert "rsqrt" in forward
     assert "rsqrt" not in backward
-    # dx is one output, also where two inputs share it.
+    # dx is one output, even if two inputs share it.
     gradients = ops.backward_call()(pullback, cotangents)
     shapes = [gradient.shape for gradient in gradients]
     assert shapes == [inputs[0].shape, inputs[-1].shape, inputs[-1].shape]
 
 
-def test_integer_inputs_have_no_gradient(monkeypatch):
+def test_integer_inputs_get_no_gradient(monkeypatch):
     def take(x, index, *, backend):
         return x[index]
 
@@ -158,7 +156,7 @@ def test_integer_inputs_have_no_gradient(monkeypatch):
     assert gradient.shape == (5, 3)
 
 
-def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
+def test_ops_smoke_run_writes_all_rows(tmp_path, capsys):
     path = tmp_path / "rows.csv"
     command = ["norm", "--smoke", "--op", "rms_norm", "--csv", str(path)]
     assert ops.main(command) == 0
@@ -180,7 +178,7 @@ def test_ops_smoke_run_has_a_row_for_everything(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_outputs_and_gradients_are_timed_in_one_program(backend):
+def test_forward_and_backward_are_timed_in_one_program(backend):
     case = small_case("cross_entropy")
     options = argparse.Namespace(direction=["forward", "backward", "gradient"])
     assert ops.directions_of(case, options) == ["forward", "gradient"]
@@ -197,23 +195,53 @@ def test_outputs_and_gradients_are_timed_in_one_program(backend):
     assert "temporary GiB=" in result.note
 
 
-def test_the_peers_compute_what_our_ops_compute():
+def assert_torch_matches(case):
     torch = pytest.importorskip("torch")
-    for op, fn in peer_ops.torch_ops().items():
-        case = next(case for case in CASES if case.op == op and not case.large)
-        inputs = make_inputs(case, "float32")
-        ours = jax.tree.leaves(ops.op_call(case, "xla")(*inputs))
-        theirs = fn(*(torch.tensor(x.tolist()) for x in inputs), **peers._peer_options(case))
-        theirs = theirs if isinstance(theirs, tuple) else (theirs,)
-        for our, their in zip(ours, theirs, strict=True):
-            assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4)
+    inputs = make_inputs(case, "float32")
+    ours = jax.tree.leaves(ops.op_call(case, "xla")(*inputs))
+    given = jax.tree.map(lambda x: torch.tensor(x.tolist()).reshape(x.shape), inputs)
+    theirs = peer_ops.torch_ops()[case.op](*given, **peers._peer_options(case))
+    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+    for our, their in zip(ours, theirs, strict=True):
+        assert jnp.allclose(our, jnp.asarray(their.numpy()), atol=1e-4), str(case)
 
 
-def test_every_peer_belongs_to_an_op_that_has_cases():
+def test_peers_match_the_ops():
+    pytest.importorskip("torch")
+    for op in peer_ops.torch_ops():
+        assert_torch_matches(small_case(op))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("self_attention-grouped", "self_attention-window", "self_attention-segments"),
+        *("attention_block-grouped", "attention_block-rms", "attention_block-causal"),
+        *("attention_block-no_bias", "ffn_block-no_bias", "ffn_block-rms_gelu"),
+        *("ffn_block-swiglu", "ffn_block-layer_swiglu", "ffn_block-no_rows"),
+    ],
+)
+def test_block_peers_take_the_options_and_nested_inputs(name):
+    assert_torch_matches(next(case for case in CASES if str(case) == name))
+
+
+@pytest.mark.parametrize("op", ["attention_block", "ffn_block"])
+def test_blocks_are_timed_with_the_gradients_of_nested_inputs(op):
+    torch = pytest.importorskip("torch")
+    case = small_case(op)
+    arrays = len(jax.tree.leaves(make_inputs(case, "float32")))
+    outputs, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
+    assert len(ops.backward_call()(pullback, cotangents_like(outputs))) == arrays
+    inputs = peers._make_inputs(case, "float32", "cpu")
+    gradients = peers._backward_call(peers._build("torch eager", case, smoke=True), inputs)()
+    assert len(gradients) == arrays and all(isinstance(x, torch.Tensor) for x in gradients)
+
+
+def test_every_peer_belongs_to_an_op_with_cases():
     assert {*peer_ops.PEERS, *peer_ops.JAX_PEERS} <= {case.op for case in CASES}
 
 
-def test_optax_computes_what_our_op_computes():
+def test_optax_matches_adamw_update():
     case = next(case for case in CASES if str(case) == "adamw_update-awkward_tree")
     inputs = make_inputs(case, "float32")
     case = dataclasses.replace(case, in_place=(), static=case.static | {"copy_dtype": "bfloat16"})
@@ -224,8 +252,8 @@ def test_optax_computes_what_our_op_computes():
 
 
 @pytest.mark.parametrize("name", ["causal_window", "symmetric_window", "packed_documents"])
-def test_cudnn_with_a_mask_computes_what_our_op_computes(name, monkeypatch):
-    attention = jax.nn.dot_product_attention  # in plain JAX, which a CPU has too
+def test_masked_cudnn_attention_matches_flash_attention(name, monkeypatch):
+    attention = jax.nn.dot_product_attention  # in plain JAX, so that it runs on a CPU
     anywhere = lambda *qkv, implementation, **options: attention(*qkv, **options)  # noqa: E731
     monkeypatch.setattr(jax.nn, "dot_product_attention", anywhere)
     case = next(case for case in CASES if str(case) == f"flash_attention-{name}")
@@ -240,7 +268,7 @@ def test_cudnn_with_a_mask_computes_what_our_op_computes(name, monkeypatch):
 
 
 @pytest.mark.parametrize("timer", timing.TIMERS)
-def test_an_op_in_place_is_timed_on_what_it_left(timer):
+def test_in_place_op_is_timed_on_its_previous_output(timer):
     seen = []
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -257,7 +285,7 @@ def test_an_op_in_place_is_timed_on_what_it_left(timer):
     assert not sets[1][1].is_deleted()
 
 
-def test_an_op_without_derivative_has_forward_rows_alone(tmp_path):
+def test_op_without_derivative_has_only_forward_rows(tmp_path):
     path = tmp_path / "rows.csv"
     command = ["optimizer", "--op", "global_norm", "--smoke", "--no-peers", "--csv", str(path)]
     assert ops.main(command) == 0
@@ -265,12 +293,12 @@ def test_an_op_without_derivative_has_forward_rows_alone(tmp_path):
     assert sorted(rows) == [("forward", name) for name in sorted(ops.BACKENDS)]
 
 
-def test_the_shape_of_a_tree_is_its_size():
+def test_shape_of_a_tree_is_its_size():
     assert ops.describe_shape(Normal((8, 768))) == "8x768"
     assert ops.describe_shape({"a": Normal((2, 3)), "b": Normal(())}) == "2 arrays of 7"
 
 
-def test_a_gradient_that_nothing_computes_is_not_timed():
+def test_constant_gradients_are_not_timed():
     torch = pytest.importorskip("torch")
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     with pytest.raises(ValueError, match="there is nothing to time"):
@@ -281,14 +309,14 @@ def test_a_gradient_that_nothing_computes_is_not_timed():
         ops.backward_call()(pullback, cotangents_like(out))
 
 
-def test_a_gradient_that_is_a_cotangent_is_left_out():
+def test_gradients_that_are_cotangents_are_left_out():
     case = small_case("bias_add")
     out, pullback = ops.make_pullback(case, "xla")(*make_inputs(case, "float32"))
     gradients = ops.backward_call()(pullback, cotangents_like(out))
     assert [gradient.shape for gradient in gradients] == [(768,)]
 
 
-def test_what_the_peers_do_not_report_has_a_reason():
+def test_missing_peer_rows_have_a_reason():
     lines = [
         "a library's chatter",
         "[1]",
@@ -300,7 +328,7 @@ def test_what_the_peers_do_not_report_has_a_reason():
     assert results == {("o", "c", "d", "p"): "r"}
 
 
-def test_a_row_has_the_rates_that_follow_from_the_median():
+def test_row_rates_are_computed_from_the_median():
     case = next(case for case in CASES if str(case) == "layer_norm-gpt2_124m")
     key = (case.op, case.name, "forward", "cuda")
     limits = timing.Limits(4000.0, 800.0, "torch")
@@ -310,7 +338,7 @@ def test_a_row_has_the_rates_that_follow_from_the_median():
     assert float(row["share_of_copy"]) == pytest.approx(2013.3 / 4000, rel=1e-2)
 
 
-def test_a_row_of_a_product_notes_its_rate():
+def test_row_of_a_matmul_has_its_rate():
     case = next(case for case in CASES if str(case) == "matmul-square_4096")
     key = (case.op, case.name, "forward", "cuda")
     limits = timing.Limits(4000.0, 800.0, "torch")
@@ -327,20 +355,20 @@ def test_a_row_of_a_product_notes_its_rate():
         (["norm", "--smoke", "--backend", "auto"], "invalid choice"),
     ],
 )
-def test_ops_command_line_errors(arguments, message, capsys):
+def test_ops_command_line_rejects_invalid_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         ops.main(arguments)
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.no_gpu
-def test_ops_without_a_gpu_points_to_smoke(capsys):
+def test_ops_without_a_gpu_suggests_smoke(capsys):
     with pytest.raises(SystemExit, match="2"):
         ops.main(["norm"])
     assert "--smoke" in capsys.readouterr().err
 
 
-def test_an_interruption_keeps_what_is_timed(monkeypatch):
+def test_interrupted_run_keeps_its_rows(monkeypatch):
     def time_ours(case, backend, *_, **__):
         if backend == "pallas":
             raise KeyboardInterrupt
@@ -361,8 +389,8 @@ def test_an_interruption_keeps_what_is_timed(monkeypatch):
     assert [key[3] for key in ops.run_ours([case], options)] == ["cuda"]
 
 
-def test_rounds_are_pooled_until_one_is_interrupted(monkeypatch, tmp_path):
-    times = iter((4.0, 1.0, 3.0, 2.0))  # of cuda and xla, twice; the third round is interrupted
+def test_complete_rounds_are_pooled(monkeypatch, tmp_path):
+    times = iter((4.0, 1.0, 3.0, 2.0))  # for cuda and xla, two rounds; the third is interrupted
 
     def time_ours(case, backend, *_, **__):
         try:
@@ -379,13 +407,13 @@ def test_rounds_are_pooled_until_one_is_interrupted(monkeypatch, tmp_path):
     assert medians == {"cuda": "3.50", "xla": "1.50"}
 
 
-def test_no_rounds_are_refused(capsys):
+def test_zero_rounds_are_rejected(capsys):
     with pytest.raises(SystemExit):
         ops.main(["norm", "--smoke", "--rounds", "0"])
     assert "--rounds is 0; it must be at least 1" in capsys.readouterr().err
 
 
-def test_a_failure_in_a_round_stands_for_all():
+def test_failure_in_one_round_fails_the_row():
     key = ("rms_norm", "gpt2_row", "forward", "cuda")
     once: ops.Results = {key: timing.Timing((1.0,), "wall")}
     twice: ops.Results = {key: timing.Timing((2.0,), "wall")}
@@ -395,290 +423,7 @@ def test_a_failure_in_a_round_stands_for_all():
     assert ops.pool(once, failed) == ops.pool(failed, once) == failed
 
 
-def test_a_long_call_is_timed_a_few_times(monkeypatch):
-    clock = iter(range(0, 10**6, 20))  # twenty seconds from one look to the next
+def test_long_calls_have_few_repetitions(monkeypatch):
+    clock = iter(range(0, 10**6, 20))  # 20 seconds between two reads
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     assert len(timing._wall(lambda count: None, 1, 30).times_us) == 3
-
-
-# Train
-
-
-def test_train_smoke_run_has_a_row(tmp_path):
-    path = tmp_path / "rows.csv"
-    command = ["--smoke", "--implementation", "plain", "--csv", str(path), "--profile"]
-    assert train.main(command) == 0
-    (row,) = read_csv(path)
-    assert tuple(row) == train.COLUMNS
-    assert float(row["tokens_per_s"]) > 0
-    assert float(row["loss"]) == pytest.approx(5.5, abs=0.3)
-
-
-def test_each_backend_has_a_row_of_ours(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    report = {"row": dict.fromkeys(train.PROVENANCE, "-"), "profile": ""}
-    monkeypatch.setattr(train, "run_worker", lambda *_: report)
-    command = ["--implementation", "plain", "jaxllm", "--backend", "cuda", "xla"]
-    assert train.main([*command, "--csv", str(path)]) == 0
-    ran = [(row["implementation"], row["backend"]) for row in read_csv(path)]
-    assert ran == [("plain", ""), ("jaxllm", "cuda"), ("jaxllm", "xla")]
-
-
-def test_a_failed_worker_is_a_row_with_the_reason(tmp_path, monkeypatch):
-    path = tmp_path / "rows.csv"
-    monkeypatch.setenv("JAX_PLATFORMS", "nothing")
-    command = ["--smoke", "--implementation", "plain", "--csv", str(path)]
-    assert train.main(command) == 1
-    (row,) = read_csv(path)
-    assert "nothing" in row["note"]
-    assert not row["step_ms"]
-
-
-def test_torch_has_a_process_without_jax_on_the_device(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    path = tmp_path / "rows.csv"
-    # JAX would fail, were it to start.
-    monkeypatch.setenv("JAX_PLATFORMS", "nothing")
-    command = ["--smoke", "--implementation", "torch_compile", "--csv", str(path), "--profile"]
-    assert train.main(command) == 0
-    (row,) = read_csv(path)
-    assert float(row["tokens_per_s"]) > 0
-    assert float(row["loss"]) == pytest.approx(5.5, abs=0.3)
-    assert row["gpu"]
-    assert row["note"].startswith("groups")
-
-
-def named_like_torch(params):
-    """The parameters of ``plain_gpt2`` by their names in ``torch_gpt2``, as torch has them."""
-    named = {f"{table}.weight": params[table] for table in ("wte", "wpe")}
-    named |= {"ln_f.weight": params["ln_f_scale"], "ln_f.bias": params["ln_f_bias"]}
-    for name, layers in params["blocks"].items():
-        module, kind = name.split("_")
-        for i, x in enumerate(layers):
-            matrix = kind == "weight"
-            named[f"blocks.{i}.{module}.{kind.replace('scale', 'weight')}"] = x.T if matrix else x
-    return named
-
-
-def test_torch_trains_as_plain_jax_does():
-    torch = pytest.importorskip("torch")
-    from benchmarks import plain_gpt2, torch_gpt2
-
-    shape = (2, 2, 64, 12, 128)  # layers, heads, width, max_seq_len, vocab_size
-    config = plain_gpt2.Config(*shape, attention="xla", dtype="float32")
-    init_state, plain_step = plain_gpt2.make_step(config)
-    state = init_state(jax.random.key(0))
-    peer = torch_gpt2.Config(*shape, dtype="float32", compiler="eager")
-    model, step = torch_gpt2.make_step(peer, "cpu")
-    torch.set_float32_matmul_precision("highest")
-    drawn = dict(model.named_parameters())
-    expected = named_like_torch(state[0])
-    assert drawn.keys() == expected.keys()
-    with torch.no_grad():
-        for name, x in expected.items():
-            assert float(drawn[name].std()) == pytest.approx(float(x.std()), rel=0.1, abs=1e-7)
-            assert float(drawn[name].mean()) == pytest.approx(float(x.mean()), abs=5e-3)
-            drawn[name].copy_(torch.tensor(x.tolist()))
-    # Four of the positions are never seen: nothing but weight decay changes them.
-    batches = jax.random.randint(jax.random.key(1), (3, 2, 2, 8), 0, 128)
-    for tokens, labels in batches:
-        state, loss = plain_step(state, tokens, labels)
-        theirs = step(*(torch.tensor(part.tolist()) for part in (tokens, labels)))
-        assert float(theirs) == pytest.approx(float(loss), abs=5e-5)
-    expected = named_like_torch(state[0])
-    for name in ("wpe.weight", "ln_f.weight", "blocks.1.ln2.bias", "blocks.0.up.weight"):
-        theirs = jnp.asarray(drawn[name].tolist())
-        # Adam makes steps of 6e-4 whatever the gradient, of 2e-6 where there is weight decay alone.
-        assert jnp.allclose(theirs, expected[name], rtol=1e-6, atol=2e-5), name
-    unseen = jnp.asarray(drawn["wpe.weight"][8:].tolist())
-    assert jnp.allclose(unseen, expected["wpe.weight"][8:], rtol=1e-5, atol=0)
-
-
-def named_like_plain(params):
-    """The parameters of our Llama 3 by their names in ``plain_llama3``."""
-    blocks = params["blocks"]
-    attention, mlp = (
-        {name: linear["weight"] for name, linear in blocks[part].items()}
-        for part in ("attention", "mlp")
-    )
-    q, k, v = jnp.split(attention["qkv"], (64, 80), axis=-1)
-    gate, up = jnp.split(mlp["gate_up"], 2, axis=-1)
-    named = {"q": q, "k": k, "v": v, "out": attention["out"]}
-    named |= {"gate": gate, "up": up, "down": mlp["down"]}
-    norms = {f"{norm}_scale": blocks[norm]["scale"] for norm in ("norm1", "norm2")}
-    weights = {f"{name}_weight": weight for name, weight in named.items()}
-    norm_f = params["norm_f"]["scale"]
-    return {"wte": params["wte"], "blocks": norms | weights, "norm_f_scale": norm_f}
-
-
-@pytest.mark.parametrize("unrolled", [False, True])
-@pytest.mark.parametrize("scaling", [None, RopeScaling(factor=4.0)])
-def test_plain_llama_is_our_llama(unrolled, scaling):
-    from benchmarks import plain_llama3
-
-    # The frequencies of so large a base are kept, blended and stretched.
-    model = llama3.Llama3Config(
-        vocab_size=128, max_seq_len=24, layers=2, heads=4, kv_heads=1, width=64, mlp_width=48,
-        tied_head=True, rope_theta=1e8, rope_scaling=scaling,
-    )  # fmt: skip
-    config = plain_llama3.Config(
-        layers=2, heads=4, kv_heads=1, width=64, mlp_width=48, vocab_size=128, rope_theta=1e8,
-        rope_factor=scaling.factor if scaling else 1.0,
-        unrolled=unrolled, attention="xla", dtype="float32",
-    )  # fmt: skip
-    drawn = plain_llama3.init(jax.random.key(0), config)
-    params = llama3.init(jax.random.key(0), model)
-    expected = named_like_plain(params)
-    for a, b in zip(jax.tree.leaves(drawn), jax.tree.leaves(expected), strict=True):
-        assert a.shape == b.shape
-        assert float(a.std()) == pytest.approx(float(b.std()), rel=0.1)
-    noise = iter(jax.random.split(jax.random.key(1), 9))
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)
-    tokens, labels = jax.random.randint(jax.random.key(2), (2, 3, 24), 0, 128)
-    ours, gradients = jax.value_and_grad(llama3.loss)(params, tokens, labels, model)
-    theirs = jax.value_and_grad(plain_llama3.loss)(named_like_plain(params), tokens, labels, config)
-    assert error(theirs[0], ours) <= 1e-5
-    for a, b in zip(
-        jax.tree.leaves(theirs[1]), jax.tree.leaves(named_like_plain(gradients)), strict=True
-    ):
-        assert error(a, b) <= 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "implementation"),
-    [
-        ("gpt2", "plain_unrolled"),
-        ("gpt2", "jaxllm"),
-        ("llama3", "plain"),
-        ("llama3", "plain_unrolled"),
-        ("llama3", "jaxllm"),
-    ],
-)
-def test_every_implementation_trains(model, implementation, capsys):
-    assert train.main(["--smoke", "--model", model, "--worker", implementation]) == 0
-    out = capsys.readouterr().out
-    assert '"tokens_per_s"' in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps is 0"),
-        (["--preset", "nothing"], "--preset 'nothing' is none of"),
-        (["--model", "llama3", "--preset", "d24"], "'d24' is none of d6, d12, 3-8b"),
-        (["--model", "llama3", "--implementation", "torch_compile"], "torch_compile has no llama3"),
-        (["--data", "nowhere"], "has no train_*.bin"),
-        (["--implementation", "nothing"], "invalid choice"),
-    ],
-)
-def test_train_command_line_errors(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        train.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("kernel", "expected"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "GEMM"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16>", "GEMM"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "GEMM"),
-        ("gemm_fusion_dot_12", "GEMM"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
-        ("void cudnn::fusion::compute_dot_do_o_specialized<true>", "attention"),
-        ("void jaxllm::(anonymous namespace)::gemm_kernel<float>(float*)", "ours"),
-        ("void jaxllm::(anonymous namespace)::adamw_update_kernel<float>(float*)", "ours"),
-        ("void jaxllm::elementwise_kernel<8, jaxllm::(anonymous namespace)::Gelu>(int)", "ours"),
-        ("_ZN6jaxllm12_GLOBAL__N_117column_sum_kernelIfEEvPKfPT_", "ours"),
-        ("_chunk_sums_kernel", "ours"),
-        ("_forward_with_gradient_kernel_2", "ours"),
-        ("flash_attention_backward_kernel", "ours"),
-        ("add_layer_norm_forward", "ours"),
-        ("void cub::detail::reduce_kernel<float>(float*)", "other"),
-        ("MemcpyD2D", "copies and fills"),
-        ("wrapped_copy_2", "copies and fills"),
-        ("copy_fusion_1", "copies and fills"),
-        ("copy_add_fusion", "XLA fusions"),
-        ("loop_add_fusion_3", "XLA fusions"),
-        ("wrapped_convert", "XLA fusions"),
-        ("redzone_checker", "other"),
-    ],
-)
-def test_kernels_have_their_category(kernel, expected):
-    assert train.category(kernel) == expected
-
-
-def test_breakdown_is_per_step_and_longest_first():
-    names = ("nvjet", "loop_add_fusion", "nvjet", "loop_add_fusion")
-    lengths = (2e6, 1e6, 2e6, 1e6)
-    events = [
-        timing.Event(i * 1e7, t, n) for i, (t, n) in enumerate(zip(lengths, names, strict=True))
-    ]
-    lines = [line.split() for line in train.breakdown(events, 2).splitlines()]
-    assert ["GEMM", "2.000", "66.7%", "1"] in lines
-    assert ["all", "3.000", "2"] in lines
-    assert ["XLA", "fusions", "1.000", "1", "loop_add_fusion"] in lines
-
-
-# Records
-
-
-def test_slug():
-    assert record.slug("NVIDIA H200") == "h200"
-    assert record.slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
-
-
-def test_the_environment_names_the_commit(monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    monkeypatch.delenv("JAXLLM_COMMIT", raising=False)
-    assert record.commit() == "unknown"
-    monkeypatch.setenv("JAXLLM_COMMIT", "abc1234")
-    assert record.commit() == "abc1234"
-
-
-def test_rows_are_appended_under_one_header(tmp_path):
-    path = tmp_path / "results" / "rows.csv"
-    for i in range(2):
-        record.append_rows(path, ("a", "b"), [{"a": i}])
-    assert path.read_text() == "a,b\n0,\n1,\n"
-    with pytest.raises(ValueError, match="has the header"):
-        record.append_rows(path, ("a", "c"), [{"a": 2}])
-
-
-def test_committed_results_have_the_columns_of_today():
-    for path in (record.ROOT / "benchmarks" / "results").glob("*.csv"):
-        columns = train.COLUMNS if path.stem.endswith("_train") else ops.COLUMNS
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file))
-        assert tuple(rows[0]) == columns, path
-        assert {len(row) for row in rows} == {len(columns)}, path
-
-
-# Generation
-
-
-def test_generate_times_prefill_and_decoding(capsys):
-    arguments = "--preset d6 --layers 1 --context 12 --steps 3 --repeats 1 --dtype bfloat16 int8"
-    generate.main(arguments.split())
-    limits, header, *rows = capsys.readouterr().out.splitlines()
-    assert "TB/s" in limits and header.split()[:2] == ["model", "dtype"]
-    found = [row.split() for row in rows]
-    assert [(row[1], row[-2]) for row in found] == [
-        *(("bfloat16", "prefill"), ("bfloat16", "decode")),
-        *(("int8", "prefill"), ("int8", "decode")),
-    ]
-    for row in found:
-        ms, tokens_per_s, limit, share = map(float, row[2:6])
-        tokens = 12 if row[-2] == "prefill" else 1
-        assert ms > 0 and tokens_per_s == pytest.approx(1e3 * tokens / ms, rel=0.02, abs=1)
-        assert share == pytest.approx(limit / ms, rel=0.05, abs=2e-3)
-
-
-def test_prefill_counts_causal_scores_and_one_token_of_the_head():
-    config = llama3.PRESETS["d6"]
-    D, T = config.width, 7
-    factors = D * (sum(config.qkv_widths) + D + 3 * config.mlp_width)
-    layer = 2 * T * factors + 2 * T * T * D
-    head = 2 * config.padded_vocab_size * D
-    assert generate.prefill_flops(config, T) == config.layers * layer + head

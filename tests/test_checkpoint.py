@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm import data, training
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import unstack
+from jaxllm.models.common import unstack
 from jaxllm.training import checkpoint, optim
 from jaxllm.training.checksum import checksums
 
@@ -41,9 +41,9 @@ def loss_fn(params, tokens, labels):
 
 
 @pytest.mark.parametrize("unrolled", [False, True])
-def test_a_checkpoint_is_the_state_when_it_was_saved(tmp_path, unrolled):
-    """Though the next steps write over its buffers while it is written."""
-    options = {"copy_dtype": "bfloat16", "guarded": True, "unrolled": unrolled}
+def test_restored_state_equals_the_saved_state(tmp_path, unrolled):
+    """Later steps overwrite the donated buffers while the checkpoint is being written."""
+    options = {"copy_dtype": "bfloat16", "detect_anomalies": True, "unrolled": unrolled}
     step = training.make_train_step(loss_fn, OPTIMIZER, compute_dtype="bfloat16")
     tokens = np.random.default_rng(0).integers(0, 61, (8, 1, 4, 17), np.int32)
     states, state = {}, fresh(**options)
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_the_state_when_it_was_saved(tmp_path, unrolled):
 
 
 @pytest.mark.parametrize("optimizer", [optim.adamw(1e-2), optax.adamw(1e-2)], ids=["ours", "optax"])
-def test_other_optimizers_states(tmp_path, optimizer):
+def test_states_of_other_optimizers_are_restored(tmp_path, optimizer):
     params = training.cast(gpt2.init(jax.random.key(1), CONFIG), "bfloat16")
     state = training.init_state(params, optimizer)
     with checkpoint.open_folder(tmp_path) as folder:
@@ -86,10 +86,10 @@ def test_random_keys_in_a_state_are_restored(tmp_path, impl):
         for like in (state, jax.eval_shape(lambda: state)):
             restored = checkpoint.restore(folder, like)
             assert checksums(restored) == checksums(later) != checksums(state)
-            optimizer.update(state.params, restored.opt_state)  # fails unless it is a key again
+            optimizer.update(state.params, restored.opt_state)  # fails if it is not a key
 
 
-def test_the_last_ones_stay_and_every_so_many(tmp_path):
+def test_keep_and_keep_every_select_checkpoints(tmp_path):
     with checkpoint.open_folder(tmp_path, keep=2, keep_every=10) as folder:
         for step in range(4, 36, 2):
             checkpoint.save(
@@ -99,7 +99,7 @@ def test_the_last_ones_stay_and_every_so_many(tmp_path):
         assert checkpoint.steps(folder) == [10, 20, 30, 32, 34]
 
 
-def test_what_is_incomplete_does_not_count(tmp_path):
+def test_incomplete_checkpoints_are_removed(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), {})
     half = tmp_path / "2.orbax-checkpoint-tmp"
@@ -111,7 +111,7 @@ def test_what_is_incomplete_does_not_count(tmp_path):
     assert not half.exists()
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_missing_checkpoint_is_an_error(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         with pytest.raises(FileNotFoundError, match="no checkpoint; there are none"):
             checkpoint.restore(folder, fresh())
@@ -121,7 +121,7 @@ def test_what_is_not_there_is_said(tmp_path):
             checkpoint.read_record(folder, 2)
 
 
-def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+def test_restore_rejects_other_shapes_and_names(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), {})
         folder.wait_until_finished()
@@ -138,7 +138,7 @@ DAMAGED = r"{}, step 1: cannot be read\. If it is damaged"
 
 
 @pytest.mark.parametrize("lost", ["state", "record"])
-def test_a_damaged_checkpoint_is_named(tmp_path, lost):
+def test_missing_item_error_names_the_checkpoint(tmp_path, lost):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), RECORD)
     shutil.rmtree(tmp_path / "1" / lost)
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path, lost):
             checkpoint.restore(folder, fresh())
 
 
-def test_a_checkpoint_with_a_damaged_description_is_named(tmp_path):
+def test_damaged_metadata_error_names_the_checkpoint(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), RECORD)
     path = tmp_path / "1" / "state" / "_METADATA"
@@ -162,13 +162,13 @@ def test_a_checkpoint_with_a_damaged_description_is_named(tmp_path):
         checkpoint.restore(folder, fresh())
 
 
-def test_a_checkpoint_with_a_damaged_array_is_named(tmp_path):
+def test_damaged_array_error_names_the_checkpoint(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         checkpoint.save(folder, 1, fresh(), RECORD)
     largest = max((tmp_path / "1" / "state").rglob("*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:10])
-    # In a process of its own: orbax leaves reads that nobody awaits, and they fail when they are
-    # collected, in whatever test that is.
+    # In a subprocess: orbax leaves failed reads that nobody awaits, which raise when they are
+    # garbage collected, in any later test.
     restore = "import sys, test_checkpoint; test_checkpoint.restore_fresh(sys.argv[1])"
     run = subprocess.run(
         [sys.executable, "-c", restore, str(tmp_path)],
@@ -196,13 +196,13 @@ def saved(folder, state, step=1):
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, stored, wanted):
+def test_restore_rejects_other_dtypes_without_cast_dtypes(tmp_path, stored, wanted):
     state, like = toy_state(stored), toy_state(wanted, copy_dtype="float16")
     with checkpoint.open_folder(tmp_path) as folder:
         saved(folder, state)
         message = (
             rf"params/b has dtype {stored} in the checkpoint and {wanted} here; params/w .*"
-            r"restore\(..., cast_dtypes=True\) casts"
+            r"Use restore\(..., cast_dtypes=True\)"
         )
         with pytest.raises(ValueError, match=message):
             checkpoint.restore(folder, like)
@@ -218,7 +218,7 @@ def states(*each):
     return [state.opt_state for state in each]
 
 
-def test_a_dtype_that_jax_does_not_have_is_refused(tmp_path):
+def test_restore_rejects_64_bit_arrays_without_x64(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         with jax.enable_x64(True):
             saved(folder, toy_state("float64"))
@@ -228,8 +228,8 @@ def test_a_dtype_that_jax_does_not_have_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optim.adamw(1e-2)], ids=["optax", "ours"])
-def test_a_run_in_bfloat16_goes_on_to_the_bit(tmp_path, optimizer):
-    """Optax's means are made in bfloat16, and the first step turned them into float32."""
+def test_resumed_bfloat16_run_is_bit_identical(tmp_path, optimizer):
+    """Optax initializes moments in bfloat16, and an update promotes them to float32."""
 
     def start():
         params = training.cast(gpt2.init(jax.random.key(0), CONFIG), "bfloat16")
@@ -253,21 +253,23 @@ def test_a_run_in_bfloat16_goes_on_to_the_bit(tmp_path, optimizer):
     assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_a_checkpoint_without_checksums_is_read_with_a_warning(tmp_path):
-    """As versions before this one wrote them."""
+def test_checkpoint_without_checksums_is_read_with_a_warning(tmp_path):
+    """Orbax checkpoints that another program wrote have no checksums."""
     state = toy_state()
     with checkpoint.open_folder(tmp_path) as folder:
         args = checkpoint._import_orbax().args
         items = {"state": args.StandardSave(state), "record": args.JsonSave(RECORD)}
         folder.save(1, args=args.Composite(**items), force=True)
     with checkpoint.open_folder(tmp_path) as folder:
-        with pytest.warns(UserWarning, match=r"step 1: has no checksums, and damage to it may not"):
+        with pytest.warns(
+            UserWarning, match=r"step 1: has no checksums, so damage may go undetected"
+        ):
             assert_equal(checkpoint.restore(folder, state), state)
         with pytest.warns(UserWarning, match="no checksums"):
             assert checkpoint.read_record(folder) == RECORD
 
 
-def test_checksums_that_are_lost_are_damage(tmp_path):
+def test_missing_checksums_of_a_saved_checkpoint_are_damage(tmp_path):
     with checkpoint.open_folder(tmp_path) as folder:
         saved(folder, toy_state())
     shutil.rmtree(tmp_path / "1" / "checksums")
@@ -281,7 +283,7 @@ def folder_record(folder):
     return lambda: checkpoint.read_record(folder)
 
 
-def test_other_numbers_than_were_saved_are_named(tmp_path, monkeypatch):
+def test_checksum_mismatch_names_the_arrays(tmp_path, monkeypatch):
     state = toy_state()
     with checkpoint.open_folder(tmp_path) as folder:
         sums = checksums(state)
@@ -289,7 +291,7 @@ def test_other_numbers_than_were_saved_are_named(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint, "checksums", lambda _: sums)
         saved(folder, state)
         monkeypatch.undo()
-        with pytest.raises(ValueError, match=r"step 1: damaged, .* saved: params/w; delete"):
+        with pytest.raises(ValueError, match=r"step 1: damaged; .* checksums: params/w; delete"):
             checkpoint.restore(folder, state)
         record = next((tmp_path / "1" / "record").glob("metadata*"))
         record.write_text(record.read_text().replace("shuffled", "shuffle"))
@@ -302,13 +304,19 @@ def test_other_numbers_than_were_saved_are_named(tmp_path, monkeypatch):
     [
         (
             {"a": jnp.ones((0, 3))},
-            r"params/a has shape \(0, 3\); a checkpoint holds no empty arrays",
+            r"params/a has shape \(0, 3\); a checkpoint cannot hold empty arrays",
         ),
-        ({"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)}, "params/a.b and params/a/b would have one"),
-        ({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}, "params/a/b and params/a/b would have one"),
+        (
+            {"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)},
+            "params/a.b and params/a/b would have the same",
+        ),
+        (
+            {"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)},
+            "params/a/b and params/a/b would have the same",
+        ),
     ],
 )
-def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, params, message):
+def test_save_rejects_unstorable_states_before_writing(tmp_path, params, message):
     with checkpoint.open_folder(tmp_path) as folder:
         state = training.TrainState(params, (), jnp.int32(0))
         with pytest.raises(ValueError, match=message):
@@ -318,7 +326,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, p
         assert checkpoint.steps(folder) == []
 
 
-def test_flipped_bits_and_shards_in_other_places(tmp_path):
+def test_flipped_bits_are_found_and_arrays_are_resharded(tmp_path):
     flips = 25
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "damaged_checkpoints.py"), str(tmp_path), str(flips)],
@@ -336,14 +344,14 @@ def test_flipped_bits_and_shards_in_other_places(tmp_path):
     assert len(set(found["specs"])) == 3
     counts = found["flips"]
     assert sum(counts.values()) == flips
-    assert set(counts) == {"nothing changed", "not readable", "by its checksum"}
+    assert set(counts) == {"nothing changed", "not readable", "found by checksum"}
 
 
 @pytest.mark.parametrize(
     "dtype",
     ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "bool", "complex64"],
 )
-def test_a_checksum_sees_every_element_and_its_place(dtype):
+def test_checksum_depends_on_every_bit_and_position(dtype):
     rng = np.random.default_rng(0)
     array = rng.normal(size=(3, 5, 7))
     array = jnp.asarray(array > 0 if dtype == "bool" else 9 * array, dtype)
@@ -374,7 +382,7 @@ def test_a_checksum_sees_every_element_and_its_place(dtype):
     assert len(sums) == 4 + len(changed)
 
 
-def test_a_checksum_of_what_is_equal_but_not_the_same():
+def test_checksum_distinguishes_equal_values_with_different_bits():
     values = {"zero": 0.0, "negative": -0.0, "nan": np.nan}
     sums = {checksums({"x": jnp.float32(value)})["x"] for value in values.values()}
     other_nan = jax.lax.bitcast_convert_type(jnp.uint32(0x7FC00001), jnp.float32)
@@ -386,7 +394,7 @@ def test_a_checksum_of_what_is_equal_but_not_the_same():
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_goes_on_to_the_bit(tmp_path):
+def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     (tmp_path / "shards").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 20_000)
     data.write_shard(tmp_path / "shards" / "train.bin", tokens)

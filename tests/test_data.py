@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jaxllm import data
+from jaxllm.data import shards
 from jaxllm.data.tokenizer import BYTES
 
 
 @pytest.fixture
 def dataset(tmp_path):
-    """Three shards of distinct tokens; with windows of 8, they have 4, 0 and 7 of them."""
+    """Three shards of distinct tokens, with 4, 0 and 7 windows of 8 tokens."""
     tokens = np.arange(101)
     data.write_shard(tmp_path / "a_train.bin", tokens[:36])
     data.write_shard(tmp_path / "b_train.bin", tokens[36:44])
@@ -21,7 +22,7 @@ def dataset(tmp_path):
     return data.open_dataset(tmp_path / "*.bin")
 
 
-def test_missing(tmp_path):
+def test_missing_shards_are_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such shard"):
         data.read_shard(tmp_path / "nowhere.bin")
     with pytest.raises(FileNotFoundError, match="no shards found"):
@@ -30,7 +31,7 @@ def test_missing(tmp_path):
         data.open_dataset([])
 
 
-def test_batch_labels_are_the_next_tokens(dataset):
+def test_batch_labels_are_tokens_shifted_by_one(dataset):
     tokens, labels = data.batch(dataset, 5, 8, seed=3, step=0)
     assert tokens.dtype == labels.dtype == np.int32
     assert tokens.shape == labels.shape == (5, 8)
@@ -57,14 +58,14 @@ def test_epoch_visits_every_window_once(dataset, batch_size):
     assert not np.array_equal(epochs[0], epochs[1])
 
 
-def test_seed_chooses_the_order(dataset):
+def test_seeds_give_different_orders(dataset):
     first, second = (data.batch(dataset, 11, 8, seed=seed, step=0)[0] for seed in (0, 1))
     assert not np.array_equal(first, second)
 
 
-def test_batch_depends_on_seed_and_step_alone(dataset):
+def test_batch_depends_only_on_seed_and_step(dataset):
     expected = data.batch(dataset, 3, 8, seed=5, step=9)
-    for step in range(8):  # other calls leave no trace
+    for step in range(8):  # other calls must have no effect
         data.batch(dataset, 3, 8, seed=step, step=step)
     code = (
         "import sys; from jaxllm import data; d = data.open_dataset(sys.argv[1:]);"
@@ -89,7 +90,7 @@ def test_short_corpus_is_an_error(dataset):
 @pytest.mark.parametrize(
     "wrong", [{"batch_size": 0}, {"seq_len": 0}, {"seed": -1}, {"step": -1}], ids=str
 )
-def test_batch_refuses(dataset, wrong):
+def test_batch_rejects_out_of_range_arguments(dataset, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         data.batch(dataset, **{"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0, **wrong})
 
@@ -105,7 +106,7 @@ def texts(tmp_path):
     return root
 
 
-def test_build(tmp_path, texts):
+def test_build_writes_shards_of_equal_length(tmp_path, texts):
     out = tmp_path / "out" / "shards"
     summary = data.build(out, [texts], skip=["skip*"], val_fraction=0.25, shard_tokens=8)
     train = data.open_dataset(out / "train_*.bin")
@@ -121,7 +122,7 @@ def test_build(tmp_path, texts):
     assert [path.name for path in out.parent.iterdir()] == ["shards"]  # no temporary folder left
 
 
-def test_build_reads_what_is_compressed(tmp_path):
+def test_build_reads_compressed_files(tmp_path):
     for name, data_ in (
         ("a.txt.gz", gzip.compress(b"one", mtime=0)),
         ("b.TXT", b"\xef\xbb\xbftwo"),
@@ -140,25 +141,25 @@ def test_build_reads_what_is_compressed(tmp_path):
         (
             "x.txt.gz",
             gzip.compress(b"text", mtime=0)[:-4],
-            "x.txt.gz: damaged, or not what its name says",
+            "x.txt.gz: damaged, or not of the type in its name",
         ),
         (
             "x.jsonl.gz",
             gzip.compress(b'{"text": "a"}', mtime=0),
-            r"has documents in rows.*\(--extensions\)",
+            r"\.jsonl files hold rows of documents.*to --extensions",
         ),
-        ("x.parquet", b"PAR1", r"x\.parquet: has documents in rows"),
+        ("x.parquet", b"PAR1", r"x\.parquet: \.parquet files hold rows"),
     ],
 )
-def test_build_refuses_a_file_that_was_named(tmp_path, name, content, message):
+def test_build_rejects_unreadable_files_in_paths(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.build(tmp_path / "out", [tmp_path / name])
-    if "rows" in message and name != "x.parquet":  # unless it is meant
+    if "rows" in message and name != "x.parquet":  # accepted as one text
         data.build(tmp_path / "out", [tmp_path / name], extensions=[".jsonl"])
 
 
-def test_a_folder_that_cannot_be_opened_is_an_error(tmp_path, texts, monkeypatch):
+def test_unreadable_folder_is_an_error(tmp_path, texts, monkeypatch):
     scan = os.scandir
 
     def refuse(path):
@@ -171,7 +172,7 @@ def test_a_folder_that_cannot_be_opened_is_an_error(tmp_path, texts, monkeypatch
         data.build(tmp_path / "out", [texts])
 
 
-def test_build_repeats(tmp_path, texts):
+def test_build_is_deterministic(tmp_path, texts):
     for name in ("one", "two"):
         data.build(tmp_path / name, [texts, texts / "a.md"])
     files = [sorted((tmp_path / name).iterdir()) for name in ("one", "two")]
@@ -181,14 +182,14 @@ def test_build_repeats(tmp_path, texts):
 
 
 @pytest.mark.parametrize("count", [2, 3, 49, 98, 103])
-def test_build_holds_out_one_file_at_least(tmp_path, count):
+def test_build_holds_out_at_least_one_file(tmp_path, count):
     for i in range(count):
         (tmp_path / f"{i:03}.txt").write_text(str(i))
     summary = data.build(tmp_path / "out", sorted(tmp_path.glob("*.txt")), val_fraction=1e-3)
     assert summary.files == (count - 1, 1)
 
 
-def test_a_split_of_a_folder_of_any_name(tmp_path):
+def test_open_split_escapes_glob_characters_in_the_folder(tmp_path):
     folder = tmp_path / "a[1]*"
     folder.mkdir()
     data.write_shard(folder / "my_val_0.bin", [5, 6, 7])
@@ -202,39 +203,39 @@ def test_a_split_of_a_folder_of_any_name(tmp_path):
         data.open_split(folder, "test")
 
 
-def test_build_holds_out_nothing_when_told(tmp_path, texts):
+def test_val_fraction_0_holds_out_no_file(tmp_path, texts):
     summary = data.build(tmp_path / "out", [texts], val_fraction=0)
     assert summary.files == (5, 0)
     assert not list((tmp_path / "out").glob("val*"))
 
 
-def test_failed_build_leaves_nothing(tmp_path, texts, monkeypatch):
+def test_failed_build_leaves_no_files(tmp_path, texts, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(data, "write_shard", fail)
+    monkeypatch.setattr(shards, "write_shard", fail)
     with pytest.raises(OSError, match="disk full"):
         data.build(tmp_path / "out", [texts])
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
-def test_standard_library(tmp_path, monkeypatch):
+def test_standard_library_corpus_is_built_once(tmp_path, monkeypatch):
     paths = data.find_texts([data.standard_library()], (".py",), data.STANDARD_LIBRARY_SKIP)
     names = {path.relative_to(data.standard_library()).as_posix() for path in paths}
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
     assert not any("site-packages" in name or "/test" in name for name in names)
 
     part = data.standard_library() / "json"  # for speed
-    monkeypatch.setattr(data, "standard_library", lambda: part)
+    monkeypatch.setattr(shards, "standard_library", lambda: part)
     folder = data.ensure_standard_library(tmp_path / "data" / "stdlib")
     before = (folder / "train_000000.bin").stat().st_mtime_ns
     assert data.ensure_standard_library(folder) == folder
     assert (folder / "train_000000.bin").stat().st_mtime_ns == before
 
 
-def test_command_line(tmp_path, texts, capsys):
+def test_command_line_builds_shards(tmp_path, texts, capsys):
     out = tmp_path / "out"
-    data.main([str(out), str(texts), "--extensions", ".txt", "--skip", "skip*"])
+    shards.main([str(out), str(texts), "--extensions", ".txt", "--skip", "skip*"])
     printed = capsys.readouterr().out
     assert "train" in printed and "val" in printed and "latin.txt" in printed
     assert data.open_dataset(out / "*.bin").num_tokens == len("b/2.txt") + len("z.txt") + 2
@@ -251,18 +252,18 @@ def test_command_line(tmp_path, texts, capsys):
         (["new"], "PATH"),
     ],
 )
-def test_command_line_misuse_is_one_sentence(texts, monkeypatch, capsys, arguments, message):
+def test_command_line_reports_misuse_in_one_line(texts, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(texts.parent)
     with pytest.raises(SystemExit) as caught:
-        data.main(arguments)
+        shards.main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (texts.parent / "new").exists()
 
 
-def test_a_vocabulary_beyond_16_bits_is_refused(tmp_path):
+def test_build_rejects_vocabularies_beyond_16_bits(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     large = dataclasses.replace(BYTES, name="large", vocab_size=2**16 + 1)
-    with pytest.raises(ValueError, match="tokenizer large has 65537 ids; a shard holds ids of 0"):
+    with pytest.raises(ValueError, match="tokenizer large has 65537 ids; a shard holds ids 0"):
         data.build(tmp_path / "new", [tmp_path / "text.txt"], tokenizer=large)
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Eval files of llm.c, built by hand here, and the score of models whose answers are known."""
+"""llm.c's eval files, packed by hand, and the accuracy of a model with known answers."""
 
 import struct
 
@@ -40,7 +40,7 @@ def path(tmp_path):
     return tmp_path / "eval.bin"
 
 
-def test_questions_are_read(path):
+def test_read_questions_reads_all_examples(path):
     questions = evaluation.read_questions(path)
     found = [(q.context.tolist(), [c.tolist() for c in q.completions], q.label) for q in questions]
     assert found == QUESTIONS
@@ -51,20 +51,20 @@ def test_questions_are_read(path):
     [
         ((0, "<i", 20240520), "magic number 20240520; an eval file has 20240522"),
         ((4, "<i", 2), "version 2; .* has version 1"),
-        ((8, "<i", 2), "words after the last example; its header announces 2"),
+        ((8, "<i", 2), "words after the last of 2 examples; expected none"),
         ((8, "<i", 4), "example 3, .*: the file ends after 0 words"),
-        ((12, "<i", 8), "is 40 bytes long; the longest one announced is 8"),
+        ((12, "<i", 8), "is 40 bytes long; the header's longest is 8"),
         ((1024, "<H", 7), "example 0, at byte 1024: begins with 7; it must begin with 65535"),
-        ((1026, "<H", 36), "is 40 bytes long by its parts; it announces 36"),
+        ((1026, "<H", 36), "has 40 bytes in its parts; its header has 36"),
         ((1028, "<H", 1), "has the index 1"),
         ((1030, "<H", 4), "the label is 4; there are 4 completions"),
-        ((1034, "<H", 900), "example 0.* bytes long by its parts"),
+        ((1034, "<H", 900), "example 0.* bytes in its parts"),
     ],
 )
-def test_wrong_files_are_refused(path, change, message):
-    place, form, value = change
+def test_invalid_files_are_rejected(path, change, message):
+    offset, form, value = change
     raw = bytearray(path.read_bytes())
-    struct.pack_into(form, raw, place, value)
+    struct.pack_into(form, raw, offset, value)
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message) as caught:
         evaluation.read_questions(path)
@@ -72,9 +72,9 @@ def test_wrong_files_are_refused(path, change, message):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 8])
-def test_truncated_files_are_refused(path, cut):
+def test_truncated_files_are_rejected(path, cut):
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(ValueError, match="bytes long"):
+    with pytest.raises(ValueError, match=r"bytes (long|in its parts)"):
         evaluation.read_questions(path)
 
 
@@ -85,7 +85,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def answers(params):
-    """The completions of the lowest mean loss, one token at a time."""
+    """The completions with the lowest mean loss, computed one token at a time."""
     next_scores = jax.jit(lambda tokens: gpt2.forward(params, tokens, CONFIG)[0])
 
     def mean_loss(context, completion):
@@ -100,7 +100,7 @@ def answers(params):
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_the_answer_is_the_completion_of_the_lowest_mean_loss(path, params, answers, batch_size):
+def test_answer_is_the_completion_with_the_lowest_mean_loss(path, params, answers, batch_size):
     questions = evaluation.read_questions(path)
 
     def score(labels):
@@ -114,12 +114,14 @@ def test_the_answer_is_the_completion_of_the_lowest_mean_loss(path, params, answ
     assert score([(a + 1) % 4 for a in answers]) == 0
 
 
-def test_what_cannot_be_scored_is_refused():
+def test_unscorable_questions_are_rejected():
     question = evaluation.Question(np.arange(20), (np.arange(4), np.arange(6)), 0)
     beyond = evaluation.Question(np.array([1]), (np.array([2]), np.array([40])), 0)
     with pytest.raises(ValueError, match="questions has token 40; the model has vocab_size 40"):
         evaluation.check_questions([beyond], CONFIG)
-    with pytest.raises(ValueError, match="one of 25 tokens; the model has max_seq_len 24"):
+    with pytest.raises(
+        ValueError, match="questions has 25 tokens in one example; the model has max_seq_len 24"
+    ):
         evaluation.accuracy(gpt2.forward, {}, [question], config=CONFIG, batch_size=2)
     empty = question._replace(context=np.arange(0))
     with pytest.raises(ValueError, match="empty context"):

@@ -1,4 +1,5 @@
-import dataclasses
+"""The examples that train models, switch backends and add an op."""
+
 import json
 import re
 import shutil
@@ -9,7 +10,6 @@ import sys
 from pathlib import Path
 
 import add_your_own_op
-import evaluate
 import generate
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,10 @@ from jaxllm import data
 from jaxllm.convert import huggingface, llmc
 from jaxllm.core import ffi
 from jaxllm.core.backend import resolve
-from jaxllm.data.tokenizer import from_file
-from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import gpt2
 from jaxllm.training import checkpoint
 
-# The scripts that train, and where they leave what they made.
+# The pretraining scripts, and their output folders.
 SCRIPTS = pytest.mark.parametrize(
     ("script", "out"),
     [(pretrain_gpt2, "runs/gpt2_tiny"), (pretrain_llama3, "runs/llama3_tiny")],
@@ -49,7 +47,7 @@ def read_log(path):
 
 
 @SCRIPTS
-def test_pretrain(capsys, script, out):
+def test_pretrain_writes_log_curve_and_samples(capsys, script, out):
     script.main(["--smoke", "--val-every", "4", "--sample-every", "4"])
     out = Path(out)
     records = read_log(out / "log.jsonl")
@@ -60,12 +58,12 @@ def test_pretrain(capsys, script, out):
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert printed.count("a sample after step") == 2
+    assert printed.count("--- sample after step") == 2
     assert "\ndef " in printed
     assert printed.rstrip().endswith(f"curve: {out}/loss.png")
 
 
-def test_pretrain_repeats():
+def test_pretrain_is_deterministic():
     Path("shards").mkdir()
     data.write_shard("shards/train.bin", np.arange(2000) % 256)
     for out in ("one", "two"):
@@ -76,21 +74,21 @@ def test_pretrain_repeats():
     assert losses[0] == losses[1]
 
 
-def test_pretrain_on_other_vocabularies(capsys):
+def test_pretrain_without_a_tokenizer_prints_ids(capsys):
     Path("shards").mkdir()
     data.write_shard("shards/x_train_0.bin", np.arange(2000) + 1000)
     arguments = ["--smoke", "--data", "shards", "--steps", "2", "--accumulate", "1"]
     pretrain_gpt2.main([*arguments, "--vocab-size", "3000"])
     printed = capsys.readouterr().out
-    assert "shards: nothing to validate on" in printed
-    assert "\n2999 " in printed  # ids, as there is no tokenizer for them
+    assert "shards: no validation data" in printed
+    assert "\n2999 " in printed  # ids, because there is no tokenizer
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "no shards found"),
-        (["--data", "shards"], "but the vocabulary has 257; give --vocab-size"),
+        (["--data", "shards"], "but the vocabulary has 257; pass --vocab-size"),
         (["--data", "shards", "--seq-len", "99"], "one window of 99 needs 100"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--keep-every", "0"], "--keep-every is 0"),
@@ -102,10 +100,10 @@ def test_pretrain_on_other_vocabularies(capsys):
         (["--warmup", "-2"], "warmup -2"),
         (["--data", "other"], "*val*.bin has token 300, but the model has 257"),
         (["--hellaswag", "eval.bin"], "eval.bin: questions has token 50000; the model has"),
-        (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has one of 6 tokens"),
+        (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has 6 tokens in one"),
     ],
 )
-def test_pretrain_misuse_is_one_sentence(capsys, arguments, message):
+def test_pretrain_reports_misuse_in_one_line(capsys, arguments, message):
     for folder in ("shards", "other"):
         Path(folder).mkdir()
     data.write_shard("shards/train.bin", np.arange(1970, 2020))
@@ -119,14 +117,14 @@ def test_pretrain_misuse_is_one_sentence(capsys, arguments, message):
 
 
 def write_questions(path, context, completions):
-    """An eval file of llm.c's with one question, of which the first answer is right."""
+    """Writes an eval file with one question, whose first completion is correct."""
     parts = [word for part in (context, *completions) for word in (len(part), *part)]
     example = [65535, 2 * (len(parts) + 5), 0, 0, len(completions), *parts]
     header = struct.pack("<256i", 20240522, 1, 1, example[1], *[0] * 252)
     Path(path).write_bytes(header + struct.pack(f"<{len(example)}H", *example))
 
 
-def test_pretrain_says_which_backend_cannot_serve(monkeypatch):
+def test_pretrain_reports_backend_errors(monkeypatch):
     def refuse(_):
         assert resolve() == "pallas"
         raise jaxllm.BackendError("no kernel")
@@ -137,7 +135,7 @@ def test_pretrain_says_which_backend_cannot_serve(monkeypatch):
 
 
 @pytest.mark.parametrize("remat", ["activations", "blocks"])
-def test_pretrain_with_recomputation_changes_little(remat):
+def test_pretrain_losses_do_not_depend_on_remat(remat):
     for options in ([], ["--remat", remat]):
         out = ["--out", f"runs/{len(options)}"]
         pretrain_llama3.main(["--smoke", "--steps", "3", "--val-every", "0", *out, *options])
@@ -157,14 +155,14 @@ def test_pretrain_runs_as_a_script_from_anywhere(script, out):
 
 @pytest.fixture
 def ctrl_c():
-    """Lets Ctrl-C interrupt, which a process that was started in the background ignores."""
+    """Installs Python's SIGINT handler, because background processes ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def press_ctrl_c(monkeypatch, at_steps):
-    """Sends this process a SIGINT while each of the steps is run."""
+    """Sends SIGINT to this process when the batches of some steps are made."""
     plain = pretraining.make_batch
 
     def make_batch(dataset, options, step):
@@ -175,7 +173,7 @@ def press_ctrl_c(monkeypatch, at_steps):
     monkeypatch.setattr(pretraining, "make_batch", make_batch)
 
 
-def test_ctrl_c_finishes_in_order(monkeypatch, capsys):
+def test_ctrl_c_ends_the_run_after_the_step(monkeypatch, capsys):
     press_ctrl_c(monkeypatch, {4})
     handler = signal.getsignal(signal.SIGINT)
     pretrain_gpt2.main(["--smoke", "--steps", "5000", "--val-every", "0", "--sample-every", "0"])
@@ -193,7 +191,7 @@ def test_ctrl_c_finishes_in_order(monkeypatch, capsys):
 
 def test_second_ctrl_c_quits(monkeypatch, ctrl_c):
     def press_twice(*_):
-        # Not os.kill, which may pick another thread: two signals that Python sees late are one.
+        # Not os.kill: the signal may reach another thread, and Python may merge two signals.
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("still here")
@@ -203,7 +201,7 @@ def test_second_ctrl_c_quits(monkeypatch, ctrl_c):
     with pytest.raises(KeyboardInterrupt):
         pretrain_gpt2.main(["--smoke", "--val-every", "2"])
     assert signal.getsignal(signal.SIGINT) is handler
-    # Step 2 was being validated; what came before it is on disk.
+    # The run stopped in the validation of step 2, so the record of step 1 is on disk.
     assert len(read_log(Path("runs/gpt2_tiny/log.jsonl"))) == 1
 
 
@@ -212,8 +210,8 @@ def smoke(*arguments):
     return read_log(Path("runs/gpt2_tiny/log.jsonl"))
 
 
-def test_pretrain_takes_all_of_it(capsys):
-    """One run with a config file, HellaSwag, checkpoints, llm.c's order, files and log."""
+def test_pretrain_supports_all_options_in_one_run(capsys):
+    """A config file, HellaSwag, checkpoints, and llm.c's order, files and log."""
     rng = np.random.default_rng(0)
     Path("shards").mkdir()
     data.write_shard("shards/train.bin", rng.integers(0, 256, 3000))
@@ -228,7 +226,7 @@ def test_pretrain_takes_all_of_it(capsys):
     pretrain_gpt2.main(["--smoke", "--config", "run.toml", "--steps", "5", "--mfu", "matmul"])
     out = Path("runs/gpt2_tiny")
     records = read_log(out / "log.jsonl")
-    assert len(records) == 5  # the command line goes before the file
+    assert len(records) == 5  # the command line wins over the file
     assert [r["step"] for r in records if "hellaswag" in r] == [2, 4, 5]
     assert [r["step"] for r in records if "val_loss" in r] == [2, 4, 5]
     rates = [r["learning_rate"] for r in records]
@@ -241,7 +239,7 @@ def test_pretrain_takes_all_of_it(capsys):
     params, config = llmc.load_gpt2(out / "model.bin")
     assert (config.vocab_size, config.max_seq_len) == (257, 32)
     assert "HellaSwag" in capsys.readouterr().out
-    # What was left is where another run begins.
+    # Another run starts from the saved model.
     model = ("--init-from", out / "model.bin", "--dtype", "float32")
     records = smoke(*model, "--data", "shards", "--out", "again", "--steps", 1)
     again = read_log(Path("again/log.jsonl"))[0]["loss"]
@@ -250,18 +248,22 @@ def test_pretrain_takes_all_of_it(capsys):
     np.testing.assert_allclose(again, wanted, rtol=1e-5)
 
 
-def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
+def test_pretrain_resumes_where_it_stopped(monkeypatch, capsys):
     whole = smoke("--steps", 6)
     stop = ["--steps", 6, "--checkpoint-every", 2, "--out", "runs/gpt2_tiny"]
     with monkeypatch.context() as patch:
         press_ctrl_c(patch, {3})
         first = smoke(*stop)
     assert len(first) < 6
-    with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
+    with pytest.raises(
+        SystemExit, match=r"has checkpoints of a run: pass --resume to continue from step"
+    ):
         smoke(*stop)
-    # Nor does a run without checkpoints of its own write over what they belong to.
+    # A run without --checkpoint-every must not overwrite the log of those checkpoints either.
     log = Path("runs/gpt2_tiny/log.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match=r"has checkpoints of a run: --resume goes on from step"):
+    with pytest.raises(
+        SystemExit, match=r"has checkpoints of a run: pass --resume to continue from step"
+    ):
         smoke("--steps", 1)
     assert Path("runs/gpt2_tiny/log.jsonl").read_bytes() == log
     with pytest.raises(SystemExit, match="are of a run with seed 0; this one has 1"):
@@ -269,12 +271,12 @@ def test_pretrain_goes_on_where_it_stopped(monkeypatch, capsys):
     capsys.readouterr()
     resumed = smoke(*stop, "--resume", "--max-loss-z", 1e9)
     printed = capsys.readouterr().out
-    assert f"going on from step {len(first)}\nwith max_loss_z 1000000000.0, which was" in printed
+    assert f"resuming from step {len(first)}\nwith max_loss_z 1000000000.0, which was" in printed
     assert printed.count("which was") == 1
     assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
 
 
-def test_a_model_stays_until_the_next_one_is_written(monkeypatch):
+def test_failed_save_keeps_the_previous_model(monkeypatch):
     smoke("--steps", 1)
     model = {path.name: path.read_bytes() for path in Path("runs/gpt2_tiny/model").iterdir()}
 
@@ -291,7 +293,7 @@ def test_a_model_stays_until_the_next_one_is_written(monkeypatch):
     assert Path("runs/gpt2_tiny/model/model.safetensors").read_bytes() != model["model.safetensors"]
 
 
-def test_a_model_has_its_tokenizer_with_it(capsys):
+def test_saved_model_includes_its_tokenizer(capsys):
     words = {"<|endoftext|>": 300} | {str(i): i for i in range(300)}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -305,12 +307,12 @@ def test_a_model_has_its_tokenizer_with_it(capsys):
     model = Path("runs/gpt2_tiny/model")
     assert f"model: {model}\n7 8 9" in capsys.readouterr().out
     assert huggingface.load_special_tokens(model) == (2, (3, 4), None)
-    # One that goes on from it has its ids, but for an end that is named.
+    # A run that starts from it keeps its ids, except for the end token with --end-of-text.
     smoke(*flags, "--init-from", model, "--end-of-text", "5", "--out", "runs/on")
     assert huggingface.load_special_tokens("runs/on/model") == (2, (5,), None)
 
 
-def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
+def test_nonfinite_run_stops_and_names_the_tensors(monkeypatch):
     plain = pretraining.training.adamw
     monkeypatch.setattr(
         pretraining.training, "adamw", lambda *_, **__: plain(1e30, max_grad_norm=None)
@@ -322,7 +324,7 @@ def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
     assert found, message
     step = int(found[1])
     assert "gradient of wte: " in message and "microbatch 0: loss" in message
-    # The last checkpoint is of the step before, and it is finite.
+    # The last checkpoint is of the previous step, which was finite.
     with checkpoint.open_folder("runs/gpt2_tiny/checkpoints") as folder:
         assert checkpoint.steps(folder)[-1] == step - 1
 
@@ -337,7 +339,7 @@ def test_a_run_that_is_not_finite_stops_with_the_tensors_named(monkeypatch):
         ("steps = false", "run.toml: steps is false; it takes a value"),
     ],
 )
-def test_wrong_config_files_are_refused(capsys, config, message):
+def test_invalid_config_files_are_rejected(capsys, config, message):
     Path("run.toml").write_text(config)
     with pytest.raises(SystemExit) as caught:
         smoke("--config", "run.toml")
@@ -346,10 +348,10 @@ def test_wrong_config_files_are_refused(capsys, config, message):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which compiles the kernel")
-def test_add_your_own_op(tmp_path, capsys):
+def test_add_your_own_op_example_runs(tmp_path, capsys):
     library = tmp_path / "libsoftsign.so"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ffi, "_loaded", set())  # not for good
+        patch.setattr(ffi, "_loaded", set())  # restored after the test
         add_your_own_op.main(library)
         with pytest.raises(ValueError, match=r"softsign_forward.*registered already"):
             ffi.load(library, {"softsign_forward": "SoftsignForward"})
@@ -366,10 +368,10 @@ def test_add_your_own_op(tmp_path, capsys):
         assert "the program for one calls softsign_forward and softsign_backward" in printed
 
 
-def test_switch_backends(capsys):
+def test_switch_backends_prints_losses_or_errors(capsys):
     switch_backends.main(["--smoke", "--explain"])
     parts = capsys.readouterr().out.split("loss by step\n")[1:]
-    norms = ("layer_norm_forward", "add_layer_norm_forward")  # GPT-2's, and the other network's
+    norms = ("layer_norm_forward", "add_layer_norm_forward")  # of GPT-2, and of the small network
     for part, norm in zip(parts, norms, strict=True):
         columns = part.splitlines()[0].split()[1:]
         for backend in switch_backends.BACKENDS:
@@ -377,142 +379,7 @@ def test_switch_backends(capsys):
             assert (backend in columns) != (refusal in part)
         for backend in columns[1:]:
             assert float(part.split(f"    {backend}: ")[1].split()[0]) < 1e-4
-        explained = part.split("what auto gives")[1].split("\n")
+        explained = part.split("implementations that auto selects")[1].split("\n")
         assert norm in {line.split()[0] for line in explained if line.strip()}
     # The norms have a Pallas kernel, which runs anywhere.
     assert parts[1].split()[:4] == ["step", "xla", "auto", "pallas"]
-
-
-def test_generate_smoke(capsys):
-    generate.main(["--smoke", "--temperature", "0", "x = "])
-    printed = capsys.readouterr().out
-    assert printed.startswith("x = ")
-    assert re.search(r"\n8 tokens, [\d,.]+ tokens/s\n$", printed)
-
-
-@SCRIPTS
-@pytest.mark.parametrize("options", [[], ["--int8", "--int8-cache"]], ids=["float", "int8"])
-def test_generate_continues_with_the_model_that_was_trained_last(script, out, options, capsys):
-    script.main(["--smoke", "--steps", "2"])
-    capsys.readouterr()
-    options = [*options, "--group-size", "8"]
-    with_options = ["--max-new-tokens", "5", "--temperature", "0", *options, "import "]
-    generate.main(with_options)
-    first = capsys.readouterr().out
-    assert first.startswith(f"model: {out}/model\nimport ")
-    assert "\n5 tokens" in first
-    generate.main(["--model", f"{out}/model", *with_options])
-    again = capsys.readouterr().out
-    assert again.rsplit("\n", 2)[0] == first.rsplit("\n", 2)[0]  # all but the speed
-
-
-def test_evaluate_measures_the_model_that_was_trained_last(capsys):
-    pretrain_gpt2.main(["--smoke", "--batch-size", "4", "--dtype", "float32"])
-    capsys.readouterr()
-    shards = ["--data", "runs/gpt2_tiny/data", "--dtype", "float32"]
-    losses = evaluate.main([*shards, "--seq-len", "32", "--batch-size", "4", "--batches", "8"])
-    printed = capsys.readouterr().out
-    record = read_log(Path("runs/gpt2_tiny/log.jsonl"))[-1]
-    assert losses["float32"] == pytest.approx(record["val_loss"], rel=1e-5)
-    assert 0 < abs(losses["int8"] - losses["float32"]) < 0.01
-    perplexities = re.findall(r"(float32|int8): loss ([\d.]+), perplexity ([\d.]+)\n", printed)
-    for dtype, loss, perplexity in perplexities:
-        assert float(loss) == pytest.approx(losses[dtype], abs=1e-4)
-        assert float(perplexity) == pytest.approx(np.exp(losses[dtype]), rel=1e-4)
-    assert len(perplexities) == 2
-    assert re.search(r"int8 changes the perplexity by [+-]0\.\d{3}%\n$", printed)
-
-
-def test_evaluate_smoke(capsys):
-    losses = evaluate.main(["--smoke", "--batches", "2", "--dtype", "float32"])
-    # A random model knows little: of bytes, that some come twice in a row.
-    assert losses["float32"] == pytest.approx(np.log(257), rel=0.05)
-    assert losses["int8"] == pytest.approx(losses["float32"], rel=1e-3)
-    assert "int8 changes the perplexity by" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_llama3])
-def test_the_model_that_is_trained_by_default_has_an_int8_form(script):
-    family = script.FAMILY
-    params = family.model.init(jax.random.key(0), family.presets["tiny"])
-    quantized = jax.tree.leaves(quantize_params(params))
-    assert any(leaf.dtype == jnp.int8 for leaf in quantized)
-
-
-def test_evaluate_refuses():
-    with pytest.raises(SystemExit, match="no model in runs; train one by `make demo`"):
-        evaluate.main([])
-    config = dataclasses.replace(generate.SMOKE_CONFIG, vocab_size=500)
-    huggingface.save("wide", gpt2.init(jax.random.key(0), config), config)
-    with pytest.raises(SystemExit, match="has 500 tokens, the default corpus bytes; give --data"):
-        evaluate.main(["--model", "wide"])
-    with pytest.raises(SystemExit, match="no shards found"):
-        evaluate.main(["--model", "wide", "--data", "nowhere"])
-    Path("shards").mkdir()
-    data.write_shard("shards/val.bin", np.arange(50))
-    with pytest.raises(SystemExit, match="one window of 64 needs 65"):
-        evaluate.main(["--model", "wide", "--data", "shards"])
-    data.write_shard("shards/val.bin", np.full(500, 500))
-    with pytest.raises(SystemExit, match="has token 500, but the model has 500"):
-        evaluate.main(["--model", "wide", "--data", "shards"])
-
-
-def test_generate_refuses(tmp_path):
-    with pytest.raises(SystemExit, match="no model in runs; train one by `make demo`"):
-        generate.main([])
-    with pytest.raises(SystemExit, match="nothing: there is no such folder"):
-        generate.main(["--model", "nothing"])
-    with pytest.raises(SystemExit, match=r"group_size 48 must divide .*; see --group-size"):
-        generate.main(["--smoke", "--int8", "--group-size", "48"])
-    with pytest.raises(SystemExit, match="prompt has 64 tokens; it must have from 1 to 63"):
-        generate.main(["--smoke", 64 * "x"])
-    with pytest.raises(SystemExit, match="--max-new-tokens is 0, must be above 0"):
-        generate.main(["--smoke", "--max-new-tokens", "0"])
-    with pytest.raises(SystemExit, match="top_p is 2"):
-        generate.main(["--smoke", "--top-p", "2"])
-    with pytest.raises(SystemExit, match="surrogates not allowed"):
-        generate.main(["--smoke", "\udcff"])
-
-
-def test_generate_waits_for_the_rest_of_a_character():
-    ids = [*"aé€".encode(), 0xFF, *b"b", 0x80, *"😀".encode(), 0xF0]
-    assert list(generate.pieces(ids, generate.BYTES)) == [
-        "a",
-        "é",
-        "€",
-        "\N{REPLACEMENT CHARACTER}b",
-        "\N{REPLACEMENT CHARACTER}😀",
-        "\N{REPLACEMENT CHARACTER}",
-    ]
-
-
-def test_generate_keeps_the_spaces_of_a_llama_2(tmp_path):
-    """Its tokenizer drops the space before the first word of what it decodes, wherever that is."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁the", "▁cat", "s"]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    )
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = from_file(tmp_path)
-    ids = [
-        words.index(word) for word in ("▁the", "▁cat", "s", "<0xE2>", "<0x82>", "<0xAC>", "▁cat")
-    ]
-    assert list(generate.pieces(ids, tokenizer)) == ["the", " cat", "s", "€", " cat"]
-
-
-def test_generate_takes_no_tokenizer_for_another(tmp_path):
-    config = dataclasses.replace(generate.SMOKE_CONFIG, vocab_size=400)
-    huggingface.save("wide", gpt2.init(jax.random.key(0), config), config)
-    with pytest.raises(
-        SystemExit, match=r"no tokenizer\.json, and 400 tokens are neither bytes nor"
-    ):
-        generate.main(["--model", "wide"])
-    generate.main(["--model", "wide", "--tokenizer", "bytes", "--max-new-tokens", "3"])

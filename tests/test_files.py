@@ -7,7 +7,7 @@ def names(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
+def test_replacing_writes_a_file_atomically(tmp_path):
     path = tmp_path / "folder" / "file"
     for text in ("old", "new"):
         with files.replacing(path) as partial:
@@ -20,7 +20,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_folder_is_replaced_when_the_new_one_is_whole(tmp_path, linked):
+def test_new_folder_is_created_atomically(tmp_path, linked):
     folder = tmp_path / "there" / "folder"
     if linked:
         folder.mkdir(parents=True)
@@ -39,13 +39,13 @@ def test_a_folder_is_replaced_when_the_new_one_is_whole(tmp_path, linked):
     assert folder.stat().st_mode == folder.parent.stat().st_mode
 
 
-def test_a_walk_tells_what_it_passes_over(tmp_path):
+def test_walk_lists_skipped_files_with_reasons(tmp_path):
     for name in ("b/x.txt", "a.txt", "b/test_x.txt", "tests/x.txt", ".git/x.txt", "c/.x.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "c" / "up").symlink_to("..")
     (tmp_path / "c" / "b").symlink_to("../b")
-    other = "a folder that is read by another name"
+    other = "a folder that is read under another path"
     found = {str(path.relative_to(tmp_path)): why for path, why in files.walk(tmp_path, ["test*"])}
     assert found == {
         ".git": "hidden",

@@ -1,8 +1,8 @@
-"""Damaged files: every reader gives what the file holds, or an error of ours that names the file.
+"""Damaged files: every reader returns a result, or raises an error that names the file.
 
-Each test damages valid files in ways that hypothesis chooses, the same on each run. With
-``JAXLLM_FUZZ=5000`` in the environment it tries so many inputs a test, other ones on each run, and
-``-s`` shows how many there were.
+Hypothesis chooses the damage to valid files, the same on each run. With ``JAXLLM_FUZZ=5000`` in
+the environment, each test tries 5000 random inputs, different ones on each run. ``-s`` prints the
+counts.
 """
 
 import bz2
@@ -49,12 +49,12 @@ SCALED = {
         "original_max_position_embeddings": 8192,
     }
 }
-SLACK = 16 << 20  # bytes that Python, JAX and the decoder of xz take, whatever the file
+SLACK = 16 << 20  # bytes that Python, JAX and the xz decoder use for any file
 KINDS = ["word", "byte", "cut", "more", "splice"]
 
 
 def fuzz(examples):
-    """Runs a test on so many inputs, or on as many as the environment asks for."""
+    """Runs a test on ``examples`` inputs, or on JAXLLM_FUZZ inputs if it is set."""
     return settings(
         max_examples=EXAMPLES or examples,
         derandomize=not EXAMPLES,
@@ -66,7 +66,7 @@ def fuzz(examples):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder for the damaged files; prints in the end how many there were."""
+    """A folder for the damaged files. Prints the number of inputs at the end."""
     yield tmp_path_factory.mktemp("fuzz")
     if EXAMPLES:
         print(f"\n{sum(TRIED.values()):,} inputs:", dict(TRIED))
@@ -83,7 +83,7 @@ WORDS = st.one_of(
 
 @st.composite
 def damaged(draw, valid, words=8):
-    """A file with other words in its header, other bytes, an end too early or too late."""
+    """A file with changed header words or bytes, or with bytes removed, added or moved."""
     raw = bytearray(draw(st.sampled_from(valid)))
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=4)):
         if kind == "word" and len(raw) >= 4 * words:
@@ -111,7 +111,7 @@ JSON_VALUES = st.recursive(
 
 
 def changed(draw, tree):
-    """JSON with one value in it replaced or taken away."""
+    """JSON with one value replaced or removed."""
     tree = json.loads(json.dumps(tree))
     node = tree
     while True:
@@ -131,7 +131,7 @@ def changed(draw, tree):
 
 @st.composite
 def damaged_json(draw, valid):
-    """JSON with other values in it, or with other bytes."""
+    """JSON with changed values, or with changed bytes."""
     tree = draw(st.sampled_from(valid))
     for _ in range(draw(st.sampled_from([1, 1, 1, 0, 2, 3]))):
         tree = changed(draw, tree) if isinstance(tree, dict) and tree else draw(JSON_VALUES)
@@ -140,7 +140,7 @@ def damaged_json(draw, valid):
 
 
 def check(name, path, raw, read):
-    """Reads a damaged file: it must end well, or in our own error, and take no more than it has."""
+    """Reads a damaged file. Asserts on the type of the error and on the memory used."""
     path.write_bytes(raw)
     found = None
     tracemalloc.start()
@@ -152,7 +152,7 @@ def check(name, path, raw, read):
     finally:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        TRIED[name, "refused" if found is None else "read"] += 1
+        TRIED[name, "rejected" if found is None else "read"] += 1
     assert peak <= SLACK + 16 * len(raw)
     arrays = [x for x in jax.tree.leaves(found) if isinstance(x, np.ndarray | jax.Array)]
     assert sum(x.nbytes for x in arrays) <= SLACK + 16 * len(raw)
@@ -165,29 +165,32 @@ def saved(tmp, write):
     return path.read_bytes()
 
 
-# llm.c and llama2.c.
+# llm.c and llama2.c
 
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory):
-    """A valid file of each kind."""
+    """Valid files of each kind."""
     tmp = tmp_path_factory.mktemp("valid")
-    ours, theirs = gpt2.init(jax.random.key(0), GPT2), llama3.init(jax.random.key(0), LLAMA)
-    state = llmc.OptimizerState(1, ours, ours, ours)
+    gpt2_params, llama_params = (
+        gpt2.init(jax.random.key(0), GPT2),
+        llama3.init(jax.random.key(0), LLAMA),
+    )
+    state = llmc.OptimizerState(1, gpt2_params, gpt2_params, gpt2_params)
     words = [20240327, 2, 2, 3, *252 * [0]]
     body = [*12 * [1], *(2 * 3 * 5 + 1 + gpt2.num_params(GPT2)) * [0]]
     question = [65535, 0, 0, 0, 2, 2, 7, 8, 1, 9, 1, 6]
     question[1] = 2 * len(question)
     token_bytes = b"".join(b"\x01" + bytes([i]) for i in range(256)) + b"\x02ab\x03end"
-    int8 = quantize_params(theirs, group_size=8)
+    int8 = quantize_params(llama_params, group_size=8)
     return {
         "shard": [
             saved(tmp, lambda path: data.write_shard(path, range(9))),
             saved(tmp, lambda path: data.write_shard(path, range(9), kind="llama3")),
         ],
         "checkpoint": [
-            saved(tmp, lambda path: llmc.save_gpt2(path, ours, GPT2)),
-            saved(tmp, lambda path: llmc.save_gpt2(path, ours, GPT2, dtype="bfloat16")),
+            saved(tmp, lambda path: llmc.save_gpt2(path, gpt2_params, GPT2)),
+            saved(tmp, lambda path: llmc.save_gpt2(path, gpt2_params, GPT2, dtype="bfloat16")),
         ],
         "debug state": [np.array([*words, *body], "<i4").tobytes()],
         "optimizer state": [saved(tmp, lambda path: llmc.write_optimizer_state(path, state))],
@@ -197,7 +200,7 @@ def valid(tmp_path_factory):
         ],
         "tokenizer": [np.array([20240328, 2, 258, 257, *252 * [0]], "<i4").tobytes() + token_bytes],
         "llama2c": [
-            saved(tmp, lambda path: llama2c.save(path, theirs, LLAMA)),
+            saved(tmp, lambda path: llama2c.save(path, llama_params, LLAMA)),
             saved(tmp, lambda path: llama2c.save(path, int8, LLAMA)),
         ],
     }
@@ -215,7 +218,7 @@ LLMC_READERS = {
 
 
 @pytest.mark.parametrize("name", LLMC_READERS)
-def test_binary_files(folder, valid, name):
+def test_damaged_binary_files(folder, valid, name):
     read = LLMC_READERS[name]
     for raw in valid[name]:
         assert check(name, folder / "valid.bin", raw, read) is not None
@@ -228,7 +231,7 @@ def test_binary_files(folder, valid, name):
     run()
 
 
-# Hugging Face.
+# Hugging Face
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +245,7 @@ def model(tmp_path_factory):
 
 
 def check_model(folder, files, name, raw):
-    """Reads a model's folder with one file that is damaged."""
+    """Reads a model's folder with one damaged file."""
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
         path.unlink()
@@ -256,12 +259,12 @@ def check_model(folder, files, name, raw):
 
 
 def tensors_of(raw):
-    """The header of a safetensors file, and what follows it."""
+    """The header of a safetensors file, and the bytes after it."""
     (length,) = struct.unpack("<Q", raw[:8])
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-def test_safetensors(folder, model):
+def test_damaged_safetensors(folder, model):
     header, body = tensors_of(model["model.safetensors"])
 
     @st.composite
@@ -277,7 +280,7 @@ def test_safetensors(folder, model):
     run()
 
 
-def test_an_index_of_safetensors(folder, model):
+def test_damaged_safetensors_index(folder, model):
     files = {"config.json": model["config.json"], "1.safetensors": model["model.safetensors"]}
     names = tensors_of(model["model.safetensors"])[0].keys() - {"__metadata__"}
     index = {"weight_map": dict.fromkeys(sorted(names), "1.safetensors")}
@@ -291,7 +294,7 @@ def test_an_index_of_safetensors(folder, model):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_configs(folder, model, file):
+def test_damaged_configs(folder, model, file):
     config = json.loads(model["config.json"])
 
     @fuzz(120 if file == "config.json" else 40)
@@ -302,20 +305,20 @@ def test_configs(folder, model, file):
     run()
 
 
-def test_every_number_of_a_config(folder, model):
-    """With each value that may be too much; a shape is told from the tensors before it is made."""
+def test_extreme_values_in_a_config(folder, model):
+    """Sizes are compared with the tensors before arrays are allocated."""
     config = json.loads(model["config.json"]) | SCALED
-    places = [(key,) for key in config] + [("rope_scaling", key) for key in config["rope_scaling"]]
-    for place in places:
+    paths = [(key,) for key in config] + [("rope_scaling", key) for key in config["rope_scaling"]]
+    for path in paths:
         for number in (*NUMBERS, "x", [1], {}, None):
             tree = json.loads(json.dumps(config))
-            node = tree if len(place) == 1 else tree["rope_scaling"]
-            node[place[-1]] = number
+            node = tree if len(path) == 1 else tree["rope_scaling"]
+            node[path[-1]] = number
             check_model(folder / "numbers", model, "config.json", json.dumps(tree).encode())
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_tokenizers(folder, file):
+def test_damaged_tokenizers(folder, file):
     out = folder / file
     out.mkdir()
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
@@ -337,7 +340,7 @@ def test_tokenizers(folder, file):
     run()
 
 
-# Documents.
+# Documents
 
 LINES = b"".join(
     json.dumps({"id": i, "text": text}).encode() + b"\n" for i, text in enumerate("abc" * 9)
@@ -352,7 +355,7 @@ COMPRESSORS = {
 
 
 def read_documents(path):
-    """Whether there is a document, or something else than faults."""
+    """True if a file has a document; None if it has only faults."""
     sources, _ = documents.find([path])
     rows = list(documents.read(sources))
     for row in rows:
@@ -364,7 +367,7 @@ def read_documents(path):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.data", "x.txt"])
-def test_lines_and_json(folder, name):
+def test_damaged_lines_and_json(folder, name):
     raw_lines = st.lists(
         st.one_of(
             st.binary(max_size=20),
@@ -384,7 +387,7 @@ def test_lines_and_json(folder, name):
 
 
 @pytest.mark.parametrize("ending", COMPRESSORS)
-def test_compressed_files(folder, ending):
+def test_damaged_compressed_files(folder, ending):
     valid = [COMPRESSORS[ending](LINES), COMPRESSORS[ending](ARRAY), COMPRESSORS[ending](b"")]
 
     @fuzz(60)
@@ -395,7 +398,7 @@ def test_compressed_files(folder, ending):
     run()
 
 
-def test_parquet_files(folder):
+def test_damaged_parquet_files(folder):
     path = folder / "valid.parquet"
     table = pyarrow.table({"text": list("abcabc"), "n": range(6)})
     parquet.write_table(table, path, row_group_size=3)
@@ -408,7 +411,7 @@ def test_parquet_files(folder):
     run()
 
 
-def test_the_progress_of_a_run(folder):
+def test_damaged_progress(folder):
     out = folder / "run"
     out.mkdir()
     recipe = {"files": [["a.txt", 3]], "tokenizer": "bytes"}
@@ -418,7 +421,7 @@ def test_the_progress_of_a_run(folder):
     @given(damaged_json([valid]))
     def run(raw):
         def read(_):
-            with contextlib.suppress(FileExistsError):  # of another recipe
+            with contextlib.suppress(FileExistsError):  # the recipe differs
                 return str(tokenize.Progress.read(out, recipe))
 
         check("progress.json", out / "progress.json", raw, read)

@@ -1,6 +1,6 @@
-"""What predicates accept fits the GPU: every op, traced for GPUs that this machine need not have.
+"""Every call that a predicate accepts fits the GPU, for all ops and many GPUs, without a GPU.
 
-The limits are those of the launchers, by the constants that they take; see docs/architectures.py.
+The limits are the launchers' constants; see docs/architectures.py.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ if ffi._fault is not None:
 
 
 def hopper(sms, **changes):
-    """A Hopper GPU with so many SMs, of which any two make a cluster."""
+    """A Hopper GPU with ``sms`` SMs and clusters of two."""
     return dataclasses.replace(ffi.H100, multiprocessors=sms, clusters=sms // 2, **changes)
 
 
-# Hopper GPUs with fewer SMs: an H100 PCIe, an H20, parts of a GPU. And one of whose SMs few have a
-# neighbour for a cluster, one where none has, and a machine whose GPU nobody knows.
+# Hopper GPUs with fewer SMs: an H100 PCIe, an H20, MIG slices. Then a GPU with few clusters, one
+# without clusters, and an unknown GPU.
 GPUS = {f"sm_{name}": gpu for name, gpu in architectures.GPUS.items()} | {
     **{f"sm_90a with {sms} SMs": hopper(sms) for sms in (114, 78, 60, 14)},
     "sm_90a with 3 clusters": dataclasses.replace(ffi.H100, clusters=3),
@@ -40,11 +40,11 @@ GPUS = {f"sm_{name}": gpu for name, gpu in architectures.GPUS.items()} | {
     "unknown": None,
 }
 FAMILIES = [module.name for module in pkgutil.iter_modules(jaxllm.ops.__path__) if module.ispkg]
-LEAST_SHARED_BYTES = 99 << 10  # of all GPUs: sm_86, sm_89 and sm_120
+LEAST_SHARED_BYTES = 99 << 10  # the minimum of all GPUs: sm_86, sm_89 and sm_120
 
 
 def cases_of(family):
-    """Those that are large, and two small ones of each op."""
+    """The large cases, and two small cases of each op."""
     cases = importlib.import_module(f"jaxllm.ops.{family}.cases").CASES
     few = [
         case
@@ -65,7 +65,7 @@ def tiles(rows, columns, tile):
 
 
 def assert_launches(launch, gpu):
-    """The conditions that launchers check, and return an error for."""
+    """Asserts the conditions for which launchers return an error."""
     for kernel in architectures.kernels_of(launch, gpu):
         need = ffi.shared_needs().get(kernel, 0)
         assert need <= (LEAST_SHARED_BYTES if gpu is None else gpu.shared_bytes), kernel
@@ -89,7 +89,7 @@ def assert_launches(launch, gpu):
 
 
 def family_and_gpu():
-    """Every family with a few GPUs, and with all of them where its kernels differ, in 16 bits."""
+    """Families with a few GPUs; with all GPUs, in bfloat16, if their kernels differ."""
     few = ("sm_80", "sm_86", "sm_90a", "sm_120", "unknown")
     for family in FAMILIES:
         differs = family in ("attention", "decoding", "gemm", "loss")
@@ -99,14 +99,14 @@ def family_and_gpu():
 
 
 @pytest.mark.parametrize(("family", "gpu", "dtypes"), list(family_and_gpu()))
-def test_what_is_accepted_fits_the_gpu_and_nothing_is_declined(family, gpu, dtypes):
-    # Every op has kernels for every GPU from sm_80 on, and others where those for Hopper decline.
+def test_accepted_calls_fit_the_gpu(family, gpu, dtypes):
+    # Every op has kernels for sm_80 and later, and a fallback for each Hopper kernel.
     for case in cases_of(family):
         for dtype in dtypes:
             program = architectures.program_of(case, "cuda")
             with architectures.on(gpu):
                 launches = architectures.launches(program, *architectures.inputs_of(case, dtype))
-            # Without an activation or a bias a layer and its gradients are XLA's alone.
+            # Without activation and bias, XLA runs a linear layer and its gradients.
             assert launches or case.op == "linear", case
             for launch in launches:
                 assert_launches(launch, gpu)
@@ -115,7 +115,7 @@ def test_what_is_accepted_fits_the_gpu_and_nothing_is_declined(family, gpu, dtyp
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("width", [8, 32, 40, 64, 80, 96, 128, 129, 192, 200, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_of_any_width_fits_every_gpu(dtype, width, gpu):
+def test_attention_of_any_head_width_fits_every_gpu(dtype, width, gpu):
     case = architectures._heads(1, 70, 4, width)
     program = architectures.program_of(case, "cuda")
     with architectures.on(gpu):
@@ -127,7 +127,7 @@ def test_attention_of_any_width_fits_every_gpu(dtype, width, gpu):
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_the_kernels_for_hopper_run_where_they_fit(gpu):
+def test_hopper_kernels_are_selected_if_they_fit(gpu):
     rows, width, hidden = 65536, 768, 3072
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     of_hidden = jax.ShapeDtypeStruct((rows, hidden), jnp.bfloat16)
@@ -145,7 +145,7 @@ def test_the_kernels_for_hopper_run_where_they_fit(gpu):
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-def test_the_step_of_gpt2_is_one_that_launches(gpu):
+def test_gpt2_step_fits_every_gpu(gpu):
     config = gpt2.GPT2Config(layers=2)
     tokens = jax.ShapeDtypeStruct((64, 1024), jnp.int32)
 
@@ -163,8 +163,8 @@ def test_the_step_of_gpt2_is_one_that_launches(gpu):
     assert ("matmul_norm_gradient" in stems) == runs_rows_at_once
 
 
-def test_a_gpu_with_too_little_shared_memory_is_declined_with_both_sizes():
-    # Smaller than any GPU, so that the kernels for wide heads do not fit.
+def test_shared_memory_error_has_both_sizes():
+    # Smaller than on any real GPU, so the kernels for wide heads do not fit.
     small = dataclasses.replace(architectures.GPUS["86"], shared_bytes=64 << 10)
     case = architectures._heads(1, 70, 4, 256)
     with architectures.on(small), pytest.raises(BackendError, match=r"99.0 KiB .* has 64 KiB"):
@@ -173,7 +173,7 @@ def test_a_gpu_with_too_little_shared_memory_is_declined_with_both_sizes():
         )
 
 
-def test_the_launchers_needs_are_known_by_their_names():
+def test_shared_memory_is_known_for_all_kernels():
     needs = ffi.shared_needs()
     widths = ("32", "64", "96", "128", "256")
     attention = {f"flash_attention_{way}_{w}" for way in ("forward", "backward") for w in widths}
@@ -181,10 +181,10 @@ def test_the_launchers_needs_are_known_by_their_names():
     decode = {"decode_attention", "decode_attention_any_width"}
     products = {"matmul_mma_16_bits", "matmul_mma_float32"}
     products |= {f"matmul_float32_{size}" for size in ("large", "square", "small")}
-    # A kernel that is missing here has no test of where it fits.
+    # A kernel that is missing here has no test of its limits.
     assert set(needs) == attention | decode | products
     assert all(0 < need <= LEAST_SHARED_BYTES for need in needs.values())
 
 
-def test_the_page_on_architectures_is_current():
+def test_architectures_page_is_current():
     assert architectures.page() == architectures.PAGE.read_text(), "python docs/architectures.py"

@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import training
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import unstack
+from jaxllm.models.common import unstack
 from jaxllm.training import optim
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
@@ -28,11 +28,11 @@ def gradients(params, step):
     )
 
 
-def test_masters_are_those_of_optax_over_a_hundred_steps():
+def test_masters_match_optax_over_100_steps():
     start = narrow(gpt2.init(jax.random.key(0), CONFIG))
     schedule = training.warmup_cosine(1e-2, 100, warmup=10)
     options: Any = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": training.decay_mask}
-    # chain takes ours like one of optax's own.
+    # optax.chain accepts the optimizer like one of optax's.
     optimizer: Any = optim.adamw(schedule, **options, max_grad_norm=1.0)
     ours = optax.chain(optimizer)
     theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, **options))
@@ -83,21 +83,21 @@ def test_step_and_update_agree_on_mixed_dtypes():
         updates, other = optimizer.update(training.widen(grads), other, by_update)
         by_update = optax.apply_updates(by_update, updates)
     assert jax.tree.map(jax.typeof, (params, state)) == jax.tree.map(jax.typeof, (by_update, other))
-    # Two programs, which a compiler may fuse differently: a master may differ by a rounding.
+    # The compiler may fuse the two programs differently, which changes the rounding.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state, other)
     for new, masters in ((params, state.master), (by_update, other.master)):
         for name in ("weight", "half", "bias"):
             assert_equal(new[name], masters[name].astype(new[name].dtype))
 
 
-def test_updates_of_narrow_gradients_miss_the_masters_by_their_rounding_at_most():
+def test_narrow_updates_are_within_their_rounding_of_the_masters():
     optimizer = optim.adamw(0.1)
     params, state = MIXED, optimizer.init(MIXED)
     for count in range(5):
         updates: Any
         updates, state = optimizer.update(gradients(params, count), state, params)
         dtypes = jax.tree.map(lambda x: x.dtype.name, updates)
-        wide = {"scale": "float32", "half": "float32"}  # float16 and bfloat16 have no narrower one
+        wide = {"scale": "float32", "half": "float32"}  # float16 and bfloat16 promote to float32
         assert dtypes == {"weight": "bfloat16", "bias": "bfloat16", **wide}
         params: Any = optax.apply_updates(params, updates)
         for name in ("weight", "bias"):
@@ -105,7 +105,7 @@ def test_updates_of_narrow_gradients_miss_the_masters_by_their_rounding_at_most(
             assert (abs(miss) <= abs(training.widen(updates[name])) / 128).all()
 
 
-def test_the_step_is_optax_on_float32():
+def test_step_matches_optax_on_float32():
     params = training.cast(MIXED, "float32")
     grads = training.cast(gradients(params, 0), "float32")
     mask = {"weight": True, "scale": False, "half": False, "bias": False}
@@ -119,8 +119,8 @@ def test_the_step_is_optax_on_float32():
     assert jax.tree.leaves(state.master) == []
 
 
-def test_small_steps_are_not_lost():
-    # A bfloat16 near 1 moves by 1/128 at least; 400 steps of 1e-4 are five of those.
+def test_masters_keep_updates_below_bfloat16_rounding():
+    # bfloat16 values near 1 are 1/128 or 1/256 apart; 400 steps of 1e-4 sum to 0.04.
     params = {"x": jnp.ones(1000, jnp.bfloat16)}
     grads = {"x": jnp.full(1000, 0.5, jnp.bfloat16)}
 
@@ -140,18 +140,19 @@ def test_small_steps_are_not_lost():
         new, state = run(**options)
         np.testing.assert_allclose(state.master["x"], 0.96, atol=1e-4)
         mean = float(new["x"].astype(jnp.float32).mean())
-        # 0.96 lies between two bfloat16: the nearest is off by 0.0006, the mean of random ones not.
+        # 0.96 lies between two bfloat16 values. The nearest is off by 0.0006, and the mean of
+        # stochastically rounded values is not.
         assert abs(mean - 0.96) < (2e-3 if not options else 4e-4)
         assert len(np.unique(np.asarray(new["x"], "float32"))) == (2 if options else 1)
 
 
-def test_update_wants_the_parameters():
+def test_update_requires_the_parameters():
     optimizer = optim.adamw(0.1)
     with pytest.raises(ValueError, match="AdamW needs the parameters"):
         optimizer.update(MIXED, optimizer.init(MIXED))
 
 
-def test_clipping():
+def test_clipping_returns_factor_and_norm():
     grads = {"x": jnp.array([30.0, 40.0])}
     for limit, scale, factor in (
         (1.0, 1.0, 0.02),
@@ -187,7 +188,7 @@ OPTIMIZERS: Any = pytest.mark.parametrize("make", [optim.adamw, training.adamw])
     ],
     ids=["names", "none", "type", "deeper", "list", "shape", "broadcast"],
 )
-def test_gradients_of_other_trees_are_refused(make, how, change, message):
+def test_gradients_must_match_the_parameters(make, how, change, message):
     optimizer = make(0.1)
     with pytest.raises(ValueError, match=message):
         getattr(optimizer, how)(change(TREE), optimizer.init(TREE), TREE)
@@ -203,7 +204,7 @@ def test_gradients_of_other_trees_are_refused(make, how, change, message):
     ],
     ids=["names", "broadcast"],
 )
-def test_states_of_other_trees_are_refused(make, how, other, message):
+def test_states_must_match_the_parameters(make, how, other, message):
     optimizer = make(0.1)
     with pytest.raises(ValueError, match=message):
         getattr(optimizer, how)(TREE, optimizer.init(other), TREE)
@@ -211,14 +212,14 @@ def test_states_of_other_trees_are_refused(make, how, other, message):
 
 @OPTIMIZERS
 @pytest.mark.parametrize("how", ["update", "step"])
-def test_parameters_that_are_no_floats_are_refused(make, how):
+def test_integer_parameters_are_rejected(make, how):
     params = TREE | {"w2": jnp.ones(3, jnp.int32)}
     optimizer = make(0.1)
     with pytest.raises(TypeError, match="w2 has dtype int32; it must be a floating-point array"):
         getattr(optimizer, how)(params, optimizer.init(params), params)
 
 
-def test_a_state_of_other_dtypes_is_refused():
+def test_masters_must_match_the_parameter_dtypes():
     optimizer = optim.adamw(0.1)
     for params, found in ((narrow(MIXED), MIXED), (training.widen(MIXED), MIXED)):
         with pytest.raises(ValueError, match=r"state.master has (no|an) array for \w+, which has"):
@@ -239,14 +240,14 @@ def test_a_state_of_other_dtypes_is_refused():
     ],
     ids=["short", "long", "list", "deep", "array", "text", "function", "functions"],
 )
-def test_masks_of_other_trees_are_refused(mask, message):
+def test_invalid_masks_are_rejected(mask, message):
     for given in (mask, lambda params: mask):
         optimizer = optim.adamw(0.1, mask=given)
         with pytest.raises((ValueError, TypeError), match=message):
             optimizer.step(TREE, optimizer.init(TREE), TREE)
 
 
-def test_a_mask_of_unstacked_parameters_is_none_of_stacked_ones():
+def test_mask_of_unstacked_parameters_is_rejected_for_stacked_ones():
     stacked = gpt2.init(jax.random.key(0), CONFIG)
     optimizer = optim.adamw(0.1, mask=training.decay_mask(unstack(stacked)))
     with pytest.raises(ValueError, match="mask differs from params in structure: blocks/"):
@@ -254,7 +255,7 @@ def test_a_mask_of_unstacked_parameters_is_none_of_stacked_ones():
 
 
 class CallableMask(dict):
-    """A pytree that can be called, as Equinox's modules can: no function."""
+    """A callable pytree, like Equinox's modules, which is not a mask function."""
 
     def __call__(self, _):
         raise AssertionError("called")
@@ -278,7 +279,7 @@ jax.tree_util.register_pytree_with_keys(
         (lambda params: {"w1": False, "w2": True, "list": False}, [False, False, True]),
     ],
 )
-def test_masks_that_optax_takes(mask, decayed):
+def test_masks_work_as_in_optax(mask, decayed):
     zeros = jax.tree.map(jnp.zeros_like, TREE)
     for module in (optim, optax):
         optimizer = module.adamw(0.5, b1=0.9, b2=0.95, weight_decay=0.1, mask=mask)
@@ -287,7 +288,7 @@ def test_masks_that_optax_takes(mask, decayed):
         np.testing.assert_allclose(found, [-0.05 if x else 0.0 for x in decayed], rtol=2e-6)
 
 
-def test_a_mask_that_is_a_callable_tree_is_not_called():
+def test_callable_pytree_mask_is_not_called():
     mask = CallableMask(list=True, w1=False, w2=True)
     params = CallableMask(TREE | {"list": TREE["list"][0]})
     optimizer = optim.adamw(0.5, weight_decay=0.1, mask=mask)
@@ -298,8 +299,8 @@ def test_a_mask_that_is_a_callable_tree_is_not_called():
 
 
 @OPTIMIZERS
-def test_what_has_no_gradient_stays(make):
-    """As Equinox's filter_grad leaves parameters that are not trained; and so does the state."""
+def test_parameters_without_a_gradient_are_unchanged(make):
+    """Equinox's filter_grad gives None for frozen parameters. Their state is unchanged too."""
     params = {**MIXED, "count": jnp.arange(3), "function": None}
     optimizer = make(0.1, max_grad_norm=None)
     state = first = optimizer.init(params)
@@ -320,7 +321,7 @@ def test_what_has_no_gradient_stays(make):
 
 
 @OPTIMIZERS
-def test_float64_is_optax_to_its_last_digits(make):
+def test_float64_matches_optax_to_rounding(make):
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, "float64"), MIXED)
         params["single"] = jnp.ones(3, jnp.float32)
@@ -342,7 +343,7 @@ def test_float64_is_optax_to_its_last_digits(make):
             np.testing.assert_allclose(leaf, expected[name], rtol=rtol, atol=rtol)
 
 
-def test_numbers_of_any_kind_are_parameters():
+def test_python_scalars_and_numpy_arrays_are_parameters():
     params = {"a": 1.0, "b": np.ones(3, np.float32)}
     for module in (optim, optax):
         optimizer = module.adamw(0.5, b2=0.95, weight_decay=0.1)
@@ -376,7 +377,7 @@ def test_hyperparameters_may_be_traced(make, backend):
     expected = update(dict(values))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, traced, expected)
-    if backend == "auto":  # a sweep
+    if backend == "auto":  # a vmapped sweep
         several = jax.vmap(update)(jax.tree.map(lambda x: jnp.array([x, x / 2]), values))
         jax.tree.map(lambda x, y: close(x[0], y), several, expected)
         half = update({name: value / 2 for name, value in values.items()})
@@ -384,7 +385,7 @@ def test_hyperparameters_may_be_traced(make, backend):
 
 
 @OPTIMIZERS
-def test_the_weight_decay_may_be_a_schedule(make):
+def test_weight_decay_may_be_a_schedule(make):
     params = {"x": jnp.ones((2, 3))}
     zeros = {"x": jnp.zeros((2, 3))}
     optimizer = make(0.5, weight_decay=lambda count: 0.1 * (count + 1), max_grad_norm=None)
@@ -399,7 +400,7 @@ def test_the_weight_decay_may_be_a_schedule(make):
         assert_equal(by_update, state)
 
 
-def test_names_of_parameters_are_no_names_of_the_state():
+def test_parameters_may_have_names_of_state_fields():
     params = {"count": jnp.ones((2, 3)), "mu": jnp.ones(3), "nu": jnp.ones(3)}
     optimizer = training.adamw(0.1)
     state = optimizer.init(params)
@@ -410,7 +411,7 @@ def test_names_of_parameters_are_no_names_of_the_state():
 
 
 @OPTIMIZERS
-def test_parameters_of_one_path_are_kept_apart(make):
+def test_parameters_with_the_same_path_are_distinct(make):
     params = {"a/b": jnp.ones(3), "a": {"b": jnp.zeros(2)}}
     optimizer = make(0.1, weight_decay=0.0)
     new, *_ = optimizer.step(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
@@ -418,7 +419,7 @@ def test_parameters_of_one_path_are_kept_apart(make):
     np.testing.assert_allclose(new["a"]["b"], -0.1, rtol=1e-5)
 
 
-def test_means_keep_the_shardings_of_the_parameters():
+def test_moments_have_the_shardings_of_the_parameters():
     mesh = jax.make_mesh((1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = jax.device_put({"a": jnp.ones((4, 2)), "b": jnp.ones(4, jnp.bfloat16)}, sharding)
@@ -428,7 +429,7 @@ def test_means_keep_the_shardings_of_the_parameters():
 
 
 @OPTIMIZERS
-def test_strict_promotion_is_enough(make):
+def test_optimizers_work_under_strict_promotion(make):
     optimizer = make(1e-2, max_grad_norm=1.0)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         state = optimizer.init(MIXED)

@@ -1,4 +1,4 @@
-"""Our optimizers inside every wrapper of optax that takes a transformation, beside optax's own."""
+"""jaxllm's optimizers match optax.adamw inside every optax wrapper of a transformation."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ from jaxllm.training import optim
 
 STEPS = 3
 MASK = {"table": True, "block": {"weight": True, "bias": False}, "scale": False}
-LABELS = {"table": "a", "block": "a", "scale": "b"}  # a prefix
+LABELS = {"table": "a", "block": "a", "scale": "b"}  # a prefix tree
 FREEZE = {"table": False, "block": {"weight": False, "bias": True}, "scale": False}
 
 
@@ -40,7 +40,7 @@ def average(updates, state, params=None):
 
 
 def per_example(wrapper):
-    """Takes a gradient for each example, along a leading axis."""
+    """Passes per-example gradients, along a leading axis, to a wrapper."""
 
     def update(updates, state, params=None):
         return wrapper.update(jax.tree.map(lambda g: jnp.stack([g, g]), updates), state, params)
@@ -48,7 +48,7 @@ def per_example(wrapper):
     return optax.GradientTransformation(wrapper.init, update)
 
 
-# How each wrapper is called: from itself and what makes the optimizer, to the transformation.
+# For each wrapper, a function of the wrapper and an optimizer factory to a transformation.
 WRAPPERS: dict[str, Any] = {
     "optax.MultiSteps": lambda wrapper, make: wrapper(make(), 2),
     "optax.apply_if_finite": lambda wrapper, make: wrapper(make(), 3),
@@ -84,12 +84,12 @@ WRAPPERS: dict[str, Any] = {
         wrapper(make())
     ),
 }
-# These call the optimizer without parameters, which neither optax's AdamW nor ours can do.
+# These call the optimizer without parameters, which AdamW needs, optax's too.
 WITHOUT_PARAMS = {
     "optax.contrib.galore": lambda wrapper, make: wrapper(1e-2, base_optimizer=make()),
     "optax.contrib.scale_by_galore": lambda wrapper, make: wrapper(base_optimizer=make()),
 }
-# The transformation that these take is no optimizer.
+# The transformation that these take is not an optimizer.
 NO_OPTIMIZER = {
     "optax.lbfgs": "a line search",
     "optax.contrib.sophia": "an estimate of the Hessian's diagonal",
@@ -98,7 +98,7 @@ NO_OPTIMIZER = {
 
 @functools.cache
 def wrappers_of_optax() -> dict[str, Any]:
-    """Every public function or class of optax that takes a transformation, by its first name."""
+    """Every public function or class of optax that takes a transformation, by its name."""
     modules = [optax]
     for module in pkgutil.walk_packages(optax.__path__, "optax."):
         if not any(part.startswith("_") or "test" in part for part in module.name.split(".")):
@@ -123,9 +123,9 @@ def annotations(value) -> list[str]:
     return [str(parameter.annotation) for parameter in parameters]
 
 
-def test_every_wrapper_of_optax_is_known():
+def test_all_optax_wrappers_are_listed():
     known = {*WRAPPERS, *WITHOUT_PARAMS, *NO_OPTIMIZER}
-    assert set(wrappers_of_optax()) <= known, "a new wrapper: say above how it is called"
+    assert set(wrappers_of_optax()) <= known, "a new wrapper: add it to a table above"
     assert len(wrappers_of_optax()) >= 15
 
 
@@ -148,12 +148,12 @@ def params_of(dtype, is_complex=False):
 
 
 def gradients(params, step):
-    """Different at each step, and none is tiny: the sign of the first step hangs on no rounding."""
+    """Different at each step and never tiny, so rounding does not flip the sign of a step."""
     return jax.tree.map(lambda p: (jnp.cos(p.astype(p.dtype) + step) + 1.5).astype(p.dtype), params)
 
 
 def start(name, transformation, dtype):
-    """The parameters and the state before the first step, and the function that takes one."""
+    """The initial parameters and state, and the function that takes a step."""
     params = params_of(dtype, is_complex="imaginary" in name)
     is_pair = name == "optax.lookahead"
     if is_pair:
@@ -177,7 +177,7 @@ KNOWN = pytest.mark.parametrize("name", [name for name in wrappers_of_optax() if
 
 
 @KNOWN
-def test_ours_trains_as_optax_does(name):
+def test_wrapped_optimizers_match_optax(name):
     wrapper, found = wrappers_of_optax()[name], {}
     for which, make in MAKERS.items():
         params, state, update = start(name, WRAPPERS[name](wrapper, make), "float32")
@@ -195,8 +195,8 @@ def test_ours_trains_as_optax_does(name):
 
 @KNOWN
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_no_type_changes_where_optax_changes_none(name, dtype):
-    """A state of other dtypes after the first step would cost a second compilation."""
+def test_dtypes_are_as_stable_as_optax(name, dtype):
+    """A change of dtype after the first step would cost a second compilation."""
     wrapper, changes = wrappers_of_optax()[name], {}
     with jax.enable_x64(dtype == "float64"):
         for which, make in MAKERS.items():
@@ -210,7 +210,7 @@ def test_no_type_changes_where_optax_changes_none(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in wrappers_of_optax() if name in WITHOUT_PARAMS])
-def test_ours_asks_for_the_parameters_as_optax_does(name):
+def test_missing_parameters_are_an_error_as_in_optax(name):
     for make in MAKERS.values():
         made = WITHOUT_PARAMS[name](wrappers_of_optax()[name], make)
         params = params_of("float32")
@@ -219,15 +219,15 @@ def test_ours_asks_for_the_parameters_as_optax_does(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_means_are_found_as_trees_like_the_parameters(dtype):
-    """As optax asks, for instance to give them the parameters' shardings."""
+def test_tree_map_params_finds_the_moments(dtype):
+    """Users of optax shard the moments like the parameters with tree_map_params."""
     for make in (MAKERS["optim"], MAKERS["training"]):
         optimizer = make()
         params = params_of(dtype)
         state = optimizer.init(params)
         marked = optax.tree_utils.tree_map_params(optimizer, lambda x: x + 1, state)
-        means = [x for x in jax.tree.leaves(marked) if jnp.shape(x)]
-        assert len(means) in (8, 12)  # two means of each of four, and masters
+        moments = [x for x in jax.tree.leaves(marked) if jnp.shape(x)]
+        assert len(moments) in (8, 12)  # two moments for each of four arrays, and masters
         jax.tree.map(
             lambda new, old: np.testing.assert_array_equal(new, old + (jnp.shape(old) != ())),
             marked,

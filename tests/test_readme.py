@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The README's examples run."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def run_example(index):
     return names
 
 
-def test_the_first_example_runs(capsys):
+def test_first_example_runs(capsys):
     names = run_example(0)
     for name, like in (("dx", "x"), ("dscale", "scale"), ("dbias", "bias")):
         assert names[name].shape == names[like].shape
@@ -31,7 +31,7 @@ def test_the_first_example_runs(capsys):
     assert "layer_norm_backward" in capsys.readouterr().out
 
 
-def test_the_example_of_several_gpus_is_right():
+def test_multi_gpu_example_is_correct():
     names = run_example(1)
     config = names["config"]
     params = gpt2.init(jax.random.key(0), config)

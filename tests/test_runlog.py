@@ -26,22 +26,22 @@ def write(folder, records, **options):
             log(record)
 
 
-def test_both_forms(tmp_path):
+def test_log_has_json_lines_and_llmc_lines(tmp_path):
     write(tmp_path / "run", RECORDS)
     assert runlog.read_log(tmp_path / "run" / "log.jsonl") == RECORDS
     assert (tmp_path / "run" / "main.log").read_text() == TEXT
 
 
-def test_lines_are_written_at_once(tmp_path):
+def test_records_are_flushed_immediately(tmp_path):
     with runlog.open_log(tmp_path) as log:
         log(RECORDS[0])
         assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS[:1]
         assert (tmp_path / "main.log").read_text() == TEXT.splitlines(keepends=True)[0]
 
 
-def test_a_run_goes_on_after_a_step(tmp_path):
+def test_open_log_keeps_records_up_to_a_step(tmp_path):
     write(tmp_path, RECORDS)
-    # A process that was killed left half a line.
+    # A killed process leaves an incomplete line.
     for name in ("log.jsonl", "main.log"):
         with (tmp_path / name).open("a") as file:
             file.write({"log.jsonl": '{"step": 1', "main.log": "s:1"}[name])
@@ -55,8 +55,8 @@ def test_a_run_goes_on_after_a_step(tmp_path):
     assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS[:1]
 
 
-def test_tensorboard_has_the_same_numbers(tmp_path):
-    for _ in range(2):  # a new run replaces the events of the one before
+def test_tensorboard_has_the_same_values(tmp_path):
+    for _ in range(2):  # a new run replaces the previous run's events
         write(tmp_path, RECORDS)
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -65,7 +65,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     assert found == [(r["step"], r["loss"]) for r in RECORDS]
 
 
-def test_tensorboard_forgets_what_a_run_that_goes_on_does_again(tmp_path):
+def test_resumed_run_replaces_later_tensorboard_events(tmp_path):
     write(tmp_path, RECORDS)
     again = {**RECORDS[2], "loss": 5.0}
     write(tmp_path, [again], after=2)
@@ -75,11 +75,11 @@ def test_tensorboard_forgets_what_a_run_that_goes_on_does_again(tmp_path):
     assert found == [(1, 11.0), (2, 10.5), (10, 5.0)]
 
 
-def test_a_record_may_have_a_loss_alone():
+def test_llmc_line_of_a_record_with_only_a_loss():
     assert runlog.llmc_lines({"step": 3, "loss": 2.0}) == ["s:3 trl:2.0000"]
 
 
-def test_tensorboard_may_be_missing_or_unwanted(tmp_path, monkeypatch):
+def test_tensorboard_is_optional(tmp_path, monkeypatch):
     write(tmp_path, RECORDS, tensorboard=False)
     assert not (tmp_path / "tensorboard").exists()
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
@@ -89,16 +89,16 @@ def test_tensorboard_may_be_missing_or_unwanted(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were saved."""
-    figures = []
+def figures(monkeypatch):
+    """The saved figures."""
+    saved = []
     plain = Figure.savefig
     monkeypatch.setattr(
         Figure,
         "savefig",
-        lambda figure, *args, **kw: figures.append(figure) or plain(figure, *args, **kw),
+        lambda figure, *args, **kw: saved.append(figure) or plain(figure, *args, **kw),
     )
-    return figures
+    return saved
 
 
 def curves(figure):
@@ -106,22 +106,22 @@ def curves(figure):
     return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
 
 
-def test_the_curve_shows_validation_points(tmp_path, drawn):
-    runlog.draw_losses(tmp_path / "loss.png", {"": RECORDS}, "a title")
+def test_plot_has_training_and_validation_losses(tmp_path, figures):
+    runlog.plot_losses(tmp_path / "loss.png", {"": RECORDS}, "a title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert curves(drawn[0]) == {
+    assert curves(figures[0]) == {
         "training": [[1, 11.0], [2, 10.5], [10, 9.0]],
         "validation": [[2, 10.25]],
     }
 
 
-def test_losses_are_smoothed_from_the_first_on():
+def test_smoothed_is_a_bias_corrected_moving_average():
     records = [{"step": 3, "loss": 4.0}, {"step": 4, "loss": 1.0}, {"step": 7, "loss": 1.0}]
     assert runlog.smoothed(records, 0.5) == pytest.approx({3: 4.0, 4: 2.0, 7: 10 / 7})
     assert runlog.smoothed(records[:2], 0.0) == {3: 4.0, 4: 1.0}
 
 
-def test_runs_are_drawn_together_and_compared_by_step(tmp_path, drawn, capsys):
+def test_command_line_plots_and_compares_runs(tmp_path, figures, capsys):
     logs = {}
     for name, losses in {"one": [4.0, 3.0, 9.0], "two": [4.5, 3.0, 2.0]}.items():
         write(tmp_path / name, [{**RECORDS[0], "step": i, "loss": x} for i, x in enumerate(losses)])
@@ -130,11 +130,11 @@ def test_runs_are_drawn_together_and_compared_by_step(tmp_path, drawn, capsys):
     runs = [f"{name}={path}" for name, path in logs.items()]
     runlog.main([str(image), *runs, "--steps", "2", "--keep", "0.5", "--title", "both"])
     assert image.read_bytes().startswith(b"\x89PNG")
-    assert curves(drawn[0]) == {
+    assert curves(figures[0]) == {
         "one training": [[0, 4.0], [1, 3.0]],
         "two training": [[0, 4.5], [1, 3.0]],
     }
-    assert drawn[0].axes[0].get_title() == "both"
+    assert figures[0].axes[0].get_title() == "both"
     printed = capsys.readouterr().out
     assert printed == "two and one: the smoothed losses of 2 steps differ by at most 0.5000\n"
 
@@ -142,16 +142,16 @@ def test_runs_are_drawn_together_and_compared_by_step(tmp_path, drawn, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["log.jsonl"], "log.jsonl is no NAME=LOG"),
+        (["log.jsonl"], "log.jsonl is not of the form NAME=LOG"),
         (["one=nowhere.jsonl"], "nowhere.jsonl"),
         (["one=empty.jsonl"], "empty.jsonl has no losses"),
         (["one=1.jsonl", "two=2.jsonl"], "two and one have no step in common"),
-        (["one=1.jsonl", "one=2.jsonl"], "two runs are called one"),
+        (["one=1.jsonl", "one=2.jsonl"], "two runs have the name one"),
         (["one=1.jsonl", "--keep", "1"], "--keep is 1.0"),
         (["one=1.jsonl", "--steps", "0"], "--steps is 0"),
     ],
 )
-def test_comparing_refuses(tmp_path, monkeypatch, capsys, arguments, message):
+def test_command_line_rejects_invalid_arguments(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").touch()
     for step in (1, 2):

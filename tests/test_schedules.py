@@ -15,25 +15,25 @@ def rates(name, steps, **options):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_warm_up_ends_at_the_peak(name):
+def test_warmup_reaches_the_peak(name):
     np.testing.assert_allclose(rates(name, (0, 4, 9, 10)), [0.2, 1.0, 2.0, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_last_rate_is_a_share_of_the_peak_and_stays(name):
+def test_schedule_ends_at_final_fraction_of_the_peak(name):
     last = 2.0 if name == "constant" else 0.5
     np.testing.assert_allclose(
         rates(name, (100, 500), final_fraction=0.25), [last, last], rtol=1e-6
     )
 
 
-def test_the_shapes():
-    step, low, fall = 55, 0.2, 1.8  # halfway between the warm-up's end and the run's
+def test_schedule_shapes():
+    step, low, fall = 55, 0.2, 1.8  # the middle of the decay
     assert rates("constant", [step], final_fraction=0.1) == [2.0]
     np.testing.assert_allclose(rates("linear", [step], final_fraction=0.1), low + fall / 2)
     quarter = low + fall * (1 + math.cos(math.pi / 3)) / 2
     np.testing.assert_allclose(rates("cosine", [40], final_fraction=0.1), quarter, rtol=1e-6)
-    # Flat until step 80, then down; a quarter of the way, half of the fall is done.
+    # Constant until step 80. A quarter into the decay, 1 - sqrt has fallen by half.
     wsd = rates("wsd", (55, 80, 85, 100), final_fraction=0.1)
     np.testing.assert_allclose(wsd, [2.0, 2.0, low + fall / 2, low], rtol=1e-5)
     half = rates("wsd", (55, 62.5), final_fraction=0.0, decay_fraction=0.5)
@@ -41,7 +41,7 @@ def test_the_shapes():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_peak_may_be_traced_and_promotion_strict(name):
+def test_peak_may_be_traced_under_strict_promotion(name):
     steps, peaks = jnp.array([3, 50, 95]), jnp.array([1.0, 2.0])
 
     def of_peak(peak):
@@ -53,7 +53,7 @@ def test_the_peak_may_be_traced_and_promotion_strict(name):
     np.testing.assert_allclose(found, np.multiply.outer([0.5, 1.0], expected), rtol=1e-6)
 
 
-def test_cosine_and_linear_are_optax_s():
+def test_cosine_and_linear_match_optax():
     steps = np.arange(0, 120)
     ours = rates("cosine", steps, final_fraction=0.1)
     cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.1)
@@ -69,7 +69,7 @@ def test_cosine_and_linear_are_optax_s():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("warmup", [0, 100])
-def test_runs_that_are_all_warm_up_or_have_none(name, warmup):
+def test_warmup_of_zero_and_of_all_steps(name, warmup):
     schedule = make_schedule(name, 2.0, 100, warmup=warmup, final_fraction=0.5)
     values = [float(schedule(step)) for step in range(102)]
     assert np.isfinite(values).all()
@@ -89,6 +89,6 @@ def test_runs_that_are_all_warm_up_or_have_none(name, warmup):
     ],
     ids=str,
 )
-def test_schedules_refuse(wrong, message):
+def test_make_schedule_rejects_invalid_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(**{"name": "wsd", "peak": 1.0, "steps": 10, **wrong})

@@ -1,4 +1,4 @@
-"""Token shards, built by hand here."""
+"""The shard format, against files that are packed by hand."""
 
 import struct
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import data
-from jaxllm.convert.llmc_shards import read_shard, write_shard
+from jaxllm.data.shard_format import read_shard, write_shard
 
 
 def header(*words):
@@ -30,7 +30,7 @@ def llama_shard(tokens):
         ("llama3", llama_shard, np.uint32, []),
     ],
 )
-def test_there_and_back(tmp_path, kind, build, dtype, tokens):
+def test_shards_round_trip(tmp_path, kind, build, dtype, tokens):
     path, copy = tmp_path / "a.bin", tmp_path / "b.bin"
     path.write_bytes(build(tokens))
     found = read_shard(path)
@@ -45,12 +45,12 @@ def test_there_and_back(tmp_path, kind, build, dtype, tokens):
     ("kind", "tokens", "message"),
     [
         ("gpt2", [-1], "spans -1 to -1"),
-        ("gpt2", [65536], "kind gpt2 holds ids of 0 to 65535"),
-        ("llama3", [2**32], "kind llama3 holds ids of 0 to 4294967295"),
+        ("gpt2", [65536], "kind gpt2 holds ids 0 to 65535"),
+        ("llama3", [2**32], "kind llama3 holds ids 0 to 4294967295"),
         ("gpt2", [[1, 2]], r"shape \(1, 2\); it must have one axis"),
     ],
 )
-def test_writing_refuses(tmp_path, kind, tokens, message):
+def test_write_shard_rejects_invalid_tokens(tmp_path, kind, tokens, message):
     with pytest.raises(ValueError, match=message):
         write_shard(tmp_path / "shard.bin", tokens, kind=kind)
     assert not list(tmp_path.iterdir())
@@ -62,17 +62,20 @@ def test_writing_refuses(tmp_path, kind, tokens, message):
         (header(20240326, 3, 0), "number 20240326; a token shard has 20240520 or 20240801"),
         (header(20240520, 7, 0), "version 7; .* 20240520 has version 1"),
         (header(20240801, 1, 0), "version 1; .* 20240801 has version 7"),
-        (gpt2_shard(range(9))[:-1], "1041 bytes long; .* 9 tokens, so 1042 bytes"),
-        (gpt2_shard(range(9)) + b"\0", "1043 bytes long; .* 9 tokens, so 1042 bytes"),
-        (llama_shard(range(9))[:-4], "1056 bytes long; .* 9 tokens, so 1060 bytes"),
-        (header(20240801, 7, 2) + bytes(4), "1028 bytes long; .* 2 tokens, so 1032 bytes"),
-        (header(20240520, 1, 10), "1024 bytes long; .* 10 tokens, so 1044 bytes"),
+        (gpt2_shard(range(9))[:-1], "1041 bytes long; .* 9 tokens, so it must have 1042 bytes"),
+        (gpt2_shard(range(9)) + b"\0", "1043 bytes long; .* 9 tokens, so it must have 1042 bytes"),
+        (llama_shard(range(9))[:-4], "1056 bytes long; .* 9 tokens, so it must have 1060 bytes"),
+        (
+            header(20240801, 7, 2) + bytes(4),
+            "1028 bytes long; .* must have 1032 bytes",
+        ),
+        (header(20240520, 1, 10), "1024 bytes long; .* 10 tokens, so it must have 1044 bytes"),
         (header(20240520, 1, -3), "1024 bytes long; .* -3 tokens"),
         (b"", "0 bytes long; a token shard begins with 1024"),
         (header(20240520)[:1023], "1023 bytes long"),
     ],
 )
-def test_reading_refuses(tmp_path, raw, message):
+def test_read_shard_rejects_invalid_files(tmp_path, raw, message):
     path = tmp_path / "shard.bin"
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message) as caught:
@@ -80,8 +83,8 @@ def test_reading_refuses(tmp_path, raw, message):
     assert str(caught.value).startswith(str(path))
 
 
-def test_nothing_is_loaded_and_offsets_have_64_bits(tmp_path):
-    # 1.5 billion tokens of four bytes: 6 GB that a sparse file does not take.
+def test_shards_are_mapped_with_64_bit_offsets(tmp_path):
+    # 1.5 billion tokens of four bytes: 6 GB in a sparse file.
     count, path = 1_500_000_000, tmp_path / "large.bin"
     with path.open("wb") as file:
         file.write(header(20240801, 7, count))
@@ -103,20 +106,20 @@ def test_nothing_is_loaded_and_offsets_have_64_bits(tmp_path):
 
 
 def llmc_order(shards, B, T, ranks, rank, batches):
-    """The batches that llm.c's loader reads, restated: a file and a place in it that advance."""
-    shard = place = 0
+    """An independent model of llm.c's loader: a shard and a position that advance."""
+    shard = position = 0
     for _ in range(batches):
-        while (place + 1) * ranks * B * T + 1 > len(shards[shard]):
-            shard, place = (shard + 1) % len(shards), 0
-        start = place * ranks * B * T + rank * B * T
+        while (position + 1) * ranks * B * T + 1 > len(shards[shard]):
+            shard, position = (shard + 1) % len(shards), 0
+        start = position * ranks * B * T + rank * B * T
         yield shards[shard][start : start + B * T + 1]
-        place += 1
+        position += 1
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_batches_in_llmc_s_order(tmp_path, ranks, rank):
+def test_batch_in_order_matches_llmc(tmp_path, ranks, rank):
     rng = np.random.default_rng(0)
-    # The second has no batch of two ranks; the last token of a shard may be a label alone.
+    # The second shard is too short for two ranks. The last token of a shard may be only a label.
     shards = [rng.integers(0, 99, n).tolist() for n in (49, 13, 30)]
     for i, tokens in enumerate(shards):
         build = (gpt2_shard, llama_shard)[i % 2]
@@ -130,18 +133,18 @@ def test_batches_in_llmc_s_order(tmp_path, ranks, rank):
         assert labels.ravel().tolist() == wanted[1:]
 
 
-def test_batches_in_order_refuse(tmp_path):
+def test_batch_in_order_rejects_out_of_range_arguments(tmp_path):
     (tmp_path / "a.bin").write_bytes(gpt2_shard(range(16)))
     dataset = data.open_dataset(tmp_path / "*.bin")
     with pytest.raises(ValueError, match="has 16 tokens; one batch of 2 x 2 x 4 needs 17"):
         data.batch_in_order(dataset, 2, 4, index=0, ranks=2)
-    with pytest.raises(ValueError, match="rank is 1 of 1"):
+    with pytest.raises(ValueError, match="rank is 1; it must be"):
         data.batch_in_order(dataset, 2, 4, index=0, rank=1)
     with pytest.raises(ValueError, match="index is -1"):
         data.batch_in_order(dataset, 2, 4, index=-1)
 
 
-def test_shuffled_batches_of_four_byte_tokens(tmp_path):
+def test_batch_reads_four_byte_tokens(tmp_path):
     (tmp_path / "a.bin").write_bytes(llama_shard(range(100_000, 100_041)))
     tokens, labels = data.batch(data.open_dataset(tmp_path / "*.bin"), 5, 8, seed=0, step=0)
     assert sorted(tokens[:, 0].tolist()) == list(range(100_000, 100_040, 8))

@@ -13,19 +13,18 @@ import pytest
 from pyarrow import parquet
 
 from jaxllm import data
-from jaxllm.convert import llmc_shards
-from jaxllm.data import compression, tokenize, tokenizer
+from jaxllm.data import compression, shard_format, tokenize, tokenizer
 from jaxllm.data.tokenizer import BYTES
 
 TEXTS = ["a plain text\n", "", "naïve 日本 🙂", "x" * 50, "line\none", "the last of all"]
 END = [BYTES.end_of_text]
-# Each document after the id that stands between two.
+# The end-of-text id precedes each document.
 STREAM = [i for text in TEXTS for i in (*END, *text.encode())]
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The texts in files of every kind, whose names are in their order."""
+    """The texts in files of several formats, in the order of their names."""
     folder = tmp_path / "corpus"
     (folder / "b").mkdir(parents=True)
     (folder / "a.txt").write_text(TEXTS[0])
@@ -54,7 +53,7 @@ def stream(out):
     return list(itertools.chain.from_iterable(contents(out).values()))
 
 
-def test_every_kind_of_file_and_shards_of_equal_length(tmp_path, corpus):
+def test_all_formats_are_tokenized_into_shards_of_equal_length(tmp_path, corpus):
     progress = make(tmp_path / "out", corpus)
     found = contents(tmp_path / "out")
     assert [len(shard) for shard in found.values()] == [15, 40, 40, len(STREAM) - 95]
@@ -64,7 +63,7 @@ def test_every_kind_of_file_and_shards_of_equal_length(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("options", [{"workers": 2}, {"val_tokens": 0}, {"shard_tokens": 1000}])
-def test_the_order_is_the_same_for_any_shards_and_workers(tmp_path, corpus, options, monkeypatch):
+def test_token_order_does_not_depend_on_shards_or_workers(tmp_path, corpus, options, monkeypatch):
     monkeypatch.setattr(tokenize, "BATCH_CHARACTERS", 20)
     make(tmp_path / "out", corpus, **options)
     assert stream(tmp_path / "out") == STREAM
@@ -72,15 +71,15 @@ def test_the_order_is_the_same_for_any_shards_and_workers(tmp_path, corpus, opti
 
 @pytest.mark.parametrize("shards", [0, 1, 2, 3])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_run_that_was_stopped_goes_on(tmp_path, corpus, shards, when, monkeypatch):
-    """Stopped while a shard is written, or between the shard and the note of it."""
+def test_stopped_run_resumes(tmp_path, corpus, shards, when, monkeypatch):
+    """The run stops before a shard is written, or between the shard and progress.json."""
     make(tmp_path / "whole", corpus)
     written = []
 
     def write_and_stop(path, tokens, **options):
         written.append(path)
         if len(written) <= shards or when == "after":
-            llmc_shards.write_shard(path, tokens, **options)
+            shard_format.write_shard(path, tokens, **options)
         if len(written) > shards:
             raise KeyboardInterrupt
 
@@ -88,20 +87,20 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, corpus, shards, when, monkeypa
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "out", corpus)
     encoded = []
-    monkeypatch.setattr(tokenize, "write_shard", llmc_shards.write_shard)
+    monkeypatch.setattr(tokenize, "write_shard", shard_format.write_shard)
     plain = tokenize._encode
     monkeypatch.setattr(
         tokenize, "_encode", lambda t, texts: encoded.extend(texts) or plain(t, texts)
     )
     make(tmp_path / "out", corpus)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert len(encoded) < len(TEXTS) or shards == 0  # what is done is not done again
+    assert len(encoded) < len(TEXTS) or shards == 0  # finished documents are not encoded again
     encoded.clear()
     assert make(tmp_path / "out", corpus).finished
     assert not encoded
 
 
-def test_a_large_vocabulary_makes_shards_of_four_bytes(tmp_path, corpus, monkeypatch):
+def test_large_vocabulary_makes_four_byte_shards(tmp_path, corpus, monkeypatch):
     wide = BYTES.__class__(
         name="wide",
         vocab_size=100_000,
@@ -125,15 +124,15 @@ def test_a_large_vocabulary_makes_shards_of_four_bytes(tmp_path, corpus, monkeyp
         ({"end_of_text": "</s>"}, r"end_of_text is '</s>'; that of bytes is '<\|endoftext\|>'"),
         ({"val_tokens": 1000}, f"corpus has {len(STREAM)} tokens, and val_tokens is 1000"),
         ({"val_tokens": len(STREAM)}, f"corpus has {len(STREAM)} tokens, and val_tokens is"),
-        ({"key": "body"}, "1.jsonl, line 1: no object with 'body'"),
+        ({"key": "body"}, "1.jsonl, line 1: not an object with 'body'"),
     ],
 )
-def test_misuse_is_refused(tmp_path, corpus, options, message):
+def test_invalid_options_are_rejected(tmp_path, corpus, options, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path / "out", corpus, **options)
 
 
-def test_a_call_that_made_no_shard_binds_no_other(tmp_path, corpus):
+def test_failed_run_without_shards_does_not_fix_the_recipe(tmp_path, corpus):
     for wrong in ({"val_tokens": 1000}, {"key": "body"}):
         with pytest.raises(ValueError):
             make(tmp_path / "out", corpus, **wrong)
@@ -145,17 +144,17 @@ def test_a_call_that_made_no_shard_binds_no_other(tmp_path, corpus):
     ["{", '{"foo": 1}', "[]", "3", '{"recipe": 3}', '{"recipe": {}, "tokens": "x"}', 10_000 * "["],
     ids=["cut", "other", "list", "number", "recipe", "tokens", "deep"],
 )
-def test_a_damaged_progress_is_refused(tmp_path, corpus, content):
+def test_damaged_progress_is_rejected(tmp_path, corpus, content):
     make(tmp_path / "out", corpus)
     (tmp_path / "out" / "progress.json").write_text(content)
-    with pytest.raises(ValueError, match=r"progress\.json: not as it was written"):
+    with pytest.raises(ValueError, match=r"progress\.json: damaged"):
         make(tmp_path / "out", corpus)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt.gz", b"hi", r"x\.txt\.gz: damaged, or not what its name says"),
+        ("x.txt.gz", b"hi", r"x\.txt\.gz: damaged, or not of the type in its name"),
         ("x.txt.gz", gzip.compress(b"a text", mtime=0)[:-4], r"x\.txt\.gz: damaged"),
         (
             "x.jsonl.gz",
@@ -164,30 +163,33 @@ def test_a_damaged_progress_is_refused(tmp_path, corpus, content):
         ),
         ("x.parquet", b"", r"x\.parquet: damaged"),
         ("x.parquet", b"hi there, no table", r"x\.parquet: damaged"),
-        ("x.jsonl", '{"text": "\\ud800"}', "line 1: 'text' is no text: .*surrogates"),
-        ("x.jsonl", '{"text": 5}', "line 1: 'text' holds int, no text"),
-        ("x.jsonl", '{"text": null}', "line 1: 'text' holds NoneType, no text"),
-        ("x.jsonl", '{"text": ' + 10_000 * "[", "line 1: JSON that is nested too deep"),
-        ("x.jsonl", '{"text": "a"}\n{"text": ', "line 2: no object with 'text'"),
-        ("x.jsonl", "[1]", "line 1: no object with 'text'"),
+        ("x.jsonl", '{"text": "\\ud800"}', "line 1: 'text' is not valid text: .*surrogates"),
+        ("x.jsonl", '{"text": 5}', "line 1: 'text' is of type int, not text"),
+        ("x.jsonl", '{"text": null}', "line 1: 'text' is of type NoneType, not text"),
+        ("x.jsonl", '{"text": ' + 10_000 * "[", "line 1: JSON is nested too deeply"),
+        ("x.jsonl", '{"text": "a"}\n{"text": ', "line 2: not an object with 'text'"),
+        ("x.jsonl", "[1]", "line 1: not an object with 'text'"),
         ("x.txt", b"\xe9", "x.txt: not UTF-8"),
     ],
 )
-def test_files_that_are_not_what_they_should_be(tmp_path, name, content, message):
+def test_invalid_files_are_rejected(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         make(tmp_path / "out", path)
 
 
-def test_tables_without_the_column_are_refused(tmp_path):
-    for column, message in (("body", "no column 'text'; there are body"), ("text", "holds int")):
+def test_parquet_without_a_text_column_is_rejected(tmp_path):
+    for column, message in (
+        ("body", "no column 'text'; there are body"),
+        ("text", "is of type int"),
+    ):
         parquet.write_table(pyarrow.table({column: [1]}), tmp_path / "x.parquet")
         with pytest.raises(ValueError, match=message):
             make(tmp_path / "out", tmp_path / "x.parquet")
 
 
-def test_a_folder_of_other_shards_is_refused(tmp_path, corpus):
+def test_folder_with_other_shards_is_rejected(tmp_path, corpus):
     make(tmp_path / "out", corpus)
     with pytest.raises(FileExistsError, match="has shards with shard_tokens 40, and now it is 41"):
         make(tmp_path / "out", corpus, shard_tokens=41)
@@ -200,14 +202,16 @@ def test_a_folder_of_other_shards_is_refused(tmp_path, corpus):
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such"):
         make(tmp_path / "other", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty: no file found that ends in \.md, \.py"):
+    with pytest.raises(
+        FileNotFoundError, match=r"empty: no file found with an ending of \.md, \.py"
+    ):
         make(tmp_path / "other", tmp_path / "empty")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Good documents with bad ones among them, and the reasons that there are for those."""
+    """A folder of good and bad documents, the good ones' numbers, and the faults' reasons."""
     folder = tmp_path / "mixed"
     folder.mkdir()
     good = [json.dumps({"text": f"text {i}"}).encode() for i in range(4)]
@@ -215,15 +219,15 @@ def mixed(tmp_path):
     (folder / "a.jsonl").write_bytes(b"\n".join(lines))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(good[0] + b"\n")[:-4])
     reasons = [
-        f"{folder}/a.jsonl, line 2: 'text' holds NoneType, no text",
-        f"{folder}/a.jsonl, line 4: no object with 'text': ",
-        f"{folder}/b.jsonl.gz, after line 1: damaged, or not what its name says: ",
+        f"{folder}/a.jsonl, line 2: 'text' is of type NoneType, not text",
+        f"{folder}/a.jsonl, line 4: not an object with 'text': ",
+        f"{folder}/b.jsonl.gz, after line 1: damaged, or not of the type in its name: ",
     ]
     return folder, [0, 1, 2, 3, 0], reasons
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_bad_documents_are_skipped_up_to_a_number(tmp_path, mixed, workers):
+def test_skip_bad_limits_the_skipped_documents(tmp_path, mixed, workers):
     folder, numbers, reasons = mixed
     options = {"val_tokens": 0, "shard_tokens": 10, "workers": workers}
     for allowed, reason in enumerate([] if workers else reasons):
@@ -241,7 +245,7 @@ def test_bad_documents_are_skipped_up_to_a_number(tmp_path, mixed, workers):
     assert make(tmp_path / "out", folder, skip_bad=3, **options) == progress
 
 
-def test_what_a_stopped_run_has_skipped_is_not_counted_twice(tmp_path, mixed, monkeypatch):
+def test_resumed_run_counts_skipped_documents_once(tmp_path, mixed, monkeypatch):
     folder, _, _ = mixed
     options = {"val_tokens": 0, "shard_tokens": 10}
     whole = make(tmp_path / "whole", folder, skip_bad=3, **options)
@@ -249,7 +253,7 @@ def test_what_a_stopped_run_has_skipped_is_not_counted_twice(tmp_path, mixed, mo
         written = []
 
         def write_and_stop(path, tokens, *, stop=stop, written=written, **kind):
-            llmc_shards.write_shard(path, tokens, **kind)
+            shard_format.write_shard(path, tokens, **kind)
             written.append(path)
             if len(written) == stop:
                 raise KeyboardInterrupt
@@ -264,7 +268,7 @@ def test_what_a_stopped_run_has_skipped_is_not_counted_twice(tmp_path, mixed, mo
 
 
 class Panic(BaseException):
-    """As a package that is written in Rust raises it; it cannot be pickled."""
+    """An exception like those of Rust packages, which cannot be pickled."""
 
     def __reduce__(self):
         raise TypeError("cannot pickle")
@@ -281,18 +285,18 @@ def panic_on_b(text):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_document_that_cannot_be_tokenized_is_named(tmp_path, monkeypatch, workers):
+def test_untokenizable_document_is_a_fault(tmp_path, monkeypatch, workers):
     fragile = BYTES.__class__(
         name="fragile",
         vocab_size=257,
         end_of_text=256,
-        encode=functools.partial(tokenizer._guarded, panic_on_b),
+        encode=functools.partial(tokenizer._call_rust, panic_on_b),
         decode=BYTES.decode,
     )
     monkeypatch.setattr(tokenize, "load", lambda *_, **__: fragile)
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in "abc"))
     options = {"workers": workers, "val_tokens": 0}
-    reason = "line 2: cannot be tokenized: the tokenizer's package panicked: at the disco"
+    reason = "line 2: cannot be tokenized: the tokenizer package panicked: at the disco"
     if not workers:
         with pytest.raises(ValueError, match=rf"x\.jsonl, {reason}"):
             make(tmp_path / "out", tmp_path / "x.jsonl", **options)
@@ -302,23 +306,23 @@ def test_a_document_that_cannot_be_tokenized_is_named(tmp_path, monkeypatch, wor
 
 
 def die(text):
-    """Ends the process, as when memory is short."""
+    """Ends the process, as the kernel does when memory runs out."""
     os._exit(9)
 
 
-def test_a_process_that_dies_is_told_with_its_documents(tmp_path, monkeypatch):
+def test_dead_worker_error_names_its_documents(tmp_path, monkeypatch):
     deadly = dataclasses.replace(BYTES, encode=die)
     monkeypatch.setattr(tokenize, "load", lambda *_, **__: deadly)
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
     with pytest.raises(
-        ChildProcessError, match=f"from {path}, line 1 to {path}, line 2; is memory"
+        ChildProcessError, match=f"from {path}, line 1 to {path}, line 2; if memory"
     ):
         make(tmp_path / "out", path, workers=1, val_tokens=0)
 
 
-def test_a_folder_of_every_kind_is_read_or_told(tmp_path, capsys):
-    """The three names of one corpus: none is silently left out, none taken as one raw text."""
+def test_every_file_of_a_folder_is_read_or_reported(tmp_path, capsys):
+    """No file is left out silently, and no JSON file is read as one raw text."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -332,46 +336,46 @@ def test_a_folder_of_every_kind_is_read_or_told(tmp_path, capsys):
     tokenize.main([out, *arguments, "--skip-bad", "1"])
     assert stream(tmp_path / "out") == STREAM * 4
     printed = capsys.readouterr()
-    reason = "text without a known ending; name it, or give the format text"
+    reason = "text with an unknown ending; pass the file itself, or --format text"
     assert f"left out: {folder}/notes.rst: {reason}\n" in printed.err
     assert printed.out.splitlines() == [
         f"{out}: 4 files, 24 documents, {len(STREAM) * 4} tokens in 1 shards",
         "skipped 1 bad documents:",
-        f"  {folder}/broken.jsonl, line 7: no object with 'text'",
+        f"  {folder}/broken.jsonl, line 7: not an object with 'text'",
         "left out 1 files:",
         f"  {folder}/notes.rst: {reason}",
     ]
     with pytest.raises(SystemExit):
         tokenize.main([str(tmp_path / "other"), *arguments])
-    assert "broken.jsonl, line 7: no object with 'text' (bad" in capsys.readouterr().err
+    assert "broken.jsonl, line 7: not an object with 'text' (bad" in capsys.readouterr().err
 
 
-def test_a_corpus_without_a_document_is_refused(tmp_path):
+def test_empty_corpus_is_an_error(tmp_path):
     path = tmp_path / "x.jsonl"
     for content in ("", "\n", '{"text": 1}'):
         path.write_text(content)
-        with pytest.raises(ValueError, match=r"x\.jsonl: no document found in 1 files"):
+        with pytest.raises(ValueError, match=r"x\.jsonl: no documents found in 1 files"):
             make(tmp_path / "out", path, val_tokens=0, skip_bad=1)
 
 
-def test_a_long_list_is_shortened():
+def test_summary_shortens_long_lists():
     progress = tokenize.Progress({}, left_out=[f"file {i}" for i in range(25)])
     assert str(progress).splitlines()[-2:] == ["  file 19", "  and 5 more, in progress.json"]
 
 
-def test_packages_that_are_missing_are_named(tmp_path, corpus, monkeypatch):
+def test_import_error_names_the_missing_package(tmp_path, corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r'pyarrow: pip install "jaxllm\[data\]"'):
         make(tmp_path / "out", corpus / "c.parquet")
 
 
-def test_the_command_line(tmp_path, corpus, capsys):
+def test_command_line_tokenizes_a_corpus(tmp_path, corpus, capsys):
     arguments = [str(tmp_path / "out"), str(corpus), "--tokenizer", "bytes", "--val-tokens", "9"]
     command = [sys.executable, "-m", "jaxllm.data.tokenize", *arguments, "--workers", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     summary = f"out: 4 files, 6 documents, {len(STREAM)} tokens in 2 shards\nleft out 1 files:\n"
     assert summary in run.stdout
-    assert "left out: " in run.stderr and "ignored.bin: neither text nor" in run.stderr
+    assert "left out: " in run.stderr and "ignored.bin: not text, JSON or parquet" in run.stderr
     assert "100%" in run.stderr
     with pytest.raises(SystemExit) as caught:
         tokenize.main([*arguments, "--shard-tokens", "7"])

@@ -24,7 +24,7 @@ from jaxllm.data.tokenizer import (
 
 
 @pytest.mark.parametrize("text", ["", "plain", "naïve 日本 🙂\n\x00"])
-def test_round_trip(text):
+def test_bytes_round_trip(text):
     ids = BYTES.encode(text)
     assert ids.dtype == np.uint16
     assert ids.shape == (len(text.encode()),)
@@ -37,10 +37,10 @@ def test_every_byte_is_its_own_id():
     assert BYTES.encode(bytes(range(256))).tolist() == list(range(256))
 
 
-def test_end_of_text_and_broken_ids_decode():
+def test_bytes_decode_end_of_text_and_invalid_ids():
     assert BYTES.end_of_text == BYTES.vocab_size - 1 == 256
     assert BYTES.decode([ord("a"), BYTES.end_of_text, ord("b")]) == f"a{END_OF_TEXT}b"
-    # Half of a character, and an id beyond the vocabulary.
+    # An incomplete UTF-8 sequence, and an id outside of the vocabulary.
     assert BYTES.decode([0xC3, ord("x"), 300]) == "\ufffdx\ufffd"
 
 
@@ -82,7 +82,7 @@ def tokenizer(request, tmp_path):
     return from_file(tmp_path)
 
 
-def test_round_trip_of_a_vocabulary(tokenizer):
+def test_vocabulary_round_trip(tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
@@ -92,14 +92,14 @@ def test_round_trip_of_a_vocabulary(tokenizer):
     assert len(tokenizer.encode("the")) < 3
 
 
-def test_special_and_broken_ids_of_a_vocabulary_decode(tokenizer):
+def test_vocabulary_decodes_special_and_invalid_ids(tokenizer):
     (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
     assert tokenizer.decode([a, tokenizer.end_of_text, b]) == f"a{END_OF_TEXT}b"
     assert tokenizer.decode([a, tokenizer.vocab_size, b, -1, -1]) == "a\ufffdb\ufffd\ufffd"
     assert tokenizer.decode([2**40, a]) == "\ufffda"
 
 
-def test_a_file_gives_the_ids_of_its_package(tmp_path):
+def test_from_file_matches_the_tokenizers_package(tmp_path):
     inner = train(tmp_path / "own name.json")
     ours = from_file(tmp_path / "own name.json")
     assert ours.vocab_size == inner.get_vocab_size()
@@ -109,8 +109,8 @@ def test_a_file_gives_the_ids_of_its_package(tmp_path):
         assert ours.encode(text).tolist() == inner.encode(text).ids
 
 
-def test_a_file_s_own_additions_are_left_out(tmp_path):
-    """What it says of truncation, padding and tokens to put around a text."""
+def test_truncation_padding_and_post_processing_are_ignored(tmp_path):
+    """A tokenizer.json may ask for truncation, padding and tokens around a text."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     around = tokenizers.processors.TemplateProcessing(
         single=f"{begin} $A", special_tokens=[(begin, 0)]
@@ -130,7 +130,7 @@ def test_a_file_s_own_additions_are_left_out(tmp_path):
     assert ours.decode(ours.encode("hello world")) == "hello world"
 
 
-def test_ids_beyond_16_bits(tmp_path):
+def test_ids_beyond_16_bits_are_uint32(tmp_path):
     train(tmp_path / "tokenizer.json")
     path = tmp_path / "tokenizer.json"
     contents = json.loads(path.read_text())
@@ -146,7 +146,7 @@ NAMES = ("<eos>", "</s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|endoft
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_end_of_text_has_many_names(tmp_path, name):
+def test_common_end_of_text_names_are_detected(tmp_path, name):
     train(tmp_path / "tokenizer.json", ("<unk>", name))
     tokenizer = from_file(tmp_path)
     assert tokenizer.end_of_text == 1
@@ -163,8 +163,8 @@ def test_the_end_of_text_has_many_names(tmp_path, name):
         ("config.json", {"eos_token_id": 2}),
     ],
 )
-def test_the_end_of_text_is_what_the_configs_name(tmp_path, file, contents):
-    """Before any name that is usual: Gemma's vocabulary has `</s>` as a tag of HTML."""
+def test_config_files_name_the_end_of_text(tmp_path, file, contents):
+    """They win over common names: Gemma's vocabulary has `</s>` as an HTML tag."""
     train(tmp_path / "tokenizer.json", ("</s>", "<stop>", "<halt>"))
     (tmp_path / file).write_text(json.dumps(contents))
     assert (
@@ -173,7 +173,7 @@ def test_the_end_of_text_is_what_the_configs_name(tmp_path, file, contents):
     assert from_file(tmp_path, end_of_text="<stop>").stop_tokens == (1,)
 
 
-def test_a_chat_model_ends_a_turn_and_a_text(tmp_path):
+def test_chat_model_stops_at_end_of_turn_and_end_of_text(tmp_path):
     train(tmp_path / "tokenizer.json", (END_OF_TEXT, "<|end_of_text|>", "<|im_end|>"))
     assert from_file(tmp_path).stop_tokens == (0,)
     config = tmp_path / "tokenizer_config.json"
@@ -184,8 +184,8 @@ def test_a_chat_model_ends_a_turn_and_a_text(tmp_path):
     assert from_file(tmp_path).stop_tokens == (1,)
 
 
-def test_every_id_that_a_config_calls_an_end_is_a_stop_token(tmp_path):
-    """As Llama 3.1, Gemma and Qwen have it: the end of a turn stands in lists of ids alone."""
+def test_all_eos_token_ids_are_stop_tokens(tmp_path):
+    """Llama 3.1, Gemma and Qwen list the end of a turn only in eos_token_id."""
     train(tmp_path / "tokenizer.json", ("<bos>", "<eos>", "<turn>", "<call>"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
@@ -203,10 +203,10 @@ def test_every_id_that_a_config_calls_an_end_is_a_stop_token(tmp_path):
         ({}, 0),
         ({"add_bos_token": False, "bos_token": "<s>"}, None),
         ({"add_bos_token": True, "bos_token": "<begin>"}, 2),
-        ({"bos_token": "</s>"}, 0),  # GPT-2 names one that it does not begin with
+        ({"bos_token": "</s>"}, 0),  # GPT-2 names a bos_token but does not use it
     ],
 )
-def test_the_begin_of_text_is_what_the_config_adds(tmp_path, config, begin):
+def test_add_bos_token_selects_the_begin_of_text(tmp_path, config, begin):
     train(tmp_path / "tokenizer.json", ("<s>", "</s>", "<begin>"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert from_file(tmp_path).begin_of_text == begin
@@ -215,18 +215,18 @@ def test_the_begin_of_text_is_what_the_config_adds(tmp_path, config, begin):
 @pytest.mark.parametrize(
     "contents", ["{", "[]", "[" * 10_000, '{"eos_token": 5}', '{"eos_token_id": -1}']
 )
-def test_configs_that_are_no_configs(tmp_path, contents):
+def test_invalid_config_files_are_rejected(tmp_path, contents):
     train(tmp_path / "tokenizer.json", ("</s>",))
     path = tmp_path / "tokenizer_config.json"
     path.write_text(contents)
-    if contents.endswith("}"):  # and name no token
+    if contents.endswith("}"):  # a JSON object without a valid token
         assert from_file(tmp_path).end_of_text == 0
     else:
-        with pytest.raises(ValueError, match=f"^{path}: (no JSON|holds no JSON object)"):
+        with pytest.raises(ValueError, match=f"^{path}: (invalid JSON|not a JSON object)"):
             from_file(tmp_path)
 
 
-def test_a_common_word_is_no_special_token(tmp_path):
+def test_ordinary_tokens_are_not_detected_as_special(tmp_path):
     inner = train(tmp_path / "tokenizer.json", ("<unk>",))
     inner.add_tokens(["</s>", "<s>"])
     inner.save(str(tmp_path / "tokenizer.json"))
@@ -237,11 +237,11 @@ def test_a_common_word_is_no_special_token(tmp_path):
     assert tokenizer.begin_of_text is None
 
 
-def test_the_end_of_text_may_be_named(tmp_path):
+def test_end_of_text_option_names_the_token(tmp_path):
     train(tmp_path / "tokenizer.json", ("<stop>",))
     assert from_file(tmp_path, end_of_text="<stop>").end_of_text == 0
     with pytest.raises(
-        ValueError, match=r"has no <\|endoftext\|> .*</s>.*; give .* \(--end-of-text\)"
+        ValueError, match=r"has no <\|endoftext\|> .*</s>.*; pass .* \(--end-of-text\)"
     ):
         from_file(tmp_path)
     assert load("bytes", end_of_text=END_OF_TEXT) is BYTES
@@ -251,15 +251,15 @@ def test_the_end_of_text_may_be_named(tmp_path):
         from_file(tmp_path, end_of_text="<halt>")
 
 
-def test_files_that_hold_no_tokenizer_are_refused(tmp_path):
+def test_invalid_tokenizer_files_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: there is no such file"):
         from_file(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=r"tokenizer\.json: no tokenizer: "):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer: "):
         from_file(tmp_path)
 
 
-def test_gpt2_is_tiktoken_s(monkeypatch):
+def test_gpt2_uses_tiktoken(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": toy_encoding()}.__getitem__)
     tokenizer = gpt2()
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text) == ("toy", 301, 300)
@@ -274,7 +274,7 @@ def test_gpt2_is_tiktoken_s(monkeypatch):
         ("tiktoken", lambda: from_llmc("x")),
     ],
 )
-def test_a_package_that_is_missing_is_named(package, make, monkeypatch):
+def test_import_error_names_the_missing_package(package, make, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'{package}: pip install "jaxllm\[convert\]"'):
         make()
@@ -285,7 +285,7 @@ def llmc_bytes(tokens, end):
     return header + b"".join(bytes([len(token)]) + token for token in tokens)
 
 
-# Bytes in an order of their own, three pairs, and the end-of-text in between.
+# The bytes in reverse order, three merged pairs, and the end-of-text token between them.
 LLMC_TOKENS = [bytes([255 - i]) for i in range(256)] + [
     b"th",
     END_OF_TEXT.encode(),
@@ -294,12 +294,12 @@ LLMC_TOKENS = [bytes([255 - i]) for i in range(256)] + [
 ]
 
 
-def test_a_tokenizer_of_llmc(tmp_path):
+def test_llmc_tokenizer_encodes_and_decodes(tmp_path):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(llmc_bytes(LLMC_TOKENS, 257))
     tokenizer = from_llmc(path)
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (260, 257)
-    # A space joins the word after it, and the pair of the lowest id merges first.
+    # A space belongs to the next word, and the pair with the lowest id merges first.
     assert tokenizer.encode("the the").tolist() == [256, 255 - ord("e"), 259]
     for text in ("", "that's 42 €!\n\n  thé" + END_OF_TEXT):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -310,7 +310,7 @@ def test_a_tokenizer_of_llmc(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (llmc_bytes(LLMC_TOKENS, 257)[:-1], "announces 260 tokens, and number 259"),
+        (llmc_bytes(LLMC_TOKENS, 257)[:-1], "has 260 tokens, and number 259"),
         (llmc_bytes(LLMC_TOKENS, 257) + b"x", "its 260 tokens end at byte"),
         (llmc_bytes(LLMC_TOKENS, 260), "end-of-text is 260; there are 260 tokens"),
         (llmc_bytes(LLMC_TOKENS[1:], 256), r"no token for b'\\xff'; each byte"),
@@ -318,7 +318,7 @@ def test_a_tokenizer_of_llmc(tmp_path):
         (struct.pack("<256i", 20240328, 1, *[0] * 254), "version 1; .* has version 2"),
     ],
 )
-def test_wrong_tokenizers_of_llmc_are_refused(tmp_path, raw, message):
+def test_invalid_llmc_tokenizers_are_rejected(tmp_path, raw, message):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=message):
@@ -347,7 +347,7 @@ def test_tokenizers_can_be_pickled(tmp_path):
 
 
 def gpt2_encoding():
-    """Merges letters and spaces, and cuts text as GPT-2 does."""
+    """An encoding with GPT-2's pattern, and merges of letters and spaces."""
     spaces = [b" " * 2**i for i in range(1, 8)]
     pairs = [b"th", b"the", b" th", b" the", b"\n\n", b"\n ", *spaces]
     ranks = {token: i for i, token in enumerate([bytes([i]) for i in range(256)] + pairs)}
@@ -357,7 +357,7 @@ def gpt2_encoding():
     )
 
 
-def test_long_runs_of_space_are_cut_where_the_pattern_cuts(monkeypatch):
+def test_long_white_space_is_split_as_by_the_pattern(monkeypatch):
     encoding = gpt2_encoding()
     tokenizer = jaxllm.data.tokenizer._from_tiktoken(encoding, gpt2_pattern=True)
     pattern = jaxllm.data.tokenizer._LONG_RUN.pattern
@@ -380,6 +380,6 @@ def test_a_million_spaces_are_encoded(tmp_path):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert len(ids) == 1 + 1_099_999 // 128 + bin(1_099_999 % 128).count("1") + 1
-    # Of an encoding that cuts otherwise, tiktoken's panic becomes an error as others are.
-    with pytest.raises(ValueError, match=r"the tokenizer's package panicked: .*StackOverflow"):
+    # With another pattern, tiktoken panics, and the panic becomes a ValueError.
+    with pytest.raises(ValueError, match=r"the tokenizer package panicked: .*StackOverflow"):
         from_tiktoken(gpt2_encoding()).encode(text)

@@ -1,4 +1,4 @@
-"""What a training step does with its state, and how it weights microbatches."""
+"""The dtypes and donation of a training state, and the weights of microbatches."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 
 def params_of(dtype="float32"):
-    """A model that compiles at once: the next token from the last one alone."""
+    """A bigram model, which compiles quickly."""
     table, head = 0.5 * jax.random.normal(jax.random.key(0), (2, V, D), dtype)
     return {"table": table, "head": head.T, "bias": jnp.zeros(V, dtype)}
 
@@ -33,13 +33,13 @@ def loss_fn(params, tokens, labels, **options):
 
 
 def naive_loss(params, tokens, labels):
-    """Its mean over no labels is 0 / 0."""
+    """The mean over the labels, which is 0 / 0 without labels."""
     losses = ops.cross_entropy(logits_of(params, tokens), labels, reduction="none")
     return losses.sum() / (labels >= 0).sum()
 
 
 def batch(*counts, B=3, ignored=-1, seed=0):
-    """Tokens and labels of a step; each microbatch has so many labels that count."""
+    """Tokens and labels of a step, with ``counts[i]`` valid labels in microbatch i."""
     rng = np.random.default_rng(seed)
     tokens, labels = rng.integers(0, V, (2, len(counts), B, T), np.int32)
     for of, count in zip(labels, counts, strict=True):
@@ -54,28 +54,32 @@ def as_one(tokens, labels):
 assert_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
 
 
-def descend(loss, tokens, labels, guarded=False, **options):
-    """A step of plain descent: Adam would turn the rounding of a tiny gradient into a full step."""
+def descend(loss, tokens, labels, detect_anomalies=False, **options):
+    """One SGD step. Adam would turn the rounding error of a tiny gradient into a full step."""
     optimizer = optax.sgd(1.0)
     step = training.make_train_step(loss, optimizer, compute_dtype="float32", **options)
-    return step(training.init_state(params_of(), optimizer, guarded=guarded), tokens, labels)
+    return step(
+        training.init_state(params_of(), optimizer, detect_anomalies=detect_anomalies),
+        tokens,
+        labels,
+    )
 
 
 @pytest.mark.parametrize("counts", [(36, 1, 9), (36, 0, 2)])
 @pytest.mark.parametrize("ignored", [-1, -100])
-def test_a_step_is_that_of_one_large_batch(counts, ignored):
+def test_accumulated_step_equals_one_large_batch(counts, ignored):
     loss = functools.partial(loss_fn, **SMOOTH)
     tokens, labels = batch(*counts, ignored=ignored)
-    found, metrics = descend(loss, tokens, labels, guarded=True)
-    expected, one = descend(loss, *as_one(tokens, labels), guarded=True)
+    found, metrics = descend(loss, tokens, labels, detect_anomalies=True)
+    expected, one = descend(loss, *as_one(tokens, labels), detect_anomalies=True)
     jax.tree.map(assert_close, found.params, expected.params)
-    # What is logged, and what the guard judges by, are those of the whole step too.
+    # The metrics and the anomaly detector's values are those of the whole step too.
     for name in ("loss", "grad_norm"):
         assert_close(metrics[name], one[name])
-    jax.tree.map(assert_close, found.guard, expected.guard)
-    assert found.guard is not None
-    assert_close(found.guard.losses[0], metrics["loss"])
-    assert_close(found.guard.norms[0], metrics["grad_norm"])
+    jax.tree.map(assert_close, found.anomaly, expected.anomaly)
+    assert found.anomaly is not None
+    assert_close(found.anomaly.losses[0], metrics["loss"])
+    assert_close(found.anomaly.norms[0], metrics["grad_norm"])
 
 
 def test_equal_weights_average_over_microbatches():
@@ -92,7 +96,7 @@ def test_equal_weights_average_over_microbatches():
     assert weighted["grad_norm"] < 0.8 * metrics["grad_norm"]
 
 
-def test_equal_numbers_of_labels_weigh_alike_to_the_bit():
+def test_equal_label_counts_have_bit_identical_weights():
     tokens, labels = batch(7, 7, 7)
     states = [
         descend(loss_fn, tokens, labels, microbatch_weights=weights)
@@ -101,28 +105,28 @@ def test_equal_numbers_of_labels_weigh_alike_to_the_bit():
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-def test_a_microbatch_without_labels_adds_nothing(guarded):
+@pytest.mark.parametrize("detect_anomalies", [False, True])
+def test_microbatch_without_labels_adds_nothing(detect_anomalies):
     tokens, labels = batch(36, 0, 9)
     assert np.isnan(naive_loss(params_of(), tokens[1], labels[1]))
-    found, metrics = descend(naive_loss, tokens, labels, guarded=guarded)
+    found, metrics = descend(naive_loss, tokens, labels, detect_anomalies=detect_anomalies)
     expected, one = descend(loss_fn, *as_one(tokens, labels))
     assert_close(metrics["loss"], one["loss"])
     jax.tree.map(assert_close, found.params, expected.params)
     assert not metrics.get("halted_at", 0)
-    none, metrics = descend(loss_fn, *batch(0, 0), guarded=guarded)
+    none, metrics = descend(loss_fn, *batch(0, 0), detect_anomalies=detect_anomalies)
     assert metrics["loss"] == metrics["grad_norm"] == 0
     jax.tree.map(np.testing.assert_array_equal, none.params, params_of())
 
 
-def test_a_fault_in_a_microbatch_with_labels_still_halts():
+def test_nonfinite_loss_of_a_microbatch_with_labels_halts():
     tokens, labels = batch(36, 1)
-    labels[1][labels[1] >= 0] = V  # no column of the logits
-    _, metrics = descend(loss_fn, tokens, labels, guarded=True)
+    labels[1][labels[1] >= 0] = V  # outside of the vocabulary
+    _, metrics = descend(loss_fn, tokens, labels, detect_anomalies=True)
     assert metrics["halted_at"] == 1
 
 
-def test_a_loss_that_ignores_another_label_says_how_to_count():
+def test_weight_function_supports_other_ignored_labels():
     loss = functools.partial(loss_fn, ignore_index=0)
     tokens, labels = batch(36, 4, 9, ignored=0)
     one, expected = descend(loss, *as_one(tokens, labels))
@@ -132,13 +136,13 @@ def test_a_loss_that_ignores_another_label_says_how_to_count():
 
 
 @pytest.mark.parametrize("wrong", ["tokens", None, 3])
-def test_weights_of_another_name_are_refused(wrong):
+def test_unknown_microbatch_weights_are_rejected(wrong):
     with pytest.raises(ValueError, match=r"microbatch_weights is .*; it must be 'labels', 'equal'"):
         training.make_train_step(loss_fn, optax.sgd(1.0), microbatch_weights=wrong)
 
 
 @pytest.mark.parametrize("make", [optim.adamw, training.adamw])
-def test_ours_takes_the_same_step_from_a_copy_in_bfloat16(make):
+def test_accumulated_step_from_a_bfloat16_copy_equals_one_batch(make):
     tokens, labels = batch(36, 1, 9)
     found = {}
     for name, of in (("many", (tokens, labels)), ("one", as_one(tokens, labels))):
@@ -152,7 +156,7 @@ def test_ours_takes_the_same_step_from_a_copy_in_bfloat16(make):
     jax.tree.map(rough, found["many"][0].params, found["one"][0].params)
 
 
-def test_a_mean_loss_weights_batches_by_their_labels(monkeypatch):
+def test_mean_loss_weights_batches_by_label_count(monkeypatch):
     batches = [tuple(x[0] for x in batch(count, seed=count)) for count in (36, 3, 0)]
     monkeypatch.setattr(data, "batch", lambda *_, step, **__: batches[step])
     dataset = data.Dataset((np.arange(3 * 3 * T + 1),))
@@ -198,12 +202,12 @@ NARROW = [name for name in OPTIMIZERS if "mechanize" not in name]
     ("name", "dtype"),
     [*((name, "float32") for name in OPTIMIZERS), *((name, "bfloat16") for name in NARROW)],
 )
-def test_a_state_has_its_dtypes_from_the_first_step_on(name, dtype):
-    """Else the second step is another program, and a checkpoint is none of the first state."""
+def test_step_keeps_the_dtypes_of_the_initial_state(name, dtype):
+    """Otherwise the second step compiles again, and a checkpoint does not match the first state."""
     optimizer = OPTIMIZERS[name]
     step = training.make_train_step(loss_fn, optimizer, compute_dtype="float32")
-    for guarded in (False, True):
-        state = training.init_state(params_of(dtype), optimizer, guarded=guarded)
+    for detect_anomalies in (False, True):
+        state = training.init_state(params_of(dtype), optimizer, detect_anomalies=detect_anomalies)
         types = jax.tree.map(jax.typeof, state)
         after, _ = jax.eval_shape(step, state, *batch(9, 4))
         assert jax.tree.map(jax.typeof, after) == types
@@ -214,17 +218,19 @@ def test_a_state_has_its_dtypes_from_the_first_step_on(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NARROW])
-def test_an_optimizer_that_takes_no_wider_gradients_is_refused(name):
-    """Optax's Mechanic clamps a product of gradients between numbers of the parameters' dtype."""
+def test_optimizers_that_reject_wider_gradients_are_an_error(name):
+    """Optax's Mechanic clamps a dot product of gradients with bounds of the parameters' dtype."""
     optimizer, params = OPTIMIZERS[name], params_of("bfloat16")
     with pytest.raises(TypeError, match="clamp requires arguments to have the same dtypes"):
         optimizer.update(training.widen(params), optimizer.init(params), params)
-    with pytest.raises(TypeError, match=r"no float32 gradients of narrower .*float32\. lax\.clamp"):
+    with pytest.raises(
+        TypeError, match=r"does not accept float32 gradients .*float32\. lax\.clamp"
+    ):
         training.init_state(params, optimizer)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sam", "chained"])
-def test_steps_compile_once(name):
+def test_step_compiles_once(name):
     step = training.make_train_step(loss_fn, OPTIMIZERS[name], compute_dtype="float32")
     state = training.init_state(params_of("bfloat16"), OPTIMIZERS[name])
     for seed in range(3):
@@ -232,7 +238,7 @@ def test_steps_compile_once(name):
     assert step._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def test_a_state_that_the_caller_made_keeps_its_dtypes():
+def test_manually_built_state_keeps_its_dtypes():
     optimizer = optax.adamw(1e-2)
     params = params_of("bfloat16")
     state = training.TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -241,7 +247,7 @@ def test_a_state_that_the_caller_made_keeps_its_dtypes():
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
-def test_parameters_that_share_an_array_are_donated_apart():
+def test_parameters_that_share_an_array_are_copied():
     table = params_of()["table"]
     params = {"table": table, "head": table, "bias": np.zeros(V, np.float32)}
 
@@ -268,10 +274,12 @@ def test_float64_parameters_train_in_float64():
 
 
 @pytest.mark.parametrize("optimizer", [training.adamw(1e-2), optim.adamw(1e-2), optax.sgd(0.1)])
-def test_a_step_is_traced_under_strict_promotion(optimizer):
+def test_step_is_traced_under_strict_promotion(optimizer):
     step = training.make_train_step(
         loss_fn, optimizer, compute_dtype="bfloat16", max_loss_z=3.0, learning_rate=1e-2
     )
-    state = training.init_state(params_of(), optimizer, copy_dtype="bfloat16", guarded=True)
+    state = training.init_state(
+        params_of(), optimizer, copy_dtype="bfloat16", detect_anomalies=True
+    )
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.eval_shape(step, state, *batch(9, 4))

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import jaxllm
 from jaxllm import data, training
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import stack, unstack
+from jaxllm.models.common import stack, unstack
 from jaxllm.training import optim
 
 V, T, D = 61, 16, 8
@@ -29,14 +29,14 @@ def gpt2_loss(params, tokens, labels):
 
 
 def toy_params():
-    """A model that compiles at once: the next token from the last one alone."""
+    """A bigram model, which compiles quickly."""
     table, head = 0.5 * jax.random.normal(jax.random.key(0), (2, V, D))
     return {"table": table, "head": head.T, "bias": jnp.zeros(V)}
 
 
 def toy_loss(params, tokens, labels):
     table = params["table"]
-    # A product, since XLA on a GPU adds up the gradient of table[tokens] in no fixed order.
+    # A one-hot matmul: on a GPU, XLA sums the gradient of table[tokens] in no fixed order.
     rows = jax.nn.one_hot(tokens, V, dtype=table.dtype) @ table
     logits = rows @ params["head"] + params["bias"]
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -57,7 +57,7 @@ def assert_trees_equal(a, b):
 
 
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
-def test_x64_changes_no_dtype(backend):
+def test_x64_mode_does_not_change_dtypes(backend):
     with jax.enable_x64(True), jaxllm.use_backend(backend):
         optimizer = training.adamw(1e-2)
         state = training.init_state(gpt2.init(jax.random.key(0), CONFIG), optimizer)
@@ -73,7 +73,7 @@ def test_x64_changes_no_dtype(backend):
 @pytest.mark.parametrize(
     ("form", "blocks"), [(stack, ["blocks"]), (unstack, ["blocks/0", "blocks/1"])]
 )
-def test_decay_mask_on_gpt2(form, blocks):
+def test_decay_mask_selects_gpt2_matrices(form, blocks):
     params = form(gpt2.init(jax.random.key(0), CONFIG))
     mask = training.decay_mask(params)
     decayed = {
@@ -92,8 +92,8 @@ class Model(NamedTuple):
 
 @pytest.mark.parametrize("outer", [lambda x: x, lambda x: (x,), lambda x: [{"model": x}]])
 @pytest.mark.parametrize("kind", [lambda **of: of, Model])
-def test_decay_mask_inside_other_containers(kind, outer):
-    """What stands around the blocks says nothing of what is in them."""
+def test_decay_mask_in_nested_containers(kind, outer):
+    """Containers around the blocks do not affect the mask."""
     layer = {"weight": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2)), "none": None}
     stacked = outer(kind(blocks=layer, scale=jnp.ones(2)))
     decays = {"weight": True, "bias": False, "none": None}
@@ -106,7 +106,7 @@ def test_decay_mask_inside_other_containers(kind, outer):
     assert training.decay_mask(numbered) == expected
 
 
-def test_decay_reaches_matrices_alone():
+def test_weight_decay_applies_only_to_matrices():
     params: Any = {
         "wte": jnp.ones((3, 2)),
         "blocks": {"weight": jnp.ones((4, 2, 2)), "bias": jnp.ones((4, 2))},
@@ -121,8 +121,8 @@ def test_decay_reaches_matrices_alone():
 
 
 def test_adamw_first_step_is_clipped_sign_descent():
-    # The first step is lr * g / (|g| + eps) whatever the size of g, so an eps as large as the
-    # clipped gradient shows what the clipping left.
+    # The first step is lr * g / (|g| + eps), so an eps of the size of the clipped gradient makes
+    # the clipping visible.
     params: Any = {"x": jnp.zeros(2)}
     optimizer = training.adamw(1.0, eps=1.0, max_grad_norm=1.0)
     grads: Any = {"x": jnp.array([30.0, 40.0])}
@@ -132,10 +132,10 @@ def test_adamw_first_step_is_clipped_sign_descent():
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("rate", [1e-2, training.warmup_cosine(1e-2, 30, warmup=3)])
-def test_adamw_in_place_is_optax_with_its_state(rate, max_grad_norm):
+def test_in_place_adamw_matches_optax(rate, max_grad_norm):
     optimizer: Any = training.adamw(rate, max_grad_norm=max_grad_norm)
-    # Without its step, it is a transformation of optax's like any other.
-    plain = training.optax.GradientTransformation(optimizer.init, optimizer.update)
+    # Without `step`, the optimizer is an ordinary optax transformation.
+    plain = optax.GradientTransformation(optimizer.init, optimizer.update)
     states = []
     for each in (optimizer, plain):
         step = training.make_train_step(toy_loss, each, compute_dtype="float32")
@@ -150,7 +150,7 @@ def test_adamw_in_place_is_optax_with_its_state(rate, max_grad_norm):
     jax.tree.map(compare, ours, theirs)
 
 
-def test_schedule():
+def test_warmup_cosine_values():
     schedule = training.warmup_cosine(2.0, 110, warmup=10, floor=0.1)
     values = [float(schedule(step)) for step in (0, 4, 9, 10, 60, 110, 500)]
     np.testing.assert_allclose(values, [0.2, 1.0, 2.0, 2.0, 1.1, 0.2, 0.2], rtol=1e-6)
@@ -159,12 +159,12 @@ def test_schedule():
 
 
 @pytest.mark.parametrize("wrong", [{"peak": -1}, {"warmup": 11}, {"warmup": -1}, {"floor": 2}])
-def test_schedule_refuses(wrong):
+def test_warmup_cosine_rejects_invalid_arguments(wrong):
     with pytest.raises(ValueError, match="must have"):
         training.warmup_cosine(**{"peak": 1.0, "steps": 10, **wrong})
 
 
-def test_metrics():
+def test_step_reports_loss_norm_and_learning_rate():
     schedule = training.warmup_cosine(1e-3, 10, warmup=4)
     optimizer = training.adamw(schedule)
     step = training.make_train_step(
@@ -186,8 +186,8 @@ def test_metrics():
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_accumulation_equals_one_large_batch(accumulate):
-    # Plain descent: Adam would turn the rounding of a tiny gradient into a full step.
-    optimizer = training.optax.sgd(1.0)
+    # SGD: Adam would turn the rounding error of a tiny gradient into a full step.
+    optimizer = optax.sgd(1.0)
     step = training.make_train_step(toy_loss, optimizer, compute_dtype="float32")
     tokens, labels = tokens_and_labels(accumulate, 2)
     split, split_metrics = step(fresh_state(optimizer), tokens, labels)
@@ -229,11 +229,11 @@ def test_bfloat16_compute_keeps_float32_state():
     assert float(half) != float(full)
 
 
-def test_parameters_are_cast_once():
+def test_parameters_are_cast_once_per_step():
     optimizer = training.adamw(1e-3)
     step = training.make_train_step(toy_loss, optimizer, compute_dtype="bfloat16")
     jaxpr = str(jax.make_jaxpr(step)(fresh_state(optimizer), *tokens_and_labels(3, 2)))
-    # Before the scan over microbatches, not in each of its turns.
+    # Before the scan over microbatches, not in each iteration.
     assert "scan[" in jaxpr
     for shape in (f"{V},{D}", f"{D},{V}"):
         assert jaxpr.count(f":bf16[{shape}] = convert_element_type") == 1
@@ -247,15 +247,15 @@ def test_state_is_donated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
-def test_loss_decreases_and_a_resumed_run_repeats(tmp_path):
-    """Steps 0-29 in one go, and 0-14 then 15-29 from a copy of the state, agree to the bit."""
+def test_loss_decreases_and_resumed_run_is_bit_identical(tmp_path):
+    """Steps 0-29 equal steps 0-14 followed by 15-29 from a copy of the state."""
     data.write_shard(tmp_path / "x.bin", np.arange(600) % 13)
     dataset = data.open_dataset(tmp_path / "*.bin")
     schedule = training.warmup_cosine(1e-2, 30, warmup=3)
     optimizer = training.adamw(schedule)
 
     def run(state, steps):
-        # A new step function each time, as after a restart.
+        # A new step function for each part, as after a restart.
         step_fn = training.make_train_step(gpt2_loss, optimizer, learning_rate=schedule)
         losses = []
         for step in steps:
@@ -289,7 +289,7 @@ def test_loss_decreases_and_a_resumed_run_repeats(tmp_path):
         ("cpu", None),
     ],
 )
-def test_utilization(kind, peak):
+def test_model_flops_utilization_uses_the_device_peak(kind, peak):
     assert training.peak_flops(kind) == peak
     found = training.model_flops_utilization(3e12, 0.1, kind)
     assert found == (None if peak is None else pytest.approx(3e13 / peak))
@@ -297,8 +297,8 @@ def test_utilization(kind, peak):
 
 @pytest.mark.parametrize("make", [training.adamw, optim.adamw, optax.adamw])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
-    # In the compute dtype, what each step would cast the parameters to.
+def test_copy_of_the_parameters_does_not_change_steps(make, accumulate):
+    # The copy has the compute dtype, to which each step would cast the parameters.
     step = training.make_train_step(toy_loss, make(1e-2), compute_dtype="bfloat16")
     batch = tokens_and_labels(accumulate, 4)
     plain, copied = (
@@ -308,7 +308,7 @@ def test_a_copy_of_the_parameters_changes_nothing(make, accumulate):
     for _ in range(3):
         (plain, expected), (copied, metrics) = step(plain, *batch), step(copied, *batch)
         assert plain.copy is None
-        # On a GPU, XLA may fuse a cast with what follows it, and round there in its own place.
+        # On a GPU, XLA may fuse the cast with later ops, which changes the rounding.
         exact = jax.default_backend() == "cpu"
         assert_close = functools.partial(
             np.testing.assert_allclose, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-5
@@ -327,7 +327,7 @@ def test_mean_loss_reads_every_full_window_once():
         read.extend(tokens[:, 0].tolist())
         return jnp.float32(params + tokens[:, 0].mean())
 
-    starts = {*range(0, 40, 8), 100, 108}  # seven windows; no batch of two has the last one
+    starts = {*range(0, 40, 8), 100, 108}  # seven windows, so batches of two leave one out
     loss = training.mean_loss(evaluate, 1.0, dataset, batch_size=2, seq_len=8)
     assert len(read) == 6
     assert len(set(read)) == 6
@@ -339,10 +339,12 @@ def test_mean_loss_reads_every_full_window_once():
     read.clear()
     training.mean_loss(evaluate, 1.0, dataset, batch_size=2, seq_len=8, batches=2)
     assert len(read) == 4
-    training.mean_loss(evaluate, 1.0, dataset, batch_size=9, seq_len=8)  # more than there are
+    training.mean_loss(
+        evaluate, 1.0, dataset, batch_size=9, seq_len=8
+    )  # more than the data set has
 
 
-def test_mean_loss_of_a_guess_is_the_logarithm_of_the_vocabulary():
+def test_mean_loss_of_a_uniform_model_is_log_vocab_size():
     dataset = data.Dataset((np.arange(3 * T + 1) % V,))
     params = jax.tree.map(jnp.zeros_like, toy_params())
     evaluate = training.make_eval_step(toy_loss)
@@ -359,7 +361,7 @@ def test_mean_loss_of_a_guess_is_the_logarithm_of_the_vocabulary():
         ({"seq_len": 99}, "one window of 99 needs 100"),
     ],
 )
-def test_mean_loss_refuses(wrong, message):
+def test_mean_loss_rejects_invalid_arguments(wrong, message):
     dataset = data.Dataset((np.arange(50),))
     with pytest.raises(ValueError, match=message):
         training.mean_loss(
@@ -367,14 +369,14 @@ def test_mean_loss_refuses(wrong, message):
         )
 
 
-def test_the_rate_of_a_matrix_product_is_measured():
+def test_measured_matmul_flops_grow_with_size():
     small, large = (training.measured_matmul_flops("float32", size=n, repeats=3) for n in (8, 256))
     assert 0 < small < large < 1e15
 
 
 @pytest.fixture
 def no_compilation_cache():
-    """JAX without a folder for compiled programs; as it was, afterwards."""
+    """Disables JAX's compilation cache, and restores it afterwards."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: jax.config.values[name] for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
@@ -386,33 +388,33 @@ def no_compilation_cache():
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
-def test_compiled_programs_are_found_again(tmp_path):
+def test_keep_compiled_caches_programs(tmp_path):
     events = []
 
-    def note(event, **_):
+    def record(event, **_):
         events.append(event)
 
     x = jnp.arange(5.0)
     training.keep_compiled(tmp_path / "compiled")
-    jax.monitoring.register_event_listener(note)
+    jax.monitoring.register_event_listener(record)
     try:
         for found in (False, True):
-            # A new function each time, so that JAX does not know it from before.
+            # A new function each time, so that JAX's in-memory cache does not have it.
             assert jax.jit(lambda x: 3 * x + 1)(x).tolist() == [1, 4, 7, 10, 13]
             assert ("/jax/compilation_cache/cache_hits" in events) == found
     finally:
-        jax.monitoring.unregister_event_listener(note)
+        jax.monitoring.unregister_event_listener(record)
     assert any((tmp_path / "compiled").iterdir())
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
-def test_a_folder_that_jax_has_for_compiled_programs_stays(tmp_path):
+def test_keep_compiled_respects_an_existing_cache_folder(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     training.keep_compiled(tmp_path / "other")
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
 
 
-def test_several_devices_train_as_one_does():
+def test_four_devices_train_like_one():
     root = Path(__file__).parent.parent
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     run = subprocess.run(

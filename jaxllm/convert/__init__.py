@@ -1,1 +1,1 @@
-"""Parameters to and from the formats of other projects."""
+"""Converts parameters to and from the file formats of other projects."""

@@ -1,9 +1,10 @@
-"""GPT-2 and Llama 3 to and from Hugging Face ``transformers``: state dicts, and checkpoint folders.
+"""Converts GPT-2 and Llama 3 to and from Hugging Face ``transformers``.
 
-Nothing here imports torch: pass ``{name: tensor.numpy() for ...}`` of a ``state_dict()``, and
-``torch.from_numpy`` what comes back. Folders hold ``config.json`` and safetensors files, as
-``save_pretrained`` writes them and the Hugging Face Hub has them; they need the package
-``safetensors``.
+- State dicts: :func:`from_state_dict` and :func:`to_state_dict`. The arrays are NumPy's, so this
+  module does not import torch.
+- Checkpoint folders, as ``save_pretrained`` writes them and the Hugging Face Hub has them:
+  :func:`load` and :func:`save`. They hold ``config.json`` and safetensors files, and need the
+  package ``safetensors``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from jax.typing import DTypeLike
 
 from jaxllm.convert.huggingface_formats import (
     FORMATS,
-    HEAD,
     ID_KEYS,
+    LM_HEAD,
     Config,
     format_of,
     has_tied_head,
     special_tokens_from_dict,
     special_tokens_to_dict,
 )
-from jaxllm.convert.places import Place, Shapes, arrays_of, assemble, check, flatten
+from jaxllm.convert.parameter_mapping import (
+    ParamSlice,
+    Shapes,
+    assemble,
+    check_shapes,
+    flatten,
+    stacked_arrays,
+)
 from jaxllm.convert.safetensors_files import (
     DTYPES,
     Stored,
@@ -37,7 +45,7 @@ from jaxllm.convert.safetensors_files import (
     write_tensors,
 )
 from jaxllm.data.files import check_new, new_folder, read_json, write_json
-from jaxllm.models.blocks import Params
+from jaxllm.models.common import Params
 from jaxllm.models.special_tokens import SpecialTokens
 
 __all__ = [
@@ -52,29 +60,29 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# What else a folder says of its tokenizer and of how the model writes.
+# The config files of the tokenizer and of generation.
 _GENERATION = "generation_config.json"
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", _GENERATION)
 
 
 def config_from_dict(config: Mapping[str, Any]) -> Config:
-    """Our config from the contents of a ``config.json``.
+    """Converts the contents of a ``config.json`` to a jaxllm config.
 
     Raises:
-        ValueError: The model is neither a GPT-2 nor a Llama, it differs from ours in a way that
-            matters, such as biases or another activation, or a key is missing or no number.
+        ValueError: The model is not a GPT-2 or a Llama; it has a feature that jaxllm's model lacks,
+            such as biases or another activation; or a key is missing or not a number.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
     if config.get("quantization_config"):
-        raise ValueError("quantization_config is given; quantized checkpoints cannot be read")
+        raise ValueError("quantization_config is set; quantized checkpoints are not supported")
     ids = special_tokens_from_dict(config)
     return dataclasses.replace(FORMATS[kind].config_from_dict(config), special_tokens=ids)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The contents of a ``config.json`` that ``transformers`` reads."""
+    """Converts a jaxllm config to the contents of a ``config.json`` for ``transformers``."""
     ids = special_tokens_to_dict(config.special_tokens)
     return format_of(config).config_to_dict(config) | ids
 
@@ -82,59 +90,66 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 def from_state_dict(
     state_dict: Mapping[str, np.ndarray], config: Config, *, dtype: DTypeLike = jnp.float32
 ) -> Params:
-    """Our parameters from those of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
+    """Converts the state dict of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
 
     Args:
-        state_dict: The model's arrays by name. ``lm_head.weight`` may be left out where it is tied
-            to the token table, as may the prefix that all other names have in common.
-        config: The shape of the model; the vocabulary is padded with rows of zeros.
-        dtype: The dtype of our arrays.
+        state_dict: The model's arrays by name, such as ``{name: tensor.numpy()}``. The common
+            prefix of the names may be omitted. ``lm_head.weight`` may be omitted if it is tied to
+            the token table.
+        config: The config of the model. The vocabulary is padded with rows of zeros.
+        dtype: The dtype of the parameters.
+
+    Returns:
+        The parameters of the jaxllm model.
 
     Raises:
-        ValueError: A name is missing or unexpected, a shape is not the one that ``config`` asks
-            for, or a head that ``config`` has tied to the token table differs from it.
+        ValueError: A name is missing or unexpected; a shape differs from the config; or
+            ``lm_head.weight`` differs from the token table although the config ties them.
     """
-    arrays = _in_full(state_dict, config)
+    arrays = _full_names(state_dict, config)
     shapes = {name: np.shape(array) for name, array in arrays.items()}
     return _read(shapes, arrays.__getitem__, config, dtype)
 
 
 def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
-    """The ``state_dict`` of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``, in float32.
+    """Converts parameters to the state dict of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
 
     Args:
-        params: As the model's ``init`` makes them, in any dtype, the blocks stacked or in a list;
-            gradients of them too.
-        config: The shape of the model; the padding of the vocabulary is dropped.
+        params: The parameters, or their gradients, in any dtype. The blocks are stacked or in a
+            list.
+        config: The config of the model. The padding of the vocabulary is dropped.
+
+    Returns:
+        NumPy arrays by name, float32.
 
     Raises:
-        ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for.
+        ValueError: Names or shapes of the parameters differ from the config.
     """
-    arrays, places = _write_plan(params, config)
-    named = {name: place.copy(arrays[place.path], np.float32) for name, place in places.items()}
-    return named | {HEAD: named[format_of(config).table]} if has_tied_head(config) else named
+    arrays, mapping = _write_plan(params, config)
+    named = {name: part.copy(arrays[part.path], np.float32) for name, part in mapping.items()}
+    return named | {LM_HEAD: named[format_of(config).table]} if has_tied_head(config) else named
 
 
 def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params, Config]:
-    """Reads a checkpoint folder: ``config.json``, and safetensors files, one or several.
+    """Reads a checkpoint folder with a ``config.json`` and one or more safetensors files.
 
-    Everything is checked before the first tensor is read. Tensors are read one at a time, into one
-    of our arrays at a time.
+    All names, shapes and dtypes are checked before the first tensor is read. Tensors are read one
+    at a time, so host memory holds at most one parameter and one tensor.
 
     Args:
         folder: The folder.
-        dtype: The dtype of our arrays; None for the checkpoint's, or float32 where its tensors
-            differ in dtype.
+        dtype: The dtype of the parameters; None for the checkpoint's dtype, or float32 if the
+            tensors have different dtypes.
 
     Returns:
         ``(params, config)``. The padding of the vocabulary has rows of zeros. The config has the
-        special tokens that :func:`load_special_tokens` finds.
+        special tokens from :func:`load_special_tokens`.
 
     Raises:
-        FileNotFoundError: The folder, or a file that it should hold, is not there.
-        ValueError: A file is truncated or corrupt, the model is not one of ours, or the tensors are
-            not the ones that it has: a name is missing or unexpected, or a tensor has another shape
-            or is not of float32, bfloat16 or float16.
+        FileNotFoundError: The folder or one of its files does not exist.
+        ValueError: A file is truncated or corrupt; the model is not supported; a tensor is missing
+            or unexpected; or a tensor has a wrong shape, or a dtype other than float32, bfloat16
+            and float16.
 
     Example:
         >>> params, config = huggingface.load("Llama-3.2-1B", dtype="bfloat16")
@@ -149,7 +164,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     config = dataclasses.replace(config, special_tokens=load_special_tokens(folder))
     with open_tensors(folder) as stored:
-        tensors = _in_full(stored, config)
+        tensors = _full_names(stored, config)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         try:
             _check_dtypes(tensors)
@@ -161,19 +176,19 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
 
 
 def load_special_tokens(folder: str | Path) -> SpecialTokens:
-    """The ids of special tokens that a checkpoint folder names.
+    """Reads the ids of the special tokens of a checkpoint folder.
 
-    ``generation_config.json`` adds its ends of a text to those of ``config.json``, and comes first
-    for the other ids. Either file may be missing.
+    ``eos`` has the ids of ``config.json`` and then those of ``generation_config.json``. For the
+    other ids, ``generation_config.json`` takes precedence. Either file may be missing.
 
     Args:
         folder: The folder.
 
     Returns:
-        The ids. At each of ``eos`` :func:`jaxllm.inference.generate.complete` stops.
+        The ids. :func:`jaxllm.inference.generate.complete` stops at each id in ``eos``.
 
     Raises:
-        ValueError: A file is no JSON object, or an id no integer.
+        ValueError: A file is not a JSON object, or an id is not an integer.
     """
     found = []
     for name in ("config.json", _GENERATION):
@@ -203,28 +218,27 @@ def save(
 ) -> None:
     """Writes a checkpoint folder that :func:`load` and ``from_pretrained`` read.
 
-    The folder appears only once it is complete.
+    The folder is created atomically.
 
     Args:
         folder: The folder to create.
-        params: As the model's ``init`` makes them, the blocks stacked or in a list; float32,
-            bfloat16 or float16, which is kept.
-        config: The shape of the model; the padding of the vocabulary is dropped.
-        max_shard_bytes: Tensors that are larger together are written into several files. No more
-            than one file's are in the machine's memory at a time.
-        tokenizer_json: The file of the model's tokenizer, which is copied, with the configs of
-            tokenizer and generation that are in its folder; None for none.
-        special_tokens: The ids of the tokens that begin, end and fill up a text. None for those of
-            ``config``; if it has none, for those that :func:`load_special_tokens` finds in the
-            folder of ``tokenizer_json``.
-        overwrite: Replace what is there, once the new folder is complete.
+        params: The parameters, the blocks stacked or in a list. Their dtype, which is float32,
+            bfloat16 or float16, is kept.
+        config: The config of the model. The padding of the vocabulary is dropped.
+        max_shard_bytes: The largest size of a safetensors file. Host memory holds the tensors of
+            one file at a time.
+        tokenizer_json: The tokenizer file to copy, together with the tokenizer and generation
+            configs in its folder; None for no tokenizer.
+        special_tokens: The ids of the begin, end and padding tokens. None for the ids in
+            ``config``; if it has none, for the ids from :func:`load_special_tokens` of the
+            tokenizer's folder.
+        overwrite: Replace the folder if it exists.
 
     Raises:
-        FileExistsError: The folder exists and is not empty, and is not to be overwritten.
-        FileNotFoundError: There is no such tokenizer.
-        ValueError: ``params`` has not the arrays, or the shapes, that ``config`` asks for, or one
-            of another dtype; ``max_shard_bytes`` is below 1; or a config beside the tokenizer
-            cannot be read.
+        FileExistsError: The folder has contents and ``overwrite`` is false.
+        FileNotFoundError: The tokenizer file does not exist.
+        ValueError: Names, shapes or dtypes of the parameters differ from the config;
+            ``max_shard_bytes`` is below 1; or a config in the tokenizer's folder is invalid.
     """
     folder = Path(folder)
     if max_shard_bytes < 1:
@@ -233,13 +247,13 @@ def save(
         check_new(folder)
     if tokenizer_json is not None and not Path(tokenizer_json).is_file():
         raise FileNotFoundError(f"{tokenizer_json}: there is no such file")
-    beside = SpecialTokens()
+    tokenizer_ids = SpecialTokens()
     if tokenizer_json is not None:
-        beside = load_special_tokens(Path(tokenizer_json).parent)
+        tokenizer_ids = load_special_tokens(Path(tokenizer_json).parent)
     if special_tokens is None:
         named = config.special_tokens
-        special_tokens = beside if named == SpecialTokens() else named
-    arrays, places = _write_plan(params, config)
+        special_tokens = tokenizer_ids if named == SpecialTokens() else named
+    arrays, mapping = _write_plan(params, config)
     for path, array in arrays.items():
         if array.dtype not in DTYPES.values():
             raise ValueError(
@@ -254,23 +268,23 @@ def save(
             for name in _BESIDE_TOKENIZER:
                 if (file := Path(tokenizer_json).with_name(name)).is_file():
                     shutil.copyfile(file, partial / name)
-            if special_tokens != beside and (partial / _GENERATION).exists():
+            if special_tokens != tokenizer_ids and (partial / _GENERATION).exists():
                 generation = dict.fromkeys(ID_KEYS) | special_tokens_to_dict(special_tokens)
                 write_json(partial / _GENERATION, read_json(partial / _GENERATION) | generation)
         write_tensors(
             partial,
-            {name: place.nbytes(arrays[place.path]) for name, place in places.items()},
-            lambda name: places[name].copy(arrays[places[name].path]),
+            {name: part.nbytes(arrays[part.path]) for name, part in mapping.items()},
+            lambda name: mapping[name].copy(arrays[mapping[name].path]),
             max_bytes=max_shard_bytes,
         )
 
 
-def _in_full(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
-    """Tensors by the names that they have in the model with its head, without old buffers."""
+def _full_names(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
+    """Adds the prefix to the names of a bare model's tensors, and drops old buffers."""
     form = format_of(config)
     bare = not any(name.startswith(form.prefix) for name in tensors)
     prefix = form.prefix if bare else ""
-    full = {name if name == HEAD else prefix + name: tensor for name, tensor in tensors.items()}
+    full = {name if name == LM_HEAD else prefix + name: tensor for name, tensor in tensors.items()}
     return {
         name: tensor
         for name, tensor in full.items()
@@ -281,30 +295,30 @@ def _in_full(tensors: Mapping[str, T], config: Config) -> dict[str, T]:
 def _read(
     shapes: Shapes, read: Callable[[str], np.ndarray], config: Config, dtype: DTypeLike
 ) -> Params:
-    """Our parameters from the tensors that have these names and shapes."""
+    """Reads the parameters from tensors with these names and shapes."""
     form = format_of(config)
     if config.layers > len(shapes):
         raise ValueError(f"the config has {config.layers} layers; there are {len(shapes)} tensors")
-    ours, places = _shapes(config), form.places(config)
-    wanted = {name: place.shape(ours[place.path]) for name, place in places.items()}
-    has_second_head = has_tied_head(config) and HEAD in shapes
-    if has_second_head:
-        wanted[HEAD] = wanted[form.table]
-    check(shapes, wanted)
-    if has_second_head and not np.array_equal(read(HEAD), read(form.table)):
-        raise ValueError(f"{HEAD} differs from {form.table}; the model's config ties the two")
-    return assemble(read, places, ours, dtype)
+    param_shapes, mapping = _shapes(config), form.mapping(config)
+    wanted = {name: part.shape(param_shapes[part.path]) for name, part in mapping.items()}
+    has_copy_of_table = has_tied_head(config) and LM_HEAD in shapes
+    if has_copy_of_table:
+        wanted[LM_HEAD] = wanted[form.table]
+    check_shapes(shapes, wanted)
+    if has_copy_of_table and not np.array_equal(read(LM_HEAD), read(form.table)):
+        raise ValueError(f"{LM_HEAD} differs from {form.table}; the model's config ties the two")
+    return assemble(read, mapping, param_shapes, dtype)
 
 
-def _write_plan(params: Params, config: Config) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Our arrays by path, checked, and the place of each tensor that is to be written."""
-    arrays = arrays_of(params)
-    check({path: array.shape for path, array in arrays.items()}, _shapes(config))
-    return arrays, format_of(config).places(config)
+def _write_plan(params: Params, config: Config) -> tuple[dict[str, Any], dict[str, ParamSlice]]:
+    """The parameters by path, checked, and the parameter slice of each tensor to write."""
+    arrays = stacked_arrays(params)
+    check_shapes({path: array.shape for path, array in arrays.items()}, _shapes(config))
+    return arrays, format_of(config).mapping(config)
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of our arrays by path."""
+    """The shapes of the parameters by path."""
     init = format_of(config).model.init
     params = jax.eval_shape(lambda: init(jax.random.key(0), config))
     return {path: leaf.shape for path, leaf in flatten(params).items()}
@@ -317,7 +331,7 @@ def _check_dtypes(tensors: Mapping[str, Stored]) -> None:
 
 
 def _stored_dtype(tensors: Mapping[str, Stored]) -> DTypeLike:
-    """The dtype that holds all tensors."""
+    """The common dtype of all tensors; float32 if they differ."""
     dtypes = {DTYPES[tensor.dtype] for tensor in tensors.values()}
     return dtypes.pop() if len(dtypes) == 1 else jnp.float32
 

@@ -1,4 +1,4 @@
-"""What Hugging Face ``transformers`` calls the parts of our models: tensors and config keys."""
+"""The names of tensors and config keys in Hugging Face ``transformers``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.convert.places import Place
+from jaxllm.convert.parameter_mapping import ParamSlice
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.models.llama3 import Llama3Config
@@ -15,38 +15,40 @@ from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops import RopeScaling
 
 Config = GPT2Config | Llama3Config
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One architecture.
+    """The format of one architecture.
 
     Attributes:
-        model: Our module, with ``init``.
-        prefix: Begins every name but the head's; a checkpoint of the bare model leaves it out.
-        table: The name of the token table.
-        buffers: Names, without the prefix, of what older checkpoints hold and no parameter is.
-        places: Where each tensor of a config's model belongs, but for a tied head.
-        config_from_dict: Our config from the keys of ``config.json``.
-        config_to_dict: The reverse.
+        model: The jaxllm module of the model, with ``init``.
+        prefix: The prefix of every tensor name except the LM head's. Checkpoints of the bare model
+            omit it.
+        table: The name of the token embedding table.
+        buffers: Matches names of buffers, without the prefix, in older checkpoints. They are not
+            parameters.
+        mapping: The parameter slice of each tensor, by a config. A tied LM head has none.
+        config_from_dict: Converts the keys of ``config.json`` to a jaxllm config.
+        config_to_dict: Converts a jaxllm config to the keys of ``config.json``.
     """
 
     model: Any
     prefix: str
     table: str
     buffers: re.Pattern[str]
-    places: Callable[[Any], dict[str, Place]]
+    mapping: Callable[[Any], dict[str, ParamSlice]]
     config_from_dict: Callable[[Mapping[str, Any]], Any]
     config_to_dict: Callable[[Any], dict[str, Any]]
 
 
 def special_tokens_from_dict(config: Mapping[str, Any]) -> SpecialTokens:
-    """The ids in the contents of a ``config.json`` or a ``generation_config.json``.
+    """The special ids in a ``config.json`` or a ``generation_config.json``.
 
     Raises:
-        ValueError: One is no integer, or in ``eos_token_id`` no list of them.
+        ValueError: An id is not an integer; ``eos_token_id`` may also be a list of integers.
     """
 
     def token(key: str, value: Any) -> int:
@@ -65,31 +67,31 @@ def special_tokens_from_dict(config: Mapping[str, Any]) -> SpecialTokens:
 
 
 def special_tokens_to_dict(tokens: SpecialTokens) -> dict[str, Any]:
-    """The keys of ``config.json`` for the ids that there are."""
+    """The keys of ``config.json`` for the special ids that are not None."""
     eos = tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos) or None
     ids = zip(ID_KEYS, (tokens.bos, eos, tokens.pad), strict=True)
     return {key: value for key, value in ids if value is not None}
 
 
 def format_of(config: Config) -> Format:
-    """The architecture that a config belongs to."""
+    """The format of a config's architecture."""
     return FORMATS["gpt2" if isinstance(config, GPT2Config) else "llama"]
 
 
 def has_tied_head(config: Config) -> bool:
-    """Whether the head is a second name of the token table."""
+    """Whether the LM head shares the token embedding table."""
     return isinstance(config, GPT2Config) or config.tied_head
 
 
-# GPT-2. Its Conv1D weights are (in, out), as ours are.
+# GPT-2. Conv1D weights are (in, out), like jaxllm's.
 
 
-def _gpt2_places(config: GPT2Config) -> dict[str, Place]:
-    places = {
-        "transformer.wte.weight": Place("wte", (slice(config.vocab_size),)),
-        "transformer.wpe.weight": Place("wpe"),
-        "transformer.ln_f.weight": Place("ln_f/scale"),
-        "transformer.ln_f.bias": Place("ln_f/bias"),
+def _gpt2_mapping(config: GPT2Config) -> dict[str, ParamSlice]:
+    mapping = {
+        "transformer.wte.weight": ParamSlice("wte", (slice(config.vocab_size),)),
+        "transformer.wpe.weight": ParamSlice("wpe"),
+        "transformer.ln_f.weight": ParamSlice("ln_f/scale"),
+        "transformer.ln_f.bias": ParamSlice("ln_f/bias"),
     }
     norms = {"ln_1": "ln1", "ln_2": "ln2"}
     linears = {
@@ -100,11 +102,11 @@ def _gpt2_places(config: GPT2Config) -> dict[str, Place]:
     }
     for layer in range(config.layers):
         for names, weight in ((norms, "scale"), (linears, "weight")):
-            for theirs, ours in names.items():
-                name = f"transformer.h.{layer}.{theirs}"
-                places[f"{name}.weight"] = Place(f"blocks/{ours}/{weight}", (layer,))
-                places[f"{name}.bias"] = Place(f"blocks/{ours}/bias", (layer,))
-    return places
+            for module, path in names.items():
+                name = f"transformer.h.{layer}.{module}"
+                mapping[f"{name}.weight"] = ParamSlice(f"blocks/{path}/{weight}", (layer,))
+                mapping[f"{name}.bias"] = ParamSlice(f"blocks/{path}/bias", (layer,))
+    return mapping
 
 
 def _gpt2_from_dict(config: Mapping[str, Any]) -> GPT2Config:
@@ -140,19 +142,19 @@ def _gpt2_to_dict(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-# Llama. Its Linear weights are (out, in), and rotary pairs half-split, as in our rope.
+# Llama. Linear weights are (out, in). Rotary pairs are half a head apart, as in jaxllm's rope.
 
 
-def _llama_places(config: Llama3Config) -> dict[str, Place]:
+def _llama_mapping(config: Llama3Config) -> dict[str, ParamSlice]:
     rows = (slice(config.vocab_size),)
-    places = {
-        "model.embed_tokens.weight": Place("wte", rows),
-        "model.norm.weight": Place("norm_f/scale"),
+    mapping = {
+        "model.embed_tokens.weight": ParamSlice("wte", rows),
+        "model.norm.weight": ParamSlice("norm_f/scale"),
     }
     if not config.tied_head:
-        places[HEAD] = Place("head", rows)
-    q, k, v = _side_by_side(*config.qkv_widths)
-    gate, up = _side_by_side(config.mlp_width, config.mlp_width)
+        mapping[LM_HEAD] = ParamSlice("lm_head", rows)
+    q, k, v = _column_slices(*config.qkv_widths)
+    gate, up = _column_slices(config.mlp_width, config.mlp_width)
     everything = slice(None)
     linears = {
         "self_attn.q_proj": ("attention/qkv", q),
@@ -165,17 +167,19 @@ def _llama_places(config: Llama3Config) -> dict[str, Place]:
     }
     for layer in range(config.layers):
         name = f"model.layers.{layer}"
-        places[f"{name}.input_layernorm.weight"] = Place("blocks/norm1/scale", (layer,))
-        places[f"{name}.post_attention_layernorm.weight"] = Place("blocks/norm2/scale", (layer,))
-        for theirs, (ours, columns) in linears.items():
+        mapping[f"{name}.input_layernorm.weight"] = ParamSlice("blocks/norm1/scale", (layer,))
+        mapping[f"{name}.post_attention_layernorm.weight"] = ParamSlice(
+            "blocks/norm2/scale", (layer,)
+        )
+        for module, (path, columns) in linears.items():
             index = (layer, slice(None), columns)
-            place = Place(f"blocks/{ours}/weight", index, transposed=True)
-            places[f"{name}.{theirs}.weight"] = place
-    return places
+            target = ParamSlice(f"blocks/{path}/weight", index, transposed=True)
+            mapping[f"{name}.{module}.weight"] = target
+    return mapping
 
 
-def _side_by_side(*widths: int) -> list[slice]:
-    """The columns of arrays that stand side by side in one."""
+def _column_slices(*widths: int) -> list[slice]:
+    """The column slices of arrays that are concatenated along their columns."""
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     return [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
@@ -213,7 +217,7 @@ _ROPE_KEYS = {
 
 
 def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling; transformers 5 writes both under one key, version 4 did not."""
+    """The RoPE base and scaling. Transformers 5 has both in one key, version 4 has two keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters or rope_scaling is {_shown(rope)}; it must be an object")
@@ -227,9 +231,9 @@ def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     length = _integer(rope, _ROPE_KEYS["original_length"])
     if not (factor > 0 and 0 < low < high and length > 0):
         raise ValueError(
-            f"the scaling of rope has factor {factor}, low_freq_factor {low}, high_freq_factor "
-            f"{high} and original_max_position_embeddings {length}; they must be above 0, and the "
-            "low one less than the high one"
+            f"the RoPE scaling has factor {factor}, low_freq_factor {low}, high_freq_factor "
+            f"{high} and original_max_position_embeddings {length}; they must be above 0, and "
+            "low_freq_factor below high_freq_factor"
         )
     return theta, RopeScaling(factor, low, high, length)
 
@@ -255,11 +259,11 @@ def _llama_to_dict(config: Llama3Config) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "rms_norm_eps": config.norm_eps,
-        # As version 4 has it; version 5 reads it too.
+        # The keys of transformers 4, which version 5 reads too.
         "rope_theta": config.rope_theta,
         "rope_scaling": rope,
         "tie_word_embeddings": config.tied_head,
-        # Of the tokenizer, which the parameters do not know; the class's defaults are Llama 2's.
+        # None, because the class's defaults are Llama 2's ids.
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -271,7 +275,7 @@ FORMATS = {
         prefix="transformer.",
         table="transformer.wte.weight",
         buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
-        places=_gpt2_places,
+        mapping=_gpt2_mapping,
         config_from_dict=_gpt2_from_dict,
         config_to_dict=_gpt2_to_dict,
     ),
@@ -280,7 +284,7 @@ FORMATS = {
         prefix="model.",
         table="model.embed_tokens.weight",
         buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-        places=_llama_places,
+        mapping=_llama_mapping,
         config_from_dict=_llama_from_dict,
         config_to_dict=_llama_to_dict,
     ),
@@ -296,14 +300,14 @@ def _integer(config: Mapping[str, Any], key: str) -> int:
 
 def _number(config: Mapping[str, Any], key: str) -> float:
     value = _present(config, key)
-    # A JSON file may have integers that no float holds, and NaN.
+    # JSON may have integers beyond the range of a float, and NaN.
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
         raise ValueError(f"{key} is {_shown(value)}; it must be a finite number")
     return float(value)
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, of which a file may have any length."""
+    """The repr of a value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
@@ -315,7 +319,7 @@ def _present(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _expect(config: Mapping[str, Any], key: str, *wanted: Any) -> None:
-    """Refuses a model that differs from ours; what is not said is as a rule the first of these."""
+    """Raises ValueError if a key has another value than ``wanted``; the first is the default."""
     value = config.get(key, wanted[0])
     if value not in wanted:
         raise ValueError(f"{key} is {_shown(value)}; it must be {' or '.join(map(repr, wanted))}")

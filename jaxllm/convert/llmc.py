@@ -1,9 +1,8 @@
-"""GPT-2 in llm.c's files: checkpoints, debug states and the optimizer's state.
+"""Converts GPT-2 to and from llm.c's files: checkpoints, debug states and optimizer states.
 
-Every file has a header of 256 words of int32 and then arrays, little-endian. Those of the
-parameters (and of gradients and moments, which are shaped alike) follow one another in the order of
-:data:`TENSORS`, all layers of one beside each other, weights as ``(out, in)``; ours are
-``(in, out)``.
+A file is a header of 256 int32 words, followed by arrays, all little-endian. Parameters, gradients
+and moments have the order of :data:`TENSORS`. Each tensor holds all layers. Weights are
+``(out, in)``; jaxllm's are ``(in, out)``.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
-from jaxllm.convert.places import arrays_of, check, flatten, unflatten
+from jaxllm.convert.parameter_mapping import check_shapes, flatten, stacked_arrays, unflatten
 from jaxllm.data.files import replacing
+from jaxllm.data.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import Params
+from jaxllm.models.common import Params
 from jaxllm.models.gpt2 import GPT2Config
 
 CHECKPOINT_MAGIC = 20240326
 DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION = 20240327, 2
 OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION = 20240527, 1
-# The dtypes of a checkpoint by its version; bfloat16 is stored as it is.
+# The dtypes of a checkpoint by version.
 DTYPES = {3: jnp.dtype("float32"), 5: jnp.dtype("bfloat16")}
 
-# Where the file's tensors are among our parameters, in its order; weights lie there transposed.
+# The parameter paths of the tensors, in file order. Tensors that end in "/weight" are transposed.
 TENSORS = (
     "wte",
     "wpe",
@@ -53,19 +52,19 @@ TENSORS = (
 
 
 def load_gpt2(path: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params, GPT2Config]:
-    """Reads a checkpoint, of version 3 (float32) or 5 (bfloat16).
+    """Reads a checkpoint of version 3 (float32) or 5 (bfloat16).
 
     Args:
         path: The file.
-        dtype: The dtype of our arrays; None for the file's.
+        dtype: The dtype of the parameters; None for the file's dtype.
 
     Returns:
-        ``(params, config)``. The padded rows of the token table are as the file has them.
+        ``(params, config)``. The padding rows of the token table are read from the file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no such checkpoint, its sizes are not those of a GPT-2 with the vocabulary
-            padded to a multiple of 128, or it has not the size that follows from them.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a checkpoint; its vocabulary is not padded to a multiple of 128;
+            or its size contradicts its header.
     """
     path = Path(path)
     header = read_header(path, "a GPT-2 checkpoint", {CHECKPOINT_MAGIC: tuple(DTYPES)})
@@ -76,35 +75,35 @@ def load_gpt2(path: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Para
         raise ValueError(f"{path}: {error}") from error
     if padded != config.padded_vocab_size:
         raise ValueError(
-            f"{path}: a vocabulary of {vocab_size} padded to {padded}; it must be padded to "
+            f"{path}: the vocabulary of {vocab_size} is padded to {padded}; it must be padded to "
             f"{config.padded_vocab_size}"
         )
     stored = DTYPES[version]
     count = gpt2.num_params(config)
     check_size(path, HEADER_BYTES + count * stored.itemsize, f"{count} parameters of {stored}")
-    numbers = np.memmap(path, stored, "r", offset=HEADER_BYTES)
-    return _params_from(numbers, config, dtype or stored), config
+    elements = np.memmap(path, stored, "r", offset=HEADER_BYTES)
+    return _params_from(elements, config, dtype or stored), config
 
 
 def save_gpt2(
     path: str | Path, params: Params, config: GPT2Config, *, dtype: DTypeLike | None = None
 ) -> None:
-    """Writes a checkpoint; the file appears only once it is complete.
+    """Writes a checkpoint atomically.
 
-    What :func:`load_gpt2` read without a ``dtype`` is written as it was, byte for byte.
+    A file that is read by :func:`load_gpt2` without a ``dtype`` and written again is identical.
 
     Args:
         path: The file; overwritten.
-        params: The parameters, stacked or a list of layers.
-        config: Their shape.
-        dtype: float32, for a file of version 3, or bfloat16, for one of version 5; None for that of
-            ``params``.
+        params: The parameters, the blocks stacked or in a list.
+        config: The config of the model.
+        dtype: float32 for version 3, or bfloat16 for version 5; None for the dtype of ``params``.
 
     Raises:
-        ValueError: The dtype is another, or ``params`` are not shaped as ``config`` says.
+        ValueError: The dtype is neither float32 nor bfloat16, or names or shapes of the parameters
+            differ from the config.
     """
-    arrays = arrays_of(params)
-    check({name: array.shape for name, array in arrays.items()}, _shapes(config))
+    arrays = stacked_arrays(params)
+    check_shapes({name: array.shape for name, array in arrays.items()}, _shapes(config))
     dtype = jnp.dtype(dtype or arrays["wte"].dtype)
     versions = {of: version for version, of in DTYPES.items()}
     if dtype not in versions:
@@ -122,18 +121,18 @@ def save_gpt2(
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(header)
         for name in TENSORS:
-            _turned(name, np.asarray(arrays[name])).astype(dtype).tofile(file)
+            _transpose_weight(name, np.asarray(arrays[name])).astype(dtype).tofile(file)
 
 
 class DebugState(NamedTuple):
-    """What llm.c's ``train_gpt2.py`` recorded of one batch.
+    """The reference values that llm.c's ``train_gpt2.py`` records for one batch.
 
     Attributes:
         tokens: The batch, (B, T), int32.
-        labels: The tokens that follow, (B, T), int32.
-        logits: What the model gave, (B, T, V), float32, without the padding.
-        loss: Their mean cross entropy.
-        gradients: Of the loss, shaped as the parameters, float32.
+        labels: The tokens shifted by one, (B, T), int32.
+        logits: The model's output, (B, T, V), float32, without the padding of the vocabulary.
+        loss: The mean cross entropy in nats.
+        gradients: The gradients of the loss by the parameters, float32.
     """
 
     tokens: np.ndarray
@@ -148,11 +147,12 @@ def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
 
     Args:
         path: The file.
-        config: The shape of the model, as the checkpoint beside it has it.
+        config: The config of the model, from its checkpoint.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no debug state, or its size is not what its header and ``config`` ask for.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a debug state, or its size contradicts its header and the
+            config.
     """
     path = Path(path)
     header = read_header(path, "a debug state", {DEBUG_STATE_MAGIC: [DEBUG_STATE_VERSION]})
@@ -161,9 +161,9 @@ def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
     check_size(
         path,
         HEADER_BYTES + 4 * (2 * B * T + B * T * V + 1 + count),
-        f"{B} sequences of {T} tokens, of a vocabulary of {V}, and {count} gradients",
+        f"{B} sequences of {T} tokens, a vocabulary of {V}, and {count} gradients",
     )
-    # The dtype of the file's words changes on the way; a view of each part has its own.
+    # The file has int32 and float32 words, so each part gets a view of its dtype.
     words = np.memmap(path, "<i4", "r", offset=HEADER_BYTES)
     tokens, labels, logits, loss, gradients = np.split(
         words, np.cumsum([B * T, B * T, B * T * V, 1])
@@ -178,13 +178,13 @@ def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
 
 
 class OptimizerState(NamedTuple):
-    """AdamW's state as llm.c saves it beside a checkpoint.
+    """AdamW's state, which llm.c saves with a checkpoint.
 
     Attributes:
-        step: The steps taken.
-        m: The running mean of the gradients, shaped as the parameters, float32.
-        v: The running mean of their squares, likewise.
-        master: The parameters in float32, likewise; None where the file has none.
+        step: The number of steps taken.
+        m: The first moments, float32, shaped like the parameters.
+        v: The second moments, float32, shaped like the parameters.
+        master: The float32 master weights; None if the file has none.
     """
 
     step: int
@@ -194,16 +194,16 @@ class OptimizerState(NamedTuple):
 
 
 def read_optimizer_state(path: str | Path, config: GPT2Config) -> OptimizerState:
-    """Reads the optimizer's state of a run on one device, ``state_%08d_00000.bin``.
+    """Reads the optimizer state of a run on one device, ``state_%08d_00000.bin``.
 
     Args:
         path: The file.
-        config: The shape of the model, as the checkpoint beside it has it.
+        config: The config of the model, from its checkpoint.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no such state, or not the size of a whole one: where a run on several
-            devices split it, each of its files has a part.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not an optimizer state; or it does not hold the whole state, because
+            a run on several devices sharded it.
     """
     path = Path(path)
     versions = {OPTIMIZER_STATE_MAGIC: [OPTIMIZER_STATE_VERSION]}
@@ -214,7 +214,7 @@ def read_optimizer_state(path: str | Path, config: GPT2Config) -> OptimizerState
         path,
         HEADER_BYTES + 4 * trees * count,
         f"rank {rank} of {ranks} {'with' if has_master else 'without'} master weights "
-        f"(a whole one of {count} parameters can be read)",
+        f"(only an unsharded state of {count} parameters can be read)",
     )
     parts = np.memmap(path, "<f4", "r", offset=HEADER_BYTES).reshape(trees, count)
     m, v, *master = (_params_from(part, config, "float32") for part in parts)
@@ -222,59 +222,60 @@ def read_optimizer_state(path: str | Path, config: GPT2Config) -> OptimizerState
 
 
 def write_optimizer_state(path: str | Path, state: OptimizerState) -> None:
-    """Writes the optimizer's state of a run on one device; overwrites the file.
+    """Writes the optimizer state of a run on one device atomically.
 
     Args:
-        path: The file.
-        state: The state, stacked or with lists of layers.
+        path: The file; overwritten.
+        state: The state, the blocks stacked or in lists.
 
     Raises:
-        ValueError: A tree of the state has not the arrays of a GPT-2, or other shapes than ``m``.
+        ValueError: The names in a tree of the state are not GPT-2's, or its shapes differ from
+            ``m``.
     """
     words = [OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION, 1, 0, int(state.master is not None)]
     trees = {"m": state.m, "v": state.v, "master": state.master}
-    trees = {key: arrays_of(tree, key) for key, tree in trees.items() if tree is not None}
+    trees = {key: stacked_arrays(tree, key) for key, tree in trees.items() if tree is not None}
     wanted = {name: getattr(trees["m"].get(name), "shape", ()) for name in TENSORS}
     for key, arrays in trees.items():
         try:
-            check({name: array.shape for name, array in arrays.items()}, wanted)
+            check_shapes({name: array.shape for name, array in arrays.items()}, wanted)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(header_of(*words, *[0] * 5, state.step))
         for arrays in trees.values():
             for name in TENSORS:
-                _turned(name, np.asarray(arrays[name])).astype("<f4").tofile(file)
+                _transpose_weight(name, np.asarray(arrays[name])).astype("<f4").tofile(file)
 
 
 def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of our parameters by path."""
+    """The shapes of the parameters by path."""
     params = jax.eval_shape(lambda: gpt2.init(jax.random.key(0), config))
     return {name: x.shape for name, x in flatten(params).items()}
 
 
-def _turned(name: str, array: np.ndarray) -> np.ndarray:
-    """A tensor as the file has it, from ours; or ours, from the file's."""
+def _transpose_weight(name: str, array: np.ndarray) -> np.ndarray:
+    """Converts a tensor between jaxllm's and llm.c's layout; its own inverse."""
     return array.swapaxes(-1, -2) if name.endswith("/weight") else array
 
 
-def _params_from(numbers: np.ndarray, config: GPT2Config, dtype: DTypeLike) -> Params:
-    """Our parameters from all numbers of a file's."""
+def _params_from(elements: np.ndarray, config: GPT2Config, dtype: DTypeLike) -> Params:
+    """The parameters from the concatenated elements of all tensors."""
     return unflatten(
         {
-            name: jnp.asarray(_turned(name, part).astype(dtype, order="C"))
-            for name, part in _parts(numbers, config)
+            name: jnp.asarray(_transpose_weight(name, part).astype(dtype, order="C"))
+            for name, part in _parts(elements, config)
         }
     )
 
 
-def _parts(numbers: np.ndarray, config: GPT2Config) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a file, each in the file's shape."""
+def _parts(elements: np.ndarray, config: GPT2Config) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a file by name, in llm.c's layout."""
     shapes, start = _shapes(config), 0
     for name in TENSORS:
         shape = shapes[name]
         if name.endswith("/weight"):
             shape = (*shape[:-2], shape[-1], shape[-2])
         size = math.prod(shape)
-        yield name, numbers[start : start + size].reshape(shape)
+        yield name, elements[start : start + size].reshape(shape)
         start += size

@@ -1,4 +1,4 @@
-"""Holds our GPT-2 to a debug state of llm.c: logits, loss, and the gradient of every tensor."""
+"""Compares GPT-2 with a debug state of llm.c: logits, loss, and the gradient of every tensor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc import TENSORS, DebugState, load_gpt2, read_debug_state
-from jaxllm.convert.places import arrays_of, flatten
+from jaxllm.convert.parameter_mapping import flatten, stacked_arrays
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import Params
+from jaxllm.models.common import Params
 from jaxllm.models.gpt2 import GPT2Config
 
-# What an error may be, as a share of the largest number of the tensor.
+# The largest allowed error, as a share of the tensor's largest magnitude.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class Row(NamedTuple):
-    """How one tensor compares.
+    """The comparison of one tensor.
 
     Attributes:
-        name: The tensor: ``"logits"``, ``"loss"``, or a parameter, whose gradient it is.
-        largest: The largest magnitude in the file.
-        error: The largest difference, as a share of that; NaN where either has a NaN.
+        name: ``"logits"``, ``"loss"``, or the path of a parameter, for its gradient.
+        largest: The largest magnitude in the debug state.
+        error: The largest difference as a share of ``largest``; NaN if either tensor has a NaN.
     """
 
     name: str
@@ -38,20 +38,23 @@ class Row(NamedTuple):
 def compare(
     params: Params, config: GPT2Config, state: DebugState, *, dtype: DTypeLike = "float32"
 ) -> list[Row]:
-    """Runs the model on the batch of a debug state and compares all that it recorded.
+    """Runs the model on the batch of a debug state, and compares the results.
 
     Args:
         params: The parameters, the blocks stacked or in a list.
-        config: Their shape.
-        state: What llm.c's model gave.
-        dtype: What to compute in. Gradients are of parameters in this dtype.
+        config: The config of the model.
+        state: The debug state.
+        dtype: The compute dtype, to which the parameters are cast.
+
+    Returns:
+        A row for the logits, for the loss, and for each gradient.
     """
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     tokens, labels = jnp.asarray(state.tokens), jnp.asarray(state.labels)
     logits = jax.jit(gpt2.forward, static_argnames="config")(params, tokens, config=config)
     differentiated = jax.jit(jax.value_and_grad(gpt2.loss), static_argnames="config")
     loss, gradients = differentiated(params, tokens, labels, config=config)
-    found, wanted = arrays_of(gradients), flatten(state.gradients)
+    found, wanted = stacked_arrays(gradients), flatten(state.gradients)
     return [
         _row("logits", logits[..., : config.vocab_size], state.logits),
         _row("loss", loss, np.float32(state.loss)),
@@ -66,33 +69,36 @@ def check(
     dtype: DTypeLike = "float32",
     tolerance: float | None = None,
 ) -> tuple[bool, str]:
-    """Reads a checkpoint and the debug state beside it, and compares.
+    """Compares a checkpoint with its debug state.
 
     Args:
-        checkpoint: As :func:`jaxllm.convert.llmc.load_gpt2` reads it.
-        debug_state: As :func:`jaxllm.convert.llmc.read_debug_state` reads it.
-        dtype: What to compute in, float32 or bfloat16.
-        tolerance: What an error may be; None for that of ``dtype`` in :data:`TOLERANCES`.
+        checkpoint: The file of :func:`jaxllm.convert.llmc.load_gpt2`.
+        debug_state: The file of :func:`jaxllm.convert.llmc.read_debug_state`.
+        dtype: The compute dtype, float32 or bfloat16.
+        tolerance: The largest allowed error, as a share of a tensor's largest magnitude; None for
+            the value in :data:`TOLERANCES`.
 
     Returns:
-        Whether all errors are within the tolerance, and a table to print.
+        ``(passed, table)``: whether all errors are within the tolerance, and a table to print.
 
     Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file is not what it should be.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is invalid.
     """
     params, config = load_gpt2(checkpoint)
     state = read_debug_state(debug_state, config)
     tolerance = TOLERANCES[jnp.dtype(dtype).name] if tolerance is None else tolerance
     rows = compare(params, config, state, dtype=dtype)
-    faults = [row for row in rows if not row.error <= tolerance]  # so that a NaN is a fault
+    faults = [row for row in rows if not row.error <= tolerance]  # a NaN is a fault too
     lines = [f"{'tensor':28} {'largest':>10} {'error':>10}"]
     lines += [
         f"{row.name:28} {row.largest:10.3e} {row.error:10.3e}{'  <- too large' * (row in faults)}"
         for row in rows
     ]
-    verdict = f"{len(faults)} of {len(rows)} are beyond" if faults else "all are within"
-    lines.append(f"errors as shares of the largest number of each tensor: {verdict} {tolerance:g}")
+    verdict = f"{len(faults)} of {len(rows)} exceed" if faults else "all are within"
+    lines.append(
+        f"errors relative to the largest magnitude of each tensor: {verdict} {tolerance:g}"
+    )
     return not faults, "\n".join(lines)
 
 
@@ -100,5 +106,5 @@ def _row(name: str, found: jax.Array, wanted: ArrayLike) -> Row:
     wanted = np.asarray(wanted, np.float32)
     largest = float(np.max(np.abs(wanted), initial=0))
     difference = np.max(np.abs(np.asarray(found, np.float32) - wanted), initial=0)
-    # Of a tensor of zeros, the difference itself.
+    # For a tensor of zeros, the absolute difference.
     return Row(name, largest, float(difference) / (largest or 1.0))

@@ -1,4 +1,4 @@
-"""Where another format keeps the numbers of our parameters, read in either direction."""
+"""Parameter mapping: which slice of which jaxllm parameter a tensor of another format holds."""
 
 from __future__ import annotations
 
@@ -11,47 +11,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxllm.models.blocks import Params, stack
+from jaxllm import ops
+from jaxllm.models.common import Params, stack
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """The part of one of our arrays that a tensor of another format holds.
+class ParamSlice:
+    """The slice of a jaxllm parameter that corresponds to one tensor of another format.
 
     Attributes:
-        path: The names that lead to the array, such as ``"blocks/mlp/down/weight"``.
-        index: The part: a layer, rows, columns.
-        transposed: Whether the tensor is the part's transpose.
+        path: The parameter's path, such as ``"blocks/mlp/down/weight"``.
+        index: The slice: a layer, rows, columns.
+        transposed: Whether the tensor is the transpose of the slice.
     """
 
     path: str
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
 
-    def of(self, array: Any) -> Any:
-        """The part of an array, as the tensor lies; a view where NumPy gives one."""
-        part = array[self.index]
+    def view(self, param: Any) -> Any:
+        """The slice in the tensor's layout. A view if ``param`` is a NumPy array."""
+        part = param[self.index]
         return part.T if self.transposed else part
 
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor, if that of our array is ``ours``."""
-        return self.of(np.broadcast_to(np.float32(0), ours)).shape
+    def shape(self, param_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor, for a parameter of shape ``param_shape``."""
+        return self.view(np.broadcast_to(np.float32(0), param_shape)).shape
 
-    def nbytes(self, array: Any) -> int:
-        """The bytes of the tensor in the dtype of our array."""
-        return math.prod(self.shape(array.shape)) * array.dtype.itemsize
+    def nbytes(self, param: Any) -> int:
+        """The size of the tensor in bytes, in the dtype of the parameter."""
+        return math.prod(self.shape(param.shape)) * param.dtype.itemsize
 
-    def copy(self, array: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
-        """The tensor, in the machine's memory and contiguous. An array on a device is cut there."""
-        part = np.asarray(jnp.asarray(array)[self.index])
+    def copy(self, param: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
+        """Copies the tensor to host memory, contiguous. Only the slice leaves the device."""
+        part = np.asarray(jnp.asarray(param)[self.index])
         return np.array(part.T if self.transposed else part, dtype, order="C")
 
 
-def check(found: Shapes, wanted: Shapes) -> None:
-    """Raises ValueError unless names and shapes are the wanted ones; the message names the first
-    ten faults.
+def check_shapes(found: Shapes, wanted: Shapes) -> None:
+    """Checks that names and shapes are the wanted ones.
+
+    Raises:
+        ValueError: They differ. The message has the first ten differences.
     """
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [f"{name} is unexpected" for name in found if name not in wanted]
@@ -68,46 +71,53 @@ def check(found: Shapes, wanted: Shapes) -> None:
 
 def assemble(
     read: Callable[[str], np.ndarray],
-    places: Mapping[str, Place],
-    ours: Shapes,
+    mapping: Mapping[str, ParamSlice],
+    shapes: Shapes,
     dtype: DTypeLike,
 ) -> Params:
-    """Our parameters from tensors that are read one at a time; what no tensor holds is zero.
+    """Assembles jaxllm parameters from tensors that are read one at a time.
 
-    No more than one of our arrays and one tensor are in the machine's memory at a time, beside what
-    JAX keeps there.
+    Elements that no tensor covers are zero. Host memory holds at most one parameter and one tensor
+    at a time, in addition to the arrays that JAX keeps there.
 
     Args:
-        read: Gives a tensor by its name.
-        places: Where each tensor belongs.
-        ours: The shapes of our arrays by path.
-        dtype: The dtype of our arrays.
+        read: The function from a tensor's name to the tensor.
+        mapping: The parameter slice of each tensor.
+        shapes: The shapes of the parameters by path.
+        dtype: The dtype of the parameters.
+
+    Returns:
+        The parameters.
     """
-    names: dict[str, list[str]] = {path: [] for path in ours}
-    for name, place in places.items():
-        names[place.path].append(name)
+    names: dict[str, list[str]] = {path: [] for path in shapes}
+    for name, target in mapping.items():
+        names[target.path].append(name)
     flat = {}
-    for path, shape in ours.items():
+    for path, shape in shapes.items():
         array = np.zeros(shape, dtype)
         for name in names[path]:
-            places[name].of(array)[...] = read(name)
+            mapping[name].view(array)[...] = read(name)
         flat[path] = jnp.asarray(array)
     return unflatten(flat)
 
 
-def arrays_of(params: Params, name: str = "params") -> dict[str, Any]:
-    """The arrays of a model by their paths; blocks in a list are stacked.
+def stacked_arrays(params: Params, name: str = "params") -> dict[str, Any]:
+    """The parameters of a model by path. Blocks in a list are stacked.
 
     Args:
-        params: The parameters, or what is shaped like them, with the blocks stacked or in a list.
-        name: What the message calls them.
+        params: The parameters, or a tree of the same structure. The blocks are stacked or in a
+            list.
+        name: The name of the tree in error messages.
+
+    Returns:
+        The arrays by path.
 
     Raises:
-        ValueError: They are no nested dict of arrays; or are in the form for decoding, which no
-            file holds; or the layers in the list differ.
+        ValueError: ``params`` is not a nested dict of arrays; it has the decoding layout, which no
+            file format has; or the layers in the list differ.
     """
     if not isinstance(params, dict) or "blocks" not in params:
-        raise ValueError(f"{name} has no 'blocks'; it must be a dict as the model's init makes it")
+        raise ValueError(f"{name} has no 'blocks'; it must be a dict from the model's init")
     if isinstance(params["blocks"], tuple):
         params = params | {"blocks": list(params["blocks"])}
     try:
@@ -115,9 +125,10 @@ def arrays_of(params: Params, name: str = "params") -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}['blocks'] is a list of layers that differ: {error}") from error
     for path, array in arrays.items():
-        if path.endswith("/weight_t"):
+        if isinstance(array, ops.Transposed):
             raise ValueError(
-                f"{name} is as for_decoding makes it, with {path}; give the parameters before that"
+                f"{name} is in the layout of for_decoding, with a Transposed {path}; pass the "
+                "original parameters"
             )
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(
@@ -127,16 +138,21 @@ def arrays_of(params: Params, name: str = "params") -> dict[str, Any]:
 
 
 def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
-    """The arrays of a nested dict by their paths."""
+    """The arrays of a nested dict, by paths such as ``"blocks/mlp/down/weight"``.
+
+    A :class:`jaxllm.ops.Quantized` gives two arrays, at ``".../q"`` and ``".../scales"``.
+    """
     flat = {}
     for name, value in tree.items():
         path = prefix + name
+        if isinstance(value, ops.Quantized):
+            value = {"q": value.q, "scales": value.scales}
         flat |= flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
     return flat
 
 
 def unflatten(flat: Mapping[str, Any]) -> Params:
-    """The nested dict whose arrays have these paths."""
+    """The nested dict of arrays that :func:`flatten` gives by path."""
     tree: Params = {}
     for path, value in flat.items():
         *parents, last = path.split("/")
@@ -144,4 +160,13 @@ def unflatten(flat: Mapping[str, Any]) -> Params:
         for name in parents:
             node = node.setdefault(name, {})
         node[last] = value
-    return tree
+    return {name: _with_quantized(node) for name, node in tree.items()}
+
+
+def _with_quantized(node: Any) -> Any:
+    """Makes a Quantized of each dict with its two arrays."""
+    if not isinstance(node, dict):
+        return node
+    if node.keys() == {"q", "scales"}:
+        return ops.Quantized(**node)
+    return {name: _with_quantized(value) for name, value in node.items()}

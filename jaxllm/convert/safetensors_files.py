@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors files: one file, or several with an index, as on the Hub."""
+"""Reads and writes safetensors files: one file, or several files with an index."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file.
+    """A tensor in an open file, not read yet.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype, as safetensors calls it.
-        read: Reads it.
+        shape: The shape.
+        dtype: The dtype's name in safetensors, such as ``"BF16"``.
+        read: The function that reads the tensor.
     """
 
     shape: tuple[int, ...]
@@ -33,16 +33,20 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
-    """The tensors of a folder, by name, none of them read yet.
+    """Opens the safetensors files of a folder.
+
+    Yields:
+        The tensors by name, not read yet.
 
     Raises:
-        FileNotFoundError: There is neither a file nor an index, or a file of the index is missing.
-        ValueError: A file is not whole, or differs from the index.
+        FileNotFoundError: The folder has neither a file nor an index, or a file of the index is
+            missing.
+        ValueError: A file is invalid, or its tensors differ from the index.
     """
     safetensors = _import_safetensors()
     listed = _files_of(folder)
     if missing := [name for name in listed if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{folder}: {', '.join(missing)} is missing, which {INDEX} names")
+        raise FileNotFoundError(f"{folder}: {', '.join(missing)} is missing; {INDEX} lists it")
     tensors: dict[str, Stored] = {}
     with contextlib.ExitStack() as stack:
         for file_name, expected in listed.items():
@@ -50,11 +54,11 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Stored]]:
             try:
                 file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
             except (safetensors.SafetensorError, OSError) as error:
-                raise ValueError(f"{path}: no whole safetensors file: {error}") from error
+                raise ValueError(f"{path}: invalid safetensors file: {error}") from error
             names = set(file.keys())
             if differing := sorted(names ^ (names if expected is None else expected)):
                 where = "the file" if differing[0] in names else INDEX
-                raise ValueError(f"{path}: {differing[0]} is in {where} alone")
+                raise ValueError(f"{path}: {differing[0]} is only in {where}")
             tensors |= {name: _stored(file, name) for name in sorted(names)}
         yield tensors
 
@@ -66,13 +70,14 @@ def write_tensors(
     *,
     max_bytes: int,
 ) -> None:
-    """Writes tensors into one file, or into several of at most ``max_bytes`` and an index.
+    """Writes tensors to one file, or to several files with an index.
 
     Args:
-        folder: The folder, which exists.
-        sizes: The bytes of each tensor; a file has at least one.
-        make: Gives a tensor, contiguous, by its name. No more than one file's are kept.
-        max_bytes: Bytes of the tensors in one file.
+        folder: An existing folder.
+        sizes: The size of each tensor in bytes, by name.
+        make: The function from a name to the tensor, contiguous. Host memory holds the tensors of
+            one file at a time.
+        max_bytes: The largest size of the tensors in one file. A single tensor may exceed it.
     """
     save_file = _import_safetensors().numpy.save_file
     shards = _shards(sizes, max_bytes)
@@ -80,7 +85,7 @@ def write_tensors(
     if len(shards) == 1:
         files = [WHOLE]
     for file_name, names in zip(files, shards, strict=True):
-        # Without this entry transformers refuses the file.
+        # transformers rejects a file without this metadata.
         save_file({name: make(name) for name in names}, folder / file_name, {"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: files[i] for i, names in enumerate(shards) for name in names}
@@ -89,20 +94,20 @@ def write_tensors(
 
 
 def _files_of(folder: Path) -> dict[str, set[str] | None]:
-    """The tensors in each file, as the index has them; None where there is no index to tell."""
+    """The tensor names of each file, from the index; None for a single file without an index."""
     if (folder / WHOLE).is_file():
         return {WHOLE: None}
     path = folder / INDEX
     if not path.is_file():
-        raise FileNotFoundError(f"{folder}: holds neither {WHOLE} nor {INDEX}")
+        raise FileNotFoundError(f"{folder}: has neither {WHOLE} nor {INDEX}")
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map is missing or empty")
     files: dict[str, set[str] | None] = {}
     for name, file_name in weight_map.items():
-        # A path could lead out of the folder.
+        # Reject paths, which could lead out of the folder.
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ValueError(f"{path}: {name} is in {file_name!r}; it must be a file of the folder")
+            raise ValueError(f"{path}: {name} is in {file_name!r}; it must be a file name")
         files[file_name] = (files.get(file_name) or set()) | {name}
     return files
 
@@ -113,7 +118,7 @@ def _stored(file: Any, name: str) -> Stored:
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Names in their order, cut where a file would be too large."""
+    """Splits names, in order, into files of at most ``max_bytes``."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

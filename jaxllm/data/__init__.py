@@ -1,7 +1,10 @@
-"""From files of text to batches of tokens."""
+"""Data: text files to token shards, and token shards to batches."""
 
+from jaxllm.data.shard_format import read_shard, write_shard
 from jaxllm.data.shards import (
+    STANDARD_LIBRARY_SKIP,
     Dataset,
+    Summary,
     batch,
     batch_in_order,
     build,
@@ -15,7 +18,9 @@ from jaxllm.data.shards import (
 )
 
 __all__ = [
+    "STANDARD_LIBRARY_SKIP",
     "Dataset",
+    "Summary",
     "batch",
     "batch_in_order",
     "build",
@@ -25,5 +30,7 @@ __all__ = [
     "num_windows",
     "open_dataset",
     "open_split",
+    "read_shard",
     "standard_library",
+    "write_shard",
 ]

@@ -1,4 +1,4 @@
-"""Files that may be compressed: by gzip, zstd, bzip2 or xz, as their first bytes tell."""
+"""Reads files that may be compressed by gzip, zstd, bzip2 or xz. The first bytes tell which."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from typing import IO, Any, NamedTuple
 
 
 def plain_name(path: Path) -> str:
-    """The name of a file in small letters, without the ending of a compression."""
+    """The name of a file in lower case, without the ending of a compression."""
     name = Path(path.name.lower())
     return name.stem if name.suffix in COMPRESSED else name.name
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file, decompressed if they are compressed.
+    """The contents of a file, decompressed if the file is compressed.
 
     Raises:
         ImportError: The compression needs a package that is not installed.
         OSError: The file cannot be read.
-        ValueError: It is damaged.
+        ValueError: The file is damaged.
     """
     try:
         with open_file(path) as (_, file):
             return file.read()
-    except damage() as error:
+    except read_errors() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise ValueError(f"{path}: {damaged(error)}") from error
+        raise ValueError(f"{path}: {describe_error(error)}") from error
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Opens a file: gives it as it is, and decompressed. Without compression, both are the same.
+    """Opens a file, and decompresses it on the fly if it is compressed.
+
+    Yields:
+        ``(raw, file)``: the file as stored, and its decompressed contents. Without compression,
+        both are the same object.
 
     Raises:
+        EOFError: The name has the ending of a compression, but the file is empty.
         ImportError: The compression needs a package that is not installed.
     """
     with path.open("rb") as raw:
@@ -59,24 +64,34 @@ def open_file(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             yield raw, file
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether a file begins with the magic bytes of a compression.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as raw:
+        return any(kind.magic.match(raw.peek(16)) for kind in _COMPRESSIONS)
+
+
 @functools.cache
-def damage() -> tuple[type[Exception], ...]:
-    """What is raised where a file cannot be read, or not be decompressed."""
+def read_errors() -> tuple[type[Exception], ...]:
+    """The exceptions that reading or decompressing a file may raise."""
     errors = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
     with contextlib.suppress(ImportError):
         errors += (_zstd().ZstdError,)
     return errors
 
 
-def damaged(error: Exception) -> str:
-    """What to say of such an error."""
+def describe_error(error: Exception) -> str:
+    """The message for an exception of :func:`read_errors`."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be read: {error.strerror}"
-    return f"damaged, or not what its name says: {error or 'not enough memory'}"
+    return f"damaged, or not of the type in its name: {error or 'not enough memory'}"
 
 
 def _zstd() -> Any:
-    """The module of Python 3.14, or the package that has it for older ones."""
+    """The standard module of Python 3.14, or its backport."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -91,13 +106,13 @@ def _zstd() -> Any:
 
 def _open_zstd(raw: IO[bytes]) -> Any:
     zstd = _zstd()
-    # As `zstd --long=31` writes, and large dumps come; memory is taken as a file needs it.
+    # Large dumps are compressed with `zstd --long=31`. Memory use follows the file's real window.
     longest = {zstd.DecompressionParameter.window_log_max: 31}
     return zstd.open(raw, options=longest)
 
 
 class _Compression(NamedTuple):
-    """A way to compress: endings of names, what a file begins with, and how it is opened."""
+    """A compression: its file name endings, its magic bytes, and the function that opens it."""
 
     endings: tuple[str, ...]
     magic: re.Pattern[bytes]

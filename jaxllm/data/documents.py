@@ -1,12 +1,13 @@
-"""The documents of a corpus: text, JSON and parquet files, compressed or not.
+"""Reads the documents of a corpus from text, JSON and parquet files.
 
-:func:`find` lists the files and says which it leaves out; :func:`read` gives their documents in
-order. What cannot be read is a :class:`Fault` with its file and row, so that one bad document need
-not end a job.
+:func:`find` lists the files to read and the files that it leaves out. :func:`read` yields their
+documents in order. For a document that cannot be read it yields a :class:`Fault` with the file and
+row, so one bad document need not stop a job.
 
-The ending of a name decides how a file is read, in any case of letters and before an ending of a
-compression (``.json.gz``). Compression is told by the first bytes. The contents decide about
-``.json`` and unknown endings.
+- The file name's ending selects the format, in upper or lower case. For ``.json`` and unknown
+  endings, the contents do.
+- Text and JSON files may be compressed (``.json.gz``). The first bytes tell the compression.
+- Parquet files must not be compressed: parquet compresses its pages itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from jaxllm.data.compression import damage, damaged, open_file, plain_name
+from jaxllm.data.compression import (
+    describe_error,
+    is_compressed,
+    open_file,
+    plain_name,
+    read_errors,
+)
 from jaxllm.data.files import walk
 
 TEXTS = (".md", ".py", ".txt")
@@ -33,7 +40,7 @@ FORMATS = {"text": TEXTS, "lines": LINES, "json": JSON, "parquet": TABLES}
 ENDINGS = (*TEXTS, *LINES, *JSON, *TABLES)
 
 _BY_NAME = {ending: name for name, endings in FORMATS.items() for ending in endings}
-_NO_TEXT = (".csv", ".tsv", ".xml")  # rows or markup, of which the whole is no document
+_NO_TEXT = (".csv", ".tsv", ".xml")  # text files of rows or markup, which are not one document
 _PACKED = {
     b"PK\x03\x04": "a zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
@@ -42,9 +49,9 @@ _PACKED = {
     b"\x1f\x9d": "compressed by compress",
     b"\xff\x06\0\0sNaPpY": "compressed by snappy",
 }
-_HEAD = 1 << 16  # bytes that tell text from other contents
-_ROWS = 10  # that tell whether JSON holds documents
-_CHUNK = 1 << 20  # characters of JSON that are read at a time
+_HEAD = 1 << 16  # the bytes to inspect to detect a format
+_ROWS = 10  # the rows to inspect to detect documents in JSON
+_CHUNK = 1 << 20  # the characters of JSON to read at a time
 
 
 class Document(NamedTuple):
@@ -53,7 +60,7 @@ class Document(NamedTuple):
     Attributes:
         text: The text, without a byte order mark.
         where: Its file, and its line or row, counted from 1.
-        size: The bytes of the file that it stands for.
+        size: Its share of the file's size, in bytes, for progress bars.
     """
 
     text: str
@@ -62,13 +69,13 @@ class Document(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What stands where no text can be read.
+    """A document, or several, that cannot be read.
 
     Attributes:
         where: The file, and the line or row, counted from 1.
-        reason: What is wrong there.
-        size: The bytes of the file that it stands for.
-        count: How many documents are lost, as far as that is known.
+        reason: The error.
+        size: The share of the file's size, in bytes, for progress bars.
+        count: The number of documents lost, if it is known; else 1.
     """
 
     where: str
@@ -81,14 +88,14 @@ class Fault(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A file to read, and how: a key of :data:`FORMATS`."""
+    """A file to read, and its format, a key of :data:`FORMATS`."""
 
     path: Path
     format: str
 
 
 class LeftOut(NamedTuple):
-    """A file that is not read, and why."""
+    """A file that is not read, and the reason."""
 
     path: Path
     reason: str
@@ -100,23 +107,25 @@ class LeftOut(NamedTuple):
 def find(
     paths: Iterable[str | Path], *, key: str = "text", format: str | None = None
 ) -> tuple[list[Source], list[LeftOut]]:
-    """The files to read: those named, and those in the folders named.
+    """Lists the files to read in files and folders.
 
-    Folders are searched recursively, links followed. A link is left out if the file that it leads
-    to is read itself.
+    Folders are searched recursively, and links are followed. A link is left out if its target is
+    read under its own name.
 
     Args:
         paths: Files and folders.
-        key: As in :func:`read`; by it the contents are judged.
-        format: How to read every file, a key of :data:`FORMATS`; None to tell by name and contents.
+        key: The field that holds the text, as in :func:`read`. It is used to detect documents in
+            files whose name does not tell the format.
+        format: The format of every file, a key of :data:`FORMATS`; None to detect it by name and
+            contents.
 
     Returns:
-        The sources in the order of ``paths``, those of a folder sorted, none twice; and what the
-        folders hold beside them.
+        ``(sources, left_out)``. The sources are in the order of ``paths``, sorted within a folder,
+        without duplicates. ``left_out`` has the other files of the folders.
 
     Raises:
-        FileNotFoundError: A path does not exist, or a folder holds no file to read.
-        ValueError: ``format`` is unknown, or a file that was named cannot be read as any.
+        FileNotFoundError: A path does not exist, or a folder has no file to read.
+        ValueError: ``format`` is unknown, or the format of a file in ``paths`` is not supported.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
@@ -129,10 +138,10 @@ def find(
         elif not path.exists():
             link = "a link to nothing" if path.is_symlink() else "there is no such file or folder"
             raise FileNotFoundError(f"{path}: {link}")
-        elif isinstance(verdict := _judge(path, key, format, named=True), LeftOut):
-            raise ValueError(str(verdict))
+        elif isinstance(source := _classify(path, key, format, named=True), LeftOut):
+            raise ValueError(str(source))
         else:
-            sources.append(verdict)
+            sources.append(source)
     sources = list(dict.fromkeys(sources))
     read = {source.path.resolve() for source in sources if not source.path.is_symlink()}
     links = {s for s in sources if s.path.is_symlink() and s.path.resolve() in read}
@@ -145,21 +154,21 @@ def _find_in_folder(
 ) -> tuple[list[Source], list[LeftOut]]:
     sources, left_out = [], []
     for path, reason in walk(folder):
-        verdict = LeftOut(path, reason) if reason else _judge(path, key, format, named=False)
-        (left_out if isinstance(verdict, LeftOut) else sources).append(verdict)
+        source = LeftOut(path, reason) if reason else _classify(path, key, format, named=False)
+        (left_out if isinstance(source, LeftOut) else sources).append(source)
     if not sources:
         also = [f"; left out {one}" for one in left_out[:3]]
         also += [f"; and {len(left_out) - 3} more"] if len(left_out) > 3 else []
         raise FileNotFoundError(
-            f"{folder}: no file found that ends in {', '.join(ENDINGS)}{''.join(also)}"
+            f"{folder}: no file found with an ending of {', '.join(ENDINGS)}{''.join(also)}"
         )
     return sources, left_out
 
 
-def _judge(path: Path, key: str, format: str | None, *, named: bool) -> Source | LeftOut:
-    """How a file is read, or why it is not."""
+def _classify(path: Path, key: str, format: str | None, *, named: bool) -> Source | LeftOut:
+    """Selects the format of a file, or the reason to leave it out."""
     if not path.is_file():
-        return LeftOut(path, "no regular file")
+        return LeftOut(path, "not a regular file")
     if not os.access(path, os.R_OK):
         return LeftOut(path, "no permission to read it")
     ending = _ending(path)
@@ -169,25 +178,25 @@ def _judge(path: Path, key: str, format: str | None, *, named: bool) -> Source |
         return Source(path, _BY_NAME[ending])
     try:
         found, reason = _by_contents(path, key)
-    except damage() as error:
-        # Reading reports it, after what is whole before the damage.
-        return Source(path, "lines") if ending in JSON else LeftOut(path, damaged(error))
+    except read_errors() as error:
+        # read() yields the documents before the damage, and then a fault.
+        return Source(path, "lines") if ending in JSON else LeftOut(path, describe_error(error))
     if found == "text" and ending in JSON:
         return LeftOut(path, "no JSON object or array")
     if found == "text" and ending in _NO_TEXT:
-        return LeftOut(path, f"{ending} is not read; convert it to .jsonl or .parquet")
+        return LeftOut(path, f"{ending} is not supported; convert it to .jsonl or .parquet")
     if found == "text" and not named:
-        return LeftOut(path, "text without a known ending; name it, or give the format text")
+        return LeftOut(path, "text with an unknown ending; pass the file itself, or --format text")
     return Source(path, found) if found else LeftOut(path, reason)
 
 
 def _ending(path: Path) -> str:
-    """The last ending, in small letters, without that of a compression."""
+    """The last ending in lower case, after removing the ending of a compression."""
     return Path(plain_name(path)).suffix
 
 
 def _by_contents(path: Path, key: str) -> tuple[str, str]:
-    """A key of :data:`FORMATS`, or an empty string and why."""
+    """Detects the format by contents: ``(format, "")``, or ``("", reason)`` if it is unknown."""
     with open_file(path) as (_, file):
         head = file.read(_HEAD)
     if head.startswith(b"PAR1"):
@@ -206,21 +215,21 @@ def _by_contents(path: Path, key: str) -> tuple[str, str]:
             return format, ""
         reason = rows[0].reason if rows and isinstance(rows[0], Fault) else "an empty array"
         if not reason.startswith(_NO_JSON):
-            return "", f"JSON without texts: {reason}"
+            return "", f"JSON without documents: {reason}"
     try:
         is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         is_text = False
-    return ("text", "") if is_text else ("", "neither text nor JSON nor parquet")
+    return ("text", "") if is_text else ("", "not text, JSON or parquet")
 
 
 def _has_lines(path: Path) -> bool:
-    """Whether JSON is an object a line: the first lines are, but for those that are broken."""
+    """Whether a JSON file has one object per line; broken lines at its beginning are ignored."""
     with open_file(path) as (_, file):
         lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
         for line in itertools.islice(filter(None, lines), _ROWS):
             if line == b"{" or line.startswith(b"["):
-                return False  # an object or array over several lines, or as long as the file
+                return False  # one object or array that spans lines
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(json.loads(line), dict):
                     return True
@@ -228,16 +237,25 @@ def _has_lines(path: Path) -> bool:
 
 
 def read(sources: Iterable[Source], *, key: str = "text") -> Iterator[Document | Fault]:
-    """The documents of files in order; a fault where one cannot be read.
+    """Yields the documents of files in order, and a fault for each that cannot be read.
 
-    A text file is one document. A JSON file has an object a line, or an array of objects, or one
-    object; a parquet file has a row a document. A fault that makes the rest of a file unreadable is
-    the file's last; in parquet, of a row group's.
+    ======== =========================================================================
+    text     The file is one document.
+    lines    Each line is a JSON object with one document.
+    json     A JSON array of objects, or objects one after another; a document each.
+    parquet  Each row is a document.
+    ======== =========================================================================
+
+    If the rest of a file is unreadable, its last item is a fault. A parquet file continues with its
+    next row group.
 
     Args:
-        sources: As :func:`find` gives them.
-        key: The field or column that holds the text. ``"a.b"`` is the field b of the field a, where
-            there is none of that very name.
+        sources: The sources from :func:`find`.
+        key: The field or column that holds the text. ``"a.b"`` is the field ``"a.b"`` if it
+            exists, else the field b of the field a.
+
+    Yields:
+        Documents and faults.
 
     Raises:
         ImportError: A file needs a package that is not installed.
@@ -247,9 +265,9 @@ def read(sources: Iterable[Source], *, key: str = "text") -> Iterator[Document |
         try:
             for row in _READERS[format](path, key):
                 yield row
-        except damage() as error:
+        except read_errors() as error:
             after = f", after {row.where.removeprefix(f'{path}, ')}" if row else ""
-            yield Fault(f"{path}{after}", damaged(error))
+            yield Fault(f"{path}{after}", describe_error(error))
 
 
 def _read_text(path: Path, key: str) -> Iterator[Document | Fault]:
@@ -263,75 +281,77 @@ def _read_text(path: Path, key: str) -> Iterator[Document | Fault]:
 
 def _read_lines(path: Path, key: str) -> Iterator[Document | Fault]:
     with open_file(path) as (raw, file):
-        place = 0
+        offset = 0
         for number, line in enumerate(file, 1):
-            before, place = place, raw.tell()
+            before, offset = offset, raw.tell()
             if not line.removeprefix(codecs.BOM_UTF8).strip():
                 continue
             where = f"{path}, line {number}"
             try:
                 value = json.loads(line)
             except ValueError as error:
-                yield Fault(where, f"no object with {key!r}: {error}", place - before)
+                yield Fault(where, f"not an object with {key!r}: {error}", offset - before)
             except RecursionError:
-                yield Fault(where, "JSON that is nested too deep", place - before)
+                yield Fault(where, "JSON is nested too deeply", offset - before)
             else:
-                yield _document(_field(value, key), where, key, place - before)
+                yield _document(_field(value, key), where, key, offset - before)
 
 
 def _read_json(path: Path, key: str) -> Iterator[Document | Fault]:
     with open_file(path) as (raw, file):
-        place = number = 0
+        offset = number = 0
         try:
             for number, value in enumerate(_json_values(file), 1):
-                before, place = place, raw.tell()
+                before, offset = offset, raw.tell()
                 where = f"{path}, object {number}"
-                yield _document(_field(value, key), where, key, place - before)
+                yield _document(_field(value, key), where, key, offset - before)
         except ValueError as error:
             yield Fault(f"{path}, object {number + 1}", f"{_NO_JSON}: {error}")
         except RecursionError:
-            yield Fault(f"{path}, object {number + 1}", "JSON that is nested too deep")
+            yield Fault(f"{path}, object {number + 1}", "JSON is nested too deeply")
 
 
 def _json_values(file: IO[bytes]) -> Iterator[Any]:
-    """The values of a JSON array, or JSON values one after another, a chunk in memory at a time.
+    """Yields the values of a JSON array, or of concatenated JSON values.
+
+    Only one chunk of the file, or one value, is in memory at a time.
 
     Raises:
-        ValueError: Something else stands there.
-        RecursionError: A value is nested too deep.
+        ValueError: The file is not valid JSON.
+        RecursionError: A value is nested too deeply.
     """
     decode = json.JSONDecoder().raw_decode
-    # A broken byte is its value's fault alone: it becomes a surrogate, which is no text.
+    # A broken byte must invalidate only its own value, so it becomes a surrogate.
     with io.TextIOWrapper(file, "utf-8-sig", "surrogateescape") as text:
         buffer = text.read(_CHUNK).lstrip()
         in_array = buffer.startswith("[")
-        place = int(in_array)
+        start = int(in_array)
         while True:
-            place += len(_GAP.match(buffer, place)[0])  # type: ignore[index]
+            start += len(_GAP.match(buffer, start)[0])  # type: ignore[index]
             fault, value = None, None
-            if in_array and buffer.startswith("]", place):
-                if rest := (buffer[place + 1 :] + text.read(_CHUNK)).strip():
-                    raise ValueError(f"after the array stands {rest[:20]!r}")
+            if in_array and buffer.startswith("]", start):
+                if rest := (buffer[start + 1 :] + text.read(_CHUNK)).strip():
+                    raise ValueError(f"unexpected text after the array: {rest[:20]!r}")
                 return
             try:
-                value, end = decode(buffer, place)
+                value, end = decode(buffer, start)
             except json.JSONDecodeError as error:
                 fault, end = error, error.pos
-            # What a chunk cuts off may go on in the next: a number, a name, an escape, a string.
+            # A value near the end of the buffer may continue in the next chunk.
             if end > len(buffer) - 16 or (fault and fault.msg.startswith("Unterminated")):
-                if more := text.read(max(_CHUNK, len(buffer) - place)):
-                    buffer, place = buffer[place:] + more, 0
+                if more := text.read(max(_CHUNK, len(buffer) - start)):
+                    buffer, start = buffer[start:] + more, 0
                     continue
-                if fault and place == len(buffer) and not in_array:
+                if fault and start == len(buffer) and not in_array:
                     return
             if fault:
-                raise ValueError(f"{fault.msg}: {buffer[place : place + 20]!r}")
+                raise ValueError(f"{fault.msg}: {buffer[start : start + 20]!r}")
             yield value
-            place = end
+            start = end
 
 
 _GAP = re.compile(r"[\s,]*")
-_NO_JSON = "no JSON"
+_NO_JSON = "invalid JSON"
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[Document | Fault]:
@@ -343,11 +363,14 @@ def _read_parquet(path: Path, key: str) -> Iterator[Document | Fault]:
             'parquet files need the package pyarrow: pip install "jaxllm[data]"'
         ) from error
     broken, file_bytes = (pyarrow.ArrowException, OSError), path.stat().st_size
+    if is_compressed(path):
+        yield Fault(str(path), "parquet in a compressed file; decompress it first", file_bytes)
+        return
     try:
         table = parquet.ParquetFile(path, page_checksum_verification=True)
         metadata, schema = table.metadata, table.schema_arrow
     except broken as error:
-        yield Fault(str(path), damaged(error), file_bytes)
+        yield Fault(str(path), describe_error(error), file_bytes)
         return
     with table:
         size, number = file_bytes / max(metadata.num_rows, 1), 0
@@ -367,12 +390,12 @@ def _read_parquet(path: Path, key: str) -> Iterator[Document | Fault]:
             except broken as error:
                 lost = after - number
                 where = f"{path}, rows {number + 1} to {after}"
-                yield Fault(where, damaged(error), size * lost, lost)
+                yield Fault(where, describe_error(error), size * lost, lost)
             number = after
 
 
 def _has_column(schema: Any, fields: list[str]) -> bool:
-    """Whether there is a column, and in it the fields."""
+    """Whether a schema has the column ``fields[0]``, with the nested fields ``fields[1:]``."""
     import pyarrow
 
     inner = pyarrow.struct(list(schema))
@@ -384,12 +407,12 @@ def _has_column(schema: Any, fields: list[str]) -> bool:
 
 
 def _column_values(batch: Any, fields: list[str]) -> list[Any]:
-    """The values of a column, or of a field in it; bytes where one is not UTF-8."""
+    """The values of a column or a nested field; bytes if a value is not UTF-8."""
     import pyarrow
 
-    column = batch.column(fields[0])  # by its name: there may be "a.b" and "a" with "b" in it
+    column = batch.column(fields[0])  # by name: the batch may have "a.b" and "a" with a field "b"
     for name in fields[1:]:
-        # Unlike `field`, it gives null where the object around it is.
+        # Unlike `field`, `flatten` gives null if the parent struct is null.
         column = column.flatten()[column.type.get_field_index(name)]
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -413,15 +436,15 @@ def _field(value: Any, key: str) -> Any:
 
 def _document(value: Any, where: str, key: str, size: float) -> Document | Fault:
     if value is _MISSING:
-        return Fault(where, f"no object with {key!r}", size)
+        return Fault(where, f"not an object with {key!r}", size)
     try:
         if isinstance(value, bytes):
             value = value.decode()
         if not isinstance(value, str):
-            return Fault(where, f"{key!r} holds {type(value).__name__}, no text", size)
+            return Fault(where, f"{key!r} is of type {type(value).__name__}, not text", size)
         value.encode()
-    except UnicodeError as error:  # a broken byte; or half of a character, which JSON can name
-        return Fault(where, f"{key!r} is no text: {error}", size)
+    except UnicodeError as error:  # an invalid byte, or a lone surrogate from a JSON escape
+        return Fault(where, f"{key!r} is not valid text: {error}", size)
     return Document(value, where, size)
 
 

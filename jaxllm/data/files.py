@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all; what a folder holds, and a JSON file."""
+"""Atomic writes of files and folders, recursive folder listings, and JSON files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from typing import Any
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Gives a file to write that takes another's place when the block ends well.
+    """Writes a file atomically.
 
     Args:
-        path: The file to be. Until then it has a hidden name in the folder, which is created.
+        path: The file to create or replace. Its folder is created if it does not exist.
+
+    Yields:
+        A temporary path in the same folder. It is renamed to ``path`` if the block succeeds, and
+        removed if the block fails.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Of one name, so that the next process takes what one that was killed has left.
+    # A fixed name: if a process was killed, the next one overwrites its temporary file.
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -33,21 +37,25 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Gives a folder to fill that gets its name when the block ends well.
+    """Creates a folder atomically.
 
     Args:
-        folder: The folder to be.
-        overwrite: It may be there, and is replaced then.
+        folder: The folder to create.
+        overwrite: Replace the folder if it exists.
+
+    Yields:
+        A temporary folder next to it. It is renamed to ``folder`` if the block succeeds, and
+        removed if the block fails.
 
     Raises:
-        FileExistsError: See :func:`check_new`.
+        FileExistsError: The folder has contents and ``overwrite`` is false.
     """
     folder = Path(folder)
     if not overwrite:
         check_new(folder)
-    folder = folder.resolve()  # a link stays one
+    folder = folder.resolve()  # so that a link is kept and its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Names of their own: two processes may make one folder, and the first to finish is kept.
+    # Unique names, because two processes may create the same folder. The first to finish wins.
     partial, old = (folder.with_name(f".{folder.name}.{uuid.uuid4().hex}") for _ in range(2))
     partial.mkdir()
     try:
@@ -62,26 +70,26 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
 
 
 def check_new(folder: Path) -> None:
-    """Refuses a folder that holds something.
+    """Checks that a folder does not exist or is empty.
 
     Raises:
-        FileExistsError: It is no folder, or not empty.
+        FileExistsError: The path is a folder with contents, or not a folder.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: exists already; give a new folder or delete this one")
+        raise FileExistsError(f"{folder}: exists already; use a new folder or delete this one")
 
 
 def walk(folder: str | Path, skip: Sequence[str] = ()) -> list[tuple[Path, str]]:
-    """The files in a folder and in those below it, sorted; links to folders are followed.
+    """Lists the files in a folder recursively, sorted. Links to folders are followed.
 
     Args:
         folder: The folder.
-        skip: Patterns, such as ``"test*"``, for names of files and folders that are passed over.
+        skip: Patterns, such as ``"test*"``, for names of files and folders to skip.
 
     Returns:
-        Each file with an empty string; and what is passed over with the reason: hidden files and
-        folders, those that ``skip`` names, folders that cannot be opened, and links to folders that
-        are read themselves.
+        ``(path, reason)`` pairs. The reason is empty for a file to read. It is given for hidden
+        files and folders, names that match ``skip``, folders that cannot be opened, and folders
+        that are read under another path.
     """
     found: list[tuple[Path, str]] = []
     seen = {Path(folder).resolve()}
@@ -89,7 +97,7 @@ def walk(folder: str | Path, skip: Sequence[str] = ()) -> list[tuple[Path, str]]
     def note(error: OSError) -> None:
         found.append((Path(error.filename), f"cannot be opened: {error.strerror}"))
 
-    def why(name: str) -> str:
+    def skip_reason(name: str) -> str:
         if name.startswith("."):
             return "hidden"
         return "skipped" if any(fnmatch.fnmatchcase(name, pattern) for pattern in skip) else ""
@@ -98,33 +106,33 @@ def walk(folder: str | Path, skip: Sequence[str] = ()) -> list[tuple[Path, str]]
         folders.sort()
         for name in list(folders):
             path = Path(root, name)
-            reason = why(name)
+            reason = skip_reason(name)
             if not reason and (real := path.resolve()) in seen:
-                reason = "a folder that is read by another name"
+                reason = "a folder that is read under another path"
             if reason:
                 found.append((path, reason))
                 folders.remove(name)
             else:
                 seen.add(real)
-        found += [(Path(root, name), why(name)) for name in names]
+        found += [(Path(root, name), skip_reason(name)) for name in names]
     return sorted(found)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads a JSON file that holds an object.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It holds something else.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not valid JSON, or its value is not an object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
         contents = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON: {error}") from error
+        raise ValueError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds no JSON object")
+        raise ValueError(f"{path}: not a JSON object")
     return contents
 
 

@@ -1,4 +1,4 @@
-"""The header that llm.c's binary files begin with: 256 words of int32, little-endian."""
+"""The header of llm.c's binary files: 256 little-endian int32 words."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ HEADER_BYTES = HEADER_WORDS * 4
 
 
 def read_header(path: Path, what: str, versions: Mapping[int, Sequence[int]]) -> np.ndarray:
-    """The words of a file's header.
+    """Reads and checks the header of a file.
 
     Args:
         path: The file.
-        what: What it should be, for messages, such as ``"a token shard"``.
-        versions: The versions that can be read, by magic number.
+        what: The expected kind of file, for error messages, such as ``"a token shard"``.
+        versions: The supported versions by magic number.
+
+    Returns:
+        The 256 words, int32.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is shorter than a header, or has another magic number or version.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is shorter than a header, or has an unknown magic number or version.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
@@ -44,17 +47,17 @@ def read_header(path: Path, what: str, versions: Mapping[int, Sequence[int]]) ->
     return header
 
 
-def check_size(path: Path, wanted: int, announced: str) -> None:
-    """Raises ValueError unless a file has as many bytes as its header announces."""
+def check_size(path: Path, wanted: int, contents: str) -> None:
+    """Raises ValueError unless a file has ``wanted`` bytes, the size that its header implies."""
     found = path.stat().st_size
     if found != wanted:
         raise ValueError(
-            f"{path}: {found} bytes long; its header announces {announced}, so {wanted} bytes"
+            f"{path}: {found} bytes long; its header has {contents}, so it must have {wanted} bytes"
         )
 
 
 def header_of(*words: int) -> bytes:
-    """A header that begins with these words; the others are zero."""
+    """The bytes of a header that begins with these words; the remaining words are zero."""
     header = np.zeros(HEADER_WORDS, "<i4")
     header[: len(words)] = words
     return header.tobytes()

@@ -1,6 +1,6 @@
-"""Token shards: the format of llm.c, which is this project's own as well.
+"""The file format of token shards, which is llm.c's.
 
-Two kinds, little-endian, told apart by the magic number::
+There are two kinds, both little-endian. The magic number distinguishes them::
 
     256 x int32     20240520, 1, token count, zeros      GPT-2's:   count x uint16
     256 x int32     20240801, 7, token count, zeros      Llama 3's: count x uint32
@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxllm.convert.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.data.files import replacing
+from jaxllm.data.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 
 
 class Kind(NamedTuple):
-    """What tells one kind of shard from the other."""
+    """The magic number, version and dtype of a kind of shard."""
 
     magic: int
     version: int
@@ -39,12 +39,13 @@ def write_shard(
 
     Args:
         path: The file; overwritten.
-        tokens: Ids of one axis, fewer than 2**31.
-        kind: ``"gpt2"`` for ids of 0 to 65535 in two bytes each, ``"llama3"`` for ids of 0 to
-            2**32 - 1 in four.
+        tokens: Token ids, one axis, fewer than 2**31.
+        kind: ``"gpt2"`` stores ids 0 to 65535 as uint16. ``"llama3"`` stores ids 0 to 2**32 - 1 as
+            uint32.
 
     Raises:
-        ValueError: A token does not fit, or there are too many, or more than one axis.
+        ValueError: A token is out of range, there are too many tokens, or ``tokens`` has more than
+            one axis.
     """
     magic, version, dtype = KINDS[kind]
     tokens = np.asarray(tokens)
@@ -55,8 +56,8 @@ def write_shard(
     most = np.iinfo(dtype).max
     if tokens.size and (tokens.min() < 0 or tokens.max() > most):
         raise ValueError(
-            f"tokens spans {tokens.min()} to {tokens.max()}; a shard of kind {kind} holds ids of 0 "
-            f"to {most}"
+            f"tokens spans {tokens.min()} to {tokens.max()}; a shard of kind {kind} holds ids 0 to "
+            f"{most}"
         )
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(header_of(magic, version, tokens.size))
@@ -64,7 +65,7 @@ def write_shard(
 
 
 def read_shard(path: str | Path) -> np.memmap:
-    """Maps the tokens of one shard into memory, read-only; nothing is loaded.
+    """Memory-maps the tokens of one shard, read-only.
 
     Args:
         path: The file, of either kind.
@@ -73,8 +74,8 @@ def read_shard(path: str | Path) -> np.memmap:
         The tokens, uint16 or uint32, one axis.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no token shard of llm.c, or its size is not what it announces.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a token shard, or its size contradicts its header.
     """
     path = Path(path)
     if not path.is_file():

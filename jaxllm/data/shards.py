@@ -1,7 +1,7 @@
-"""Token shards: building them from text, reading them, and drawing batches.
+"""Builds token shards from text files, and reads batches from shards.
 
-The file format is llm.c's, so its shards work here and ours there: see
-:mod:`jaxllm.convert.llmc_shards`, whose ``read_shard`` and ``write_shard`` are here too.
+The file format is llm.c's, so either program reads the other's shards. See
+:mod:`jaxllm.data.shard_format`.
 
 ``python -m jaxllm.data OUT_DIR PATH...`` builds shards from text files.
 """
@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from jaxllm.convert.llmc_shards import read_shard, write_shard
 from jaxllm.data.compression import plain_name, read_bytes
 from jaxllm.data.documents import ENDINGS, TEXTS
 from jaxllm.data.files import check_new, new_folder, walk
+from jaxllm.data.shard_format import read_shard, write_shard
 from jaxllm.data.tokenizer import BYTES, Tokenizer
 
 EXTENSIONS = TEXTS
-# What is passed over in a Python installation: what is not the library proper, and the files that
-# an installation fills in with its own paths and compiler flags.
+# Skipped in a Python installation: packages and tests, and files that hold the installation's own
+# paths and compiler flags.
 STANDARD_LIBRARY_SKIP = ("site-packages", "dist-packages", "test", "tests", "idlelib")
 STANDARD_LIBRARY_SKIP += ("_sysconfigdata*", "config-*", "sitecustomize.py")
 
@@ -41,7 +41,7 @@ class Dataset:
 
     Attributes:
         shards: The tokens of each shard, uint16 or uint32.
-        name: What messages call it.
+        name: The name in error messages.
     """
 
     shards: tuple[np.ndarray, ...]
@@ -49,7 +49,7 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all shards together."""
+        """The number of tokens in all shards."""
         return sum(len(shard) for shard in self.shards)
 
 
@@ -61,7 +61,7 @@ def open_dataset(shards: str | Path | Sequence[str | Path]) -> Dataset:
 
     Raises:
         FileNotFoundError: The pattern matches nothing, the list is empty, or a file is missing.
-        ValueError: A file is not a shard; see :func:`read_shard`.
+        ValueError: A file is not a shard.
     """
     if isinstance(shards, str | Path):
         name, paths = str(shards), sorted(glob.glob(str(shards)))  # noqa: PTH207
@@ -76,22 +76,22 @@ def open_split(folder: str | Path, split: str) -> Dataset:
     """Opens the shards of a folder with ``split`` in their names, such as ``"val"``.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: A file is not a shard; see :func:`read_shard`.
+        FileNotFoundError: The folder has no such shard.
+        ValueError: A file is not a shard.
     """
     return open_dataset(Path(glob.escape(str(folder)), f"*{split}*.bin"))
 
 
 def num_windows(dataset: Dataset, seq_len: int) -> int:
-    """How many samples of ``seq_len`` tokens (and one more label) an epoch has.
+    """The number of windows of ``seq_len`` tokens in an epoch.
 
-    Windows do not overlap and do not cross shards; the tail of a shard is left out.
+    Windows do not overlap and do not cross shards. The remaining tokens of a shard are not used.
     """
     return int(_windows_by_shard(dataset, seq_len).sum())
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
-    """Refuses a data set with tokens that a model does not know; reads all of it.
+    """Checks that all tokens of a data set are in a model's vocabulary. Reads the whole data set.
 
     Raises:
         ValueError: A token is not below ``vocab_size``.
@@ -108,7 +108,7 @@ def _windows_by_shard(dataset: Dataset, seq_len: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4)
 def _order(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch visits its windows; cached, as each batch asks for it."""
+    """The random order of the windows in an epoch; cached, because each batch needs it."""
     order = np.random.Generator(np.random.Philox([seed, epoch])).permutation(windows)
     order.setflags(write=False)
     return order
@@ -117,24 +117,24 @@ def _order(windows: int, seed: int, epoch: int) -> np.ndarray:
 def batch(
     dataset: Dataset, batch_size: int, seq_len: int, *, seed: int, step: int
 ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
-    """The samples of one training step: a pure function of the seed and the step.
+    """The batch of one training step, a pure function of the seed and the step.
 
-    Every window of the data set comes once an epoch, in an order drawn anew from the seed for each
-    epoch; a batch may end one epoch and begin the next. As nothing is remembered between calls, a
-    run that resumes at a step sees what it would have seen without the interruption.
+    An epoch visits every window once. Each epoch has its own random order, from the seed. A batch
+    may span the end of one epoch and the start of the next. There is no state between calls, so a
+    resumed run reads the same batches as an uninterrupted one.
 
     Args:
         dataset: The tokens.
         batch_size: B, the number of windows.
-        seq_len: T, the tokens in each.
-        seed: Chooses the orders; at least 0.
+        seq_len: T, the number of tokens in a window.
+        seed: The seed of the random orders; at least 0.
         step: The number of batches before this one; at least 0.
 
     Returns:
-        ``(tokens, labels)``, where the labels are the tokens one place further on.
+        ``(tokens, labels)``, int32 of shape (B, T). The labels are the tokens shifted by one.
 
     Raises:
-        ValueError: The data set is shorter than one window, or a number is out of range.
+        ValueError: The data set is shorter than one window, or an argument is out of range.
     """
     _check_at_least(
         batch_size=(batch_size, 1), seq_len=(seq_len, 1), seed=(seed, 0), step=(step, 0)
@@ -149,8 +149,8 @@ def batch(
         )
     samples = np.empty((batch_size, seq_len + 1), np.int32)
     for row in range(batch_size):
-        epoch, place = divmod(step * batch_size + row, windows)
-        window = int(_order(windows, seed, epoch)[place])
+        epoch, index = divmod(step * batch_size + row, windows)
+        window = int(_order(windows, seed, epoch)[index])
         shard = int(np.searchsorted(ends, window, side="right"))
         start = (window - int(ends[shard] - counts[shard])) * seq_len
         samples[row] = dataset.shards[shard][start : start + seq_len + 1]
@@ -160,29 +160,30 @@ def batch(
 def batch_in_order(
     dataset: Dataset, batch_size: int, seq_len: int, *, index: int, rank: int = 0, ranks: int = 1
 ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
-    """A batch in the order in which llm.c reads the shards without shuffling.
+    """A batch in llm.c's sequential order, without shuffling.
 
-    Within a shard batch i of rank r is the B*T + 1 tokens from ``(i * ranks + r) * B * T`` on; when
-    no further one fits, the next shard follows, and after the last the first again.
+    Within a shard, batch i of rank r is the B*T + 1 tokens from ``(i * ranks + r) * B * T`` on. The
+    next shard follows when no further batch fits. The first shard follows the last.
 
     Args:
         dataset: The tokens.
-        batch_size: B, the windows of one rank.
-        seq_len: T, the tokens in each.
+        batch_size: B, the number of windows per rank.
+        seq_len: T, the number of tokens in a window.
         index: The number of batches before this one; at least 0.
-        rank: Which of the ranks this is.
-        ranks: How many processes share the data.
+        rank: The rank of this process.
+        ranks: The number of processes that share the data.
 
     Returns:
-        ``(tokens, labels)``, where the labels are the tokens one place further on.
+        ``(tokens, labels)``, int32 of shape (B, T). The labels are the tokens shifted by one.
 
     Raises:
-        ValueError: No shard holds a batch of all ranks, or a number is out of range.
+        ValueError: No shard is long enough for a batch of all ranks, or an argument is out of
+            range.
     """
     _check_at_least(batch_size=(batch_size, 1), seq_len=(seq_len, 1), index=(index, 0))
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank} of {ranks}; it must be at least 0 and less than them")
-    # Python's integers: an offset may be beyond 32 bits.
+        raise ValueError(f"rank is {rank}; it must be at least 0 and less than ranks, {ranks}")
+    # Python integers, because an offset may exceed 32 bits.
     together = ranks * batch_size * seq_len
     ends = np.cumsum(_windows_by_shard(dataset, together)).tolist()
     if not ends or ends[-1] == 0:
@@ -190,10 +191,10 @@ def batch_in_order(
             f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; one batch of "
             f"{ranks} x {batch_size} x {seq_len} needs {together + 1}"
         )
-    place = index % ends[-1]
-    shard = bisect.bisect_right(ends, place)
+    position = index % ends[-1]
+    shard = bisect.bisect_right(ends, position)
     first = ends[shard - 1] if shard else 0
-    start = (place - first) * together + rank * batch_size * seq_len
+    start = (position - first) * together + rank * batch_size * seq_len
     tokens = dataset.shards[shard][start : start + batch_size * seq_len + 1].astype(np.int32)
     shape = batch_size, seq_len
     return tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
@@ -204,31 +205,31 @@ def _longest(dataset: Dataset) -> int:
 
 
 def _check_at_least(**numbers: tuple[int, int]) -> None:
-    """Raises ValueError with the name of a number that is below its least."""
+    """Raises ValueError if an argument, given as ``(value, minimum)``, is below its minimum."""
     for name, (value, least) in numbers.items():
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def standard_library() -> Path:
-    """The folder of the running Python's own library: some 10 MB of text that is always there."""
+    """The folder of Python's standard library, about 10 MB of text on every machine."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_texts(
     paths: Iterable[str | Path], extensions: Sequence[str] = EXTENSIONS, skip: Sequence[str] = ()
 ) -> list[Path]:
-    """The files to build from: those named, and those found in the folders named.
+    """Lists the text files in files and folders.
 
     Args:
-        paths: Files, taken whatever their name, and folders, searched recursively.
-        extensions: The file name endings that are taken from a folder, in any case of letters, and
-            before an ending of a compression: ``.txt.gz``.
-        skip: Patterns, such as ``"test*"``, for the names of files and folders that are passed
-            over in a folder. Hidden ones always are.
+        paths: Files, of any name, and folders, which are searched recursively.
+        extensions: The file name endings to select in a folder, in upper or lower case. The ending
+            of a compression may follow: ``.txt.gz``.
+        skip: Patterns, such as ``"test*"``, for names of files and folders to skip in a folder.
+            Hidden files and folders are always skipped.
 
     Returns:
-        The files in the order of ``paths``, a folder's own sorted, none twice.
+        The files in the order of ``paths``, sorted within a folder, without duplicates.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -254,13 +255,13 @@ def _in_folder(root: Path, extensions: Sequence[str], skip: Sequence[str]) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What :func:`build` wrote.
+    """The result of :func:`build`.
 
     Attributes:
-        folder: Where the shards are: ``train_000000.bin`` and so on, and ``val_000000.bin``.
+        folder: The folder of the shards: ``train_000000.bin`` and so on, and ``val_000000.bin``.
         files: The numbers of text files in the training and the validation split.
-        tokens: Likewise the numbers of tokens.
-        skipped: Files of the folders that are left out because they are not UTF-8.
+        tokens: The numbers of tokens in the training and the validation split.
+        skipped: Files in the folders that were skipped because they are not UTF-8.
     """
 
     folder: Path
@@ -287,34 +288,38 @@ def build(
     shard_tokens: int = 100_000_000,
     tokenizer: Tokenizer = BYTES,
 ) -> Summary:
-    """Builds training and validation shards from text files; equal files give equal shards.
+    """Builds training and validation shards from text files. Equal files give equal shards.
 
-    Each document is followed by the tokenizer's end-of-text id. The folder appears only once it is
-    complete. Files may be compressed by gzip, zstd, bzip2 or xz.
+    The tokenizer's end-of-text id follows each document. The folder is created atomically. Files
+    may be compressed by gzip, zstd, bzip2 or xz.
 
     Args:
         folder: The folder to create.
         paths: Text files and folders; see :func:`find_texts`.
-        extensions: The file name endings that are taken from a folder.
-        skip: Patterns for names that are passed over in a folder.
-        val_fraction: The share of the files that is held out, evenly spread over their order; at
-            least one file if there are two. 0 holds out none.
-        shard_tokens: The length of every shard but a split's last.
-        tokenizer: Turns the texts into ids.
+        extensions: The file name endings to select in a folder.
+        skip: Patterns for names to skip in a folder.
+        val_fraction: The share of the files in the validation split, evenly spread over their
+            order. If there are two files or more, at least one is held out. 0 holds out none.
+        shard_tokens: The length of each shard, except for the last of a split.
+        tokenizer: The tokenizer.
+
+    Returns:
+        The numbers of files and tokens.
 
     Raises:
         FileExistsError: The folder exists and is not empty.
-        FileNotFoundError: A path does not exist, or there is no text in any.
+        FileNotFoundError: A path does not exist, or no text was found.
         PermissionError: A file or a folder cannot be opened.
-        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. A file is damaged; or it
-            was named, and is not UTF-8 or has rows of documents, which :mod:`jaxllm.data.tokenize`
-            reads. The tokenizer has more ids than two bytes hold; that module writes four.
+        ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. Or a file is damaged. Or a
+            file in ``paths`` is not UTF-8, or holds rows of documents (use
+            :mod:`jaxllm.data.tokenize`). Or the vocabulary exceeds 16 bits (that module supports
+            it).
     """
     folder, paths = Path(folder), list(paths)
     if tokenizer.vocab_size > 2**16:
         raise ValueError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids; a shard holds ids of 0 to "
-            "65535"
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids; a shard holds ids 0 to "
+            "65535. python -m jaxllm.data.tokenize supports more"
         )
     if not 0 <= val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
@@ -327,9 +332,8 @@ def build(
         ending = Path(plain_name(path)).suffix
         if path in named and ending in ENDINGS and ending not in (*TEXTS, *extensions):
             raise ValueError(
-                f"{path}: has documents in rows, as its name says, which python -m "
-                f"jaxllm.data.tokenize reads; with the extension {ending} (--extensions) it is "
-                "taken as one text"
+                f"{path}: {ending} files hold rows of documents; use python -m "
+                f"jaxllm.data.tokenize. To read the file as one text, add {ending} to --extensions"
             )
         data = read_bytes(path).removeprefix(codecs.BOM_UTF8)
         try:
@@ -365,7 +369,7 @@ def build(
 def _write_split(
     folder: Path, split: str, texts: list[bytes], shard_tokens: int, tokenizer: Tokenizer
 ) -> int:
-    """Writes one split's shards; returns its number of tokens."""
+    """Writes the shards of one split; returns its number of tokens."""
     pending: list[np.ndarray] = []
     total = waiting = shards = 0
 
@@ -390,28 +394,31 @@ def _write_split(
 
 
 def ensure_standard_library(folder: str | Path = "data/stdlib") -> Path:
-    """The folder of the default corpus, built from :func:`standard_library` if it is missing.
+    """Builds the default corpus from :func:`standard_library` if it does not exist.
 
-    Two processes may ask at once: each builds its own, and the first to finish is kept.
+    If two processes call this at once, each builds the corpus, and the first to finish wins.
 
     Args:
-        folder: Where it is, or is to be.
+        folder: The folder of the corpus.
+
+    Returns:
+        The folder.
     """
     folder = Path(folder)
     if not (folder.is_dir() and any(folder.iterdir())):
         try:
             build(folder, [standard_library()], extensions=(".py",), skip=STANDARD_LIBRARY_SKIP)
         except OSError:
-            if not any(folder.glob("*.bin")):  # else another process was faster
+            if not any(folder.glob("*.bin")):  # otherwise another process finished first
                 raise
     return folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of ``python -m jaxllm.data``; a mistake exits with status 2.
+    """The command line of ``python -m jaxllm.data``. Wrong usage exits with status 2.
 
     Args:
-        argv: The arguments; None for the process's own.
+        argv: The arguments; None for ``sys.argv``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxllm.data", description="Build llm.c token shards from text files."
@@ -421,18 +428,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--extensions",
         default=",".join(EXTENSIONS),
-        help="what to take from folders, comma-separated (default: %(default)s)",
+        help="file name endings to select in folders, comma-separated (default: %(default)s)",
     )
     parser.add_argument(
         "--skip",
         default="",
-        help="names to pass over in folders, such as 'test*', comma-separated (default: none)",
+        help="names to skip in folders, such as 'test*', comma-separated (default: none)",
     )
     parser.add_argument(
         "--val-fraction",
         type=float,
         default=0.05,
-        help="the share of the files that is held out (default: %(default)s)",
+        help="the share of the files in the validation split (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-tokens",

@@ -1,13 +1,12 @@
-"""Real corpora to token shards: ``python -m jaxllm.data.tokenize OUT_DIR PATH...``.
+"""Tokenizes a corpus into shards: ``python -m jaxllm.data.tokenize OUT_DIR PATH...``.
 
-Text, JSON and parquet files go in, compressed or not; :mod:`jaxllm.data.documents` reads them.
-Documents are tokenized by several processes, each document after the end-of-text id, as llm.c has
-it, and written in their order into shards: the first is ``val_000000.bin``, unless
-``--val-tokens`` is 0, those after it ``train_000001.bin`` and so on.
+The input is text, JSON and parquet files, read by :mod:`jaxllm.data.documents`. Several processes
+tokenize the documents. The end-of-text id precedes each document, as in llm.c. The first shard is
+``val_000000.bin``, unless ``--val-tokens`` is 0. The others are ``train_000001.bin`` and so on.
 
-A run that was stopped goes on with the same command: shards appear whole or not at all, and
-``progress.json`` tells at which document the next one begins. A document that cannot be read stops
-the run, unless ``--skip-bad`` allows for it.
+To resume a stopped run, repeat the command. Shards are written atomically, and ``progress.json``
+stores the document at which the next shard begins. A document that cannot be read stops the run;
+``--skip-bad N`` skips up to N of them.
 """
 
 from __future__ import annotations
@@ -28,31 +27,32 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.convert.llmc_shards import write_shard
 from jaxllm.data import documents
 from jaxllm.data.documents import Document, Fault, LeftOut
 from jaxllm.data.files import replacing
+from jaxllm.data.shard_format import write_shard
 from jaxllm.data.tokenizer import Tokenizer, load
 
-BATCH_CHARACTERS = 1 << 20  # about as much as a process is given at a time
-_SHOWN = 20  # of a list that is printed
+BATCH_CHARACTERS = 1 << 20  # the approximate size of a worker's task
+_SHOWN = 20  # the number of items to print of a list
 
 
 @dataclasses.dataclass
 class Progress:
-    """How far a folder is, as ``progress.json`` has it.
+    """The state of a run, stored in ``progress.json``.
 
     Attributes:
-        recipe: What the shards are made from and how; another recipe makes other shards.
-        shards: How many are complete.
-        tokens: How many tokens they hold.
-        document: The number of the document with which the next shard begins, counted from 0. A
-            document that was skipped counts.
-        offset: How many of its tokens are in the shards already.
-        finished: Whether nothing is left to do.
-        skipped: What was skipped before that document, a sentence each: file, row, reason.
-        bad: How many documents those are.
-        left_out: The files in the folders that are not read, a sentence each.
+        recipe: The files and options that determine the shards. A run resumes only with an equal
+            recipe.
+        shards: The number of complete shards.
+        tokens: The number of tokens in them.
+        document: The index of the document with which the next shard begins. Skipped documents
+            count.
+        offset: The number of tokens of that document in the complete shards.
+        finished: Whether the run is complete.
+        skipped: A line for each fault before that document: file, row and reason.
+        bad: The number of documents lost to those faults.
+        left_out: A line for each file that is not read: file and reason.
     """
 
     recipe: dict[str, Any]
@@ -67,17 +67,18 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path, recipe: dict[str, Any]) -> Progress:
-        """What there is in a folder, or a beginning.
+        """Reads the progress in a folder; an empty progress if there is none.
 
         Raises:
-            FileExistsError: The folder holds something else, or shards of another recipe.
-            ValueError: ``progress.json`` is not what :meth:`write` writes.
+            FileExistsError: The folder has shards without ``progress.json``, or shards of another
+                recipe.
+            ValueError: ``progress.json`` is damaged.
         """
         path = folder / "progress.json"
         if not path.exists():
             if folder.exists() and any(folder.glob("*.bin")):
                 raise FileExistsError(
-                    f"{folder}: has shards and no progress.json; give a new folder"
+                    f"{folder}: has shards and no progress.json; use a new folder"
                 )
             return cls(recipe)
         try:
@@ -86,19 +87,19 @@ class Progress:
                 if type(getattr(progress, field)) is not type(initial):
                     raise TypeError(f"{field} is {getattr(progress, field)!r}")
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}: not as it was written: {error}") from error
+            raise ValueError(f"{path}: damaged: {error}") from error
         if not (progress.shards or progress.finished):
-            return cls(recipe)  # nothing was made of the old recipe
+            return cls(recipe)  # there are no shards of the old recipe
         if differing := [name for name in recipe if progress.recipe.get(name) != recipe[name]]:
             name = differing[0]
             raise FileExistsError(
                 f"{folder}: has shards with {name} {progress.recipe.get(name)!r}, and now it is "
-                f"{recipe[name]!r}; give a new folder or delete this one"
+                f"{recipe[name]!r}; use a new folder or delete this one"
             )
         return progress
 
     def write(self, folder: Path) -> None:
-        """Replaces the file in one go."""
+        """Writes ``progress.json`` atomically."""
         with replacing(folder / "progress.json") as partial:
             partial.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
@@ -134,37 +135,38 @@ def tokenize(
     workers: int | None = None,
     show_progress: bool = False,
 ) -> Progress:
-    """Makes shards of a corpus; goes on where an earlier call was stopped.
+    """Tokenizes a corpus into shards, or resumes an earlier call that was stopped.
 
-    Equal documents give equal shards, however many processes there are and however often it was
-    stopped.
+    The shards depend only on the documents and the options, not on the number of workers or
+    interruptions.
 
     Args:
-        folder: Where the shards go.
+        folder: The folder of the shards, created if it does not exist.
         paths: Files and folders; see :func:`jaxllm.data.documents.find`.
-        tokenizer: As in :func:`jaxllm.data.tokenizer.load`. A vocabulary of more than 65536 ids
-            makes shards of Llama 3's kind.
-        end_of_text: The name of the token before each document; None for the tokenizer's own.
+        tokenizer: The name of a tokenizer, as in :func:`jaxllm.data.tokenizer.load`. A vocabulary
+            of more than 65536 ids makes shards of kind ``"llama3"``.
+        end_of_text: The name of the token before each document; None for the tokenizer's default.
         key: The field that holds the text, as in :func:`jaxllm.data.documents.read`.
-        format: How to read every file; None to tell by name and contents.
-        skip_bad: How many documents that cannot be read or tokenized are skipped. One more ends the
-            call.
-        shard_tokens: The length of every training shard but the last.
-        val_tokens: The length of the validation shard, the first; 0 for none.
-        workers: Processes beside this one; 0 for none, None for one a processor.
-        show_progress: Draw a bar, and print which files are left out.
+        format: The format of every file; None to detect it by name and contents.
+        skip_bad: The number of documents to skip if they cannot be read or tokenized. One more
+            raises ValueError.
+        shard_tokens: The length of each training shard, except for the last.
+        val_tokens: The length of the validation shard, which is the first; 0 for none.
+        workers: The number of worker processes; 0 to tokenize in this process, None for one per
+            CPU.
+        show_progress: Show a progress bar, and print which files are left out.
 
     Returns:
-        What was done: printed, it is a summary.
+        The progress. ``str(progress)`` is a summary.
 
     Raises:
-        ChildProcessError: A process died, as when memory is short.
-        FileExistsError: The folder has shards of another corpus or tokenizer.
-        FileNotFoundError: A path does not exist, or a folder holds no file to read.
+        ChildProcessError: A worker process died, for example because memory ran out.
+        FileExistsError: The folder has shards of another corpus or other options.
+        FileNotFoundError: A path does not exist, or a folder has no file to read.
         ImportError: A package is not installed.
-        ValueError: A number is out of range, a file that was named cannot be read as any, there are
-            more bad documents than ``skip_bad``, or the corpus is empty or does not fill the
-            validation shard.
+        ValueError: An argument is out of range; the format of a file in ``paths`` is not supported;
+            there are more bad documents than ``skip_bad``; the corpus is empty; or it does not
+            fill the validation shard.
     """
     for name, value, least in (
         ("shard_tokens", shard_tokens, 1),
@@ -190,14 +192,14 @@ def tokenize(
         return progress
     progress.left_out = list(map(str, left_out))
     if show_progress and left_out:
-        _tell_left_out(left_out)
+        _print_left_out(left_out)
     encoding = load(tokenizer, end_of_text=end_of_text)
     kind = "gpt2" if encoding.vocab_size <= 2**16 else "llama3"
     folder.mkdir(parents=True, exist_ok=True)
     progress.write(folder)
 
     def write(tokens: np.ndarray, document: int, offset: int) -> None:
-        """Writes the next shard; the one after it begins in this document."""
+        """Writes the next shard. The shard after it begins in ``document`` at ``offset``."""
         held_out = val_tokens and not progress.shards
         name = f"{'val' if held_out else 'train'}_{progress.shards:06}.bin"
         write_shard(folder / name, tokens, kind=kind)
@@ -224,7 +226,7 @@ def tokenize(
                     yield document
 
         number, pending, waiting = progress.document, [], 0
-        cut = progress.offset  # of the first document, which the last shard has begun
+        cut = progress.offset  # tokens of the first document that are in an earlier shard
         for tokens in encode(unread()):
             if isinstance(tokens, Fault):
                 skip(tokens)
@@ -236,14 +238,14 @@ def tokenize(
             ):
                 joined = np.concatenate(pending)
                 pending, waiting = [joined[size:]], waiting - size
-                # All that is left is of this document.
-                place = (number, len(tokens) - waiting) if waiting else (number + 1, 0)
-                write(joined[:size], *place)
+                # The remaining tokens are all from this document.
+                position = (number, len(tokens) - waiting) if waiting else (number + 1, 0)
+                write(joined[:size], *position)
                 bar.set_postfix(shards=progress.shards, tokens=f"{progress.tokens:,}")
             number += 1
         if not progress.shards and not waiting:
             raise ValueError(
-                f"{', '.join(map(str, paths))}: no document found in {len(sources)} files"
+                f"{', '.join(map(str, paths))}: no documents found in {len(sources)} files"
             )
         if val_tokens and progress.shards + (waiting > 0) < 2:
             raise ValueError(
@@ -267,8 +269,8 @@ def _bar(total: int, shown: bool) -> Any:
     return tqdm(total=total, unit="B", unit_scale=True, disable=not shown, dynamic_ncols=True)
 
 
-def _tell_left_out(left_out: Sequence[LeftOut]) -> None:
-    """Prints, before the work begins, how many files are left out for which reason."""
+def _print_left_out(left_out: Sequence[LeftOut]) -> None:
+    """Prints the number of files left out for each reason, with one example each."""
     for reason, count in collections.Counter(one.reason for one in left_out).items():
         first = next(one.path for one in left_out if one.reason == reason)
         others = f" and {count - 1:,} more" if count > 1 else ""
@@ -282,7 +284,11 @@ Encoded = np.ndarray | Fault
 def _encoder(
     tokenizer: Tokenizer, workers: int | None
 ) -> Iterator[Callable[[Iterable[Document | Fault]], Iterator[Encoded]]]:
-    """Gives a function from documents to their tokens, which processes work at ahead of time."""
+    """Starts the worker processes.
+
+    Yields:
+        A function from documents to their tokens, in order. Workers run ahead of the consumer.
+    """
     workers = os.cpu_count() or 1 if workers is None else workers
     if workers == 0:
 
@@ -292,7 +298,7 @@ def _encoder(
 
         yield encode_here
         return
-    # Not by a fork: JAX has threads.
+    # Spawn instead of fork, because JAX has threads.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer,)
     )
@@ -307,8 +313,8 @@ def _encoder(
             except concurrent.futures.process.BrokenProcessPool as error:
                 last = results[-1][0] if results else batch
                 raise ChildProcessError(
-                    f"a process died at a document from {batch[0].where} to {last[-1].where}; is "
-                    f"memory short for {workers} workers? ({error})"
+                    f"a worker died at a document from {batch[0].where} to {last[-1].where}; if "
+                    f"memory ran out, use fewer than {workers} workers ({error})"
                 ) from error
             return _joined(batch, encoded)
 
@@ -319,7 +325,7 @@ def _encoder(
                 future = concurrent.futures.Future()
                 future.set_exception(error)
             results.append((batch, future))
-            if len(results) > 2 * workers:  # a bound on what is in memory
+            if len(results) > 2 * workers:  # limits the batches in memory
                 yield from first()
         while results:
             yield from first()
@@ -331,7 +337,7 @@ def _encoder(
 
 
 def _batches(rows: Iterable[Document | Fault]) -> Iterator[list[Document | Fault]]:
-    """Documents in lists of about :data:`BATCH_CHARACTERS`; a fault ends its list."""
+    """Groups documents into lists of about :data:`BATCH_CHARACTERS`. A fault ends its list."""
     batch, size = [], 0
     for row in rows:
         batch.append(row)
@@ -350,7 +356,7 @@ def _texts(batch: list[Document | Fault]) -> list[str]:
 def _joined(
     batch: list[Document | Fault], encoded: list[np.ndarray | str]
 ) -> Iterator[np.ndarray | Fault]:
-    """The tokens of a batch, in its order; faults where it has one, or what there is says why."""
+    """Merges the encoded texts of a batch with its faults, in order. A string is an error."""
     results = iter(encoded)
     for row in batch:
         result = row if isinstance(row, Fault) else next(results)
@@ -358,12 +364,12 @@ def _joined(
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | str]:
-    """Each document's tokens, after the id that stands between two; or why it has none."""
+    """The tokens of each text, after the end-of-text id; an error message if encoding fails."""
     encoded: list[np.ndarray | str] = []
     for text in texts:
         try:
             tokens = tokenizer.encode(text)
-        except Exception as error:  # whatever the package raises
+        except Exception as error:  # tokenizer packages raise any type
             encoded.append(f"cannot be tokenized: {str(error) or type(error).__name__}")
         else:
             begin = np.array([tokenizer.end_of_text], tokens.dtype)
@@ -371,7 +377,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | str]:
     return encoded
 
 
-_worker_tokenizer: Tokenizer | None = None  # of a process of the pool
+_worker_tokenizer: Tokenizer | None = None  # set in each worker process
 
 
 def _start_worker(tokenizer: Tokenizer) -> None:
@@ -385,25 +391,29 @@ def _work(texts: list[str]) -> list[np.ndarray | str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of ``python -m jaxllm.data.tokenize``; a mistake exits with status 2."""
+    """The command line of ``python -m jaxllm.data.tokenize``. Wrong usage exits with status 2."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxllm.data.tokenize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folder", metavar="OUT_DIR", help="where the shards go")
+    add("folder", metavar="OUT_DIR", help="the folder of the shards")
     add("paths", metavar="PATH", nargs="+", help="a text, JSON or parquet file, or a folder")
-    add("--tokenizer", default="gpt2", help="gpt2, bytes, a tokenizer.json, or a .bin of llm.c's")
-    add("--end-of-text", metavar="NAME", help="the token before each document; default: found")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes, a tokenizer.json, or llm.c's .bin")
+    add("--end-of-text", metavar="NAME", help="the token before each document; default: detected")
     add("--key", default="text", help="the field or column that holds the text; a.b: b in a")
-    add("--format", choices=documents.FORMATS, help="of every file; default: by name and contents")
-    add("--skip-bad", type=int, default=0, metavar="N", help="skip so many bad documents")
-    add("--shard-tokens", type=int, default=100_000_000, metavar="N")
+    add("--format", choices=documents.FORMATS, help="of all files; default: by name and contents")
+    add("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad documents")
+    add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard")
     add(
-        "--val-tokens", type=int, default=10_000_000, metavar="N", help="the first so many; 0: none"
+        "--val-tokens",
+        type=int,
+        default=10_000_000,
+        metavar="N",
+        help="use the first N tokens for validation; 0: none",
     )
-    add("--workers", type=int, metavar="N", help="processes; default: one a processor")
+    add("--workers", type=int, metavar="N", help="processes; default: one per CPU")
     options = parser.parse_args(argv)
     try:
         progress = tokenize(**vars(options), show_progress=True)

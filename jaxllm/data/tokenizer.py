@@ -1,8 +1,8 @@
-"""Text to token ids and back.
+"""Tokenizers: text to token ids and back.
 
-``BYTES`` needs no vocabulary: a token is a byte. :func:`from_file` reads a ``tokenizer.json``, as
-checkpoints have it, and :func:`gpt2` has GPT-2's vocabulary. Text is taken literally: the name of a
-special token in it is encoded as the characters that it is written with. Tokenizers can be pickled.
+``BYTES`` needs no vocabulary: a token is a byte. :func:`from_file` reads the ``tokenizer.json`` of
+a checkpoint, and :func:`gpt2` has GPT-2's vocabulary. Text is taken literally: the name of a
+special token in a text is encoded as ordinary characters. Tokenizers can be pickled.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxllm.convert.llmc_header import HEADER_BYTES, read_header
 from jaxllm.data.files import read_json
+from jaxllm.data.llmc_header import HEADER_BYTES, read_header
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
-# What tokenizer.json files call the end of a text: names that nothing else has, whose token is the
-# end also where a chat model's eos_token ends a turn; then others, if no file beside it says more.
+# Names of the end-of-text token in tokenizer.json files. _ENDS are unambiguous: they win over a
+# chat model's eos_token, which may end a turn. _OTHER_ENDS are used if no config names a token.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>")
 _OTHER_ENDS = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
 _BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 
 LLMC_MAGIC, LLMC_VERSION = 20240328, 2
-# How GPT-2 cuts text before it merges: contractions, words, numbers, signs, and space.
+# GPT-2's pre-tokenization pattern: contractions, words, numbers, punctuation and white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary: two functions and what a model and a data set must know of it.
+    """An encoder, a decoder and the special ids of a vocabulary.
 
     Attributes:
-        name: How messages call it.
-        vocab_size: One more than the largest id, that of the special tokens among them.
-        end_of_text: The id that stands between two documents; ``encode`` never gives it.
-        encode: Text, or its UTF-8 bytes, to an array of ids: uint16 where that holds all ids of the
-            vocabulary, else uint32.
-        decode: Ids, in any sequence or array of one axis, to text; never fails. An id that is none
+        name: The name in error messages.
+        vocab_size: The largest id, special tokens included, plus one.
+        end_of_text: The id between two documents. ``encode`` never returns it.
+        encode: Converts text, or its UTF-8 bytes, to an array of ids. The dtype is uint16 if it
+            holds the whole vocabulary, else uint32.
+        decode: Converts ids, a sequence or a 1D array, to text. It never fails: an unknown id
             becomes U+FFFD.
-        begin_of_text: The id that the model expects before a text, which ``encode`` leaves to the
-            caller; None where there is no such id.
-        other_ends: The ids that also end what a model writes, such as a chat model's end of a turn.
+        begin_of_text: The id that the model expects before a text; None if there is no such id.
+            ``encode`` does not add it.
+        other_ends: More ids that end generation, such as the end of a chat model's turn.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """All ids that end what a model writes, ``end_of_text`` first."""
+        """All ids that end generation, ``end_of_text`` first."""
         return self.end_of_text, *self.other_ends
 
 
@@ -73,7 +73,7 @@ def _encode_bytes(text: str | bytes) -> np.ndarray:
 
 
 def _decode_bytes(ids: ArrayLike) -> str:
-    # 0xff is in no UTF-8 text, so an id that is no byte becomes U+FFFD, as every broken byte does.
+    # 0xff never occurs in UTF-8, so an unknown id becomes U+FFFD, like any invalid byte.
     names = {256: END_OF_TEXT.encode()}
     ids = np.asarray(ids).ravel().tolist()
     data = (bytes([i]) if 0 <= i < 256 else names.get(i, b"\xff") for i in ids)
@@ -86,17 +86,17 @@ BYTES = Tokenizer(
 
 
 def load(name: str, *, end_of_text: str | None = None) -> Tokenizer:
-    """A tokenizer by its name.
+    """Loads a tokenizer by name.
 
     Args:
-        name: ``"bytes"``, ``"gpt2"``, a ``tokenizer.json`` or the folder it is in, or a ``.bin`` of
-            llm.c's.
-        end_of_text: As in :func:`from_file`; the others know theirs.
+        name: ``"bytes"``; ``"gpt2"``; the path of a ``tokenizer.json``, or of its folder; or the
+            path of llm.c's ``.bin`` file.
+        end_of_text: As in :func:`from_file`. The other tokenizers have a fixed end-of-text token.
 
     Raises:
         ImportError: A package is not installed.
-        FileNotFoundError: There is no such file.
-        ValueError: The file holds no tokenizer, or there is no such end-of-text token.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a tokenizer, or has no such end-of-text token.
     """
     if name not in ("bytes", "gpt2") and not name.endswith(".bin"):
         return from_file(name, end_of_text=end_of_text)
@@ -108,22 +108,25 @@ def load(name: str, *, end_of_text: str | None = None) -> Tokenizer:
 
 
 def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``.
+    """Loads a ``tokenizer.json``.
 
-    The token between two documents is ``<|endoftext|>`` or ``<|end_of_text|>`` if the vocabulary
-    has it as a special token; of both, the one that the files in the same folder name. Otherwise
-    those files tell: by ``eos_token`` in ``tokenizer_config.json`` or ``special_tokens_map.json``,
-    or by ``eos_token_id`` in ``generation_config.json`` or ``config.json``. Without them it is a
-    token with one of the usual names.
+    The end-of-text token is the first that exists of
+
+    1. ``end_of_text``, if it is given;
+    2. the special token ``<|endoftext|>`` or ``<|end_of_text|>``; if both exist, the one that the
+       config files name;
+    3. ``eos_token`` in ``tokenizer_config.json`` or ``special_tokens_map.json``, or
+       ``eos_token_id`` in ``generation_config.json`` or ``config.json``, in the same folder;
+    4. a special token with another common name, such as ``</s>``.
 
     Args:
-        path: The file, or the checkpoint folder that it is in.
-        end_of_text: The name of the token between two documents; None to look for it.
+        path: The file, or its checkpoint folder.
+        end_of_text: The name of the token between two documents; None to detect it.
 
     Raises:
         ImportError: The package ``tokenizers`` is not installed.
-        FileNotFoundError: There is no such file.
-        ValueError: The file holds no tokenizer, or there is no such end-of-text token.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not a tokenizer, or has no such end-of-text token.
     """
     try:
         import tokenizers
@@ -136,20 +139,20 @@ def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
-        inner = _guarded(tokenizers.Tokenizer.from_file, str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise ValueError(f"{path}: no tokenizer: {error}") from error
+        inner = _call_rust(tokenizers.Tokenizer.from_file, str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise ValueError(f"{path}: not a tokenizer: {error}") from error
     inner.no_truncation()
     inner.no_padding()
     codec = _FileCodec(inner)
-    config = _config_beside(path, inner)
+    config = _read_configs(path, inner)
     end, begin = _find_end(path, inner, config, end_of_text), _find_begin(inner, config)
     others = () if end_of_text else tuple(i for i in config["ends"] if i != end)
     return Tokenizer(str(path), codec.vocab_size, end, codec.encode, codec.decode, begin, others)
 
 
 class _FileCodec:
-    """The two functions of a ``tokenizer.json``; no ids that it does not have reach the package."""
+    """Encoder and decoder of a ``tokenizer.json``. Unknown ids are never passed to the package."""
 
     def __init__(self, inner: tokenizers.Tokenizer):
         self.inner = inner
@@ -161,7 +164,7 @@ class _FileCodec:
         return _FileCodec, (self.inner,)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        encoded = _guarded(self.inner.encode, _as_text(text), add_special_tokens=False)
+        encoded = _call_rust(self.inner.encode, _as_text(text), add_special_tokens=False)
         return _id_array(encoded.ids, self.vocab_size)
 
     def decode(self, tokens: ArrayLike) -> str:
@@ -182,10 +185,11 @@ _CONFIGS = (
 )
 
 
-def _config_beside(path: Path, inner: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What the files beside a ``tokenizer.json`` say: names of tokens, as strings, and settings.
+def _read_configs(path: Path, inner: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Merges the config files in the folder of a ``tokenizer.json``.
 
-    Under ``ends`` stand the ids of all tokens that they call an end.
+    ``eos_token`` and ``bos_token`` of the result are strings or None. ``ends`` has the ids of all
+    tokens that the files name as an end.
     """
     config: dict[str, Any] = {}
     ids: list[int] = []
@@ -208,7 +212,7 @@ def _config_beside(path: Path, inner: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> list[int]:
-    """The ids in an ``eos_token_id``, which may be one or a list of them."""
+    """The valid ids in an ``eos_token_id``, which is an id or a list of ids."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if type(i) is int and 0 <= i < 2**32]
 
@@ -226,14 +230,14 @@ def _find_end(
     if end is None:
         raise ValueError(
             f"{path}: end_of_text is {name!r}, and the vocabulary has no "
-            f"{' or '.join(dict.fromkeys(names))}; give the name of the token that ends a text as "
+            f"{' or '.join(dict.fromkeys(names))}; pass the name of the token between documents as "
             "end_of_text (--end-of-text)"
         )
     return end
 
 
 def _find_begin(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int | None:
-    """The id before a text. A config may name one that the model does not expect there."""
+    """The id before a text. A ``bos_token`` alone does not mean that the model expects it."""
     if (add := config.get("add_bos_token")) is not None:
         return inner.token_to_id(config["bos_token"] or "") if add else None
     special = _special_tokens(inner)
@@ -241,14 +245,14 @@ def _find_begin(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> int |
 
 
 def _special_tokens(inner: tokenizers.Tokenizer) -> dict[str, int]:
-    """Special tokens by name. In a vocabulary without any, every token may be one."""
+    """The ids of the special tokens by name; all tokens if none is marked as special."""
     added = inner.get_added_tokens_decoder()
     special = {token.content: i for i, token in added.items() if token.special}
     return special or inner.get_vocab(with_added_tokens=True)
 
 
 def gpt2() -> Tokenizer:
-    """GPT-2's tokenizer, from ``tiktoken``, which downloads the vocabulary when it is first used.
+    """GPT-2's tokenizer from ``tiktoken``, which downloads the vocabulary on first use.
 
     Raises:
         ImportError: The package ``tiktoken`` is not installed.
@@ -263,10 +267,10 @@ def gpt2() -> Tokenizer:
 
 
 def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
-    """The tokenizer of an encoding of ``tiktoken`` that has an end-of-text token.
+    """Makes a tokenizer from a ``tiktoken`` encoding.
 
     Args:
-        encoding: Such as ``tiktoken.get_encoding("gpt2")``.
+        encoding: An encoding with an end-of-text token, such as ``tiktoken.get_encoding("gpt2")``.
     """
     return _from_tiktoken(encoding, gpt2_pattern=False)
 
@@ -278,19 +282,19 @@ def _from_tiktoken(encoding: tiktoken.Encoding, *, gpt2_pattern: bool) -> Tokeni
     )
 
 
-# A run of white space as tiktoken sees it, which Python's \s is not: it has four controls more.
+# White space by tiktoken's definition. Python's \s has four more control characters.
 _SPACES = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-_LONG = 1 << 18  # characters of it that are too many for tiktoken, which fails at about a million
+_LONG = 1 << 18  # a run of this length is encoded separately; tiktoken fails at about a million
 _LONG_RUN = re.compile(f"(?<!{_SPACES}){_SPACES}{{{_LONG},}}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _TiktokenCodec:
-    """The two functions of an encoding of ``tiktoken``.
+    """Encoder and decoder of a ``tiktoken`` encoding.
 
     Attributes:
         encoding: The encoding.
-        gpt2_pattern: Whether it cuts text as GPT-2 does.
+        gpt2_pattern: Whether it uses :data:`GPT2_PATTERN`.
     """
 
     encoding: tiktoken.Encoding
@@ -299,12 +303,12 @@ class _TiktokenCodec:
     def encode(self, text: str | bytes) -> np.ndarray:
         text, ids, start = _as_text(text), [], 0
         if self.gpt2_pattern and len(text) >= _LONG:
-            # GPT-2's pattern makes one piece of such a run, but for a last space before a word.
+            # GPT-2's pattern makes one piece of a run, without the last space before a word.
             for run in _LONG_RUN.finditer(text):
-                ids += _guarded(self.encoding.encode_ordinary, text[start : run.start()])
+                ids += _call_rust(self.encoding.encode_ordinary, text[start : run.start()])
                 start = run.end() - (run.end() < len(text))
                 ids += self.encoding._encode_single_piece(text[run.start() : start])
-        ids += _guarded(self.encoding.encode_ordinary, text[start:] if start else text)
+        ids += _call_rust(self.encoding.encode_ordinary, text[start:] if start else text)
         return _id_array(ids, self.encoding.n_vocab)
 
     def decode(self, tokens: ArrayLike) -> str:
@@ -319,24 +323,24 @@ class _TiktokenCodec:
 
 
 def from_llmc(path: str | Path) -> Tokenizer:
-    """GPT-2's tokenizer from the file in which llm.c has its vocabulary; nothing is downloaded.
+    """Loads GPT-2's tokenizer from llm.c's vocabulary file, without a download.
 
-    The file has the bytes of each token. As a byte-pair encoding merges the pair of the lowest id
-    first, that is enough to encode as well, through ``tiktoken``.
+    The file has the bytes of each token. Byte-pair encoding merges the pair with the lowest id
+    first, so the tokens in id order define the merges.
 
     Args:
         path: The file, such as ``gpt2_tokenizer.bin``.
 
     Raises:
         ImportError: The package ``tiktoken`` is not installed.
-        FileNotFoundError: There is no such file.
-        ValueError: It is no tokenizer of llm.c, or its tokens do not fill it.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is not an llm.c tokenizer, or its contents contradict its header.
     """
     try:
         import tiktoken
     except ImportError as error:
         raise ImportError(
-            'a tokenizer of llm.c needs the package tiktoken: pip install "jaxllm[convert]"'
+            'llm.c\'s tokenizer needs the package tiktoken: pip install "jaxllm[convert]"'
         ) from error
     path = Path(path)
     header = read_header(path, "a tokenizer", {LLMC_MAGIC: [LLMC_VERSION]})
@@ -348,8 +352,8 @@ def from_llmc(path: str | Path) -> Tokenizer:
         start += 1 + length
         if not length or start > len(raw):
             raise ValueError(
-                f"{path}: {len(raw)} bytes long; its header announces {count} tokens, and number "
-                f"{i} is empty or goes beyond the end"
+                f"{path}: {len(raw)} bytes long; its header has {count} tokens, and number {i} is "
+                "empty or goes beyond the end"
             )
     if start != len(raw):
         raise ValueError(f"{path}: {len(raw)} bytes long; its {count} tokens end at byte {start}")
@@ -357,7 +361,7 @@ def from_llmc(path: str | Path) -> Tokenizer:
         raise ValueError(f"{path}: end-of-text is {end}; there are {count} tokens")
     ranks = {token: i for i, token in enumerate(tokens) if i != end}
     if missing := {bytes([i]) for i in range(256)} - ranks.keys():
-        raise ValueError(f"{path}: no token for {min(missing)!r}; each byte must have one")
+        raise ValueError(f"{path}: no token for {min(missing)!r}; each byte must have a token")
     encoding = tiktoken.Encoding(
         path.name,
         pat_str=GPT2_PATTERN,
@@ -367,18 +371,20 @@ def from_llmc(path: str | Path) -> Tokenizer:
     return _from_tiktoken(encoding, gpt2_pattern=True)
 
 
-def _guarded(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a package written in Rust, whose panics are no exceptions and cannot be pickled.
+def _call_rust(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a function of a Rust package, and converts a panic to a ValueError.
+
+    A panic is a BaseException that is not an Exception, and it cannot be pickled.
 
     Raises:
-        ValueError: It panicked.
+        ValueError: The package panicked.
     """
     try:
         return function(*args, **options)
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the tokenizer's package panicked: {error}") from None
+        raise ValueError(f"the tokenizer package panicked: {error}") from None
 
 
 def _as_text(text: str | bytes) -> str:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype
-from jaxllm.models.blocks import unstack
+from jaxllm.models.common import unstack
 
 WINDOW = 128
 

@@ -148,10 +148,10 @@ def restore(
     wanted = _plain(like._replace(copy=None))
     with _orbax_errors(name):
         stored = _arrays(manager.item_metadata(step)["state"].tree)
-    ours = _arrays(wanted)
+    expected = _arrays(wanted)
     try:
-        check_shapes(*({n: array.shape for n, array in of.items()} for of in (stored, ours)))
-        _check_dtypes(stored, ours, cast_dtypes)
+        check_shapes(*({n: array.shape for n, array in of.items()} for of in (stored, expected)))
+        _check_dtypes(stored, expected, cast_dtypes)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -1,8 +1,7 @@
-"""AdamW in place, as an optimizer that optax takes and a step that goes without its updates.
+"""In-place AdamW: an optax-compatible transformation, and a fused ``step`` without updates.
 
-optax asks an optimizer for updates, which it then adds to the parameters. For float32 parameters
-that is a pass over memory more than the update itself, so there is also ``step``, which returns the
-new parameters::
+An optax optimizer returns updates, which ``optax.apply_updates`` adds to the parameters in a second
+pass over memory. ``step`` writes the new parameters directly and saves that pass::
 
     optimizer = jaxllm.training.optim.adamw(6e-4)
     state = optimizer.init(params)
@@ -36,18 +35,18 @@ Schedule = Callable[[ArrayLike], ArrayLike]
 
 
 class Optimizer(NamedTuple):
-    """What optax calls a gradient transformation, with a step in place beside it.
+    """An optax gradient transformation with an additional in-place ``step``.
 
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params) -> (updates, state)``, for ``optax.apply_updates``.
-            Where a gradient is None, as Equinox leaves those of frozen parameters, the update is
-            None and the moments stay. The state keeps its structure and dtypes.
+            A gradient may be None, as Equinox has it for frozen parameters: then the update is None
+            and the moments do not change. The state keeps its structure and dtypes.
         step: ``step(grads, state, params, *, grad_scale=1, grad_norm=None, skip=False,
-            copy_dtype=None) -> (params, state, grad_norm)``: the update of gradients times
-            ``grad_scale``, a scalar, and their norm before clipping, which is ``grad_norm`` where
-            that is given. Where ``skip``, a bool scalar, is true, parameters and moments stay as
-            they are. With a ``copy_dtype`` the new parameters in that dtype come fourth.
+            copy_dtype=None) -> (params, state, grad_norm)``. The gradients are multiplied by the
+            scalar ``grad_scale``. The returned norm is the one before clipping; pass ``grad_norm``
+            if it is known. If the bool scalar ``skip`` is true, parameters and moments do not
+            change. With a ``copy_dtype``, the new parameters in that dtype are a fourth result.
     """
 
     init: Callable[[Params], Any]
@@ -60,9 +59,10 @@ class AdamWState(NamedTuple):
 
     Attributes:
         count: The number of steps taken, an int32 scalar.
-        master: The parameters in float32, where they are narrower; None where they are not.
-        m: The running mean of the gradients, float32; float64 for float64 parameters.
-        v: The running mean of their squares, likewise.
+        master: float32 masters of the narrower parameters; None for the other parameters.
+        m: The first moment, the running mean of the gradients. float32; float64 for float64
+            parameters.
+        v: The second moment, the running mean of the squared gradients, in the dtype of ``m``.
     """
 
     count: Int[Array, ""]
@@ -87,32 +87,34 @@ def adamw(
 ) -> Optimizer:
     """AdamW for parameters of any floating dtype, with float32 masters of the narrow ones.
 
-    A model that is held in bfloat16 trains on masters in the optimizer's state: each step updates
-    them in place and rounds them to the parameters, so that a step too small for a bfloat16 is not
-    lost. With the same gradients the masters are those of ``optax.adamw`` on float32 parameters.
+    For bfloat16 parameters, the optimizer's state holds float32 masters. Each step updates the
+    masters in place and rounds them to the parameters, so updates below a bfloat16 rounding step
+    are not lost. With the same gradients, the masters equal ``optax.adamw`` on float32 parameters.
 
-    ``update`` works inside every wrapper of optax that ``optax.adamw`` works in. Its updates have
-    the wider dtype of parameter and gradient, as optax's have. ``optax.apply_updates`` turns
-    float32 updates into the rounded masters. With bfloat16 gradients of bfloat16 parameters, a
-    parameter may miss its master by a rounding of the update, which the next step corrects.
+    ``update`` works inside every optax wrapper that accepts ``optax.adamw``. Updates have the wider
+    dtype of parameter and gradient, as in optax. With float32 updates, ``optax.apply_updates``
+    gives the rounded masters. With bfloat16 gradients of bfloat16 parameters, the update is rounded
+    too: a parameter may differ from its rounded master until the next step.
 
-    Numbers may be traced, as ``optax.inject_hyperparams`` makes them. The CUDA kernel takes a
-    traced rate, but no other traced number: name the others in ``static_args`` there.
+    Hyperparameters may be traced, for example by ``optax.inject_hyperparams``. The CUDA kernel
+    accepts only a traced learning rate: name the other hyperparameters in ``static_args``.
 
     Args:
-        learning_rate: A rate, or a schedule: a function from the steps taken before to the rate.
-        b1: The decay of the mean gradient.
-        b2: The decay of the mean squared gradient.
-        eps: Added to the root of the mean square.
-        weight_decay: The share of the rate by which parameters shrink, or a schedule of it.
+        learning_rate: A rate, or a schedule: a function from the number of steps taken to the rate.
+        b1: The decay of the first moment.
+        b2: The decay of the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: A step multiplies parameters by ``1 - rate * weight_decay``. A number, or a
+            schedule.
         mask: Which arrays decay: a tree of bools like the parameters, or a prefix of one; or a
-            function from the parameters to one. None for all.
-        max_grad_norm: Gradients of a larger global norm are scaled down to it; None for no limit.
-        seed: Rounds masters to bfloat16 parameters up or down at random, so that they are right on
-            average; None rounds to the nearest.
+            function from the parameters to such a tree. None for all arrays.
+        max_grad_norm: The largest global gradient norm; larger gradients are scaled down. None for
+            no limit.
+        seed: Round masters to bfloat16 parameters stochastically, with this seed. None for round to
+            nearest.
 
     Raises:
-        TypeError: From ``update`` and ``step``: an array is not of a floating dtype.
+        TypeError: From ``update`` and ``step``: an array has no floating dtype.
         ValueError: From ``update`` and ``step``: gradients, state or mask differ from the
             parameters in structure or shapes; the message names the leaves.
 
@@ -126,7 +128,7 @@ def adamw(
     def init(params: Params) -> AdamWState:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide_dtype(p)), params)
         master = jax.tree.map(_master, params)
-        # Arrays of their own, for a step that donates them all.
+        # m and v must be distinct arrays: a training step donates both.
         return AdamWState(jnp.zeros((), jnp.int32), master, zeros, jax.tree.map(jnp.copy, zeros))
 
     def step(
@@ -190,27 +192,27 @@ def update_in_place(
     seed: int | None = None,
     **options: Any,
 ) -> tuple[Params, Params, Params, Params, Params | None]:
-    """:func:`jaxllm.ops.adamw_update` of what has a gradient, on the masters where there are any.
+    """Calls :func:`jaxllm.ops.adamw_update` on the parameters that have a gradient.
 
     Args:
-        grads: The gradients. Where one is None, parameter and means stay as they are.
+        grads: The gradients. For a gradient of None, parameter and moments do not change.
         params: The parameters.
-        master: The float32 masters of the narrow ones, None for the others.
-        m: The running mean of the gradients.
-        v: The running mean of their squares.
+        master: The float32 masters of the narrow parameters; None for the others.
+        m: The first moments.
+        v: The second moments.
         count: The number of steps taken before.
         learning_rate: As in :func:`adamw`.
-        weight_decay: Likewise.
-        mask: Which arrays decay, likewise.
-        copy_dtype: Of a copy of the parameters; None for no copy.
+        weight_decay: As in :func:`adamw`.
+        mask: As in :func:`adamw`.
+        copy_dtype: The dtype of a copy of the parameters; None for no copy.
         seed: As in :func:`adamw`.
         **options: As in :func:`jaxllm.ops.adamw_update`.
 
     Returns:
-        ``(params, master, m, v, copy)``; the copy is None without a ``copy_dtype``.
+        ``(params, master, m, v, copy)``. ``copy`` is None without a ``copy_dtype``.
     """
     names, structure = leaf_names(params), jax.tree.structure(params)
-    if len(set(names)) < len(names):  # of a key "a/b", and of "b" in "a"
+    if len(set(names)) < len(names):  # a key "a/b" next to "b" in "a"
         names = [str(i) for i in range(len(names))]
     gradients = leaves_like("grads", grads, params, "params", optional=True)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
@@ -221,16 +223,16 @@ def update_in_place(
     lr, decay = (_at_step(value, count) for value in (learning_rate, weight_decay))
     copies: list[Any] = [None] * len(leaves)
 
-    # One launch for the leaves of a dtype, as a rule all of them.
+    # One kernel launch per dtype. Most models have one dtype.
     kinds = [(leaf.dtype, of is not None) for leaf, of in zip(leaves, masters, strict=True)]
     for dtype, has_master in dict.fromkeys(kinds):
         is_next = [kind == (dtype, has_master) for kind in kinds]
-        places = [i for i in range(len(leaves)) if is_next[i] and gradients[i] is not None]
+        indices = [i for i in range(len(leaves)) if is_next[i] and gradients[i] is not None]
         sources = (masters if has_master else leaves, gradients, ms, vs)
         outputs = ops.adamw_update(
-            # By name for its errors, in the order of the leaves for their seeds.
-            *(OrderedDict((names[i], jnp.asarray(of[i])) for i in places) for of in sources),
-            mask=OrderedDict((names[i], decays[i]) for i in places),
+            # Names for error messages; leaf order, because the seed of a leaf depends on its index.
+            *(OrderedDict((names[i], jnp.asarray(of[i])) for i in indices) for of in sources),
+            mask=OrderedDict((names[i], decays[i]) for i in indices),
             copy_dtype=dtype if has_master else copy_dtype if dtype.itemsize >= 4 else None,
             seed=seed if dtype == jnp.bfloat16 else None,
             step=count + 1,
@@ -239,14 +241,14 @@ def update_in_place(
             **options,
         )
         targets = (masters, ms, vs, leaves) if has_master else (leaves, ms, vs, copies)
-        for target, new in zip(targets, outputs, strict=False):  # there may be no copies
-            for i in places:
+        for target, new in zip(targets, outputs, strict=False):  # outputs may have no copies
+            for i in indices:
                 target[i] = new[names[i]]
     params, master, m, v = (structure.unflatten(of) for of in (leaves, masters, ms, vs))
     if copy_dtype is None:
         return params, master, m, v, None
     for i, leaf in enumerate(leaves):
-        if copies[i] is None:  # narrow, and so a rounded copy already, or without a gradient
+        if copies[i] is None:  # a narrow parameter, or one without a gradient
             copies[i] = leaf.astype(copy_dtype) if is_floating(leaf) else leaf
     return params, master, m, v, structure.unflatten(copies)
 
@@ -258,20 +260,21 @@ def clipping(
     grad_scale: ArrayLike = 1.0,
     grad_norm: ArrayLike | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The factor that scales gradients and limits their norm, and the norm before the limit.
+    """The factor that scales and clips gradients, and their norm before clipping.
 
     Args:
         grads: The gradients.
-        max_norm: The limit; None for none.
-        grad_scale: A factor that applies in any case, before the limit.
-        grad_norm: The norm of the gradients times ``grad_scale``, if it is known already.
+        max_norm: The largest norm; None for no limit.
+        grad_scale: A factor that is applied before clipping.
+        grad_norm: The norm of the gradients times ``grad_scale``, if it is known.
 
     Returns:
-        ``(factor, norm)``: the gradients are to be multiplied by the factor, which includes
-        ``grad_scale``; the norm is that of the gradients times ``grad_scale``.
+        ``(factor, norm)``. Multiply the gradients by ``factor``, which includes ``grad_scale``.
+        ``norm`` is the norm of the gradients times ``grad_scale``.
 
     Raises:
-        ValueError: The limit is not above 0; of a traced limit nobody knows.
+        TypeError: A gradient has no floating dtype.
+        ValueError: ``max_norm`` is not above 0. A traced value is not checked.
     """
     limit = None if max_norm is None else as_number("max_grad_norm", max_norm)
     if isinstance(limit, float) and not limit > 0:
@@ -288,23 +291,23 @@ def clipping(
 
 
 def _at_step(value: ArrayLike | Schedule, count: ArrayLike) -> ArrayLike:
-    """A hyperparameter at a step: the value of a schedule there, or the number that it is."""
+    """A hyperparameter at step ``count``: the schedule's value, or the constant itself."""
     return promotion.callback(value)(count) if callable(value) else value
 
 
 def _check_masters(master: Params, params: Params) -> None:
-    """Raises ValueError where a narrow parameter has no master, or a wide one has one."""
+    """Raises ValueError if a narrow parameter has no master, or a wide one has a master."""
     masters = leaves_like("state.master", master, params, "params", optional=True)
     for name, leaf, of in zip(leaf_names(params), jax.tree.leaves(params), masters, strict=True):
         if _is_narrow(leaf) != (of is not None):
             raise ValueError(
                 f"state.master has {'no ' if of is None else 'an '}array for {name}, which has "
-                f"dtype {jnp.result_type(leaf)}; make the state anew with init(params)"
+                f"dtype {jnp.result_type(leaf)}; make a new state with init(params)"
             )
 
 
 def _is_function(mask: Any) -> bool:
-    """As optax asks: a mask that is a pytree is none, though Equinox's modules can be called."""
+    """Whether a mask is a function, by optax's test: a callable pytree (Equinox) is not one."""
     return callable(mask) and all(map(callable, jax.tree.leaves(mask)))
 
 

@@ -1,4 +1,4 @@
-"""AdamW with optax's state, as GPT-2 is trained with; :mod:`jaxllm.training` exports it."""
+"""AdamW with optax's state and GPT-2's defaults; :mod:`jaxllm.training` exports it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jaxllm.training.optim import Optimizer, Params, Schedule, clipping, update_
 
 
 def decay_mask(params: Params) -> Any:
-    """Which parameters weight decay pulls to zero: the matrices, not the biases and norm scales.
+    """Which parameters weight decay applies to: matrices, but not biases and norm scales.
 
-    What lies under a key or an attribute ``blocks`` is stacked over layers, unless there is a list
-    of them in it, or a dict by number: its first axis does not count, and a bias of shape (L, D) is
-    a vector.
+    Arrays under a key or an attribute ``blocks`` are stacked over layers. Their first axis does not
+    count, so a bias of shape (L, D) is a vector. If ``blocks`` holds a list of layers, or a dict
+    with numbers as keys, all axes count.
 
     Args:
         params: The parameters.
 
     Returns:
-        The same structure with a bool for each array.
+        A tree of the same structure, with a bool for each array.
     """
 
     def is_matrix(path: tuple, x: ArrayLike) -> bool:
@@ -52,27 +52,28 @@ def adamw(
     weight_decay: ArrayLike | Schedule = 0.1,
     max_grad_norm: ArrayLike | None = 1.0,
 ) -> Optimizer:
-    """AdamW as GPT-2 is trained with: clipped gradients, decay on matrices alone.
+    """AdamW as for GPT-2: clipped gradients, and weight decay on matrices only.
 
-    For float32 parameters the state is that of ``optax.chain(optax.clip_by_global_norm(...),
-    optax.adamw(...))``, and ``update`` is that chain's. ``step`` gives the same parameters and
-    state, to float32 rounding, from :func:`jaxllm.ops.adamw_update`: one pass over memory, with the
-    clipping folded in.
+    For float32 parameters, state and ``update`` equal those of
+    ``optax.chain(optax.clip_by_global_norm(...), optax.adamw(...))``. ``step`` gives the same
+    parameters and state to float32 rounding. It calls :func:`jaxllm.ops.adamw_update`, which makes
+    one pass over memory and includes the clipping.
 
-    The means are float32 for narrower parameters too, from the first state on, but there are no
-    masters: a step too small for a bfloat16 is lost. :func:`jaxllm.training.optim.adamw` has
-    masters.
+    The moments are float32 for narrower parameters too. There are no masters, so updates below a
+    bfloat16 rounding step are lost. :func:`jaxllm.training.optim.adamw` has masters.
 
     Args:
-        learning_rate: A rate, or a schedule of it.
-        b1: The decay of the mean gradient.
-        b2: The decay of the mean squared gradient.
-        eps: Added to the root of the mean square.
-        weight_decay: Applied where :func:`decay_mask` says so; a number, or a schedule of it.
-        max_grad_norm: Gradients of a larger global norm are scaled down to it; None for no limit.
+        learning_rate: A rate, or a schedule.
+        b1: The decay of the first moment.
+        b2: The decay of the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Applied to the arrays that :func:`decay_mask` selects. A number, or a
+            schedule.
+        max_grad_norm: The largest global gradient norm; larger gradients are scaled down. None for
+            no limit.
 
     Raises:
-        TypeError: From ``update`` and ``step``: an array is not of a floating dtype.
+        TypeError: From ``update`` and ``step``: an array has no floating dtype.
         ValueError: From ``update`` and ``step``: gradients or state differ from the parameters in
             structure or shapes; the message names the leaves.
 
@@ -89,7 +90,7 @@ def adamw(
 
     def update(grads: Params, state: Any, params: Params | None = None):
         if params is None:
-            return chain.update(grads, state, params)  # which says that it needs them
+            return chain.update(grads, state, params)  # raises optax's own error
         _check_update(grads, state, params)
         given = jax.tree.map(
             lambda x, of: jnp.zeros_like(of) if x is None and of is not None else x,
@@ -104,14 +105,14 @@ def adamw(
         )
 
         def keep(new: Any, old: Any) -> Any:
-            """Keeps the old means of what has no gradient."""
+            """Keeps the old moments of parameters without a gradient."""
             if not _is_adam(new):
                 return new
-            means = (
+            moments = (
                 jax.tree.map(lambda x, y, z: z if x is None else y, grads, *of, is_leaf=_is_none)
                 for of in ((new.mu, old.mu), (new.nu, old.nu))
             )
-            return optax.ScaleByAdamState(new.count, *means)
+            return optax.ScaleByAdamState(new.count, *moments)
 
         return updates, jax.tree.map(keep, new, state, is_leaf=_is_adam)
 
@@ -143,7 +144,7 @@ def adamw(
             copy_dtype=copy_dtype,
         )
         adam = optax.ScaleByAdamState(adam.count + 1, m, v)
-        # What else there is in the state are counts of schedules, equal to Adam's.
+        # The other leaves of the state are step counts of schedules, equal to Adam's count.
         state = jax.tree.map(lambda x: adam if _is_adam(x) else adam.count, state, is_leaf=_is_adam)
         return (params, state, norm) if copy_dtype is None else (params, state, norm, copy)
 
@@ -151,7 +152,7 @@ def adamw(
 
 
 def _check_update(grads: Params, state: Any, params: Params) -> None:
-    """Raises ValueError or TypeError where gradients or means do not fit the parameters."""
+    """Raises ValueError or TypeError if gradients or moments do not match the parameters."""
     adam = _adam_of(state)
     trees = {"params": params, "grads": grads, "state.mu": adam.mu, "state.nu": adam.nu}
     leaves = [leaves_like(of, trees[of], params, "params", optional=of == "grads") for of in trees]

@@ -1,17 +1,16 @@
-"""The log of a run: JSON lines, llm.c's text, and TensorBoard's events where that is installed.
+"""The log of a training run: JSON lines, llm.c's text format, and TensorBoard events.
 
-A record is a dict with the ``step``, counted from 1, and finite numbers by name. In a folder are
+A record is a dict with the ``step``, counted from 1, and finite numbers by name. A log folder has
 
 ``log.jsonl``
-    a record a line, with all its numbers;
+    one record per line;
 ``main.log``
-    the lines that llm.c's scripts draw: ``s:8 trl:3.2100 lr:0.000600 norm:1.20`` of training,
-    ``s:8 tel:3.3000`` of the validation loss, ``s:8 eval:0.2950`` of HellaSwag;
+    the lines that llm.c's scripts plot: ``s:8 trl:3.2100 lr:0.000600 norm:1.20`` for training,
+    ``s:8 tel:3.3000`` for the validation loss, ``s:8 eval:0.2950`` for HellaSwag;
 ``tensorboard/``
-    the same numbers for TensorBoard.
+    the same values for TensorBoard, if the package ``tensorboard`` is installed.
 
-``python -m jaxllm.training.runlog`` draws the losses of several runs, and tells how far they are
-apart.
+``python -m jaxllm.training.runlog`` plots the losses of several runs and prints their differences.
 """
 
 from __future__ import annotations
@@ -34,15 +33,18 @@ Record = Mapping[str, Any]
 def open_log(
     folder: str | Path, *, after: int = 0, tensorboard: bool = True
 ) -> Iterator[Callable[[Record], None]]:
-    """Opens the log of a run, and gives the function that writes a record.
+    """Opens the log of a run.
 
-    Each line is on its way to the disk when the function returns, so that a process that is killed
-    leaves whole lines, but perhaps for the last.
+    Each record is flushed to the operating system before the function returns. If the process is
+    killed, only the last line may be incomplete.
 
     Args:
-        folder: Where the files are; created if it is not there.
-        after: Keep what is logged up to this step, and go on from there; 0 begins anew.
-        tensorboard: Whether to write events, if the package ``tensorboard`` is installed.
+        folder: The log folder, created if it does not exist.
+        after: Keep the records up to this step and append to them; 0 starts a new log.
+        tensorboard: Whether to write TensorBoard events, if the package is installed.
+
+    Yields:
+        The function that writes a record.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,12 +70,12 @@ def open_log(
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``log.jsonl``; a last line that is not whole is left out."""
+    """The records of a ``log.jsonl``. An incomplete line is left out."""
     return list(filter(None, map(_parsed, Path(path).read_text().splitlines())))
 
 
 def llmc_lines(record: Record) -> list[str]:
-    """A record as llm.c logs it."""
+    """The lines of ``main.log`` for a record, in llm.c's format."""
     step, lines = record["step"], []
     if "val_loss" in record:
         lines.append(f"s:{step} tel:{record['val_loss']:.4f}")
@@ -89,13 +91,13 @@ def llmc_lines(record: Record) -> list[str]:
     return lines
 
 
-def draw_losses(path: str | Path, runs: Mapping[str, Sequence[Record]], title: str) -> None:
-    """Draws the training losses over the steps, and the validation losses where there are any.
+def plot_losses(path: str | Path, runs: Mapping[str, Sequence[Record]], title: str) -> None:
+    """Plots the training and validation losses of runs over the steps.
 
     Args:
         path: The image to write.
-        runs: The records of each run by its name, which may be empty where there is only one.
-        title: Stands above.
+        runs: The records of each run, by the run's name. The name of a single run may be empty.
+        title: The title of the plot.
 
     Raises:
         ImportError: The package ``matplotlib`` is not installed.
@@ -104,10 +106,10 @@ def draw_losses(path: str | Path, runs: Mapping[str, Sequence[Record]], title: s
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'drawing needs the package matplotlib: pip install "jaxllm[train]"'
+            'plotting needs the package matplotlib: pip install "jaxllm[train]"'
         ) from error
     axes = (figure := Figure(figsize=(8, 5))).subplots()
-    # Curves that lie on one another show where the upper one is dashed.
+    # Different line styles, so that curves that coincide stay visible.
     for (run, records), line in zip(runs.items(), itertools.cycle(("-", "--", ":")), strict=False):
         for name, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
             points = [(r["step"], r[name]) for r in records if name in r]
@@ -121,7 +123,7 @@ def draw_losses(path: str | Path, runs: Mapping[str, Sequence[Record]], title: s
 
 
 def smoothed(records: Sequence[Record], keep: float) -> dict[int, float]:
-    """The training losses by step, averaged with those before, each ``keep`` times the next."""
+    """The bias-corrected moving average of the training loss, by step, with decay ``keep``."""
     total, weight, means = 0.0, 0.0, {}
     for record in records:
         total, weight = keep * total + record["loss"], keep * weight + 1
@@ -130,7 +132,7 @@ def smoothed(records: Sequence[Record], keep: float) -> dict[int, float]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The record in a line; empty if it is not whole."""
+    """The record in a line; an empty dict if the line is not a JSON object."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -139,9 +141,9 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _cut(path: Path, after: int) -> None:
-    """Removes what is logged after a step; the file is replaced in one go."""
+    """Removes the records after a step; replaces the file atomically."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    # A line of either form begins with its step.
+    # A line of log.jsonl or of main.log begins with its step.
     step_of = re.compile(r'(?:s:|\{"step": )(\d+)\b.*\n')
     matches = filter(None, map(step_of.fullmatch, lines))
     with replacing(path) as partial:
@@ -150,9 +152,9 @@ def _cut(path: Path, after: int) -> None:
 
 @contextlib.contextmanager
 def _events(folder: Path, kept: Sequence[Record]) -> Iterator[Callable[[Record], None] | None]:
-    """What writes a record to TensorBoard's file; None where that is not installed.
+    """The function that writes a record as TensorBoard events; None without the package.
 
-    The file is written anew, of the records that are kept: nothing can be removed from one.
+    Records cannot be removed from an event file, so a new file is written from the kept records.
     """
     try:
         from tensorboard.summary import Writer
@@ -184,19 +186,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxllm.training.runlog",
-        description="Draw the losses of runs, and tell how far they are apart.",
+        description="Plot the losses of runs and print their differences.",
     )
     parser.add_argument("image", metavar="IMAGE", type=Path, help="the PNG to write")
     parser.add_argument(
-        "logs", metavar="NAME=LOG", nargs="+", help="a log.jsonl, and what to call its run"
+        "logs", metavar="NAME=LOG", nargs="+", help="the name of a run and its log.jsonl"
     )
-    parser.add_argument("--steps", type=int, help="how many of each run's first (default: all)")
-    parser.add_argument("--title", default="", help="stands above (default: nothing)")
+    parser.add_argument("--steps", type=int, help="use the first STEPS records (default: all)")
+    parser.add_argument("--title", default="", help="the title of the plot (default: none)")
     parser.add_argument(
         "--keep",
         type=float,
         default=0.9,
-        help="in the smoothed loss, what a step counts beside the next (default: %(default)s)",
+        help="the decay of the loss's exponential moving average (default: %(default)s)",
     )
     options = parser.parse_args(argv)
     if not 0 <= options.keep < 1:
@@ -207,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for log in options.logs:
         name, equals, path = log.partition("=")
         if not (name and equals):
-            parser.error(f"{log} is no NAME=LOG")
+            parser.error(f"{log} is not of the form NAME=LOG")
         if name in runs:
-            parser.error(f"two runs are called {name}")
+            parser.error(f"two runs have the name {name}")
         try:
             records = [record for record in read_log(path) if {"step", "loss"} <= record.keys()]
         except (OSError, UnicodeDecodeError) as error:
@@ -229,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{max(distances):.4f}\n"
         )
     try:
-        draw_losses(options.image, runs, options.title)
+        plot_losses(options.image, runs, options.title)
     except (OSError, ValueError) as error:
         parser.error(f"{options.image}: {error}")
     print(end="".join(lines))

@@ -1,7 +1,7 @@
-"""Learning rates over a run, by name, as optax and :mod:`jaxllm.training.optim` take them.
+"""Learning rate schedules by name, for optax and :mod:`jaxllm.training.optim`.
 
-Each rises linearly over the warm-up, so that step ``warmup - 1`` has the peak, and goes from there
-to a share of the peak, which step ``steps`` and all after it have.
+Each schedule rises linearly to the peak, which it reaches at step ``warmup - 1``. It then falls to
+``final_fraction * peak`` at step ``steps``, and stays there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
-# The share of the way from the peak (1) to the end (0), by the progress after the warm-up (0 to 1)
-# and the share of it that has passed when wsd begins to fall.
+# shape(progress, stable): 1 at the peak, 0 at the end. `progress` goes from 0 to 1 after the
+# warm-up; `stable` is the progress at which wsd begins to decay.
 _SHAPES: dict[str, Callable[[Array, float], Array]] = {
     "cosine": lambda progress, _: 0.5 * (1 + jnp.cos(jnp.pi * progress)),
     "linear": lambda progress, _: 1 - progress,
     "constant": lambda progress, _: jnp.ones_like(progress),
-    # Warm-up, stable, decay: flat, then down as one minus a root.
+    # Warmup-stable-decay: constant, then 1 - sqrt.
     "wsd": lambda progress, stable: (
         1 - jnp.sqrt(jnp.clip((progress - stable) / max(1 - stable, 1e-9), 0, 1))
     ),
@@ -39,27 +39,27 @@ def make_schedule(
     final_fraction: float = 0.0,
     decay_fraction: float = 0.2,
 ) -> Schedule:
-    """A schedule by its name.
+    """Makes a schedule by name.
 
     Args:
-        name: ``"cosine"``: down along half a cosine; ``"linear"``: down along a line;
-            ``"constant"``: the peak to the end; ``"wsd"``: the peak, and for the last part of the
-            run down as one minus a root.
+        name: The shape after the warm-up. ``"cosine"``: half a cosine. ``"linear"``: a line.
+            ``"constant"``: the peak until the end. ``"wsd"``: the peak, and then 1 - sqrt over the
+            last ``decay_fraction`` of the run.
         peak: The highest rate, a number or a traced scalar.
-        steps: The length of the run.
-        warmup: The steps of the rise.
-        final_fraction: The last rate, as a share of the peak; without effect on ``"constant"``.
-        decay_fraction: The last part of the run, as a share of all steps, in which ``"wsd"`` falls.
+        steps: The number of steps in the run.
+        warmup: The number of steps in the warm-up.
+        final_fraction: The final rate as a share of the peak. Not used by ``"constant"``.
+        decay_fraction: The share of the steps over which ``"wsd"`` decays.
 
     Returns:
         A function from the step, counted from 0, to the rate.
 
     Raises:
         ValueError: The name is unknown, the warm-up is longer than the run, or a number is out of
-            its range.
+            range.
 
-    Source: llm.c's ``schedulers.h``; Hägele et al., "Scaling Laws and Compute-Optimal Training
-    Beyond Fixed Training Durations" (arXiv:2405.18392) for the root.
+    Source: llm.c's ``schedulers.h``. The 1 - sqrt decay is from Hägele et al., "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations" (arXiv:2405.18392).
     """
     if name not in _SHAPES:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
@@ -87,15 +87,18 @@ def make_schedule(
 def warmup_cosine(
     peak: float | Array, steps: int, *, warmup: int = 0, floor: float = 0.1
 ) -> Schedule:
-    """:func:`make_schedule` of ``"cosine"``, falling to a share of the peak.
+    """A linear warm-up and a cosine decay, :func:`make_schedule` with ``"cosine"``.
 
     Args:
         peak: The highest rate.
-        steps: The length of the run.
-        warmup: The steps of the rise.
-        floor: The lowest rate after the rise, as a share of the peak.
+        steps: The number of steps in the run.
+        warmup: The number of steps in the warm-up.
+        floor: The final rate as a share of the peak.
+
+    Returns:
+        A function from the step, counted from 0, to the rate.
 
     Raises:
-        ValueError: As :func:`make_schedule` says.
+        ValueError: As in :func:`make_schedule`.
     """
     return make_schedule("cosine", peak, steps, warmup=warmup, final_fraction=floor)

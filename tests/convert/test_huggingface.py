@@ -1,4 +1,4 @@
-"""Conversion between our parameters and Hugging Face's names, without torch."""
+"""Conversion between jaxllm parameters and Hugging Face state dicts, without torch."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ NAMES: dict[str, Config] = {"gpt2": GPT2, "llama": LLAMA, "tied": TIED}
 
 
 def random_params(config):
-    """Random in every array, biases and scales too, so that no two are alike."""
+    """Random parameters, biases and scales too, so that no two arrays are equal."""
     init = format_of(config).model.init
     shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
     leaves, tree = jax.tree.flatten(shapes)
@@ -34,7 +34,7 @@ def random_params(config):
     random = tree.unflatten(
         [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
     )
-    tables = {"wte", "head"} & set(random)
+    tables = {"wte", "lm_head"} & set(random)
     return random | {name: random[name].at[config.vocab_size :].set(0) for name in tables}
 
 
@@ -65,12 +65,12 @@ def llama_state_dict(all_params):
     return to_state_dict(all_params["llama"], LLAMA)
 
 
-def test_there_and_back_changes_no_bit(case):
+def test_round_trip_is_bit_identical(case):
     params, config = case
     assert_equal(from_state_dict(to_state_dict(params, config), config), params)
 
 
-def test_gpt2_names_and_shapes_are_those_of_the_state_dict(gpt2_state_dict):
+def test_gpt2_names_and_shapes_match_transformers(gpt2_state_dict):
     assert len(gpt2_state_dict) == 2 + 12 * GPT2.layers + 2 + 1
     assert gpt2_state_dict["transformer.wte.weight"].shape == (61, 32)
     assert gpt2_state_dict["transformer.wpe.weight"].shape == (16, 32)
@@ -82,7 +82,7 @@ def test_gpt2_names_and_shapes_are_those_of_the_state_dict(gpt2_state_dict):
     )
 
 
-def test_llama_names_and_shapes_are_those_of_the_state_dict(llama_state_dict):
+def test_llama_names_and_shapes_match_transformers(llama_state_dict):
     assert len(llama_state_dict) == 1 + 9 * LLAMA.layers + 2
     expected = {
         "self_attn.q_proj": (32, 32),
@@ -102,7 +102,7 @@ def test_llama_names_and_shapes_are_those_of_the_state_dict(llama_state_dict):
     assert all(array.flags.c_contiguous for array in llama_state_dict.values())
 
 
-def test_each_layer_keeps_its_place(all_params, gpt2_state_dict, llama_state_dict):
+def test_layers_keep_their_order(all_params, gpt2_state_dict, llama_state_dict):
     for layer in range(3):
         np.testing.assert_array_equal(
             gpt2_state_dict[f"transformer.h.{layer}.mlp.c_fc.bias"],
@@ -114,7 +114,7 @@ def test_each_layer_keeps_its_place(all_params, gpt2_state_dict, llama_state_dic
         )
 
 
-def test_bfloat16_parameters_come_out_in_float32(case):
+def test_state_dict_of_bfloat16_parameters_is_float32(case):
     params, config = case
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     converted = to_state_dict(half, config)
@@ -122,7 +122,7 @@ def test_bfloat16_parameters_come_out_in_float32(case):
     assert_equal(from_state_dict(converted, config, dtype="bfloat16"), half)
 
 
-def test_a_tied_head_may_be_left_out_but_not_differ(all_params):
+def test_tied_lm_head_may_be_omitted_but_must_match(all_params):
     for name, table in (("gpt2", "transformer.wte.weight"), ("tied", "model.embed_tokens.weight")):
         state_dict = to_state_dict(all_params[name], NAMES[name])
         np.testing.assert_array_equal(state_dict.pop("lm_head.weight"), state_dict[table])
@@ -132,14 +132,14 @@ def test_a_tied_head_may_be_left_out_but_not_differ(all_params):
             from_state_dict(state_dict, NAMES[name])
 
 
-def test_a_head_of_its_own_may_not_be_left_out(llama_state_dict):
+def test_untied_lm_head_is_required(llama_state_dict):
     del llama_state_dict["lm_head.weight"]
     with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
         from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_names_without_their_prefix_and_old_buffers_are_read(case):
-    """As the bare model's state_dict has them, and as the first GPT-2 checkpoints are stored."""
+def test_bare_names_and_old_buffers_are_accepted(case):
+    """A bare model's state dict has no prefix, and the first GPT-2 checkpoints have buffers."""
     params, config = case
     buffers = {
         "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8),
@@ -154,7 +154,7 @@ def test_names_without_their_prefix_and_old_buffers_are_read(case):
     assert_equal(from_state_dict(bare, config), params)
 
 
-def test_a_missing_tensor_is_named(gpt2_state_dict, llama_state_dict):
+def test_missing_tensor_is_an_error(gpt2_state_dict, llama_state_dict):
     del gpt2_state_dict["transformer.h.1.ln_2.bias"]
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_2\.bias is missing"):
         from_state_dict(gpt2_state_dict, GPT2)
@@ -163,7 +163,7 @@ def test_a_missing_tensor_is_named(gpt2_state_dict, llama_state_dict):
         from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_an_unexpected_tensor_is_named(gpt2_state_dict, llama_state_dict):
+def test_unexpected_tensor_is_an_error(gpt2_state_dict, llama_state_dict):
     gpt2_state_dict["transformer.h.3.ln_2.bias"] = np.zeros(32, np.float32)
     with pytest.raises(ValueError, match=r"transformer\.h\.3\.ln_2\.bias is unexpected"):
         from_state_dict(gpt2_state_dict, GPT2)
@@ -172,7 +172,7 @@ def test_an_unexpected_tensor_is_named(gpt2_state_dict, llama_state_dict):
         from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_a_misshapen_tensor_is_named_with_both_shapes(gpt2_state_dict, llama_state_dict):
+def test_wrong_shape_error_has_both_shapes(gpt2_state_dict, llama_state_dict):
     name = "transformer.h.0.mlp.c_fc.weight"
     gpt2_state_dict[name] = gpt2_state_dict[name].T
     message = r"h\.0\.mlp\.c_fc\.weight has shape \(128, 32\); it must be \(32, 128\)"
@@ -185,14 +185,14 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(gpt2_state_dict, llama_sta
         from_state_dict(llama_state_dict, LLAMA)
 
 
-def test_of_many_faults_ten_are_named(llama_state_dict):
+def test_error_lists_at_most_ten_faults(llama_state_dict):
     with pytest.raises(ValueError) as caught:
         from_state_dict(dict(list(llama_state_dict.items())[:15]), LLAMA)
     assert str(caught.value).count("is missing") == 10
     assert str(caught.value).endswith("; and 5 more")
 
 
-def test_parameters_of_another_shape_are_refused(all_params):
+def test_parameters_that_differ_from_the_config_are_rejected(all_params):
     params = all_params["gpt2"]
     with pytest.raises(ValueError, match=r"wpe has shape \(16, 32\); it must be \(17, 32\)"):
         to_state_dict(params, dataclasses.replace(GPT2, max_seq_len=17))
@@ -208,11 +208,11 @@ def test_parameters_of_another_shape_are_refused(all_params):
     [*NAMES.values(), *gpt2.PRESETS.values(), *llama3.PRESETS.values()],
     ids=[*NAMES, *(f"gpt2-{name}" for name in gpt2.PRESETS), *llama3.PRESETS],
 )
-def test_configs_go_there_and_back(config):
+def test_config_round_trip(config):
     assert config_from_dict(config_to_dict(config)) == config
 
 
-# The config.json of Llama 3.2 1B, but for keys that say nothing of the shape.
+# The config.json of Llama 3.2 1B, without keys that do not affect the shape.
 LLAMA_3_2_1B = {
     "model_type": "llama",
     "attention_bias": False,
@@ -246,9 +246,9 @@ def llama_config(contents):
     return config
 
 
-def test_published_configs_are_the_presets():
+def test_published_configs_equal_the_presets():
     assert config_from_dict(LLAMA_3_2_1B) == llama3.PRESETS["3.2-1b"]
-    # As transformers 5 writes the rotary positions.
+    # The RoPE keys of transformers 5.
     together = {"rope_theta": LLAMA_3_2_1B["rope_theta"], **LLAMA_3_2_1B["rope_scaling"]}
     rest = {k: v for k, v in LLAMA_3_2_1B.items() if not k.startswith("rope_")}
     assert config_from_dict({**rest, "rope_parameters": together}) == llama3.PRESETS["3.2-1b"]
@@ -259,12 +259,12 @@ def test_published_configs_are_the_presets():
     assert config_from_dict({"model_type": "gpt2", **shape}) == gpt2.PRESETS["d12"]
 
 
-def test_a_missing_number_of_key_heads_is_that_of_the_heads():
+def test_missing_num_key_value_heads_defaults_to_heads():
     without = {k: v for k, v in LLAMA_3_2_1B.items() if k != "num_key_value_heads"}
     assert llama_config(without).kv_heads == 32
 
 
-def test_scaling_has_its_own_numbers():
+def test_rope_scaling_values_are_read():
     scaling = {**LLAMA_3_2_1B["rope_scaling"], "factor": 2, "low_freq_factor": 1.5}
     config = llama_config({**LLAMA_3_2_1B, "rope_scaling": scaling})
     assert config.rope_scaling == RopeScaling(2.0, 1.5, 4.0, 8192)
@@ -286,15 +286,15 @@ def test_scaling_has_its_own_numbers():
         ({"rope_theta": None}, "rope_theta is None; it must be a finite number"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints cannot be read"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
     ],
 )
-def test_a_model_that_differs_from_ours_is_refused(changed, message):
+def test_unsupported_models_are_rejected(changed, message):
     with pytest.raises(ValueError, match=message):
         config_from_dict({**LLAMA_3_2_1B, **changed})
 
 
-def test_a_missing_key_is_named():
+def test_missing_key_is_an_error():
     for key in ("hidden_size", "rms_norm_eps", "vocab_size"):
         with pytest.raises(ValueError, match=f"{key} is missing"):
             config_from_dict({k: v for k, v in LLAMA_3_2_1B.items() if k != key})

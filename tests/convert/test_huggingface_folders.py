@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from test_huggingface import GPT2, LLAMA, NAMES, TIED, assert_equal, random_params
 
 from jaxllm.convert import huggingface, safetensors_files
-from jaxllm.models.blocks import for_decoding, unstack
+from jaxllm.models.common import for_decoding, unstack
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def all_params():
 
 @pytest.fixture(scope="module")
 def saved(all_params, tmp_path_factory):
-    """A folder with one file and one with many, of the untied Llama."""
+    """Checkpoint folders of the untied Llama, with one file and with several."""
     root = tmp_path_factory.mktemp("saved")
     huggingface.save(root / "whole", all_params["llama"], LLAMA)
     huggingface.save(root / "sharded", all_params["llama"], LLAMA, max_shard_bytes=20_000)
@@ -35,7 +35,7 @@ def saved(all_params, tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of the folder with one file, to be damaged."""
+    """A copy of the folder with one file, which the test may damage."""
     return shutil.copytree(saved / "whole", tmp_path / "whole")
 
 
@@ -47,13 +47,13 @@ def sharded(saved, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 10_000])
-def test_there_and_back_changes_no_bit(name, dtype, max_shard_bytes, all_params, tmp_path):
+def test_round_trip_is_bit_identical(name, dtype, max_shard_bytes, all_params, tmp_path):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), all_params[name])
     huggingface.save(tmp_path / "a", params, NAMES[name], max_shard_bytes=max_shard_bytes)
     back, config = huggingface.load(tmp_path / "a")
     assert config == NAMES[name]
     assert_equal(back, params)
-    # And the files that are written from what was read are the same, byte by byte.
+    # Saving the loaded model gives identical files.
     huggingface.save(tmp_path / "b", back, config, max_shard_bytes=max_shard_bytes)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert ("model.safetensors" in files) == (max_shard_bytes > 10_000)
@@ -62,7 +62,7 @@ def test_there_and_back_changes_no_bit(name, dtype, max_shard_bytes, all_params,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_folder_has_what_transformers_looks_for(saved):
+def test_folder_has_the_files_that_transformers_expects(saved):
     config = json.loads((saved / "whole" / "config.json").read_text())
     assert config["torch_dtype"] == "float32"
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -71,7 +71,7 @@ def test_a_folder_has_what_transformers_looks_for(saved):
         assert len(file.keys()) == 1 + 9 * LLAMA.layers + 2
 
 
-def test_shards_and_their_index_agree(saved, all_params):
+def test_index_matches_the_shards(saved, all_params):
     index = json.loads((saved / "sharded" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (saved / "sharded").glob("*.safetensors"))
     assert files == [
@@ -85,13 +85,13 @@ def test_shards_and_their_index_agree(saved, all_params):
     assert index["metadata"]["total_size"] == sum(sizes.values())
 
 
-def test_a_tied_head_is_not_written_twice(all_params, tmp_path):
+def test_tied_lm_head_is_not_written(all_params, tmp_path):
     for name in ("gpt2", "tied"):
         huggingface.save(tmp_path / name, all_params[name], NAMES[name])
         assert "lm_head.weight" not in load_file(tmp_path / name / "model.safetensors")
 
 
-def test_the_dtype_may_be_chosen(saved, all_params):
+def test_dtype_option_casts_parameters(saved, all_params):
     params, _ = huggingface.load(saved / "whole", dtype="bfloat16")
     assert_equal(params, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), all_params["llama"]))
 
@@ -103,7 +103,7 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_tensors_of_several_dtypes_become_float32(folder, all_params):
+def test_mixed_dtypes_become_float32(folder, all_params):
     name = "model.layers.0.input_layernorm.weight"
     rewrite(folder, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16)}))
     params, _ = huggingface.load(folder)
@@ -128,17 +128,17 @@ LONG = "model.layers.3.mlp.up_proj.weight"
     ],
     ids=["missing", "unexpected", "misshapen", "int8", "float64"],
 )
-def test_tensors_that_are_not_the_model_s_are_refused(folder, change, message):
+def test_tensors_that_differ_from_the_model_are_rejected(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(ValueError, match=rf"^{folder}: .*{message}"):
         huggingface.load(folder)
 
 
 @pytest.mark.parametrize("left", [0, 5, 100, 20_000, -1])
-def test_a_truncated_file_is_refused(folder, left):
+def test_truncated_file_is_rejected(folder, left):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match=f"^{path}: no whole safetensors file"):
+    with pytest.raises(ValueError, match=f"^{path}: invalid safetensors file"):
         huggingface.load(folder)
 
 
@@ -148,7 +148,7 @@ def header_of(data):
 
 
 @pytest.mark.parametrize("fault", ["length", "json", "offsets", "tail"])
-def test_a_corrupt_file_is_refused(folder, fault):
+def test_corrupt_file_is_rejected(folder, fault):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     header, body = header_of(data)
@@ -163,12 +163,12 @@ def test_a_corrupt_file_is_refused(folder, fault):
     else:
         data += b"\0"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"^{path}: no whole safetensors file"):
+    with pytest.raises(ValueError, match=f"^{path}: invalid safetensors file"):
         huggingface.load(folder)
 
 
-def test_nothing_is_read_before_all_is_checked(sharded, monkeypatch):
-    """The last of many files is cut short; no tensor of the others is touched."""
+def test_all_files_are_checked_before_a_tensor_is_read(sharded, monkeypatch):
+    """The last of several files is truncated. No tensor of the others is read."""
     last = sorted(sharded.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
 
@@ -176,12 +176,12 @@ def test_nothing_is_read_before_all_is_checked(sharded, monkeypatch):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(huggingface, "assemble", assemble)
-    with pytest.raises(ValueError, match=f"^{last}: no whole safetensors file"):
+    with pytest.raises(ValueError, match=f"^{last}: invalid safetensors file"):
         huggingface.load(sharded)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_in_a_list_are_saved_as_those_stacked(name, all_params, tmp_path):
+def test_unstacked_layers_are_saved_like_stacked_ones(name, all_params, tmp_path):
     params, config = all_params[name], NAMES[name]
     huggingface.save(tmp_path / "list", unstack(params), config)
     back, _ = huggingface.load(tmp_path / "list")
@@ -195,15 +195,15 @@ def test_layers_in_a_list_are_saved_as_those_stacked(name, all_params, tmp_path)
     assert_equal(huggingface.load(tmp_path / "tuple")[0], params)
 
 
-def test_parameters_in_another_form_are_refused_with_what_to_give(all_params, tmp_path):
+def test_parameters_of_other_forms_are_rejected_with_a_hint(all_params, tmp_path):
     params = all_params["gpt2"]
     layers = unstack(params)["blocks"]
     for wrong, message in (
-        (for_decoding(params), r"as for_decoding makes it, with .*/weight_t; give the param"),
+        (for_decoding(params), r"in the layout of for_decoding, with a Transposed .*/weight; pass"),
         (params | {"blocks": [*layers[:2], {}]}, r"params\['blocks'\] is a list of layers that d"),
         (params | {"wte": 1.0}, "params: wte is of type float; it must be an array"),
         (params | {"wte": [1.0]}, "params: wte is of type list; it must be an array"),
-        (params["wte"], "params has no 'blocks'; it must be a dict as the model's init makes it"),
+        (params["wte"], "params has no 'blocks'; it must be a dict from the model's init"),
     ):
         with pytest.raises(ValueError, match=message):
             huggingface.save(tmp_path / "out", wrong, GPT2)
@@ -215,7 +215,7 @@ IDS = {"bos_token_id": 1, "eos_token_id": [2, 5, 7], "pad_token_id": 3}
 
 @pytest.fixture
 def source(saved, tmp_path):
-    """A folder as Llama 3.1's: a list of ends, and the files of a tokenizer."""
+    """A folder like Llama 3.1's, with a list of eos ids and tokenizer files."""
     folder = shutil.copytree(saved / "whole", tmp_path / "source")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | IDS))
@@ -226,7 +226,7 @@ def source(saved, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ids_of_special_tokens_are_kept(name, source, all_params, tmp_path):
+def test_special_token_ids_are_kept(name, source, all_params, tmp_path):
     params, config, out = all_params[name], NAMES[name], tmp_path / "out"
     ids = huggingface.load_special_tokens(source)
     assert ids == huggingface.SpecialTokens(bos=1, eos=(2, 5, 7), pad=3)
@@ -238,7 +238,7 @@ def test_the_ids_of_special_tokens_are_kept(name, source, all_params, tmp_path):
     assert {f.name for f in out.iterdir()} == beside | {"config.json", "model.safetensors"}
     assert huggingface.load_special_tokens(out) == ids
     huggingface.load(out)
-    # Given ones come first, and one end is written as a number.
+    # The argument takes precedence, and a single eos id is written as an integer.
     (source / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.5}')
     given = huggingface.SpecialTokens(eos=(9,))
     huggingface.save(
@@ -252,7 +252,7 @@ def test_the_ids_of_special_tokens_are_kept(name, source, all_params, tmp_path):
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
 
 
-def test_a_model_that_is_loaded_and_saved_keeps_its_special_tokens(source, tmp_path):
+def test_load_and_save_keep_special_tokens(source, tmp_path):
     (source / "generation_config.json").write_text('{"eos_token_id": [7, 8], "pad_token_id": 0}')
     ids = huggingface.SpecialTokens(bos=1, eos=(2, 5, 7, 8), pad=0)
     params, config = huggingface.load(source)
@@ -264,20 +264,20 @@ def test_a_model_that_is_loaded_and_saved_keeps_its_special_tokens(source, tmp_p
     assert huggingface.load_special_tokens(out) == ids
     assert huggingface.load(out)[1].special_tokens == ids
     assert huggingface.config_from_dict(huggingface.config_to_dict(config)).special_tokens == ids
-    # The model's own come before those beside a tokenizer, whose files say the same then.
+    # The config's ids win over the tokenizer's, and the copied files get the config's ids.
     shutil.rmtree(out)
     other = config.special_tokens._replace(eos=(6,))
     config = dataclasses.replace(config, special_tokens=other)
     huggingface.save(out, params, config, tokenizer_json=source / "tokenizer.json")
     assert huggingface.load_special_tokens(out) == other
-    # Where they agree, those files stay to the byte.
+    # If the ids agree, the files are copied unchanged.
     huggingface.save(out, params, bare, tokenizer_json=source / "tokenizer.json", overwrite=True)
     for name in ("generation_config.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert huggingface.load_special_tokens(out) == ids
 
 
-def test_a_generation_config_adds_its_ends(source):
+def test_generation_config_adds_eos_ids(source):
     (source / "generation_config.json").write_text('{"eos_token_id": [7, 8], "pad_token_id": 0}')
     assert huggingface.load_special_tokens(source) == (1, (2, 5, 7, 8), 0)
     (source / "config.json").unlink()
@@ -295,7 +295,7 @@ def test_a_generation_config_adds_its_ends(source):
         ({"pad_token_id": True}, "pad_token_id is True; it must be an integer$"),
     ],
 )
-def test_ids_that_are_no_integers_are_refused(source, all_params, tmp_path, ids, message):
+def test_special_ids_must_be_integers(source, all_params, tmp_path, ids, message):
     path = source / "config.json"
     path.write_text(json.dumps(ids))
     with pytest.raises(ValueError, match=f"^{path}: {message}"):
@@ -307,7 +307,7 @@ def test_ids_that_are_no_integers_are_refused(source, all_params, tmp_path, ids,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_that_is_missing_is_told_before_anything_is_written(all_params, tmp_path):
+def test_missing_tokenizer_is_an_error_before_writing(all_params, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such file"):
         huggingface.save(
             tmp_path / "out", all_params["gpt2"], GPT2, tokenizer_json=tmp_path / "nowhere"
@@ -316,21 +316,21 @@ def test_a_tokenizer_that_is_missing_is_told_before_anything_is_written(all_para
 
 
 @pytest.mark.parametrize("contents", [10_000 * "[", "\xff", '{"a": 1e'])
-def test_json_that_is_none_is_refused(folder, contents):
+def test_invalid_json_is_rejected(folder, contents):
     path = folder / "config.json"
     path.write_bytes(contents.encode("latin-1"))
-    with pytest.raises(ValueError, match=f"^{path}: no JSON"):
+    with pytest.raises(ValueError, match=f"^{path}: invalid JSON"):
         huggingface.load(folder)
 
 
-def test_a_byte_order_mark_does_not_matter(folder, all_params):
+def test_byte_order_mark_is_accepted(folder, all_params):
     path = folder / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert_equal(huggingface.load(folder)[0], all_params["llama"])
 
 
-def test_a_tensor_is_read_when_its_place_is_filled(saved, monkeypatch):
-    """Not before: of all tensors, the machine's memory holds one at a time."""
+def test_tensors_are_read_one_at_a_time(saved, monkeypatch):
+    """Host memory holds one tensor at a time."""
     log = []
     stored = safetensors_files._stored
 
@@ -341,7 +341,7 @@ def test_a_tensor_is_read_when_its_place_is_filled(saved, monkeypatch):
     monkeypatch.setattr(safetensors_files, "_stored", noting)
     huggingface.load(saved / "sharded")
     assert len(log) == len(set(log)) == 1 + 9 * LLAMA.layers + 2
-    # By our arrays: those of one stand together.
+    # The tensors of one parameter are read consecutively.
     parts = [name for name in log if any(part in name for part in ("q_proj", "k_proj", "v_proj"))]
     assert parts == [
         f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkv"
@@ -350,7 +350,7 @@ def test_a_tensor_is_read_when_its_place_is_filled(saved, monkeypatch):
     assert log[first : first + 9] == parts
 
 
-def test_files_that_are_not_there_are_named(folder, sharded, tmp_path):
+def test_missing_files_are_an_error(folder, sharded, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such folder"):
         huggingface.load(tmp_path / "nowhere")
     (folder / "model.safetensors").unlink()
@@ -361,11 +361,11 @@ def test_files_that_are_not_there_are_named(folder, sharded, tmp_path):
         huggingface.load(folder)
     second = sorted(sharded.glob("*.safetensors"))[1]
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{second.name} is missing, which .* names"):
+    with pytest.raises(FileNotFoundError, match=f"{second.name} is missing; .* lists it"):
         huggingface.load(sharded)
 
 
-def test_an_index_that_is_wrong_is_refused(sharded):
+def test_invalid_index_is_rejected(sharded):
     path = sharded / "model.safetensors.index.json"
     index = json.loads(path.read_text())
 
@@ -376,15 +376,13 @@ def test_an_index_that_is_wrong_is_refused(sharded):
         with pytest.raises(ValueError, match=message):
             huggingface.load(sharded)
 
-    refused(lambda m: m.pop(NAME), f"{NAME} is in the file alone")
-    refused(lambda m: m.update({LONG: m[NAME]}), rf"{LONG} is in model.*index\.json alone")
-    refused(
-        lambda m: m.update({NAME: "../whole/model.safetensors"}), "must be a file of the folder"
-    )
-    refused(lambda m: m.update({NAME: 3}), "must be a file of the folder")
+    refused(lambda m: m.pop(NAME), f"{NAME} is only in the file")
+    refused(lambda m: m.update({LONG: m[NAME]}), rf"{LONG} is only in model.*index\.json")
+    refused(lambda m: m.update({NAME: "../whole/model.safetensors"}), "must be a file name")
+    refused(lambda m: m.update({NAME: 3}), "must be a file name")
     refused(lambda m: m.clear(), "weight_map is missing or empty")
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"index\.json: no JSON"):
+    with pytest.raises(ValueError, match=r"index\.json: invalid JSON"):
         huggingface.load(sharded)
 
 
@@ -397,7 +395,7 @@ ROPE = {
 }
 
 
-def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
+def test_invalid_config_error_has_its_path(folder):
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "num_hidden_layers": 4}))
@@ -417,8 +415,8 @@ def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
             r"rms_norm_eps is 10+\.\.\. \(401 characters\); it must be a f",
         ),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be a finite number"),
-        ({"rope_scaling": ROPE | {"factor": 0}}, "the scaling of rope has factor 0.0, low_"),
-        ({"rope_scaling": ROPE | {"low_freq_factor": 4.0}}, "the scaling of rope has factor 8.0"),
+        ({"rope_scaling": ROPE | {"factor": 0}}, "the RoPE scaling has factor 0.0, low_"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": 4.0}}, "the RoPE scaling has factor 8.0"),
     ):
         path.write_text(json.dumps({**config, **change}))
         with pytest.raises(ValueError, match=f"^{path}: {message}"):
@@ -427,11 +425,11 @@ def test_a_config_that_is_wrong_is_refused_with_its_path(folder):
     with pytest.raises(ValueError, match=f"^{folder}: the config has 10000000 layers; there are"):
         huggingface.load(folder)
     path.write_text("[]")
-    with pytest.raises(ValueError, match=f"^{path}: holds no JSON object"):
+    with pytest.raises(ValueError, match=f"^{path}: not a JSON object"):
         huggingface.load(folder)
 
 
-def test_saving_refuses_what_it_cannot_write(all_params, tmp_path):
+def test_save_rejects_invalid_arguments(all_params, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(FileExistsError, match="full: exists already"):
@@ -446,7 +444,7 @@ def test_saving_refuses_what_it_cannot_write(all_params, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def test_a_save_that_fails_leaves_nothing(all_params, tmp_path, monkeypatch):
+def test_failed_save_leaves_no_folder(all_params, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("no space left")
 
@@ -457,8 +455,8 @@ def test_a_save_that_fails_leaves_nothing(all_params, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_reads_what_we_write(request, name, all_params, tmp_path):
-    """And we read what it writes."""
+def test_transformers_reads_saved_folders(request, name, all_params, tmp_path):
+    """jaxllm also reads the folders that transformers writes."""
     torch, transformers = request.getfixturevalue("huggingface")
     huggingface.save(tmp_path / "ours", all_params[name], NAMES[name], max_shard_bytes=20_000)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -476,7 +474,7 @@ def test_transformers_reads_what_we_write(request, name, all_params, tmp_path):
     assert_equal(params, all_params[name])
 
 
-def test_safetensors_that_are_missing_are_named(saved, monkeypatch):
+def test_import_error_names_safetensors(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r'package safetensors: pip install "jaxllm\[convert\]"'):
         huggingface.load(saved / "whole")

@@ -1,4 +1,4 @@
-"""The files of llama2.c and KuiperLLama: against ones made by hand, and a Llama in NumPy."""
+"""llama2.c's and KuiperLLama's file formats, against packed files and a Llama in NumPy."""
 
 import dataclasses
 import struct
@@ -15,7 +15,7 @@ from jaxllm.core.backend import resolve
 from jaxllm.inference.generate import complete
 from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
-from jaxllm.models.blocks import unstack
+from jaxllm.models.common import unstack
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
@@ -34,7 +34,7 @@ INT8 = (*MATRICES, "table", "norm1", "norm2", "norm_f")
 
 
 def make_weights(kv_heads, tied):
-    """Random weights, (out, in), of all layers, and the rotary tables."""
+    """Random weights, (out, in), for all layers, and the RoPE tables."""
     rng = np.random.default_rng(0)
     shapes = {
         "table": (V, D), "norm1": (L, D), "norm2": (L, D), "norm_f": (D,), "head": (V, D),
@@ -56,7 +56,7 @@ def quantize(w, group_size):
 
 
 def file_by_hand(weights, kv_heads, group_size=None):
-    """The bytes of a file."""
+    """Packs a file with struct and NumPy."""
     sizes = [D, F, L, N, kv_heads, -V if "head" in weights else V, CONFIG.max_seq_len]
     if group_size is None:
         arrays = [weights[name] for name in FLOAT32 if name in weights]
@@ -74,26 +74,26 @@ def file_by_hand(weights, kv_heads, group_size=None):
 
 
 def logits_by_hand(weights, interleaved):
-    """What llama2.c computes of one sequence, in NumPy."""
+    """llama2.c's forward pass for one sequence, in NumPy."""
 
     def norm(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
 
-    def turn(x):
+    def rotate(x):
         cos, sin = (weights[name][:T, None] for name in ("cos", "sin"))
         halves = (slice(None, H // 2), slice(H // 2, None))
         one, two = (slice(0, None, 2), slice(1, None, 2)) if interleaved else halves
-        a, b, turned = x[..., one], x[..., two], np.empty_like(x)
-        turned[..., one], turned[..., two] = a * cos - b * sin, a * sin + b * cos
-        return turned
+        a, b, rotated = x[..., one], x[..., two], np.empty_like(x)
+        rotated[..., one], rotated[..., two] = a * cos - b * sin, a * sin + b * cos
+        return rotated
 
     x = weights["table"][TOKENS]
     for layer in range(L):
         w = {name: array[layer] for name, array in weights.items() if name not in ("cos", "sin")}
         y = norm(x, w["norm1"])
         q, k, v = ((y @ w[name].T).reshape(T, -1, H) for name in ("wq", "wk", "wv"))
-        k, v = (np.repeat(part, N // part.shape[1], axis=1) for part in (turn(k), v))
-        scores = np.einsum("tnh,snh->nts", turn(q), k) / np.sqrt(H)
+        k, v = (np.repeat(part, N // part.shape[1], axis=1) for part in (rotate(k), v))
+        scores = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(H)
         scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
         weight = np.exp(scores - scores.max(-1, keepdims=True))
         weight /= weight.sum(-1, keepdims=True)
@@ -119,7 +119,7 @@ def save_bytes(path, *args, **options):
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_a_float32_file_is_the_model_it_was_made_of(interleaved, tied, kv_heads, tmp_path):
+def test_float32_file_matches_the_numpy_model(interleaved, tied, kv_heads, tmp_path):
     weights = make_weights(kv_heads, tied)
     path = tmp_path / "model.bin"
     data = file_by_hand(weights, kv_heads)
@@ -132,7 +132,7 @@ def test_a_float32_file_is_the_model_it_was_made_of(interleaved, tied, kv_heads,
 
     again = save_bytes(tmp_path / "again.bin", params, config, interleaved=interleaved)
     assert len(again) == len(data)
-    rotary = 2 * 4 * CONFIG.max_seq_len * H // 2  # bytes, which another library may round otherwise
+    rotary = 2 * 4 * CONFIG.max_seq_len * H // 2  # bytes; NumPy may round them differently
     start = len(data) - rotary - (0 if tied else 4 * V * D)
     assert again[:start] == data[:start]
     assert again[start + rotary :] == data[start + rotary :]
@@ -143,9 +143,7 @@ def test_a_float32_file_is_the_model_it_was_made_of(interleaved, tied, kv_heads,
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("kv_heads", "group_size"), [(1, 64), (2, 64), (4, 32)])
-def test_an_int8_file_is_the_model_it_was_made_of(
-    interleaved, tied, kv_heads, group_size, tmp_path
-):
+def test_int8_file_matches_the_numpy_model(interleaved, tied, kv_heads, group_size, tmp_path):
     weights = make_weights(kv_heads, tied)
     data = file_by_hand(weights, kv_heads, group_size)
     path = tmp_path / "model.bin"
@@ -153,14 +151,12 @@ def test_an_int8_file_is_the_model_it_was_made_of(
     params, config = llama2c.load(path, interleaved=interleaved)
     assert config == dataclasses.replace(CONFIG, kv_heads=kv_heads, tied_head=tied)
 
-    # Every number is the file's, and none was rounded again.
-    down = params["blocks"]["mlp"]["down"]
+    # Elements and scales are read unchanged.
+    down = params["blocks"]["mlp"]["down"]["weight"]
     for layer in range(L):
         q, scales = quantize(weights["w2"][layer], group_size)
-        np.testing.assert_array_equal(down["weight_q"][layer], q.reshape(D, F))
-        np.testing.assert_array_equal(
-            down["weight_scales"][layer], scales.reshape(D, F // group_size)
-        )
+        np.testing.assert_array_equal(down.q[layer], q.reshape(D, F))
+        np.testing.assert_array_equal(down.scales[layer], scales.reshape(D, F // group_size))
     assert save_bytes(tmp_path / "again.bin", params, config, interleaved=interleaved) == data
 
     for name in MATRICES:
@@ -173,13 +169,13 @@ def test_an_int8_file_is_the_model_it_was_made_of(
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_there_and_back_changes_no_bit(interleaved, config, int8, tmp_path):
+def test_round_trip_is_bit_identical(interleaved, config, int8, tmp_path):
     scaled = RopeScaling(factor=4.0, original_length=16)
     config = dataclasses.replace(config, rope_theta=5e5, rope_scaling=scaled, norm_eps=1e-6)
     params = random_params(config)
     if int8:
         params = quantize_params(params)
-        params["head"] = jax.tree.map(lambda x: x.at[V:].set(0), params["head"])
+        params["lm_head"] = jax.tree.map(lambda x: x.at[V:].set(0), params["lm_head"])
     first = save_bytes(tmp_path / "a.bin", params, config, interleaved=interleaved)
     back, found = llama2c.load(
         tmp_path / "a.bin",
@@ -188,14 +184,14 @@ def test_there_and_back_changes_no_bit(interleaved, config, int8, tmp_path):
         norm_eps=1e-6,
         interleaved=interleaved,
     )
-    # An int8 head is an array of its own, also where the table was the head.
+    # An int8 LM head is a separate array, even if the float one was tied.
     assert found == (dataclasses.replace(config, tied_head=False) if int8 else config)
     assert_equal(back, params)
     assert save_bytes(tmp_path / "b.bin", back, found, interleaved=interleaved) == first
     np.testing.assert_array_equal(logits_of(back, found), logits_of(params, config))
 
 
-def test_the_orders_of_rotary_pairs_differ_in_wq_and_wk_alone(tmp_path):
+def test_interleaving_changes_only_wq_and_wk(tmp_path):
     params = random_params(CONFIG)
     files = [
         np.frombuffer(
@@ -210,18 +206,18 @@ def test_the_orders_of_rotary_pairs_differ_in_wq_and_wk_alone(tmp_path):
     np.testing.assert_array_equal(files[0][last:], files[1][last:])
 
 
-def test_the_dtype_may_be_chosen(tmp_path):
+def test_dtype_option_casts_parameters(tmp_path):
     params = jax.tree.map(lambda x: x.astype("bfloat16"), random_params(CONFIG))
     llama2c.save(tmp_path / "m.bin", params, CONFIG)
     assert_equal(llama2c.load(tmp_path / "m.bin", dtype="bfloat16")[0], params)
     llama2c.save(tmp_path / "m.bin", quantize_params(params), CONFIG)
     back, _ = llama2c.load(tmp_path / "m.bin", dtype="bfloat16")
     assert back["wte"].dtype == jnp.bfloat16
-    assert back["head"]["weight_scales"].dtype == jnp.float32
-    assert back["head"]["weight_q"].dtype == jnp.int8
+    assert back["lm_head"].scales.dtype == jnp.float32
+    assert back["lm_head"].q.dtype == jnp.int8
 
 
-def test_what_was_read_decodes(tmp_path):
+def test_loaded_int8_model_decodes(tmp_path):
     (tmp_path / "m.bin").write_bytes(file_by_hand(make_weights(2, tied=True), 2, 64))
     params, config = llama2c.load(tmp_path / "m.bin")
     (new,) = complete(llama3, params, [[5, 9, 2]], config=config, max_new_tokens=4, temperature=0)
@@ -233,15 +229,15 @@ def test_what_was_read_decodes(tmp_path):
     assert new.tolist() == tokens[3:]
 
 
-def test_the_backend_does_not_matter(tmp_path, monkeypatch):
-    """Nothing is computed, so one that cannot serve here does no harm."""
+def test_load_does_not_depend_on_the_backend(tmp_path, monkeypatch):
+    """Only shapes are evaluated, so a backend that is unavailable causes no error."""
     asked = []
 
-    def noting(*args, **options):
+    def record(*args, **options):
         asked.append(resolve())
         return quantize_params(*args, **options)
 
-    monkeypatch.setattr(llama2c, "quantize_params", noting)
+    monkeypatch.setattr(llama2c, "quantize_params", record)
     (tmp_path / "m.bin").write_bytes(file_by_hand(make_weights(2, tied=False), 2, 64))
     with jaxllm.use_backend("cuda"):
         llama2c.load(tmp_path / "m.bin")
@@ -249,7 +245,7 @@ def test_the_backend_does_not_matter(tmp_path, monkeypatch):
 
 
 def damaged(change, group_size=None):
-    """A file with one word of its header changed."""
+    """A file with some words of its header changed."""
     data = bytearray(file_by_hand(make_weights(2, tied=True), 2, group_size))
     for word, value in change.items():
         struct.pack_into("<i", data, 4 * word, value)
@@ -268,16 +264,19 @@ def damaged(change, group_size=None):
         ({4: 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({5: 0}, "vocab_size is 0"),
         ({6: 0}, "max_seq_len is 0"),
-        ({0: 0x616B3432, 1: 2}, "is of version 2 of llama2.c's export; it must be of version 0"),
-        ({2: 3}, r"has \d+ bytes; its header asks for \d+ in float32"),
-        ({5: -V}, r"has \d+ bytes; its header asks for \d+ in float32"),
-        # More than any machine holds: told from the size, not by trying.
-        ({2: 2**31 - 1}, r"has \d+ bytes; its header asks for \d+ in float32"),
-        ({0: 2**30, 3: 1, 4: 1, 5: 2**31 - 1}, r"has \d+ bytes; its header asks for \d+ in f"),
+        ({0: 0x616B3432, 1: 2}, "has version 2 of llama2.c's export; it must have version 0"),
+        ({2: 3}, r"has \d+ bytes; by its header it must have \d+ in float32"),
+        ({5: -V}, r"has \d+ bytes; by its header it must have \d+ in float32"),
+        # Larger than any memory: rejected by its size, without an allocation.
+        ({2: 2**31 - 1}, r"has \d+ bytes; by its header it must have \d+ in float32"),
+        (
+            {0: 2**30, 3: 1, 4: 1, 5: 2**31 - 1},
+            r"has \d+ bytes; by its header it must have \d+ in f",
+        ),
     ],
 )
 @pytest.mark.parametrize("group_size", [None, 64])
-def test_a_wrong_header_is_refused(change, message, group_size, tmp_path):
+def test_invalid_header_is_rejected(change, message, group_size, tmp_path):
     path = tmp_path / "m.bin"
     path.write_bytes(damaged(change, group_size))
     with pytest.raises(ValueError, match=f"^{path}: {message}"):
@@ -286,7 +285,7 @@ def test_a_wrong_header_is_refused(change, message, group_size, tmp_path):
 
 @pytest.mark.parametrize("group_size", [None, 64])
 @pytest.mark.parametrize("bytes_more", [-100_000, -4, -1, 1, 4])
-def test_a_file_of_another_size_is_refused_unread(group_size, bytes_more, tmp_path, monkeypatch):
+def test_wrong_file_size_is_rejected_before_reading(group_size, bytes_more, tmp_path, monkeypatch):
     data = damaged({}, group_size)
     size = len(data)
     path = tmp_path / "m.bin"
@@ -296,12 +295,12 @@ def test_a_file_of_another_size_is_refused_unread(group_size, bytes_more, tmp_pa
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(llama2c, "assemble", assemble)
-    wanted = f"for {size} in {'float32' if group_size is None else 'int8 with groups of 64'}"
+    wanted = f" {size} in {'float32' if group_size is None else 'int8 with groups of 64'}"
     with pytest.raises(ValueError, match=f"^{path}: has {size + bytes_more} bytes; .*{wanted}"):
         llama2c.load(path)
 
 
-def test_a_group_size_that_cannot_be_is_refused(tmp_path):
+def test_invalid_group_size_is_rejected(tmp_path):
     path = tmp_path / "m.bin"
     for group_size in (0, -64, 48):
         path.write_bytes(damaged({7: group_size}, 64))
@@ -313,7 +312,7 @@ def test_a_group_size_that_cannot_be_is_refused(tmp_path):
         llama2c.load(path)
 
 
-def test_a_file_that_is_not_there_or_has_no_header_is_refused(tmp_path):
+def test_missing_or_short_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing: there is no such file"):
         llama2c.load(tmp_path / "nothing")
     (tmp_path / "short").write_bytes(bytes(27))
@@ -322,7 +321,7 @@ def test_a_file_that_is_not_there_or_has_no_header_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_layers_in_a_list_are_saved_as_those_stacked(int8, tmp_path):
+def test_unstacked_layers_are_saved_like_stacked_ones(int8, tmp_path):
     params = llama3.init(jax.random.key(0), CONFIG)
     params = quantize_params(params, group_size=8) if int8 else params
     stacked, listed = tmp_path / "stacked.bin", tmp_path / "listed.bin"
@@ -331,25 +330,25 @@ def test_layers_in_a_list_are_saved_as_those_stacked(int8, tmp_path):
     assert listed.read_bytes() == stacked.read_bytes()
 
 
-def test_saving_refuses_what_it_cannot_write_and_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
     path, params = tmp_path / "m.bin", random_params(CONFIG)
     with pytest.raises(ValueError, match="head is unexpected"):
         llama2c.save(path, params, TIED)
     with pytest.raises(ValueError, match="norm_f/scale has dtype int32; it must be floating"):
         llama2c.save(path, {**params, "norm_f": {"scale": jnp.ones(D, int)}}, CONFIG)
     int8 = quantize_params(params)
-    int8["head"]["weight_q"] = int8["head"]["weight_q"].astype(int)
-    with pytest.raises(ValueError, match="head/weight_q has dtype int32; it must be int8"):
+    int8["lm_head"] = dataclasses.replace(int8["lm_head"], q=int8["lm_head"].q.astype(int))
+    with pytest.raises(ValueError, match="lm_head/q has dtype int32; it must be int8"):
         llama2c.save(path, int8, CONFIG)
     mixed = quantize_params(params, group_size=64)
-    mixed["head"] = quantize_params(params, group_size=32)["head"]
-    with pytest.raises(ValueError, match=r"head/weight_scales has shape \(128, 4\); it must be"):
+    mixed["lm_head"] = quantize_params(params, group_size=32)["lm_head"]
+    with pytest.raises(ValueError, match=r"lm_head/scales has shape \(128, 4\); it must be"):
         llama2c.save(path, mixed, CONFIG)
 
     def fail(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(llama2c, "_pairs_together", fail)
+    monkeypatch.setattr(llama2c, "_interleave_pairs", fail)
     with pytest.raises(OSError, match="no space left"):
         llama2c.save(path, params, CONFIG)
     assert not list(tmp_path.iterdir())

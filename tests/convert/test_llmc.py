@@ -1,4 +1,4 @@
-"""llm.c's files, each built by hand here, with struct and NumPy alone."""
+"""llm.c's file formats, against files packed with struct and NumPy."""
 
 import struct
 
@@ -12,12 +12,12 @@ from jaxllm import __main__ as command_line
 from jaxllm import training
 from jaxllm.convert import llmc, llmc_check
 from jaxllm.models import gpt2
-from jaxllm.models.blocks import for_decoding, unstack
+from jaxllm.models.common import for_decoding, unstack
 from jaxllm.models.gpt2 import GPT2Config
 
 V, VP, P, L, N, D = 61, 128, 12, 3, 2, 8
 CONFIG = GPT2Config(vocab_size=V, max_seq_len=P, layers=L, heads=N, width=D)
-# The file's tensors in its order, weights as (out, in).
+# The tensors in file order, weights as (out, in).
 SHAPES = {
     "wte": (VP, D),
     "wpe": (P, D),
@@ -57,23 +57,23 @@ def checkpoint_bytes(tensors, version=3):
     return header(20240326, version, P, V, L, N, D, VP) + as_bytes(tensors, dtype)
 
 
-def ours(tensors):
-    """Our tree, written out by hand."""
+def jaxllm_params(tensors):
+    """The jaxllm parameters, written out by hand."""
     t = {name: jnp.asarray(array) for name, array in tensors.items()}
-    turn = lambda name: jnp.swapaxes(t[name], 1, 2)  # noqa: E731
+    transpose = lambda name: jnp.swapaxes(t[name], 1, 2)  # noqa: E731
     return {
         "wte": t["wte"],
         "wpe": t["wpe"],
         "blocks": {
             "ln1": {"scale": t["ln1w"], "bias": t["ln1b"]},
             "attention": {
-                "qkv": {"weight": turn("qkvw"), "bias": t["qkvb"]},
-                "out": {"weight": turn("attprojw"), "bias": t["attprojb"]},
+                "qkv": {"weight": transpose("qkvw"), "bias": t["qkvb"]},
+                "out": {"weight": transpose("attprojw"), "bias": t["attprojb"]},
             },
             "ln2": {"scale": t["ln2w"], "bias": t["ln2b"]},
             "mlp": {
-                "up": {"weight": turn("fcw"), "bias": t["fcb"]},
-                "down": {"weight": turn("fcprojw"), "bias": t["fcprojb"]},
+                "up": {"weight": transpose("fcw"), "bias": t["fcb"]},
+                "down": {"weight": transpose("fcprojw"), "bias": t["fcprojb"]},
             },
         },
         "ln_f": {"scale": t["lnfw"], "bias": t["lnfb"]},
@@ -97,21 +97,21 @@ def checkpoint(tmp_path, tensors):
     return path
 
 
-def test_checkpoint_is_read(checkpoint, tensors):
+def test_load_gpt2_reads_parameters_and_config(checkpoint, tensors):
     params, config = llmc.load_gpt2(checkpoint)
     assert config == CONFIG
-    assert_equal(params, ours(tensors))
+    assert_equal(params, jaxllm_params(tensors))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-def test_the_124m_model_has_the_published_sizes():
+def test_gpt2_124m_has_the_published_size():
     assert gpt2.num_params(gpt2.PRESETS["d12"]) == 124_475_904
     assert 1024 + 4 * 124_475_904 == 497_904_640
 
 
 @pytest.mark.parametrize("version", [3, 5])
-def test_checkpoint_is_written_byte_for_byte(tmp_path, tensors, version):
-    # The padding too, whatever is in it, negative zeros, and NaNs with their bits.
+def test_checkpoint_round_trip_is_identical(tmp_path, tensors, version):
+    # Including nonzero padding, negative zeros, and the bits of NaNs.
     tensors["wte"][:, 0] = -0.0
     tensors["wpe"][0, 0] = np.frombuffer(struct.pack("<I", 0x7FE50000), "<f4")[0]
     path, copy = tmp_path / "model.bin", tmp_path / "copy.bin"
@@ -124,18 +124,18 @@ def test_checkpoint_is_written_byte_for_byte(tmp_path, tensors, version):
     assert copy.read_bytes() == path.read_bytes()
 
 
-def test_dtypes_change_on_request(tmp_path, checkpoint, tensors):
+def test_dtype_option_casts_parameters(tmp_path, checkpoint, tensors):
     narrow, _ = llmc.load_gpt2(checkpoint, dtype="bfloat16")
-    assert_equal(narrow, training.cast(ours(tensors), "bfloat16"))
-    llmc.save_gpt2(tmp_path / "narrow.bin", ours(tensors), CONFIG, dtype="bfloat16")
+    assert_equal(narrow, training.cast(jaxllm_params(tensors), "bfloat16"))
+    llmc.save_gpt2(tmp_path / "narrow.bin", jaxllm_params(tensors), CONFIG, dtype="bfloat16")
     assert (tmp_path / "narrow.bin").read_bytes() == checkpoint_bytes(tensors, 5)
 
 
-def test_saving_refuses(tmp_path, tensors):
+def test_save_gpt2_rejects_invalid_parameters(tmp_path, tensors):
     with pytest.raises(ValueError, match="dtype is float16; it must be float32 or bfloat16"):
-        llmc.save_gpt2(tmp_path / "x.bin", training.cast(ours(tensors), "float16"), CONFIG)
+        llmc.save_gpt2(tmp_path / "x.bin", training.cast(jaxllm_params(tensors), "float16"), CONFIG)
     with pytest.raises(ValueError, match=r"wpe has shape \(12, 8\); it must be \(13, 8\)"):
-        llmc.save_gpt2(tmp_path / "x.bin", ours(tensors), GPT2Config(V, P + 1, L, N, D))
+        llmc.save_gpt2(tmp_path / "x.bin", jaxllm_params(tensors), GPT2Config(V, P + 1, L, N, D))
     assert not list(tmp_path.iterdir())
 
 
@@ -147,10 +147,14 @@ def test_saving_refuses(tmp_path, tensors):
         (5, 3, "width 8 is not a multiple of heads 3"),
         (4, -1, "layers is -1"),
         (7, 61, "padded to 61; it must be padded to 128"),
-        (2, 13, rf"{1024 + 4 * COUNT} bytes long; .* so {1024 + 4 * (COUNT + D)} bytes"),
+        (
+            2,
+            13,
+            rf"{1024 + 4 * COUNT} bytes long; .* so it must have {1024 + 4 * (COUNT + D)} bytes",
+        ),
     ],
 )
-def test_wrong_checkpoints_are_refused(checkpoint, word, value, message):
+def test_invalid_headers_are_rejected(checkpoint, word, value, message):
     raw = bytearray(checkpoint.read_bytes())
     struct.pack_into("<i", raw, 4 * word, value)
     checkpoint.write_bytes(raw)
@@ -160,13 +164,13 @@ def test_wrong_checkpoints_are_refused(checkpoint, word, value, message):
 
 
 @pytest.mark.parametrize("size", [0, 1023, 1024, 1024 + 4 * COUNT - 1, 1024 + 4 * COUNT + 1])
-def test_checkpoints_of_the_wrong_size_are_refused(checkpoint, size):
+def test_wrong_file_size_is_rejected(checkpoint, size):
     checkpoint.write_bytes((checkpoint.read_bytes() + b"\0")[:size])
     with pytest.raises(ValueError, match=f"{size} bytes long"):
         llmc.load_gpt2(checkpoint)
 
 
-def test_missing_files_are_named(tmp_path):
+def test_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.bin: there is no such file"):
         llmc.load_gpt2(tmp_path / "nowhere.bin")
 
@@ -198,8 +202,8 @@ def test_debug_state_is_read(tmp_path):
     assert state.tokens.shape == (B, T)
     np.testing.assert_array_equal(state.logits, logits)
     assert state.loss == 4.5
-    assert_equal(state.gradients, ours(gradients))
-    with pytest.raises(ValueError, match=r"of a vocabulary of 60, .* bytes"):
+    assert_equal(state.gradients, jaxllm_params(gradients))
+    with pytest.raises(ValueError, match=r"a vocabulary of 60, .* bytes"):
         llmc.read_debug_state(path, GPT2Config(V - 1, P, L, N, D))
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ValueError, match=f"2 sequences of 5 tokens.* {COUNT} gradients"):
@@ -210,7 +214,7 @@ def test_debug_state_is_read(tmp_path):
 
 
 def torch_results(huggingface, tensors):
-    """Logits, loss and the file's gradients by transformers, from the file's tensors."""
+    """Logits, loss and gradients of the transformers model, in llm.c's order."""
     torch, transformers = huggingface
     config = transformers.GPT2Config(
         vocab_size=V, n_positions=P, n_embd=D, n_layer=L, n_head=N,
@@ -218,7 +222,7 @@ def torch_results(huggingface, tensors):
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
     named = dict(model.transformer.named_parameters())
-    places = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
+    modules = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
     layered = {
         "ln1w": "ln_1.weight", "ln1b": "ln_1.bias", "ln2w": "ln_2.weight", "ln2b": "ln_2.bias",
         "qkvw": "attn.c_attn.weight", "qkvb": "attn.c_attn.bias",
@@ -228,17 +232,17 @@ def torch_results(huggingface, tensors):
     }  # fmt: skip
 
     def each():
-        """A parameter of the model, and the place of a part in the file; whether it is turned."""
-        for name, place in places.items():
-            yield named[place], name, (slice(V),) if name == "wte" else (), False
-        for name, place in layered.items():
+        """Yields a torch parameter, its tensor's name and index, and whether it is transposed."""
+        for name, module in modules.items():
+            yield named[module], name, (slice(V),) if name == "wte" else (), False
+        for name, module in layered.items():
             for i in range(L):
-                turned = name in ("qkvw", "attprojw", "fcw", "fcprojw")  # Conv1D is (in, out)
-                yield named[f"h.{i}.{place}"], name, (i,), turned
+                transposed = name in ("qkvw", "attprojw", "fcw", "fcprojw")  # Conv1D is (in, out)
+                yield named[f"h.{i}.{module}"], name, (i,), transposed
 
-    for parameter, name, index, turned in each():
+    for parameter, name, index, transposed in each():
         part = torch.from_numpy(tensors[name][index].copy())
-        parameter.data.copy_(part.T if turned else part)
+        parameter.data.copy_(part.T if transposed else part)
     raw = np.frombuffer(debug_bytes(np.zeros((B, T, V)), 0, tensors), "<i4")[256:]
     tokens = torch.from_numpy(raw[: B * T].reshape(B, T).astype(np.int64))
     labels = torch.from_numpy(raw[B * T : 2 * B * T].astype(np.int64))
@@ -246,13 +250,13 @@ def torch_results(huggingface, tensors):
     loss = torch.nn.functional.cross_entropy(logits.reshape(-1, V), labels)
     loss.backward()
     gradients = {name: np.zeros(shape, "<f4") for name, shape in SHAPES.items()}
-    for parameter, name, index, turned in each():
+    for parameter, name, index, transposed in each():
         grad = parameter.grad.numpy()
-        gradients[name][index] = grad.T if turned else grad
+        gradients[name][index] = grad.T if transposed else grad
     return logits.detach().numpy(), loss.item(), gradients
 
 
-def test_check_holds_the_model_to_transformers(huggingface, checkpoint, tensors, tmp_path, capsys):
+def test_check_agrees_with_transformers(huggingface, checkpoint, tensors, tmp_path, capsys):
     logits, loss, gradients = torch_results(huggingface, tensors)
     path = tmp_path / "debug.bin"
     path.write_bytes(debug_bytes(logits, loss, gradients))
@@ -262,14 +266,14 @@ def test_check_holds_the_model_to_transformers(huggingface, checkpoint, tensors,
     assert all(name in printed for name in ("logits", "loss", *llmc.TENSORS))
 
 
-def test_check_finds_each_fault(checkpoint, tmp_path, capsys):
+def test_check_reports_each_wrong_tensor(checkpoint, tmp_path, capsys):
     params, _ = llmc.load_gpt2(checkpoint)
     path = tmp_path / "debug.bin"
     path.write_bytes(debug_bytes(np.zeros((B, T, V)), 0, random_tensors(4)))
     wrong = llmc.read_debug_state(path, CONFIG)
     rows = llmc_check.compare(params, CONFIG, wrong)
     assert all(row.error > 0.1 for row in rows)
-    # What the model gives, with one number changed, and with one that is none.
+    # The model's own results, with one element changed, and with one NaN.
     tokens, labels = map(jnp.asarray, (wrong.tokens, wrong.labels))
     loss, gradients = jax.value_and_grad(gpt2.loss)(params, tokens, labels, CONFIG)
     logits = gpt2.forward(params, tokens, CONFIG)[..., :V]
@@ -282,10 +286,10 @@ def test_check_finds_each_fault(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         command_line.main(["check-llmc", str(checkpoint), str(path)])
     assert caught.value.code == 1
-    assert "18 of 18 are beyond 0.001" in capsys.readouterr().out
+    assert "18 of 18 exceed 0.001" in capsys.readouterr().out
 
 
-def test_check_misuse_is_one_sentence(checkpoint, capsys):
+def test_check_reports_misuse_in_one_line(checkpoint, capsys):
     with pytest.raises(SystemExit) as caught:
         command_line.main(["check-llmc", str(checkpoint), str(checkpoint)])
     assert caught.value.code == 2
@@ -293,38 +297,40 @@ def test_check_misuse_is_one_sentence(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_optimizer_state_there_and_back(tmp_path, masters):
+def test_optimizer_state_round_trip(tmp_path, masters):
     trees = [random_tensors(seed) for seed in range(3)][: 2 + masters]
     path, copy = tmp_path / "state_00000700_00000.bin", tmp_path / "copy.bin"
     words = header(20240527, 1, 1, 0, int(masters), 0, 0, 0, 0, 0, 700)
     path.write_bytes(words + b"".join(map(as_bytes, trees)))
     state = llmc.read_optimizer_state(path, CONFIG)
     assert state.step == 700
-    assert_equal(state.m, ours(trees[0]))
-    assert_equal(state.v, ours(trees[1]))
+    assert_equal(state.m, jaxllm_params(trees[0]))
+    assert_equal(state.v, jaxllm_params(trees[1]))
     assert (state.master is not None) == masters
     if masters:
-        assert_equal(state.master, ours(trees[2]))
+        assert_equal(state.master, jaxllm_params(trees[2]))
     llmc.write_optimizer_state(copy, state)
     assert copy.read_bytes() == path.read_bytes()
 
 
-def test_an_optimizer_state_of_another_shape_is_refused(tmp_path):
-    params = ours(random_tensors(0))
+def test_optimizer_state_of_wrong_shape_is_rejected(tmp_path):
+    params = jaxllm_params(random_tensors(0))
     path = tmp_path / "state.bin"
     for m, v, message in (
         (params, params | {"wte": params["wte"][:-1]}, "^v: wte has shape"),
         (params | {"other": params["wte"]}, params, "^m: other is unexpected"),
         (params, {"wte": 1}, "^v has no 'blocks'"),
-        (params, for_decoding(params), "^v is as for_decoding makes it"),
+        (params, for_decoding(params), "^v is in the layout of for_decoding"),
     ):
         with pytest.raises(ValueError, match=message):
             llmc.write_optimizer_state(path, llmc.OptimizerState(1, m, v, None))
     assert not path.exists()
 
 
-def test_a_part_of_an_optimizer_state_is_refused(tmp_path):
+def test_sharded_optimizer_state_is_rejected(tmp_path):
     path = tmp_path / "state.bin"
     path.write_bytes(header(20240527, 1, 2, 1, 0) + bytes(4 * COUNT))
-    with pytest.raises(ValueError, match=f"rank 1 of 2 .*, so {1024 + 8 * COUNT} bytes"):
+    with pytest.raises(
+        ValueError, match=f"rank 1 of 2 .*, so it must have {1024 + 8 * COUNT} bytes"
+    ):
         llmc.read_optimizer_state(path, CONFIG)
