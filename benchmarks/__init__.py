@@ -1,1 +1,1 @@
-"""Benchmarks: our ops and training step beside their peers, in one run on one GPU."""
+"""Benchmarks: our ops and training step compared with their peers, in one run on one GPU."""

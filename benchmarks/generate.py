@@ -1,12 +1,12 @@
-"""Times prefill and decoding of a Llama 3 at batch 1.
+"""Times prefill and decoding of Llama 3 at batch 1.
 
     python -m benchmarks.generate --preset 3.2-1b 3.1-8b --dtype bfloat16 int8 --backend auto xla
 
-Prefill reads a prompt into an empty cache, in one compiled program: its share is of the time that
-its products and scores would take at the rate of a large matmul. Decoding continues it, all steps
-in one compiled program: its share is of the time that reading the weights and the cache once a
-token would take at the speed of a copy. Both limits are measured in the same run. Times are wall
-clock, the best of some; weights are random, as how fast a model runs does not hang on them.
+Prefill reads a prompt into an empty cache, in one compiled program. Its limit is the time of its
+GEMMs and scores at the rate of a large matmul. Decoding continues the prompt, all steps in one
+compiled program. Its limit is the time to read the weights and the cache once per token at copy
+bandwidth. Both limits are measured in the same run. Times are wall clock, the best of --repeats.
+Weights are random; speed does not depend on their values.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import jaxllm
 from benchmarks import timing
 from benchmarks.record import format_table
 from jaxllm.core.backend import BACKENDS
+from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import llama3
-from jaxllm.models.blocks import for_decoding
+from jaxllm.models.common import for_decoding
 
 HEADER = ("model", "dtype", "ms", "tokens/s", "limit ms", "limit / ms", "phase, backend")
 
 
 def random_params(config: llama3.Llama3Config, int8: bool) -> dict[str, Any]:
-    """Parameters laid out for decoding, made where they are used."""
+    """Parameters laid out for decoding, created on the device."""
 
     def make(key):
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), llama3.init(key, config))
@@ -44,34 +45,34 @@ def random_params(config: llama3.Llama3Config, int8: bool) -> dict[str, Any]:
 
 
 def decode(params: Any, cache: Any, token: jax.Array, config: Any, steps: int):
-    """Greedy search for some steps."""
+    """Greedy decoding for ``steps`` steps."""
 
     def step(_, carry):
         token, cache = carry
-        logits, cache = llama3.decode_step(params, token, config, cache)
+        logits, cache = decode_step(llama3, params, token, config, cache)
         return jnp.argmax(logits[:, : config.vocab_size], axis=-1).astype(jnp.int32), cache
 
     return jax.lax.fori_loop(0, steps, step, (token, cache))
 
 
 def read_bytes(params: Any, cache: Any) -> int:
-    """What a step must read: all but the rows of a token table that is not the head."""
-    table = params["wte"].nbytes if "head" in params else 0
+    """The bytes that a step must read: all but a token table that is not the LM head."""
+    table = params["wte"].nbytes if "lm_head" in params else 0
     return size_in_bytes(params) - table + size_in_bytes(cache)
 
 
 def prefill_flops(config: llama3.Llama3Config, tokens: int) -> int:
-    """Operations of a prompt's forward pass: the head for its last token, causal scores by half."""
-    head = 2 * config.padded_vocab_size * config.width
-    products = llama3.flops_per_token(config, 0) // 3 - head
+    """Operations of a prompt's forward: the LM head for its last token, half of the scores."""
+    lm_head = 2 * config.padded_vocab_size * config.width
+    gemms = llama3.flops_per_token(config, 0) // 3 - lm_head
     scores = 2 * config.layers * tokens * config.width
-    return (products + scores) * tokens + head
+    return (gemms + scores) * tokens + lm_head
 
 
 def time_prefill(params: Any, cache: Any, config: Any, repeats: int) -> tuple[float, Any]:
     """Seconds to fill the cache with a prompt, and the cache."""
-    tokens = jax.random.randint(jax.random.key(1), (1, cache.room), 0, config.vocab_size)
-    run = jax.jit(llama3.prefill, static_argnums=3, donate_argnums=4)
+    tokens = jax.random.randint(jax.random.key(1), (1, cache.max_length), 0, config.vocab_size)
+    run = jax.jit(functools.partial(prefill, llama3), static_argnums=3, donate_argnums=4)
 
     def once(cache):
         return run(params, tokens, jnp.full(1, tokens.shape[1]), config, cache)[1]
@@ -80,18 +81,18 @@ def time_prefill(params: Any, cache: Any, config: Any, repeats: int) -> tuple[fl
 
 
 def time_decoding(params: Any, cache: Any, config: Any, steps: int, repeats: int) -> float:
-    """Seconds a token, for those that fill the cache."""
+    """Seconds per token, for the last ``steps`` tokens that fill the cache."""
     run = jax.jit(functools.partial(decode, config=config, steps=steps), donate_argnums=1)
 
     def once(cache):
-        before = cache._replace(lengths=jnp.full(1, cache.room - steps, jnp.int32))
+        before = cache._replace(lengths=jnp.full(1, cache.max_length - steps, jnp.int32))
         return run(params, before, jnp.zeros(1, jnp.int32))[1]
 
     return best_time(once, cache, repeats)[0] / steps
 
 
 def best_time(once: Callable[[Any], Any], cache: Any, repeats: int) -> tuple[float, Any]:
-    """The shortest of some runs after the first, which compiles; each gets the last one's cache."""
+    """The shortest run after the first, which compiles; each run takes the last one's cache."""
     cache = jax.block_until_ready(once(cache))
     times = []
     for _ in range(repeats):
@@ -128,13 +129,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             config = dataclasses.replace(config, layers=args.layers)
         params = random_params(config, dtype == "int8")
         for backend in args.backend:
-            cache = llama3.empty_cache(config, 1, args.context, jnp.bfloat16)
+            cache = init_cache(config, 1, args.context, jnp.bfloat16)
             read = read_bytes(params, cache)
             with jaxllm.use_backend(backend):
-                prefill, cache = time_prefill(params, cache, config, args.repeats)
+                whole, cache = time_prefill(params, cache, config, args.repeats)
                 token = time_decoding(params, cache, config, args.steps, args.repeats)
             for phase, seconds, tokens, limit in (
-                ("prefill", prefill, args.context, prefill_flops(config, args.context) / matmul),
+                ("prefill", whole, args.context, prefill_flops(config, args.context) / matmul),
                 ("decode", token, 1, read / copy),
             ):
                 rows.append(

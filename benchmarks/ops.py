@@ -1,6 +1,6 @@
-"""Our backends and their peers on one family of ops, in one run on one GPU.
+"""Times our backends and their peers on one family of ops, in one run on one GPU.
 
-``python -m benchmarks.ops norm --case gpt2_124m`` prints one table for each case and direction and
+``python -m benchmarks.ops norm --case gpt2_124m`` prints one table for each case and direction, and
 appends its rows to ``benchmarks/results/<gpu>.csv``.
 """
 
@@ -32,8 +32,7 @@ from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, prove
 from jaxllm.testing import DTYPES, Case, Normal, cotangents_like, make_inputs
 
 DIRECTIONS = ("forward", "backward")
-# Outputs and gradients in one program: what there is to time of an op whose forward computes the
-# gradients too.
+# Outputs and gradients in one program, for an op whose forward computes the gradients too.
 GRADIENT = "gradient"
 BACKENDS = ("cuda", "pallas", "xla")
 
@@ -44,12 +43,12 @@ COLUMNS = (
     *("copy_gb_per_s", "matmul_tflop_per_s", "timer", "note"),
 )
 
-# The key of a measurement; its value is a Timing, or the reason why there is none.
+# The key of a measurement; the value is a Timing, or the reason for a failure.
 Key = tuple[str, str, str, str]  # op, case, direction, implementation
 Results = dict[Key, "timing.Timing | str"]
 
 
-# What to run
+# Selection
 
 
 def families() -> tuple[str, ...]:
@@ -59,7 +58,7 @@ def families() -> tuple[str, ...]:
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to time; the peers' process takes them as well."""
+    """Adds the arguments that select what to time; the peers' process takes them too."""
     parser.add_argument("family", choices=families(), help="the family of ops")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="default: all large cases")
     parser.add_argument("--op", nargs="+", metavar="NAME", help="default: all of the family")
@@ -74,14 +73,14 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
         "--least-sets",
         type=int,
         default=2,
-        help="at least so many sets of inputs: the time of a call that moves bytes alone differs "
-        "by some hundredths with where they lie, and many average that out; default: %(default)s",
+        help="the minimum number of input sets; the time of a memory-bound call varies by a few "
+        "percent with the addresses, and many sets average that out; default: %(default)s",
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on any machine")
 
 
 def select_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Case]:
-    """The cases that the options ask for; an unknown name is an error of the command line."""
+    """The cases that the options select; an unknown name is a command-line error."""
     cases = importlib.import_module(f"jaxllm.ops.{options.family}.cases").CASES
     for option, wanted, known in (
         ("--op", options.op, [case.op for case in cases]),
@@ -99,12 +98,12 @@ def select_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     else:
         cases = [case for case in cases if case.large]
     if not cases:
-        parser.error("no case has both the --op and the --case that were asked for")
+        parser.error("no case matches both --op and --case")
     return cases
 
 
 def directions_of(case: Case, options: argparse.Namespace) -> list[str]:
-    """The directions to time of a case, of those that were asked for."""
+    """The requested directions that a case has."""
     has_gradient = bool(case.gradient_elements or case.gradient_flops)
     known = ("forward", GRADIENT) if has_gradient else DIRECTIONS
     known = known if case.has_backward else ("forward",)
@@ -115,19 +114,20 @@ def directions_of(case: Case, options: argparse.Namespace) -> list[str]:
 
 
 def implementations(case: Case, options: argparse.Namespace) -> list[str]:
-    """Our backends, and the peers that are JAX functions and so run in our process."""
+    """Our backends, and the peers that are JAX functions, which run in our process."""
     return [*options.backend, *([] if options.no_peers else JAX_PEERS.get(case.op, ()))]
 
 
 def op_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The public op with the case's options, or a peer that is a JAX function."""
+    """The case's call with its options, or a peer that is a JAX function."""
     if backend in JAX_PEERS.get(case.op, ()):
         return functools.partial(JAX_PEERS[case.op][backend], **case.static)
-    return functools.partial(getattr(jaxllm.ops, case.op), **case.static, backend=backend)
+    op = case.call or getattr(jaxllm.ops, case.op)
+    return functools.partial(op, **case.static, backend=backend)
 
 
 def forward_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted op, as a training step calls it; what is replaced in place is donated."""
+    """The jitted op, as a training step calls it; inputs updated in place are donated."""
     if case.saves_more and backend != "xla":
         return jax.jit(functools.partial(_forward_and_saved, _vjp(case, backend)))
     names = list(case.inputs)
@@ -135,10 +135,10 @@ def forward_call(case: Case, backend: str) -> Callable[..., Any]:
     return jax.jit(op_call(case, backend), donate_argnums=donated)
 
 
-def _forward_and_saved(vjp: Callable[..., Any], *inputs: jax.Array) -> tuple[Any, list[jax.Array]]:
-    """The outputs, and what a backward asks for beside them and the inputs.
+def _forward_and_saved(vjp: Callable[..., Any], *inputs: Any) -> tuple[Any, list[jax.Array]]:
+    """The outputs, and the residuals of the backward that are neither inputs nor outputs.
 
-    Were an input an output of the program too, it would be copied.
+    An input that the program also returned would be copied.
     """
     outputs, pullback = vjp(*inputs)
     there = {id(x) for x in jax.tree.leaves((inputs, outputs))}
@@ -146,24 +146,24 @@ def _forward_and_saved(vjp: Callable[..., Any], *inputs: jax.Array) -> tuple[Any
 
 
 def replace_inputs(case: Case, inputs: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
-    """The inputs of the next call, where an op that works in place has donated some."""
+    """The inputs of the next call: outputs replace the inputs that the op updates in place."""
     replaced = dict(zip(case.in_place, outputs, strict=False))  # there may be more outputs
     return tuple(replaced.get(name, x) for name, x in zip(case.inputs, inputs, strict=True))
 
 
 def backward_call() -> Callable[..., Any]:
-    """A jitted call of a pullback, which is an argument: nothing of the forward is in it."""
+    """A jitted call of a pullback, which is an argument: the program has no part of the forward."""
 
     def backward(pullback: Callable[..., Any], cotangents: Any) -> list[jax.Array]:
         gradients = jax.tree.leaves(pullback(cotangents))
-        # A gradient that two inputs share would be copied, were it an output twice, and a cotangent
-        # that is a gradient as it came likewise; a model's backward uses the one array, as torch
-        # does.
+        # XLA would copy an array that is returned twice, or that is also an argument. A model's
+        # backward and torch do not. So a gradient that two inputs share is returned once, and an
+        # unchanged cotangent is not returned.
         computed = {id(gradient): gradient for gradient in gradients}
         for cotangent in jax.tree.leaves(cotangents):
             computed.pop(id(cotangent), None)
         if not computed:
-            raise ValueError("every gradient is a cotangent as it came: there is nothing to time")
+            raise ValueError("every gradient is an unchanged cotangent: there is nothing to time")
         return list(computed.values())
 
     return jax.jit(backward)
@@ -171,31 +171,36 @@ def backward_call() -> Callable[..., Any]:
 
 def make_pullback(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     """A jitted function from inputs to outputs and pullback, for the inputs with a gradient."""
-    # One trace for all sets gives pullbacks of one structure, and so one compiled backward.
+    # One trace for all sets gives pullbacks of one structure, so the backward compiles once.
     return jax.jit(_vjp(case, backend))
 
 
 def _vjp(case: Case, backend: str) -> Callable[..., tuple[Any, Any]]:
     op = op_call(case, backend)
-    varies = [isinstance(spec, Normal) and not spec.constant for spec in case.inputs.values()]
+    is_differentiable = [
+        isinstance(spec, Normal) and not spec.constant
+        for spec in jax.tree.leaves(tuple(case.inputs.values()))
+    ]
 
-    def forward(*inputs: jax.Array) -> tuple[Any, Any]:
-        def of_varying(*values: jax.Array) -> Any:
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(inputs)
+
+        def of_differentiable(*values: jax.Array) -> Any:
             given = iter(values)
-            merged = (
-                next(given) if is_varying else x
-                for x, is_varying in zip(inputs, varies, strict=True)
-            )
-            return op(*merged)
+            merged = [
+                next(given) if wanted else x
+                for x, wanted in zip(leaves, is_differentiable, strict=True)
+            ]
+            return op(*tree.unflatten(merged))
 
-        wanted = [x for x, is_varying in zip(inputs, varies, strict=True) if is_varying]
-        return jax.vjp(of_varying, *wanted)
+        primals = [x for x, wanted in zip(leaves, is_differentiable, strict=True) if wanted]
+        return jax.vjp(of_differentiable, *primals)
 
     return forward
 
 
 def gradient_call(case: Case, backend: str) -> Callable[..., Any]:
-    """The jitted op and its gradients, which may be written over the inputs that are donated."""
+    """The jitted op and its gradients, which may overwrite donated inputs."""
     pullback = make_pullback(case, backend)
 
     def both(*inputs: jax.Array) -> tuple[Any, Any]:
@@ -209,7 +214,7 @@ def gradient_call(case: Case, backend: str) -> Callable[..., Any]:
 def time_gradient(
     case: Case, backend: str, dtype: str, *, timer: str, smoke: bool
 ) -> timing.Timing:
-    """As :func:`time_ours`, of outputs and gradients together; notes the memory it takes."""
+    """As :func:`time_ours`, for outputs and gradients together; the note has the memory."""
     call = gradient_call(case, backend).lower(*make_inputs(case, dtype)).compile()
     result = timing.time_jax_consuming(
         call,
@@ -233,10 +238,10 @@ def time_ours(
     least_sets: int = 2,
     most_sets: int = timing.MAX_SETS,
 ) -> timing.Timing:
-    """The device time of one of our backends on one case, over at least and at most so many sets.
+    """The device time of one backend on one case, over ``least_sets`` to ``most_sets`` input sets.
 
     Raises:
-        Exception: Whatever keeps the backend from serving the call; the caller reports it.
+        Exception: Any failure of the backend; the caller reports it.
     """
     renew = None
     if direction == GRADIENT:
@@ -266,7 +271,7 @@ def time_ours(
 
 
 def our_calls(cases: Sequence[Case], options: argparse.Namespace) -> list[tuple[Case, Key]]:
-    """What there is to time of ours."""
+    """The measurements of our backends."""
     return [
         (case, (case.op, case.name, direction, backend))
         for case in cases
@@ -276,9 +281,9 @@ def our_calls(cases: Sequence[Case], options: argparse.Namespace) -> list[tuple[
 
 
 def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
-    """Times every backend that was asked for; what fails gives its reason.
+    """Times every requested backend; the result of a failure is its reason.
 
-    Ctrl-C ends the timing and keeps what there is.
+    Ctrl-C ends the timing and keeps the results so far.
     """
     results: Results = {}
     for case, key in our_calls(cases, options):
@@ -295,7 +300,7 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
                 most_sets=options.sets,
             )
         except KeyboardInterrupt:
-            print("interrupted: what is timed is kept", file=sys.stderr)
+            print("interrupted: the results so far are kept", file=sys.stderr)
             return results
         except Exception as error:  # a missing kernel is a row, not the end of the run
             results[key] = peers.reason(error)
@@ -304,13 +309,13 @@ def run_ours(cases: Sequence[Case], options: argparse.Namespace) -> Results:
 
 
 def _report(key: Key, result: timing.Timing | str) -> None:
-    """Tells a number as soon as it is there: a crash of a later kernel does not lose it."""
+    """Prints a result at once, so that a crash of a later kernel does not lose it."""
     text = result if isinstance(result, str) else f"{result.percentile(50):.2f} us {result.timer}"
     print(f"{' '.join(key)}: {text}", file=sys.stderr, flush=True)
 
 
 def pool(results: Results, more: Results) -> Results:
-    """The results of all rounds as one; a reason for a failure stands for all of them."""
+    """Combines the results of two rounds; a failure in either is a failure."""
     pooled = dict(more)
     for key, first in results.items():
         then = more.get(key)
@@ -327,7 +332,7 @@ def pool(results: Results, more: Results) -> Results:
 def run_peers(
     cases: Sequence[Case], options: argparse.Namespace
 ) -> tuple[timing.Limits | None, Results]:
-    """Runs the peers' process to its end; whatever it does not report is a row with the reason."""
+    """Runs the peers' process; a measurement that it does not report is a row with the reason."""
     command = [sys.executable, "-m", "benchmarks.peers", options.family, "--timer", options.timer]
     command += ["--dtype", options.dtype, "--direction", *options.direction]
     command += ["--least-sets", str(options.least_sets)]
@@ -337,7 +342,7 @@ def run_peers(
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory) / "out", Path(directory) / "err"
         with out.open("w") as stdout, err.open("w") as stderr:
-            # It reads our cases and so imports JAX, which must leave the GPU to torch.
+            # It imports JAX to read our cases; JAX must leave the GPU to torch.
             environment = os.environ | {"JAX_PLATFORMS": "cpu"}
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stdout, stderr=stderr, env=environment
@@ -362,7 +367,7 @@ def run_peers(
 
 
 def read_peers(lines: Sequence[str]) -> tuple[timing.Limits | None, Results]:
-    """The peers' output; lines that are no report (a library's chatter) are passed over."""
+    """Parses the peers' output; lines that are no report, such as a library's, are skipped."""
     limits: timing.Limits | None = None
     results: Results = {}
     for line in lines:
@@ -390,7 +395,7 @@ def read_peers(lines: Sequence[str]) -> tuple[timing.Limits | None, Results]:
 def make_row(
     case: Case, dtype: str, key: Key, result: timing.Timing | str, limits: timing.Limits
 ) -> dict[str, Any]:
-    """One row of the CSV, less its provenance."""
+    """One row of the CSV, without its provenance."""
     _, _, direction, implementation = key
     moved = {
         "forward": case.forward_bytes,
@@ -411,7 +416,7 @@ def make_row(
     if isinstance(result, str):
         return row | {"note": result}
     rate = moved / result.percentile(50) / 1e3
-    # Of products that say more than the bytes do; the run's own limit is in the row.
+    # For GEMMs the rate of operations says more than that of bytes; the row has the run's limit.
     flops = {
         "forward": case.forward_flops,
         "backward": case.backward_flops,
@@ -430,7 +435,7 @@ def make_row(
 
 
 def describe_shape(spec: Any) -> str:
-    """The shape of an input, such as ``8x768``; of a tree, how many arrays and elements it has."""
+    """The shape of an input, such as ``8x768``; for a tree the number of arrays and elements."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(spec)]
     if len(shapes) == 1:
         return "x".join(map(str, shapes[0]))
@@ -467,13 +472,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sets",
         type=int,
         default=timing.MAX_SETS,
-        help="at most so many sets of inputs, for calls that take long; default: %(default)s",
+        help="the maximum number of input sets, for long calls; default: %(default)s",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=1,
-        help="so often, peers and ours in turns; percentiles are of all; default: %(default)s",
+        help="how often to run the peers and then ours; percentiles are over all rounds; "
+        "default: %(default)s",
     )
     parser.add_argument(
         "--peer-timeout", type=float, default=400, help="seconds for all peers together"
@@ -483,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     cases = select_cases(parser, options)
-    # The peers need the rest of the memory. XLA reads this when it first sees the device.
+    # Leaves memory to the peers. XLA reads this when it initializes the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if jax.default_backend() != "gpu" and not options.smoke:
         parser.error("there is no GPU here; --smoke runs everything on tiny shapes")
@@ -493,11 +499,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     measured: list[timing.Limits] = []
     results: Results = {}
-    for turn in range(options.rounds):
-        # The peers first: our process has nothing on the GPU while they run for the first time.
+    for i in range(options.rounds):
+        # The peers first: in the first round our process has no memory on the GPU yet.
         limits, peer_results = (None, {}) if options.no_peers else run_peers(cases, options)
         measured += [limits] if limits else []
-        if turn == 0:
+        if i == 0:
             try:
                 measured.append(timing.jax_limits(options.timer, options.smoke))
             except Exception as error:
@@ -514,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f" bfloat16 matmul {found.matmul_tflop_per_s:.1f} TFLOP/s"
         )
     best = max(measured, key=lambda found: found.copy_gb_per_s)
-    print(f"share_of_copy is of the copy by {best.source}")
+    print(f"share_of_copy is relative to the copy by {best.source}")
 
     origin = provenance()
     by_name = {(case.op, case.name): case for case in cases}

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-# Ops that a peer has no kernel for are not among its ops: Liger has no fused add + layer norm.
+# The peers of each op. Liger has no fused add + layer norm.
 PEERS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("torch.compile", "liger", "torch eager"),
     "rms_norm": ("torch.compile", "liger", "torch eager"),
@@ -30,8 +30,9 @@ PEERS: dict[str, tuple[str, ...]] = {
     "matmul": ("torch.compile", "torch eager"),
     "linear": ("torch.compile", "torch eager"),
     "mlp": ("torch.compile", "torch eager"),
-    "linear_add_layer_norm": ("torch.compile", "torch eager"),
-    "pre_norm_mlp": ("torch.compile", "torch eager"),
+    "self_attention": ("torch.compile", "torch eager"),
+    "attention_block": ("torch.compile", "torch eager"),
+    "ffn_block": ("torch.compile", "torch eager"),
     "cross_entropy": ("torch.compile", "liger"),
     "linear_cross_entropy": ("torch.compile", "liger", "cut-cross-entropy"),
     "adamw_update": ("torch fused",),
@@ -64,12 +65,12 @@ def _optax_adamw(param, grad, m, v, *, step, lr, copy_dtype=None, seed=None):
 
 
 def _bincount(x, *, bins):
-    """``histogram`` of numbers that are all in a bin."""
+    """``histogram`` of integers that are all in a bin."""
     return jax.numpy.bincount(x.reshape(-1), length=bins)
 
 
 def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
-    """``flash_attention`` of tokamax, which has no option of ours but the mask and the scale."""
+    """``flash_attention`` of tokamax, for the options ``causal`` and ``scale``."""
     import tokamax
 
     return tokamax.dot_product_attention(
@@ -78,7 +79,7 @@ def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
 
 
 def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale=None):
-    """``flash_attention`` by cuDNN, with an array of what each query sees."""
+    """``flash_attention`` by cuDNN, with a mask array, for windows and segments."""
     if window is None and segment_ids is None:
         raise ValueError("without a window or segments cuDNN needs no mask: see xla")
     distance = jax.numpy.arange(q.shape[1])[:, None] - jax.numpy.arange(k.shape[1])
@@ -91,7 +92,7 @@ def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
 
 
-# Peers that are JAX functions, with the op's arguments; they run beside our backends.
+# Peers that are JAX functions with the op's arguments; they run in the process of our backends.
 JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
     "adamw_update": {"optax": _optax_adamw},
     "histogram": {"jnp.bincount": _bincount},
@@ -170,12 +171,47 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     def mlp(x, up_weight, up_bias, down_weight, down_bias):
         return linear(linear(x, up_weight, up_bias, "gelu"), down_weight, down_bias)
 
-    def linear_add_layer_norm(x, weight, residual, scale, bias, x_bias=None):
-        return add_layer_norm(linear(x, weight, x_bias), residual, scale, bias)
+    def mask_of(T, window, causal, segment_ids, device):
+        """The mask that broadcasts to (B, N, T, T); None where a flag of torch's says it all."""
+        if window is None and segment_ids is None:
+            return None
+        positions = torch.arange(T, device=device)
+        distance = positions[:, None] - positions
+        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            mask = mask & (distance.abs() < window)
+        if segment_ids is not None:
+            mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        return mask
 
-    def pre_norm_mlp(x, scale, bias, up_weight, up_bias, down_weight, down_bias=None):
-        normed = layer_norm(x, scale, bias)
-        return x + mlp(normed, up_weight, up_bias, down_weight, down_bias)
+    def self_attention(
+        x, weight, bias=None, *, heads, kv_heads=None,
+        causal=False, scale=None, window=None, segment_ids=None,
+    ):  # fmt: skip
+        kv_heads = heads if kv_heads is None else kv_heads
+        qkv = linear(x, weight, bias).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        mask = mask_of(x.shape[1], window, causal, segment_ids, x.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask,
+            is_causal=causal and mask is None, scale=scale, enable_gqa=kv_heads != heads,
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(2)
+
+    def pre_norm(x, norm, kind):
+        return layer_norm(x, **norm) if kind == "layer" else rms_norm(x, **norm)
+
+    def attention_block(x, norm, weights, *, kind, **options):
+        attended = self_attention(pre_norm(x, norm, kind), **weights["qkv"], **options)
+        return x + linear(attended, **weights["out"])
+
+    def ffn_block(x, norm, weights, *, kind, activation="gelu"):
+        rows = pre_norm(x, norm, kind)
+        if activation == "swiglu":
+            hidden = swiglu_packed(linear(rows, **weights["gate_up"]))
+        else:
+            hidden = linear(rows, **weights["up"], activation=activation)
+        return x + linear(hidden, **weights["down"])
 
     def cross_entropy(logits, labels, *, vocab_size=None):
         logits = logits[..., :vocab_size].float()
@@ -212,23 +248,23 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
         cos, sin = cos[:, None, :], sin[:, None, :]
         wide = x.float()
         a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
-        turned = (a * cos - b * sin, a * sin + b * cos)
-        joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        rotated = (a * cos - b * sin, a * sin + b * cos)
+        joined = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
         return joined.to(x.dtype)
 
     norms = (layer_norm, rms_norm, add_layer_norm, add_rms_norm)
     activations = (gelu, bias_gelu, bias_add, swiglu, swiglu_packed, relu, sigmoid, add)
     others = (global_norm, softmax, repeat_kv, embed, rope)
-    products = (matmul, linear, mlp, linear_add_layer_norm, pre_norm_mlp)
+    gemms = (matmul, linear, mlp)
+    blocks = (self_attention, attention_block, ffn_block)
     losses = (cross_entropy, linear_cross_entropy)
     reductions = (reduce_sum, reduce_max, dot, histogram)
-    return {
-        fn.__name__: fn for fn in (*norms, *activations, *others, *products, *losses, *reductions)
-    }
+    groups = (norms, activations, others, gemms, blocks, losses, reductions)
+    return {fn.__name__: fn for group in groups for fn in group}
 
 
 def _labels(labels: Any) -> Any:
-    """Labels in a line; those to ignore are -1, the peers' ``ignore_index``."""
+    """Labels in one dimension; ignored ones become -1, the peers' ``ignore_index``."""
     return labels.flatten().clamp(min=-1)
 
 
@@ -236,14 +272,14 @@ def torchvision_ops() -> dict[str, Callable[..., Any]]:
     """Torchvision's ops."""
     from torchvision.ops import nms
 
-    # It gives the places of the boxes that stay, as our callers would ask for.
+    # It returns the indices of the boxes that it keeps.
     return {"nms": nms}
 
 
 def liger_ops() -> dict[str, Callable[..., Any]]:
     """Liger's kernels."""
-    # Llama's casting keeps only the root mean square in float32. In place would overwrite the
-    # cotangents that the next repetition needs; the bytes moved are the same.
+    # With "llama" only the root mean square is float32. In-place operation would overwrite the
+    # cotangents, which the next repetition needs; the bytes moved are the same.
     import torch
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
@@ -269,11 +305,11 @@ def liger_ops() -> dict[str, Callable[..., Any]]:
         return LigerSoftmaxFunction.apply(x)
 
     def swiglu(gate, up):
-        # Its backward writes the gradients over gate and up, which a repetition takes as its input:
-        # the numbers lose their meaning, and the bytes moved are the same.
+        # Its backward writes the gradients over gate and up, which the next repetition reads: the
+        # values become meaningless, but the bytes moved are the same.
         return LigerSiLUMulFunction.apply(gate, up)
 
-    # Both leave the padding of the vocabulary in the softmax; the bytes moved are the same.
+    # Both include the padding of the vocabulary in the softmax; the bytes moved are the same.
     def cross_entropy(logits, labels, *, vocab_size=None):
         labels = _labels(labels)
         return LigerCrossEntropyFunction.apply(logits, labels, None, -1)[0]
@@ -286,8 +322,8 @@ def liger_ops() -> dict[str, Callable[..., Any]]:
     def rope(q, k, cos, sin, interleaved=False):
         if interleaved:
             raise NotImplementedError("Liger's rope is half-split")
-        # It works in place, and repetitions must not let the values grow: so true rotations. It
-        # takes heads before positions, and gives that view of memory where positions come first.
+        # It works in place, so true rotations keep the values bounded over many repetitions. It
+        # takes heads before positions, here as a transposed view.
         cos, sin = true_rotation(cos)
         q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -306,7 +342,7 @@ def cut_cross_entropy_ops() -> dict[str, Callable[..., Any]]:
     """The one op of Apple's cut-cross-entropy."""
     from cut_cross_entropy import linear_cross_entropy as cut
 
-    # The padding of the vocabulary is part of the softmax; small gradients are left out, as is the
+    # The softmax includes the padding of the vocabulary. Small gradients are skipped, which is the
     # library's default.
     def linear_cross_entropy(hidden, weight, labels, *, transpose_weight=False, vocab_size=None):
         weight = weight if transpose_weight else weight.T

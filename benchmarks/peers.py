@@ -1,8 +1,8 @@
 """The peers, in a process of their own: JAX's and torch's profilers would share one CUPTI.
 
-``benchmarks.ops`` runs this module and reads its output: one JSON object a line, first the limits
-that torch measures, then one object for each op, case, direction and peer. A peer that cannot run
-gives an object with the reason.
+``benchmarks.ops`` runs this module and reads its output, one JSON object per line: first the
+limits that torch measures, then one object for each op, case, direction and peer. After a failure
+the object has the reason.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks import timing
 from benchmarks.peer_ops import PEERS, cut_cross_entropy_ops, liger_ops, torch_ops, torchvision_ops
@@ -23,31 +24,40 @@ from jaxllm.testing import Boxes, Case, Normal
 
 
 def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
+    import torch
+
     by_peer = {
         "liger": liger_ops,
         "cut-cross-entropy": cut_cross_entropy_ops,
         "torchvision": torchvision_ops,
     }
     ops = by_peer.get(peer, torch_ops)
-    fn = functools.partial(ops()[case.op], **_peer_options(case))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fn = functools.partial(ops()[case.op], **_peer_options(case, device))
     if peer != "torch.compile":
         return fn
-    import torch
     import torch._functorch.config
 
     # By default a compiled backward may reuse saved tensors and so refuses to run twice.
     torch._functorch.config.donated_buffer = False
-    # Every shape is a compilation of its own, and torch gives up on a function after eight.
+    # Each shape is compiled separately, and torch stops compiling a function after eight shapes.
     torch._dynamo.reset()
     # A smoke test need not wait for a C++ compiler.
     return torch.compile(fn, dynamic=False, backend="aot_eager" if smoke else "inductor")
 
 
-def _peer_options(case: Case) -> dict[str, Any]:
-    """The options of a case that peers understand too."""
+def _peer_options(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """The options of a case that change what a peer computes; arrays become torch's."""
+    import torch
+
     shared = ("activation", "bins", "causal", "groups", "interleaved", "iou_threshold", "scale")
     shared += ("transpose_a", "transpose_b", "transpose_weight", "vocab_size")
-    return {name: case.static[name] for name in shared if name in case.static}
+    shared += ("heads", "kind", "kv_heads", "segment_ids", "window")
+    options = {name: case.static[name] for name in shared if name in case.static}
+    return {
+        name: torch.tensor(value, device=device) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
 
 
 def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
@@ -70,14 +80,14 @@ def _make_inputs(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
 
 
 def _forward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """The forward of a training step: like ours, it also writes what its backward needs."""
+    """The forward of a training step: like ours, it also writes its residuals."""
     return functools.partial(fn, *inputs)
 
 
 def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]:
     """The fused AdamW of torch, whose moments and gradients have the dtype of the parameters.
 
-    Gradients and copies in another dtype cost a conversion of their own.
+    Gradients and copies in another dtype cost an extra conversion.
     """
     import torch
 
@@ -104,33 +114,33 @@ def _fused_adamw_call(case: Case, inputs: tuple[Any, ...]) -> Callable[[], None]
 
 
 def _backward_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """The gradients alone: the graph is built here, outside of what is timed."""
+    """The gradients alone: the graph is built here, outside the timed call."""
     import torch
 
     outputs = fn(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = tuple(torch.randn_like(out) for out in outputs)
-    wanted = tuple(x for x in inputs if x.requires_grad)
+    wanted = tuple(x for x in jax.tree.leaves(inputs) if x.requires_grad)
 
     def call() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True)
 
     given = {cotangent.data_ptr() for cotangent in cotangents}
     if all(gradient.data_ptr() in given for gradient in call()):
-        raise ValueError("every gradient is a cotangent as it came: there is nothing to time")
+        raise ValueError("every gradient is an unchanged cotangent: there is nothing to time")
     return call
 
 
 def _gradient_call(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """Outputs and gradients; what a peer writes over its inputs costs as much the next time."""
+    """Outputs and gradients; a peer that overwrites its inputs costs the same in each call."""
     import torch
 
-    wanted = tuple(x for x in inputs if x.requires_grad)
+    wanted = tuple(x for x in jax.tree.leaves(inputs) if x.requires_grad)
     return lambda: torch.autograd.grad(fn(*inputs), wanted)
 
 
 def _peak_note(call: Callable[[], Any]) -> str:
-    """The memory that a call takes beyond its inputs, its results included."""
+    """The memory of a call in addition to its inputs; results count."""
     import torch
 
     if not torch.cuda.is_available():
@@ -151,10 +161,10 @@ def time_peer(
     smoke: bool,
     least_sets: int = 2,
 ) -> timing.Timing:
-    """The device time of one peer on one case, over at least so many sets of inputs.
+    """The device time of one peer on one case, over at least ``least_sets`` sets of inputs.
 
     Raises:
-        Exception: Whatever keeps the peer from running; the caller reports it.
+        Exception: Any failure of the peer; the caller reports it.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""The baseline: GPT-2 and its training step in plain JAX and optax, with nothing of jaxllm.
+"""The baseline: GPT-2 and its training step in plain JAX and optax, without jaxllm.
 
-Written as one writes it who knows JAX well: bfloat16 compute over float32 parameters, cuDNN's
-attention, stacked layers, donated state. It stays as it is, so that every version of the library
-is measured against the same thing.
+It is what an experienced JAX user would write: bfloat16 compute with float32 parameters, cuDNN's
+attention, stacked layers, donated state. It does not change, so that every version of the library
+is measured against the same program.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Config:
         width: The residual stream's width.
         max_seq_len: Positions.
         vocab_size: Rows of the token table; 50304 is GPT-2's 50257 rounded up.
-        unrolled: The layers one after another in the program, rather than in a ``lax.scan``.
+        unrolled: Whether the layers are unrolled instead of run by a ``lax.scan``.
         attention: The ``implementation`` of ``jax.nn.dot_product_attention``.
-        dtype: What the model computes in.
+        dtype: The compute dtype.
     """
 
     layers: int = 12
@@ -103,7 +103,7 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: Config) -
     params = jax.tree.map(lambda p: p.astype(config.dtype), params)
     x = params["wte"][tokens] + params["wpe"][: tokens.shape[1]]
     if config.unrolled:
-        # lax.split's gradient is one concatenation; that of indexing is a padded array a layer.
+        # lax.split's gradient is one concatenation; indexing's is one padded array per layer.
         layers = jax.tree.map(lambda p: jax.lax.split(p, (1,) * config.layers), params["blocks"])
         for i in range(config.layers):
             layer = {name: parts[i][0] for name, parts in layers.items()}
@@ -116,7 +116,7 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: Config) -
 
 
 def _decayed(params: Params) -> Params:
-    """Weight decay is for the tables and the weights."""
+    """The mask of weight decay: tables and weights."""
     blocks = {name: name.endswith("weight") for name in params["blocks"]}
     return {name: name in ("wte", "wpe") for name in params} | {"blocks": blocks}
 

@@ -1,8 +1,8 @@
-"""The baseline: Llama 3 and its training step in plain JAX and optax, with nothing of jaxllm.
+"""The baseline: Llama 3 and its training step in plain JAX and optax, without jaxllm.
 
-The twin of ``plain_gpt2.py``, and written likewise: bfloat16 compute over float32 parameters,
-cuDNN's attention, stacked layers, donated state. It stays as it is, so that every version of the
-library is measured against the same thing.
+In the style of ``plain_gpt2.py``: bfloat16 compute with float32 parameters, cuDNN's attention,
+stacked layers, donated state. It does not change, so that every version of the library is measured
+against the same program.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ class Config:
         kv_heads: Key and value heads.
         width: The residual stream's width.
         mlp_width: The width inside the MLP.
-        vocab_size: Rows of the token table, which is the head too.
+        vocab_size: Rows of the token table, which is also the LM head.
         rope_theta: The base of the rotary frequencies.
-        rope_factor: What slow frequencies are divided by, as Llama 3.1 introduced it; 1 for
-            nothing.
-        unrolled: The layers one after another in the program, rather than in a ``lax.scan``.
+        rope_factor: The divisor of low frequencies, as in Llama 3.1; 1 for no scaling.
+        unrolled: Whether the layers are unrolled instead of run by a ``lax.scan``.
         attention: The ``implementation`` of ``jax.nn.dot_product_attention``.
-        dtype: What the model computes in.
+        dtype: The compute dtype.
     """
 
     layers: int = 16
@@ -90,9 +89,9 @@ def _rope_table(T: int, config: Config) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, (T, 1, H/2), with the frequencies of Llama 3.1."""
     H = config.width // config.heads
     frequencies = config.rope_theta ** -(np.arange(0, H, 2) / H)
-    # Those that turn more than 4 times over the 8192 positions of the first training stay.
-    turns = 8192 * frequencies / (2 * np.pi)
-    kept = np.clip((turns - 1) / (4 - 1), 0, 1)
+    # Frequencies with more than 4 periods in the 8192 positions of the first training stay.
+    periods = 8192 * frequencies / (2 * np.pi)
+    kept = np.clip((periods - 1) / (4 - 1), 0, 1)
     frequencies *= kept + (1 - kept) / config.rope_factor
     angles = jnp.arange(T)[:, None, None] * frequencies.astype(np.float32)
     return jnp.cos(angles), jnp.sin(angles)
@@ -123,7 +122,7 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: Config) -
     table = _rope_table(tokens.shape[1], config)
     x = params["wte"][tokens]
     if config.unrolled:
-        # lax.split's gradient is one concatenation; that of indexing is a padded array a layer.
+        # lax.split's gradient is one concatenation; indexing's is one padded array per layer.
         layers = jax.tree.map(lambda p: jax.lax.split(p, (1,) * config.layers), params["blocks"])
         for i in range(config.layers):
             layer = {name: parts[i][0] for name, parts in layers.items()}
@@ -136,7 +135,7 @@ def loss(params: Params, tokens: jax.Array, labels: jax.Array, config: Config) -
 
 
 def _decayed(params: Params) -> Params:
-    """Weight decay is for the table and the weights."""
+    """The mask of weight decay: the table and the weights."""
     blocks = {name: name.endswith("weight") for name in params["blocks"]}
     return {name: name == "wte" for name in params} | {"blocks": blocks}
 

@@ -1,4 +1,4 @@
-"""Where a row of numbers comes from, and the CSV file that it goes to."""
+"""The provenance of a row of results, and the CSV file that it is appended to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def provenance(device: tuple[str, str] | None = None) -> dict[str, str]:
     """The machine and the versions of this run.
 
     Args:
-        device: The GPU's name and the version of CUDA; None asks JAX, and so starts its backend.
+        device: The GPU's name and the version of CUDA; with None JAX reports them, and starts its
+            backend.
     """
     gpu, cuda = device or _jax_device()
     return {
@@ -47,14 +48,13 @@ def _jax_device() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """The short commit, marked where files differ from it.
+    """The short commit, with "+dirty" if files differ from it.
 
-    JAXLLM_COMMIT goes first: a copy of the tree on another machine may be of another commit than
-    the history beside it, or have none.
+    JAXLLM_COMMIT takes precedence: a copy of the tree on another machine may lack the history.
     """
     if named := os.environ.get("JAXLLM_COMMIT"):
         return named
-    # A copy of the tree may lie inside another repository: only this one's own .git counts.
+    # A copy of the tree may be inside another repository: only this tree's .git counts.
     head = _output("git", "rev-parse", "--short", "HEAD") if (ROOT / ".git").exists() else ""
     return (
         head + ("+dirty" if _output("git", "status", "--porcelain") else "") if head else "unknown"
@@ -69,7 +69,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """The first line of a command's output, or nothing where it fails."""
+    """The first line of a command's output; "" if it fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -83,7 +83,7 @@ def slug(gpu: str) -> str:
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends rows to a CSV file, with a header where the file is new.
+    """Appends rows to a CSV file, with a header if the file is new.
 
     Raises:
         ValueError: The file has another header.
@@ -103,7 +103,7 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, 
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side: the first and the last to the left, the numbers to the right."""
+    """A text table: the first and the last column left-aligned, the others right-aligned."""
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     left = {0, len(header) - 1}

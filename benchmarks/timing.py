@@ -1,11 +1,11 @@
-"""Device time of a call, by one principle for JAX and torch alike.
+"""Device time of a call, measured in the same way for JAX and torch.
 
-The time of a call is the time the device is busy with it: the union of the intervals of its
-kernels, copies and fills, read from the framework's own profiler. Launch gaps and host time stay
-out. On one stream this is the sum of the kernels' durations; kernels that overlap count once.
+The time of a call is the device's busy time: the union of the intervals of its kernels, copies and
+fills, from the framework's own profiler. Launch gaps and host time do not count. On one CUDA stream
+it is the sum of the kernels' durations; kernels that overlap count once.
 
-``wall`` is the fallback for where there is no such trace (a CPU, a profiler that sees no kernels):
-host time over a run of calls so long that the launch cost vanishes in it.
+``wall`` is the fallback without such a trace (a CPU, or a profiler that records no kernels): host
+time over a run of calls that is long enough to make the launch cost negligible.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import numpy as np
 
 TIMERS = ("trace", "wall")
 
-# Inputs rotate through four times the largest L2 cache in use (60 MB on an H200), so that no call
-# finds its inputs cached; tiny inputs stop at MAX_SETS sets and say so.
+# Inputs rotate through four times the largest L2 cache in use (60 MB on an H200), so that no call's
+# inputs are cached. Tiny inputs stop at MAX_SETS sets, with a note.
 ROTATION_BYTES = 4 * 60 * 10**6
 MAX_SETS = 64
 
-_WARM_UP_SECONDS = 0.1  # an idle GPU takes some milliseconds to raise its clocks
+_WARM_UP_SECONDS = 0.1  # an idle GPU takes several milliseconds to raise its clocks
 _WALL_SECONDS = 0.02  # one repetition of the wall timer
-_WALL_TOTAL_SECONDS = 10  # all of them, where three are not longer
+_WALL_TOTAL_SECONDS = 10  # all repetitions, unless three take longer
 
 
 class NoKernelsError(RuntimeError):
-    """The trace has no device events; the message says what it has instead."""
+    """The trace has no device events; the message lists what it has."""
 
 
 class Event(NamedTuple):
@@ -52,9 +52,9 @@ class Timing:
     """The device time of a call over the repetitions, in microseconds.
 
     Attributes:
-        times_us: One time a repetition; a single mean where the trace could not be split.
+        times_us: One time per repetition; a single mean if the trace could not be split.
         timer: ``"trace"`` or ``"wall"``.
-        note: What a reader of the number should know.
+        note: A remark for the reader.
     """
 
     times_us: tuple[float, ...]
@@ -67,7 +67,7 @@ class Timing:
 
 
 def number_of_sets(bytes_per_set: int, least: int = 2) -> tuple[int, str]:
-    """How many sets of inputs to rotate through, and a note where they do not exceed the L2."""
+    """The number of input sets to rotate through, and a note if they fit in the L2 cache."""
     wanted = math.ceil(ROTATION_BYTES / max(1, bytes_per_set))
     if wanted <= MAX_SETS:
         return max(least, wanted), ""
@@ -87,8 +87,8 @@ def busy_ns(events: Sequence[Event]) -> float:
 def split(events: Sequence[Event], repetitions: int) -> tuple[tuple[float, ...], str]:
     """The busy time of each repetition of one call, in microseconds, and a note.
 
-    Every repetition launches the same kernels, so the events in order of their start fall into
-    equal chunks. Where they do not, the only honest number is the total over the repetitions.
+    Every repetition launches the same kernels, so the events, sorted by start, split into equal
+    chunks. If they do not, the result is the mean over the repetitions.
     """
     events = sorted(events)
     count, rest = divmod(len(events), repetitions)
@@ -132,8 +132,8 @@ def record_jax(run: Callable[[], None]) -> list[Event]:
 def read_planes(planes: Sequence[Any]) -> list[Event]:
     """The device events of a trace's planes.
 
-    A GPU's plane has one line a stream. Its other lines ("XLA Modules", "XLA Ops", "Framework
-    Ops", ...) are derived from the streams and would count the same time again.
+    A GPU's plane has one line per CUDA stream. Its other lines ("XLA Modules", "XLA Ops",
+    "Framework Ops", ...) are derived from these and would count the same time again.
     """
     return sorted(
         Event(float(event.start_ns), float(event.duration_ns), event.name)
@@ -164,9 +164,8 @@ def time_jax(
         fn: The function; every set of arguments launches the same kernels.
         sets: Tuples of arguments to rotate through.
         repetitions: How often to time it.
-        timer: ``"trace"``, or ``"wall"``; a trace without kernels falls back to it, with a note.
-        renew: ``renew(arguments, result)``, the next arguments in place of a set that ``fn``
-            donates.
+        timer: ``"trace"`` or ``"wall"``; a trace without kernels falls back to ``"wall"``.
+        renew: ``renew(arguments, result)`` returns the next arguments, if ``fn`` donates some.
     """
     import jax
 
@@ -181,14 +180,14 @@ def time_jax(
                 sets[i % len(sets)] = renew(arguments, result)
         jax.block_until_ready(result)
 
-    run(len(sets))  # compiles; a pullback may compile once a set
+    run(len(sets))  # compiles; a pullback may compile once per set
     if timer == "trace":
         _warm_up(run, len(sets))
         try:
             return _trace(lambda: record_jax(lambda: run(repetitions)), repetitions)
         except NoKernelsError as error:
             print(f"{error}; falling back to the wall timer", file=sys.stderr)
-    if renew:  # inside of another function nothing can be donated
+    if renew:  # inside another jitted function nothing can be donated
         return _wall(lambda count: run(count * len(sets)), len(sets), repetitions)
     chain = jax.jit(lambda sets: _chain(fn, sets))
 
@@ -209,12 +208,12 @@ def time_jax_consuming(
     repetitions: int,
     timer: str = "trace",
 ) -> Timing:
-    """The device time of a function that may write over its arguments: each call has its own.
+    """The device time of a function that may overwrite its arguments: each call has its own.
 
     Args:
         fn: As in :func:`time_jax`.
         make_set: Makes a tuple of arguments from a seed.
-        repetitions: How often to time it; all the arguments are there before the first.
+        repetitions: How often to time it; all arguments are created before the first.
         timer: As in :func:`time_jax`.
     """
     import jax
@@ -254,7 +253,7 @@ def _chain(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> list[Any]
     results: list[Any] = []
     for arguments in sets:
         if results:
-            # Without the dependence XLA may fuse the calls into one kernel.
+            # Without this dependence XLA may fuse the calls into one kernel.
             arguments, results[-1] = jax.lax.optimization_barrier((arguments, results[-1]))
         results.append(fn(*arguments))
     return results
@@ -287,7 +286,7 @@ def record_torch(run: Callable[[], None]) -> list[Event]:
 
 
 def read_chrome_trace(trace: dict[str, Any]) -> list[Event]:
-    """The device events of a torch trace; annotations, which span kernels, are left out."""
+    """The device events of a torch trace, without annotations, which span kernels."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"}
     return sorted(
         Event(float(event["ts"]) * 1e3, float(event["dur"]) * 1e3, event["name"])
@@ -299,7 +298,7 @@ def read_chrome_trace(trace: dict[str, Any]) -> list[Event]:
 def time_torch(
     calls: Sequence[Callable[[], Any]], *, repetitions: int = 30, timer: str = "trace"
 ) -> Timing:
-    """The device time of a torch call, given as one closure for each set of inputs."""
+    """The device time of a torch call; ``calls`` has one closure per input set."""
     import torch
 
     def run(count: int) -> None:
@@ -330,7 +329,7 @@ def _warm_up(run: Callable[[int], None], count: int) -> None:
 def _trace(record: Callable[[], list[Event]], repetitions: int) -> Timing:
     times, note = split(record(), repetitions)
     if len(times) < repetitions:
-        # A profiler that has just started may lose events; one more try costs little.
+        # A profiler may lose events right after its start; a second try is cheap.
         times, note = split(record(), repetitions)
     return Timing(times, "trace", note)
 
@@ -350,17 +349,17 @@ def _wall(run: Callable[[int], None], calls_per_run: int, repetitions: int) -> T
     return Timing(tuple(times), "wall", "host time, launch cost included")
 
 
-# The machine's own limits
+# The machine's limits
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What this GPU reaches in this run.
+    """The limits of this GPU in this run.
 
     Attributes:
-        copy_gb_per_s: A large device-to-device copy, bytes read and written both counted.
-        matmul_tflop_per_s: A large bfloat16 matrix product.
-        source: Who measured it.
+        copy_gb_per_s: A large device-to-device copy; reads and writes both count.
+        matmul_tflop_per_s: A large bfloat16 matmul.
+        source: The framework that measured it.
     """
 
     copy_gb_per_s: float
@@ -380,7 +379,7 @@ def jax_limits(timer: str, smoke: bool = False) -> Limits:
 
     size, width = limit_sizes(smoke)
     repetitions = 3 if smoke else 20
-    # Four-byte random bits make the data incompressible, and any dtype copies alike.
+    # Random bits are incompressible. The speed of a copy does not depend on the dtype.
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     copy = time_jax(jax.jit(jnp.copy), [(source,)], repetitions=repetitions, timer=timer)
     del source

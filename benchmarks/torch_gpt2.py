@@ -1,10 +1,10 @@
-"""The peer: GPT-2 and its training step in plain torch under torch.compile, with nothing of JAX.
+"""The peer: GPT-2 and its training step in plain torch under torch.compile, without JAX.
 
-Written as one writes it who knows torch well: float32 parameters under ``torch.autocast``, cuDNN's
-attention, one compiled graph from tokens to gradients, fused AdamW. The residual stream is bfloat16
-from the embedding on, as in the JAX implementations; left to autocast it would be float32, and
-twice the bytes. The norms and the loss compute in float32, inside fused kernels. The embedding
-itself, and so the sum of its gradient, stays in float32, where a GPU has fast atomics.
+It is what an experienced torch user would write: float32 parameters under ``torch.autocast``,
+cuDNN's attention, one compiled graph from tokens to gradients, fused AdamW. The residual stream is
+bfloat16 from the embedding on, as in the JAX implementations; with autocast alone it would be
+float32, and twice the bytes. The norms and the loss compute in float32, inside fused kernels. The
+embedding, and so the sum of its gradient, is float32, for which GPUs have fast atomics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# In order: on Hopper cuDNN's is faster than FlashAttention 2; the last one also takes float32.
+# In order: on Hopper cuDNN is faster than FlashAttention 2; the last one also takes float32.
 _FUSED_ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -36,8 +36,8 @@ class Config:
         width: The residual stream's width.
         max_seq_len: Positions.
         vocab_size: Rows of the token table; 50304 is GPT-2's 50257 rounded up.
-        dtype: What the model computes in: ``"bfloat16"``, or ``"float32"`` for no autocast.
-        fused_attention: One kernel for attention, cuDNN's if it can; otherwise plain products.
+        dtype: The compute dtype: ``"bfloat16"``, or ``"float32"`` for no autocast.
+        fused_attention: Whether one kernel runs attention, preferably cuDNN's, instead of matmuls.
         compiler: The ``backend`` of ``torch.compile``; ``"aot_eager"`` needs no C++ compiler.
     """
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The model, whose ``forward`` is the loss; the head is the token table."""
+    """The model, whose ``forward`` is the loss; the LM head is the token table."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -87,7 +87,7 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(config.max_seq_len, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
-        # Norms begin with ones and zeros. The rest is drawn as GPT-2 draws it.
+        # Norms start with ones and zeros. Other parameters are initialized as in GPT-2.
         residual_std = 0.02 / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -119,7 +119,7 @@ def make_step(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    # The graph of the backward is compiled with that of the forward.
+    # The graphs of forward and backward are compiled together.
     compiled = torch.compile(model, backend=config.compiler, dynamic=False, fullgraph=True)
     attention = _FUSED_ATTENTION if config.fused_attention else SDPBackend.MATH
     autocast = torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16")

@@ -1,7 +1,7 @@
-"""One training step of GPT-2 or Llama 3: ours beside plain JAX and torch, in one run on one GPU.
+"""Times a training step of GPT-2 or Llama 3: ours, plain JAX and torch, in one run on one GPU.
 
-``python -m benchmarks.train`` times each implementation in a process of its own, one after another,
-prints a table and appends its rows to ``benchmarks/results/<gpu>_train.csv``.
+``python -m benchmarks.train`` times each implementation in its own process, one after another,
+prints a table, and appends its rows to ``benchmarks/results/<gpu>_train.csv``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks import timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
-# The preset of each model, the batch size and the sequence length where none is asked for.
+# The default preset, batch size and sequence length of each model.
 MODELS = {"gpt2": ("d12", 32, 1024), "llama3": ("3.2-1b", 4, 4096)}
-# As the baselines have them: so low that equal models have equal losses for a few dozen steps.
+# Those of the baselines: so low that equal models have equal losses for a few dozen steps.
 LEARNING_RATES = {"gpt2": 6e-4, "llama3": 1e-4}
 COLUMNS = (
     *PROVENANCE,
@@ -36,19 +36,19 @@ COLUMNS = (
     *("step_ms", "tokens_per_s", "mfu", "peak_gib", "loss", "steps", "timer", "note"),
 )
 
-_GROUPS = 3  # timed runs of --steps steps; the median counts
+_GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
-_BATCHES = 4  # batches on the device, in turn, so that no step waits for the host
+_BATCHES = 4  # on the device, used in rotation, so that no step waits for the host
 _PROFILED = 3
 _REPORT = "TRAIN-REPORT "
 _EXCEPTION = r"[\w.]+(Error|Exception|Failed|Unsupported)\b"  # the last two are torch's
 
 
-# Kernels by what they do
+# Kernel categories
 
 
-# The first pattern that is found in a kernel's name counts. Our CUDA kernels lie in our namespace,
-# which shows in a mangled name too. A Pallas kernel's name is that of its function alone.
+# The first pattern that matches a kernel's name decides. Our CUDA kernels are in the namespace
+# jaxllm, also in mangled names. A Pallas kernel has the name of its function.
 _OURS = "ours"
 _CATEGORIES = (
     (_OURS, r"\bjaxllm::|6jaxllm"),
@@ -64,13 +64,13 @@ _CATEGORIES = (
 
 
 def category(kernel: str) -> str:
-    """What a kernel belongs to, judged by its name."""
+    """The category of a kernel, by its name."""
     found = (name for name, pattern in _CATEGORIES if re.search(pattern, kernel, re.IGNORECASE))
     return next(found, "other")
 
 
 def breakdown(events: Sequence[timing.Event], steps: int, top: int = 25) -> str:
-    """Two tables of milliseconds a step: by category, and the kernels that take longest."""
+    """Two tables of milliseconds per step: by category, and for the longest kernels."""
     times: dict[str, float] = collections.defaultdict(float)
     groups: dict[str, float] = collections.defaultdict(float)
     counts = collections.Counter(event.name for event in events)
@@ -101,15 +101,15 @@ def _longest(times: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
 
 
-# One implementation, in a process of its own
+# One implementation, in its own process
 
 
 class _Trainer(NamedTuple):
     """An implementation with its state and its batches.
 
     Attributes:
-        run: Takes that many steps, waits for the device, and returns the last loss.
-        peak_bytes: The highest use of memory so far, where the allocator knows it.
+        run: Runs this many steps, waits for the device, and returns the last loss.
+        peak_bytes: The peak memory use so far; None where the allocator does not report it.
         origin: The provenance of its rows.
     """
 
@@ -169,11 +169,11 @@ def _plain(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., 
 
 
 def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """The same of the library."""
+    """The state and step of jaxllm, in the form of :func:`_plain`."""
     import jax
 
     from jaxllm import training
-    from jaxllm.models.blocks import unstack
+    from jaxllm.models.common import unstack
 
     module = _module(options)
 
@@ -194,7 +194,7 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
 
 
 def _model(options: argparse.Namespace) -> Any:
-    """The preset, with room for the sequence length; a tiny model for a smoke test."""
+    """The preset, with positions for the sequence length; a tiny model for a smoke test."""
     preset = _module(options).PRESETS[options.preset]
     if options.smoke:
         sizes = {"vocab_size": 250, "max_seq_len": options.seq_len, "layers": 2, "heads": 2}
@@ -243,7 +243,7 @@ def _torch_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
         max_seq_len=model.max_seq_len,
         vocab_size=model.padded_vocab_size,
         dtype=options.dtype,
-        # A smoke test's shapes are tiny, and it need not wait for a C++ compiler.
+        # For a smoke test's tiny shapes, and without a C++ compiler.
         fused_attention=not options.smoke,
         compiler="aot_eager" if options.smoke else "inductor",
     )
@@ -265,7 +265,7 @@ def _torch_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
     def peak_bytes() -> int | None:
         return torch.cuda.max_memory_allocated() if on_gpu else None
 
-    # JAX must not start here: it would take most of the memory.
+    # JAX must not start in this process: it would reserve most of the memory.
     gpu = torch.cuda.get_device_name() if on_gpu else "cpu"
     return _Trainer(run, peak_bytes, provenance((gpu, torch.version.cuda or "")))
 
@@ -278,7 +278,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     in_torch = options.worker == "torch_compile"
     model = _model(options)
     trainer = (_torch_trainer if in_torch else _jax_trainer)(options, model)
-    # The library's step takes its backend from what surrounds it; plain JAX has none.
+    # The library's step takes its backend from this context; plain JAX ignores it.
     with jaxllm.use_backend(options.backend[0]):
         start = time.perf_counter()
         trainer.run(1)
@@ -316,13 +316,19 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     return {"row": row, "profile": table}
 
 
-# All of them
+# All implementations
 
 
 def run_worker(implementation: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs one implementation in its process; its report, or one with the reason for none.
+    """Runs one implementation in its own process.
 
-    The others than jaxllm have no backends, and "" for one.
+    Args:
+        implementation: One of :data:`IMPLEMENTATIONS`.
+        backend: The backend of jaxllm; "" for the others.
+        options: The command line.
+
+    Returns:
+        Its report; after a failure, a report with the reason.
     """
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
     command += ["--backend", backend] if backend else []
@@ -350,7 +356,7 @@ def run_worker(implementation: str, backend: str, options: argparse.Namespace) -
         if line.startswith(_REPORT):
             return json.loads(line.removeprefix(_REPORT))
     print("\n".join([f"{implementation}: {status}", *log[-20:]]), file=sys.stderr)
-    # An exception's last lines may be a footnote; its own begins with its type.
+    # The last lines of a traceback may be notes; the exception's own line begins with its type.
     error = next((x for x in reversed(log) if re.match(_EXCEPTION, x)), "")
     return {"row": {"note": "; ".join(filter(None, (status, error)))[:200]}, "profile": ""}
 
@@ -373,13 +379,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=("auto", "cuda", "pallas", "xla"),
         default=["auto"],
-        help="jaxllm's, one after another; default: auto",
+        help="backends of jaxllm, one after another; default: auto",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="holds train_*.bin; random tokens by default"
+        "--data", type=Path, metavar="DIR", help="a folder with train_*.bin; default: random tokens"
     )
-    parser.add_argument("--profile", action="store_true", help="print the time by kernel, for JAX")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the time by kernel (JAX only)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=280, help="seconds for each implementation"
     )
@@ -431,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             | report["row"]
         )
-    # A row of a failure has the provenance of the others.
+    # A failure's row takes the provenance of the others.
     origin = next(({k: row[k] for k in PROVENANCE} for row in rows if "gpu" in row), {})
     rows = [origin | row for row in rows]
     columns = ("implementation", "backend", "step_ms", "tokens_per_s", "mfu", "peak_gib", "loss")

@@ -1,8 +1,8 @@
-"""Writes the tables of ``architectures.md``: which kernels each kind of GPU runs.
+"""Writes the tables of ``architectures.md``: the kernels that each kind of GPU runs.
 
-``python docs/architectures.py`` after a predicate or a launcher has changed; it needs the CUDA
-extension, and no GPU. Calls are traced for GPUs that are described here, so the tables have what
-``auto`` and ``cuda`` choose there.
+Run ``python docs/architectures.py`` after a predicate or a launcher changes. It needs the CUDA
+extension, but no GPU: it traces calls for the GPUs described below, and writes what ``auto`` and
+``cuda`` choose there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import kernel_table
 import jaxllm
 from jaxllm import testing
 from jaxllm.core import ffi
+from jaxllm.core.dispatch import FUSED, PARTS
 from jaxllm.ops.attention import xla as cudnn_attention
 from jaxllm.testing import Case
 
@@ -41,8 +42,8 @@ def _gpu(capability: int, sms: int, shared_kib: int, **changes: Any) -> ffi.Devi
     return ffi.Device(**(facts | changes))
 
 
-# What the kinds of GPUs have, each with code for itself. 90 is a Hopper GPU whose code was compiled
-# without the instructions that Hopper alone has, 90a one with them.
+# The GPUs, each with code for its own architecture. 90 is a Hopper GPU whose code was compiled
+# without the instructions specific to Hopper, 90a one with them.
 GPUS = {
     "80": _gpu(80, 108, 163),
     "86": _gpu(86, 84, 99),
@@ -67,7 +68,7 @@ EXAMPLES = {
 
 @contextlib.contextmanager
 def on(gpu: ffi.Device | None) -> Iterator[None]:
-    """Makes programs for a GPU that this machine need not have; JAX has cuDNN there."""
+    """Traces programs for a GPU that this machine may lack, with cuDNN available."""
     with (
         mock.patch.object(ffi, "device", lambda: gpu),
         mock.patch.object(ffi, "devices", lambda: () if gpu is None else (gpu,)),
@@ -84,7 +85,7 @@ class Launch:
     Attributes:
         stem: The target, without "jaxllm_".
         operands: Shapes and dtypes of the operands.
-        results: Those of the results, workspaces included.
+        results: Shapes and dtypes of the results, including workspaces.
         attributes: Its attributes.
     """
 
@@ -95,8 +96,9 @@ class Launch:
 
 
 def program_of(case: Case, backend: str) -> Callable[..., Any]:
-    """A case's outputs, and gradients where it has some, as a function of its inputs."""
-    fn = functools.partial(getattr(jaxllm.ops, case.op), **case.static, backend=backend)
+    """A case's outputs, and its gradients if it has any, as a function of its inputs."""
+    op = case.call or getattr(jaxllm.ops, case.op)
+    fn = functools.partial(op, **case.static, backend=backend)
 
     def program(*inputs: Any) -> Any:
         if not case.has_backward:
@@ -144,7 +146,7 @@ def _is_jaxpr(value: object) -> bool:
     return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
 
 
-# Targets whose kernels have the instructions of sm_90a: predicates decline them elsewhere.
+# Targets whose kernels have instructions of sm_90a: predicates reject them on other GPUs.
 HOPPER_STEMS = frozenset(
     {
         "head_exponentials",
@@ -160,9 +162,9 @@ HOPPER_STEMS = frozenset(
 
 
 def kernels_of(launch: Launch, gpu: ffi.Device | None) -> tuple[str, ...]:
-    """The kernels that a handler may choose among for a call, by the names of ``SharedNeed``.
+    """The kernels that a handler may choose for a call, by the names of ``SharedNeed``.
 
-    The kernels for Hopper have names of their own here.
+    The kernels for Hopper have separate names here.
     """
     hopper = gpu is not None and gpu.capability == 90 and gpu.has_sm90a
     stem, operands = launch.stem, launch.operands
@@ -208,12 +210,11 @@ def _case(op: str, name: str) -> Case:
     return case
 
 
-# Calls whose kernels differ from GPU to GPU, or might, and what they are of.
+# Calls whose kernels may differ from GPU to GPU: a label, the case and the dtype.
 ROWS: tuple[tuple[str, Case, str], ...] = (
-    ("GPT-2 124M", _case("pre_norm_mlp", "gpt2_124m"), "bfloat16"),
-    ("GPT-2 124M", _case("pre_norm_self_attention", "gpt2_124m"), "bfloat16"),
+    ("GPT-2 124M", _case("ffn_block", "gpt2_124m"), "bfloat16"),
+    ("GPT-2 124M", _case("attention_block", "gpt2_124m"), "bfloat16"),
     ("GPT-2 124M", _case("mlp", "gpt2_124m"), "bfloat16"),
-    ("GPT-2 124M", _case("linear_add_layer_norm", "gpt2_124m_out"), "bfloat16"),
     ("GPT-2 124M", _case("linear_cross_entropy", "gpt2_124m"), "bfloat16"),
     ("GPT-2 124M", _case("flash_attention", "gpt2_124m"), "bfloat16"),
     ("GPT-2 124M", _case("flash_attention", "gpt2_124m"), "float32"),
@@ -229,7 +230,7 @@ ROWS: tuple[tuple[str, Case, str], ...] = (
 
 
 def cell(case: Case, dtype: str, gpu: ffi.Device, backend: str = "cuda") -> str:
-    """The kernels of a call and its gradients on a GPU, in order."""
+    """The kernels of a call and of its gradients on a GPU, in order."""
     with on(gpu):
         found = launches(program_of(case, backend), *inputs_of(case, dtype))
         names = dict.fromkeys(name for launch in found for name in kernels_of(launch, gpu))
@@ -237,15 +238,16 @@ def cell(case: Case, dtype: str, gpu: ffi.Device, backend: str = "cuda") -> str:
 
 
 def choice(case: Case, dtype: str, gpu: ffi.Device) -> str:
-    """What ``auto`` runs: a word for each direction, or one for all."""
+    """The implementations that ``auto`` takes for a call and for its gradients."""
     names = {"xla-gpu": "cuDNN", "xla": "XLA"}
     with on(gpu):
         calls = jaxllm.explain(program_of(case, "auto"), *inputs_of(case, dtype)).calls
-    return ", ".join(dict.fromkeys(names.get(call.on_gpu, call.on_gpu) for call in calls))
+    taken = [call.on_gpu for call in calls if call.on_gpu not in (FUSED, PARTS)]
+    return ", ".join(dict.fromkeys(names.get(name, name) for name in taken))
 
 
 def gpu_rows() -> Iterator[str]:
-    """What the tables take for the GPUs, and what decides there."""
+    """The properties of the GPUs in the tables."""
     yield "| code | GPUs | SMs | shared memory of a CTA | kernels for Hopper | clusters |"
     yield "|---|---|---|---|---|---|"
     for name, gpu in GPUS.items():
@@ -256,20 +258,21 @@ def gpu_rows() -> Iterator[str]:
             EXAMPLES[name],
             str(gpu.multiprocessors),
             f"{gpu.shared_bytes >> 10} KiB",
-            "run" if reason is None else f"declined: {reason}",
+            "run" if reason is None else f"rejected: {reason}",
             "yes" if gpu.image >= 90 else "no",
         )
         yield f"| {' | '.join(cells)} |"
 
 
 def by_group(text_of: Callable[[ffi.Device], str]) -> Iterator[tuple[str, str]]:
-    """The GPUs that a text is the same for, and the text; the largest group comes last."""
+    """Groups of GPUs with equal texts, and the text; the largest group comes last."""
     groups: dict[str, list[str]] = {}
     for name, gpu in GPUS.items():
         groups.setdefault(text_of(gpu), []).append(f"sm_{name}")
     for text, names in sorted(groups.items(), key=lambda group: len(group[1])):
-        is_rest = names == max(groups.values(), key=len)
-        label = ("every GPU" if len(groups) == 1 else "the others") if is_rest else ", ".join(names)
+        is_largest = names == max(groups.values(), key=len)
+        others = "every GPU" if len(groups) == 1 else "the others"
+        label = others if is_largest else ", ".join(names)
         yield label, text
 
 
@@ -283,7 +286,7 @@ def kernel_rows() -> Iterator[str]:
 
 
 def choice_rows() -> Iterator[str]:
-    """What ``auto`` takes, for the calls that it does not leave to ``cuda`` everywhere."""
+    """What ``auto`` takes, for the calls where that is not ``cuda`` on every GPU."""
     yield "| call | GPUs | `auto` takes |"
     yield "|---|---|---|"
     for what, case, dtype in ROWS:
@@ -294,7 +297,7 @@ def choice_rows() -> Iterator[str]:
 
 
 def need_rows() -> Iterator[str]:
-    """The shared memory of kernels that take as much everywhere, and where it is there."""
+    """The kernels with a fixed amount of shared memory, and the GPUs that have less."""
     yield "| kernel | shared memory | GPUs that have less |"
     yield "|---|---|---|"
     for name, need in sorted(ffi.shared_needs().items()):
@@ -303,7 +306,7 @@ def need_rows() -> Iterator[str]:
 
 
 def same_everywhere() -> str:
-    """The ops whose kernels are the same on GPUs of every kind, by a case of each op."""
+    """The ops whose kernels are the same on every kind of GPU, for one case of each op."""
     kinds = [GPUS[name] for name in ("80", "86", "90", "90a", "120")]
     shown = {case.op for _, case, _ in ROWS}
     names = []
@@ -325,7 +328,7 @@ TABLES: dict[str, Callable[[], Any]] = {
 
 
 def page() -> str:
-    """The page with its tables made anew; what is between them is kept."""
+    """The page with new tables; the text between them is kept."""
     text = PAGE.read_text()
     for name, rows in TABLES.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->\n"

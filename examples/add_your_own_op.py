@@ -1,10 +1,10 @@
-"""An op of your own, with a CUDA kernel of your own, behind the same switch as jaxllm's.
+"""Adds an op with a CUDA kernel of your own, behind the same backend switch as jaxllm's ops.
 
     python examples/add_your_own_op.py
 
 It compiles ``your_own_op/softsign.cu`` with nvcc, registers its handlers, and checks the op and its
-gradient under each backend that this machine can run. Copy the two files into a project of yours
-and start from there; docs/your_own_op.md goes through them.
+gradient under each backend that this machine can run. Copy the two files into your project and edit
+them; docs/your_own_op.md explains them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import testing
-from jaxllm.core import ffi, vma
+from jaxllm.core import ffi
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Op, dispatch
+from jaxllm.core.dispatch import Op
+from jaxllm.core.op import differentiable
 
 SOURCE = Path(__file__).parent / "your_own_op" / "softsign.cu"
 SHAPE = (33, 257)
@@ -44,8 +45,8 @@ def compile_library(source: Path, library: Path) -> None:
     )
 
 
-class Definition:
-    """What the op means, in jax.numpy; it runs where there is no kernel."""
+class Reference:
+    """The reference implementation in jax.numpy; it runs where there is no kernel."""
 
     @staticmethod
     def softsign_forward(x):
@@ -74,29 +75,16 @@ class Kernels:
         return ffi.call("softsign_backward", [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, dout)[0]
 
 
-# In a package each would be a module.
-SOFTSIGN = Op("softsign", reference=Definition, cuda=Kernels)
+# In a package each class would be a module.
+SOFTSIGN = Op("softsign", reference=Reference, cuda=Kernels)
+
+# The backward gets what ``saves`` returns, and then the cotangent.
+_softsign = differentiable(SOFTSIGN, saves=lambda x, out: (x,))
 
 
 def softsign(x: jax.Array, *, backend: Backend | None = None) -> jax.Array:
-    """``x / (1 + abs(x))``, by the backend that is asked for."""
-    return _softsign(x, resolve(backend))
-
-
-@functools.partial(vma.custom_vjp, nondiff_argnums=(1,))
-def _softsign(x, backend):
-    return dispatch(SOFTSIGN, "forward", backend, x)
-
-
-def _softsign_forward(x, backend):
-    return _softsign(x, backend), x
-
-
-def _softsign_backward(backend, x, dout):
-    return (dispatch(SOFTSIGN, "backward", backend, x, dout),)
-
-
-_softsign.defvjp(_softsign_forward, _softsign_backward)
+    """``x / (1 + abs(x))``, by the requested backend."""
+    return _softsign(x, backend=resolve(backend))
 
 
 def value_and_gradient(x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.Array]:
@@ -106,8 +94,8 @@ def value_and_gradient(x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.A
 
 
 def check(backend: Backend) -> None:
-    """Compares a backend with JAX's own derivative of the definition, in every dtype."""
-    plain = Definition.softsign_forward
+    """Compares a backend with JAX's own derivative of the reference, in every dtype."""
+    plain = Reference.softsign_forward
     squares = jax.grad(lambda x: (plain(x) ** 2).sum())
     for dtype in testing.DTYPES:
         x = 3 * jax.random.normal(jax.random.key(0), SHAPE, dtype)
@@ -122,7 +110,7 @@ def main(library: Path | None = None) -> None:
     """Compiles, registers and checks the op.
 
     Args:
-        library: Where to put the library; None for runs/ beside the checkout's examples.
+        library: The path of the library; None for runs/your_own_op in the checkout.
     """
     library = library or SOURCE.parents[2] / "runs" / "your_own_op" / "libsoftsign.so"
     compile_library(SOURCE, library)

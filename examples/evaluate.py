@@ -1,11 +1,11 @@
-"""Measures a trained model on held-out text: its loss and perplexity, in float and in int8.
+"""Computes loss and perplexity of a trained model on held-out text, in float and in int8.
 
     python examples/evaluate.py
     python examples/evaluate.py --model Llama-3.2-1B --data shards
 
-A model is a folder as for ``examples/generate.py``; what a pretraining example left last is the
-default. The text is the validation split of token shards, by default of the corpus that those
-examples train on.
+A model is a folder, as for ``examples/generate.py``. The default is the newest model of the
+pretraining examples. The text is the validation split of token shards, by default of the corpus
+that those examples train on.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, data.Dataset]:
     with tempfile.TemporaryDirectory() as folder:
         source = [data.standard_library() / "json"]
         data.build(Path(folder, "data"), source, extensions=(".py",))
-        # The mapped files outlast their names.
+        # Memory-mapped files stay valid after they are deleted.
         return params, SMOKE_CONFIG, open_text(Path(folder, "data"), SMOKE_CONFIG.vocab_size)
 
 
 def open_text(folder: Path | None, vocab_size: int) -> data.Dataset:
-    """The validation split, whose tokens must be the model's."""
+    """Opens the validation split, and checks that its tokens are in the vocabulary."""
     if folder is None and vocab_size != BYTES.vocab_size:
         raise SystemExit(
-            f"the model has {vocab_size} tokens, the default corpus bytes; give --data a folder of "
-            "shards in the model's tokens"
+            f"the model has {vocab_size} tokens, and the default corpus is bytes; pass shards with "
+            "the model's tokens as --data"
         )
     folder = data.ensure_standard_library() if folder is None else folder
     try:

@@ -1,12 +1,12 @@
-"""Continues a prompt with a trained model, token by token as they come.
+"""Continues a prompt with a trained model, and prints the tokens as they are generated.
 
     python examples/generate.py "def main("
     python examples/generate.py --model Llama-3.2-1B --int8 "The capital of France is"
 
-A model is a folder with ``config.json`` and safetensors files, as Hugging Face's are and as the
-pretraining examples leave one in ``runs/NAME/model``; the newest of those is the default. Its
-tokenizer is the ``tokenizer.json`` in the folder; without one, bytes or GPT-2's, if the vocabulary
-is of that size. A text ends with any of the tokens that the configs of model and tokenizer name.
+A model is a folder with ``config.json`` and safetensors files: a Hugging Face checkpoint, or a
+``runs/NAME/model`` of the pretraining examples. The default is the newest of the latter. The
+tokenizer is the folder's ``tokenizer.json``. Without that file it is bytes or GPT-2's, by the size
+of the vocabulary. Generation stops at the end tokens in the configs of model and tokenizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", type=Path, help="a checkpoint folder; default: the newest in runs"
     )
     parser.add_argument(
-        "--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: MODEL's"
+        "--tokenizer", help="bytes, gpt2, a tokenizer.json, or llm.c's .bin; default: MODEL's"
     )
     parser.add_argument(
         "--end-of-text",
@@ -65,17 +65,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def newest_model() -> Path:
-    """The model that a pretraining example left last."""
+    """The newest model of the pretraining examples."""
     configs = sorted(Path("runs").glob("*/model/config.json"), key=lambda f: f.stat().st_mtime)
     if not configs:
         raise SystemExit(
-            "there is no model in runs; train one by `make demo`, or name a folder by --model"
+            "there is no model in runs; train one with `make demo`, or pass a folder as --model"
         )
     return configs[-1].parent
 
 
 def tokenizer_of(folder: Path, vocab_size: int, end_of_text: str | None = None) -> Tokenizer:
-    """The folder's tokenizer, or the one whose vocabulary has this size."""
+    """The folder's tokenizer, or bytes or GPT-2's by the size of the vocabulary."""
     if (folder / "tokenizer.json").exists():
         return tokenizer.from_file(folder, end_of_text=end_of_text)
     if vocab_size <= BYTES.vocab_size:
@@ -84,12 +84,12 @@ def tokenizer_of(folder: Path, vocab_size: int, end_of_text: str | None = None) 
         return tokenizer.load("gpt2", end_of_text=end_of_text)
     raise ValueError(
         f"{folder} has no tokenizer.json, and {vocab_size} tokens are neither bytes nor GPT-2's; "
-        "name its tokenizer by --tokenizer"
+        "pass its tokenizer as --tokenizer"
     )
 
 
 def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
-    """Parameters, config and folder of a model; of the newest in runs where none is named."""
+    """Parameters, config and folder of a model; the newest in runs if ``folder`` is None."""
     folder = folder or newest_model()
     try:
         params, config = huggingface.load(folder, dtype=dtype)
@@ -100,7 +100,7 @@ def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer, tuple[int, ...]]:
-    """Parameters, config, tokenizer, and the tokens that end a text."""
+    """Parameters, config, tokenizer and stop tokens."""
     dtype = options.dtype or training.default_compute_dtype()
     if options.smoke:
         params = gpt2.init(jax.random.key(options.seed), SMOKE_CONFIG)
@@ -117,7 +117,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Tokenizer, tuple[int, .
 
 
 def quantize(params: Any, group_size: int) -> Any:
-    """The parameters with weights in int8."""
+    """Quantizes the weights to int8."""
     try:
         return quantize_params(params, group_size=group_size)
     except ValueError as error:
@@ -125,9 +125,9 @@ def quantize(params: Any, group_size: int) -> Any:
 
 
 def pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of tokens as they come; half a character waits for its other half."""
+    """Decodes tokens as they arrive; an incomplete character waits for its other bytes."""
     ids: list[int] = []
-    # ids[start:shown] are the last piece: how a token reads may depend on the one before it.
+    # ids[start:shown] are the last piece: the text of a token may depend on the token before it.
     start = shown = 0
 
     def rest() -> str:
@@ -144,7 +144,7 @@ def pieces(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the prompt, what follows it, and how fast it came."""
+    """Prints the prompt, its continuation and the speed."""
     options = parse(argv)
     if options.max_new_tokens < 1:
         raise SystemExit(f"--max-new-tokens is {options.max_new_tokens}, must be above 0")
@@ -157,12 +157,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         params = quantize(params, options.group_size)
     if tokenizer.begin_of_text is not None:
         ids = [tokenizer.begin_of_text, *ids]
-    room = config.max_seq_len - len(ids)
-    count = min(8 if options.smoke else options.max_new_tokens, room)
+    remaining = config.max_seq_len - len(ids)
+    count = min(8 if options.smoke else options.max_new_tokens, remaining)
     if not ids or count < 1:
         raise SystemExit(
-            f"the prompt has {len(ids)} tokens; it must have from 1 to {config.max_seq_len - 1}, "
-            "to leave room for one more"
+            f"the prompt has {len(ids)} tokens; it must have from 1 to {config.max_seq_len - 1}"
         )
     try:
         tokens = stream(
@@ -192,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
         for text in pieces(timed(), tokenizer):
             print(text, end="", flush=True)
-    # The first two steps compile: the prompt's and that of a token.
+    # The first two tokens include compilation: of the prefill, and of the decode step.
     steps, seconds = len(times) - 2, times[-1] - times[min(1, len(times) - 1)]
     speed = f", {steps / seconds:,.1f} tokens/s" if steps > 0 else ""
     print(f"\n{len(times)} tokens{speed}")

@@ -1,7 +1,7 @@
 """Trains GPT-2 from scratch and samples from it.
 
-Without arguments it trains a model for the machine it is on (a tiny one on a CPU) on the source
-code of Python's standard library, byte by byte, and downloads nothing::
+Without arguments, the model's size depends on the device (tiny on a CPU). It trains on the source
+code of Python's standard library, with bytes as tokens, and downloads nothing::
 
     python examples/pretrain_gpt2.py
 
@@ -9,7 +9,7 @@ The 124M model on llm.c's token shards, which have GPT-2's vocabulary::
 
     python examples/pretrain_gpt2.py --preset d12 --data fineweb10B --vocab-size 50257
 
-Ctrl-C ends a run early but in order: the step is finished and the curve is drawn.
+Ctrl-C ends a run after the current step, and still saves the model and the loss curve.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAMILY = pretraining.Family(
     presets={"tiny": TINY, **gpt2.PRESETS},
     recipes={
         "tiny": Recipe(steps=600, batch_size=16, seq_len=128, lr=4e-3, warmup=50),
-        # As llm.c trains on 10 billion tokens: 524,288 tokens a step.
+        # llm.c's recipe for 10 billion tokens: 524,288 tokens per step.
         "d12": Recipe(steps=18_865, batch_size=16, accumulate=32, lr=6e-4, warmup=700),
         "d24": Recipe(steps=18_865, batch_size=8, accumulate=64, lr=3e-4, warmup=700),
         "d36": Recipe(steps=18_865, batch_size=4, accumulate=128, lr=2.5e-4, warmup=700),

@@ -1,7 +1,7 @@
 """Trains a Llama 3 from scratch and samples from it.
 
-Without arguments it trains a model for the machine it is on (a tiny one on a CPU) on the source
-code of Python's standard library, byte by byte, and downloads nothing::
+Without arguments, the model's size depends on the device (tiny on a CPU). It trains on the source
+code of Python's standard library, with bytes as tokens, and downloads nothing::
 
     python examples/pretrain_llama3.py
 
@@ -9,9 +9,9 @@ The shape of Llama 3.2 1B, on token shards with GPT-2's vocabulary::
 
     python examples/pretrain_llama3.py --preset 3.2-1b --data fineweb10B --vocab-size 50257
 
-Where memory is short, ``--remat activations`` computes norms, rotations and activations again in
-the backward pass, which costs little time, and ``--remat blocks`` the matrix products as well.
-Ctrl-C ends a run early but in order: the step is finished and the curve is drawn.
+To save memory, ``--remat activations`` recomputes norms, RoPE and activations in the backward pass
+at little cost, and ``--remat blocks`` recomputes the matmuls as well.
+Ctrl-C ends a run after the current step, and still saves the model and the loss curve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILY = pretraining.Family(
     presets={"tiny": TINY, **llama3.PRESETS},
     recipes={
         "tiny": Recipe(steps=600, batch_size=16, seq_len=128, lr=4e-3, warmup=50),
-        # As the GPT-2 of its size is trained: 524,288 tokens a step.
+        # Like the GPT-2 of its size: 524,288 tokens per step.
         "d12": Recipe(steps=18_865, batch_size=16, accumulate=32, lr=6e-4, warmup=700),
         "3.2-1b": Recipe(
             steps=18_865, batch_size=4, seq_len=4096, accumulate=32, lr=3e-4, warmup=700

@@ -1,6 +1,6 @@
-"""What the pretraining examples share: the loop, with what it logs, keeps and shows on the way.
+"""The training loop that the pretraining examples share, with logs, checkpoints and samples.
 
-Each example says which model is trained, in which sizes; run those::
+The examples define the models and their sizes. Run them::
 
     python examples/pretrain_gpt2.py
     python examples/pretrain_llama3.py
@@ -36,11 +36,11 @@ from jaxllm import training
 from jaxllm.convert import huggingface, llmc
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.inference.generate import generate
-from jaxllm.models.blocks import stack, unstack
+from jaxllm.models.common import stack, unstack
 from jaxllm.training import checkpoint, evaluation, runlog
 
 try:
-    import matplotlib  # noqa: F401  the curve is drawn with it, at the end
+    import matplotlib  # noqa: F401  needed for the loss curve at the end
     from tqdm import tqdm
 except ImportError as error:
     raise SystemExit(f'{error}; run: pip install "jaxllm[train]"') from error
@@ -51,7 +51,7 @@ PROMPT = "def "
 
 
 def train(options: argparse.Namespace) -> list[dict]:
-    """Runs the training loop and saves the model; returns what is in its log."""
+    """Runs the training loop and saves the model; returns the records of its log."""
     model, config = options.family.model, options.model_config
     if jax.default_backend() == "gpu":
         training.keep_compiled(options.out.parent / "compiled")
@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> list[dict]:
     ):
         state = resume(folder, state, options)
         first = int(state.step)
-        # Compiled before the clock starts, so that every step counts alike.
+        # Compile before the timer starts, so the first step is not slower than the others.
         print("compiling ...", end=" ", flush=True)
         began = time.perf_counter()
         train_step = train_step.lower(state, *make_batch(options.train, options, 0)).compile()
@@ -99,11 +99,11 @@ def train(options: argparse.Namespace) -> list[dict]:
         bar = tqdm(total=options.steps, initial=first, unit="step", dynamic_ncols=True)
         with log as write, bar:
             upcoming = pool.submit(make_batch, options.train, options, first)
-            pending = None  # the step, and its metrics, that may still be running
+            pending = None  # (step, metrics) of a step that may still be running
             began = time.perf_counter()
 
             def measure(step: int, metrics: dict[str, jax.Array]) -> dict:
-                """Waits until a step is done; what there is to log of it."""
+                """Waits until a step is done; returns its record for the log."""
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 if values.pop("halted_at"):
                     tokens, labels = make_batch(options.train, options, step - 1)
@@ -120,7 +120,7 @@ def train(options: argparse.Namespace) -> list[dict]:
             def report(record: dict) -> None:
                 write(record)
                 if record["skipped"]:
-                    tqdm.write(f"step {record['step']}: skipped, as its loss or norm is far out")
+                    tqdm.write(f"step {record['step']}: skipped; its loss or norm is an outlier")
                 shown = {"loss": f"{record['loss']:.3f}"}
                 shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
                 if "mfu" in record:
@@ -132,11 +132,11 @@ def train(options: argparse.Namespace) -> list[dict]:
                 tokens, labels = upcoming.result()
                 upcoming = pool.submit(make_batch, options.train, options, step)
                 state, metrics = train_step(state, tokens, labels)
-                if pending:  # the step before, while this one runs
+                if pending:  # report the previous step while this one runs
                     report(measure(*pending))
                 pending = step, metrics
 
-                due = what_is_due(step, options)
+                due = due_after(step, options)
                 if not (due or interrupted()):
                     continue
                 record, pending = measure(*pending), None
@@ -145,14 +145,14 @@ def train(options: argparse.Namespace) -> list[dict]:
                     record["val_loss"] = validate(evaluate, state.params, options)
                     tqdm.write(f"step {step}: validation loss {record['val_loss']:.4f}")
                 if "hellaswag" in due and not interrupted():
-                    record["hellaswag"] = answer(state.params, options)
+                    record["hellaswag"] = hellaswag_accuracy(state.params, options)
                     tqdm.write(f"step {step}: HellaSwag {record['hellaswag']:.4f}")
                 report(record)
                 if folder and ("checkpoint" in due or interrupted()):
                     checkpoint.save(folder, step, state, identity(options) | settings(options))
                 if "sample" in due and not interrupted():
                     text = sample(state.params, options, step)
-                    tqdm.write(f"--- a sample after step {step}:\n{text}\n---")
+                    tqdm.write(f"--- sample after step {step}:\n{text}\n---")
                 began += time.perf_counter() - paused
                 if interrupted():
                     break
@@ -161,7 +161,7 @@ def train(options: argparse.Namespace) -> list[dict]:
 
 
 def initial_state(options: argparse.Namespace, optimizer: Any) -> training.TrainState:
-    """The state before the first step: of the model that was loaded, or of a random one."""
+    """The state before the first step, from the loaded model or a random initialization."""
     params, options.params = options.params, None
     if params is None:
         params = options.family.model.init(jax.random.key(options.seed), options.model_config)
@@ -169,13 +169,13 @@ def initial_state(options: argparse.Namespace, optimizer: Any) -> training.Train
         unstack(params) if options.unroll else params,
         optimizer,
         copy_dtype=None if options.dtype == "float32" else options.dtype,
-        guarded=True,
+        detect_anomalies=True,
     )
 
 
 @contextlib.contextmanager
 def checkpoints(options: argparse.Namespace) -> Iterator[Any]:
-    """The folder of the run's checkpoints; None where there are none and none are wanted."""
+    """Opens the folder of the run's checkpoints; yields None if the run has no checkpoints."""
     path = options.out / "checkpoints"
     if not (options.checkpoint_every or options.resume or path.exists()):
         yield None
@@ -185,13 +185,13 @@ def checkpoints(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def resume(folder: Any, state: training.TrainState, options: argparse.Namespace):
-    """The state of the newest checkpoint, if there is one and it is wanted."""
+    """The state of the newest checkpoint with ``--resume``; ``state`` if there is none."""
     if folder is None or folder.latest_step() is None:
         return state
     if not options.resume:
         raise SystemExit(
-            f"{options.out} has checkpoints of a run: --resume goes on from step "
-            f"{folder.latest_step()}; or give another --out"
+            f"{options.out} has checkpoints of a run: pass --resume to continue from step "
+            f"{folder.latest_step()}, or another --out"
         )
     wanted = identity(options)
     try:
@@ -205,7 +205,7 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
         state = checkpoint.restore(folder, state)
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    print(f"going on from step {int(state.step)}")
+    print(f"resuming from step {int(state.step)}")
     for name, value in settings(options).items():
         if name in found and found[name] != value:
             print(f"with {name} {value}, which was {found[name]}")
@@ -213,19 +213,19 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
 
 
 def flops_share(options: argparse.Namespace) -> float | None:
-    """The model's operations for one token, as a share of those of a second of the card."""
+    """The model's flops per token divided by the peak or measured flop/s; None if unknown."""
     kind = jax.devices()[0].device_kind
     if options.mfu == "matmul":
         full = training.measured_matmul_flops(options.dtype)
-        print(f"MFU is of {full / 1e12:.1f} TFLOP/s, the rate of a large matrix product")
+        print(f"MFU is relative to {full / 1e12:.1f} TFLOP/s, the rate of a large matmul")
     elif (full := training.peak_flops(kind)) is None:
         return None
     per_token = options.family.model.flops_per_token(options.model_config, options.seq_len)
     return per_token / full
 
 
-def what_is_due(step: int, options: argparse.Namespace) -> set[str]:
-    """What comes after a step, beside the next one."""
+def due_after(step: int, options: argparse.Namespace) -> set[str]:
+    """The evaluations, samples and checkpoints that are due after a step."""
     last = step == options.steps
     every = {"sample": options.sample_every}
     if options.val:
@@ -238,7 +238,7 @@ def what_is_due(step: int, options: argparse.Namespace) -> set[str]:
 
 
 def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> float:
-    """The mean loss over the same few batches each time."""
+    """The mean loss over a fixed set of validation batches."""
     return training.mean_loss(
         evaluate,
         params,
@@ -249,8 +249,8 @@ def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> f
     )
 
 
-def answer(params: dict, options: argparse.Namespace) -> float:
-    """The share of HellaSwag's questions that the model answers rightly."""
+def hellaswag_accuracy(params: dict, options: argparse.Namespace) -> float:
+    """The share of HellaSwag's questions that the model answers correctly."""
     return evaluation.accuracy(
         options.family.model.forward,
         training.cast(params, options.dtype),
@@ -261,9 +261,9 @@ def answer(params: dict, options: argparse.Namespace) -> float:
 
 
 def sample(params: dict, options: argparse.Namespace, step: int) -> str:
-    """A text that the model writes; token ids where there is no tokenizer for its vocabulary."""
+    """A text sampled from the model; token ids if there is no tokenizer."""
     tokenizer, config = options.tokenizer, options.model_config
-    # The last id of GPT-2 is its end-of-text, after which a new document begins.
+    # GPT-2's last id is its end-of-text token, after which a new document begins.
     prompt = np.array([tokenizer.end_of_text if tokenizer else config.vocab_size - 1])
     if tokenizer and (options.prompt or tokenizer is BYTES):
         prompt = tokenizer.encode(options.prompt or PROMPT)
@@ -282,7 +282,7 @@ def sample(params: dict, options: argparse.Namespace, step: int) -> str:
 
 
 def save(state: training.TrainState, options: argparse.Namespace) -> None:
-    """Writes the model for examples/generate.py and for transformers, over that of a run before."""
+    """Writes the model for examples/generate.py and transformers; overwrites an earlier model."""
     config, params = options.model_config, stack(state.params)
     huggingface.save(
         options.out / "model",
@@ -297,9 +297,7 @@ def save(state: training.TrainState, options: argparse.Namespace) -> None:
 
 
 def special_tokens(options: argparse.Namespace) -> huggingface.SpecialTokens | None:
-    """The ids of the end of a text that was named; None for those of the model that was loaded, or
-    of the folder of the tokenizer.
-    """
+    """The special ids with ``--end-of-text``; None for those of the loaded model or tokenizer."""
     if options.end_of_text is None:
         return None
     ids = options.model_config.special_tokens
@@ -307,26 +305,26 @@ def special_tokens(options: argparse.Namespace) -> huggingface.SpecialTokens | N
 
 
 def tokenizer_json(options: argparse.Namespace) -> Path | None:
-    """The file of the model's tokenizer, if it has one."""
+    """The tokenizer.json to save with the model; None if there is no such file."""
     if options.tokenizer and options.tokenizer.name.endswith(".json"):
         return Path(options.tokenizer.name)
-    beside = options.init_from and options.init_from / "tokenizer.json"
-    return beside if beside and beside.exists() else None
+    path = options.init_from and options.init_from / "tokenizer.json"
+    return path if path and path.exists() else None
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether Ctrl-C was pressed; a second press acts as usual."""
+    """Yields a function that returns whether Ctrl-C was pressed. A second press quits at once."""
     pressed = False
     previous = signal.getsignal(signal.SIGINT)
 
-    def note(*_) -> None:
+    def handle(*_) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, previous)
         tqdm.write("stopping after this step; Ctrl-C again quits at once", file=sys.stderr)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield lambda: pressed
     finally:
@@ -334,12 +332,12 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def main(argv: Sequence[str] | None, family: Family, description: str | None) -> None:
-    """Trains, and leaves the log and the loss curve in the output folder.
+    """Trains a model, and writes the log and the loss curve to the output folder.
 
     Args:
-        argv: The arguments; None for the process's own.
-        family: What to train.
-        description: Begins the help text.
+        argv: The arguments; None for ``sys.argv``.
+        family: The model family to train.
+        description: The beginning of the help text.
     """
     options = parse(argv, family, description)
     try:
@@ -348,7 +346,7 @@ def main(argv: Sequence[str] | None, family: Family, description: str | None) ->
     except jaxllm.BackendError as error:
         raise SystemExit(f"\n{error}") from error
     curve = options.out / "loss.png"
-    runlog.draw_losses(curve, {"": records}, f"{family.name} {options.preset}")
+    runlog.plot_losses(curve, {"": records}, f"{family.name} {options.preset}")
     if not records:
         return
     last = records[-1]

@@ -1,4 +1,4 @@
-"""The command line of the pretraining examples, and what it is turned into."""
+"""The command line of the pretraining examples."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxllm.convert import huggingface, llmc
 from jaxllm.core.backend import BACKENDS
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
-from jaxllm.models.blocks import SAVE_PRODUCTS
+from jaxllm.models.common import SAVE_GEMMS
 from jaxllm.training import evaluation, schedules
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a preset trains with where the command line does not say otherwise."""
+    """The default training options of a preset."""
 
     steps: int = 2000
     batch_size: int = 16
@@ -37,14 +37,14 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The models of one kind, and how each is trained.
+    """A model family and its training recipes.
 
     Attributes:
-        name: What the model is called.
-        model: Its module, with ``init``, ``loss``, ``forward``, ``num_params`` and
+        name: The name in messages.
+        model: The module, with ``init``, ``loss``, ``forward``, ``num_params`` and
             ``flops_per_token``.
-        presets: Configs by name; ``"tiny"``, for a CPU, and ``"d6"``, for a GPU, are the defaults.
-        recipes: Of those presets that have one.
+        presets: Configs by name. The defaults are ``"tiny"`` on a CPU and ``"d6"`` on a GPU.
+        recipes: Recipes by the name of the preset; other presets use the defaults of Recipe.
     """
 
     name: str
@@ -59,45 +59,45 @@ class Family:
 
 
 SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
-# What is computed again in the backward pass.
-REMAT = {"nothing": False, "activations": SAVE_PRODUCTS, "blocks": True}
-# A run that goes on from a checkpoint must agree in these, or it would be another run.
+# What the backward pass recomputes.
+REMAT = {"nothing": False, "activations": SAVE_GEMMS, "blocks": True}
+# Options that a resumed run must have in common with its checkpoint.
 IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
 IDENTITY += ("dtype", "unroll")
-# In these it may differ, and says so.
+# Options that a resumed run may change; the change is printed.
 SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
 SETTINGS += ("weight_decay", "max_grad_norm", "microbatch_weights", "max_loss_z", "max_norm_z")
 
 
 def make_parser(family: Family, description: str | None) -> argparse.ArgumentParser:
-    """All flags. Those whose default is None are filled in by :func:`parse`."""
+    """Defines all flags. :func:`parse` fills in those whose default is None."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", type=Path, metavar="TOML", help="a file of flags; the command line goes first"
+        "--config", type=Path, metavar="TOML", help="a file of flags; the command line wins"
     )
-    parser.add_argument("--smoke", action="store_true", help="under a minute, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="a test run of less than a minute")
     yes_or_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("model").add_argument
     add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny elsewhere")
-    add("--init-from", type=Path, help="a folder of Hugging Face's, or a .bin of llm.c's (GPT-2)")
+    add("--init-from", type=Path, help="a Hugging Face folder, or llm.c's .bin (GPT-2)")
     add("--vocab-size", type=int, help="of the tokens in DATA; default: the tokenizer's")
-    add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or a .bin of llm.c's; default: bytes")
-    add("--end-of-text", metavar="NAME", help="the token between two documents; default: found")
-    add("--backend", choices=BACKENDS, help="of every op; default: as JAXLLM_BACKEND says, or auto")
-    add("--dtype", choices=("float32", "bfloat16"), help="to compute in; default: by the device")
+    add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or llm.c's .bin; default: bytes")
+    add("--end-of-text", metavar="NAME", help="the token between documents; default: detected")
+    add("--backend", choices=BACKENDS, help="of every op; default: JAXLLM_BACKEND, or auto")
+    add("--dtype", choices=("float32", "bfloat16"), help="the compute dtype; default: by device")
     add(
         "--remat",
         choices=REMAT,
         default="nothing",
-        help="what the backward pass computes again: less memory, more time",
+        help="what the backward pass recomputes: less memory, more time",
     )
     add(
         "--unroll",
         action=yes_or_no,
-        help="keep the layers apart: a faster step, a longer compilation; default: on a GPU",
+        help="do not stack the layers: faster steps, slower compilation; default: on a GPU",
     )
 
     add = parser.add_argument_group("data").add_argument
@@ -115,42 +115,42 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--lr", type=float, help="the peak learning rate")
     add("--warmup", type=int, help="steps")
     add("--schedule", choices=schedules.NAMES, default="cosine")
-    add("--final-fraction", type=float, default=0.1, help="the last rate, as a share of the peak")
-    add("--decay-fraction", type=float, default=0.2, help="the share of the steps that wsd falls")
+    add("--final-fraction", type=float, default=0.1, help="the final rate, as a share of the peak")
+    add("--decay-fraction", type=float, default=0.2, help="the share of the steps that wsd decays")
     add("--weight-decay", type=float, default=0.1)
     add("--max-grad-norm", type=float, default=1.0, help="0 for no limit")
     add(
         "--microbatch-weights",
         choices=("labels", "equal"),
         default="labels",
-        help="how microbatches count: by their number of labels, or all alike",
+        help="weight microbatches by their number of labels, or equally",
     )
-    add("--max-loss-z", type=float, help="skip a step whose loss is so many deviations too high")
-    add("--max-norm-z", type=float, help="likewise by the norm of the gradients")
+    add("--max-loss-z", type=float, help="skip steps whose loss has a larger z-score")
+    add("--max-norm-z", type=float, help="skip steps whose gradient norm has a larger z-score")
 
     add = parser.add_argument_group(
-        "every so many steps; 0: at the end only, and for checkpoints never"
+        "intervals in steps; 0: only at the end, and for checkpoints never"
     ).add_argument
     add("--val-every", type=int, default=100, metavar="STEPS")
-    add("--val-batches", type=int, default=8, metavar="N", help="that a validation takes")
+    add("--val-batches", type=int, default=8, metavar="N", help="batches in a validation")
     add("--sample-every", type=int, default=200, metavar="STEPS")
-    add("--prompt", help="that samples begin with, where there is a tokenizer; default: by it")
-    add("--hellaswag", type=Path, metavar="BIN", help="llm.c's file of questions")
+    add("--prompt", help="the beginning of samples; default: by the tokenizer")
+    add("--hellaswag", type=Path, metavar="BIN", help="llm.c's eval file")
     add("--hellaswag-every", type=int, default=250, metavar="STEPS")
     add("--checkpoint-every", type=int, default=0, metavar="STEPS")
-    add("--keep", type=int, default=3, metavar="N", help="checkpoints: the last so many, ...")
-    add("--keep-every", type=int, metavar="STEPS", help="... and each of these steps")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in OUT, if any")
+    add("--keep", type=int, default=3, metavar="N", help="keep the newest N checkpoints, ...")
+    add("--keep-every", type=int, metavar="STEPS", help="... and those of multiples of STEPS")
+    add("--resume", action="store_true", help="resume from the newest checkpoint in OUT, if any")
 
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, help="default: runs/MODEL_PRESET")
-    add("--tensorboard", action=yes_or_no, default=True, help="where it is installed")
-    add("--save-llmc", action="store_true", help="leave the model as llm.c's too (GPT-2)")
+    add("--tensorboard", action=yes_or_no, default=True, help="if it is installed")
+    add("--save-llmc", action="store_true", help="also save the model in llm.c's format (GPT-2)")
     add(
         "--mfu",
         choices=("peak", "matmul"),
         default="peak",
-        help="against the card's peak, or against a matrix product that is timed first",
+        help="relative to the GPU's peak, or to a measured matmul",
     )
     return parser
 
@@ -158,7 +158,7 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
 def parse(
     argv: Sequence[str] | None, family: Family, description: str | None
 ) -> argparse.Namespace:
-    """Reads the command line; the recipe and the machine fill in what it leaves out."""
+    """Reads the command line; the recipe and the device give the defaults."""
     parser = make_parser(family, description)
     options = parser.parse_args(argv)
     if options.config is not None:
@@ -191,7 +191,7 @@ def parse(
         parser.error(f"--seed is {options.seed}, must be from 0 to 2**63 - 1")
     options.warmup = min(options.warmup, options.steps)
     if options.save_llmc and family.stem != "gpt2":
-        parser.error("--save-llmc: llm.c's format holds a GPT-2")
+        parser.error("--save-llmc: llm.c's format supports only GPT-2")
     try:
         options.learning_rate = schedules.make_schedule(
             options.schedule,
@@ -216,10 +216,11 @@ def parse(
 
 
 def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The flags that a TOML file stands for: ``batch-size = 32`` for ``--batch-size=32``.
+    """Converts a TOML file to flags: ``batch-size = 32`` to ``--batch-size=32``.
 
     Raises:
-        ValueError: The file is no TOML, or has a name that is no flag, or false for a value.
+        ValueError: The file is not valid TOML, a name is not a flag, or a flag that takes a value
+            is false.
     """
     try:
         values = tomllib.loads(path.read_text())
@@ -242,14 +243,14 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that was named; bytes, if the vocabulary is that of bytes; else none."""
+    """The tokenizer of the options; BYTES for a vocabulary of bytes; otherwise None."""
     if options.tokenizer is not None or options.end_of_text is not None:
         return tokenizer.load(options.tokenizer or "bytes", end_of_text=options.end_of_text)
     return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
 
 
 def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:
-    """Opens the two splits, building the default corpus if it is not there."""
+    """Opens the two splits; builds the default corpus if it does not exist."""
     folder = options.data
     if folder is None and options.smoke:  # one package, for speed
         folder = options.out / "data"
@@ -258,19 +259,19 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
     elif folder is None:
         folder = data.ensure_standard_library()
     train = data.open_split(folder, "train")
-    # Draws one batch, so that a corpus that is too short is an error here.
+    # Read one batch, so that a corpus that is too short is an error here.
     make_batch(train, options, 0)
     val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
     if val:
         data.check_vocabulary(val, options.vocab_size)
     if val is None or data.num_windows(val, options.seq_len) == 0:
-        print(f"{folder}: nothing to validate on")
+        print(f"{folder}: no validation data")
         return train, None
     return train, val
 
 
 def open_questions(options: argparse.Namespace) -> list[evaluation.Question]:
-    """HellaSwag's questions, if they are wanted."""
+    """HellaSwag's questions; an empty list without ``--hellaswag``."""
     if options.hellaswag is None:
         return []
     questions = evaluation.read_questions(options.hellaswag)
@@ -294,13 +295,13 @@ def make_batch(
     if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
         raise ValueError(
             f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
-            "give --vocab-size (50257 for GPT-2's tokens)"
+            "pass --vocab-size (50257 for GPT-2's tokens)"
         )
     return tokens.reshape(A, B, T), labels.reshape(A, B, T)
 
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The parameters and the config to start from; None where training starts from scratch."""
+    """The parameters and config of ``--init-from``; ``(None, None)`` without it."""
     if options.init_from is None:
         return None, None
     if options.init_from.suffix == ".bin":
@@ -309,13 +310,13 @@ def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
         params, config = huggingface.load(options.init_from)
     if (stem := type(config).__module__.rpartition(".")[-1]) != options.family.stem:
         raise ValueError(
-            f"{options.init_from} holds a {stem}, and this trains {options.family.stem}"
+            f"{options.init_from} is a {stem} model; this script trains {options.family.stem}"
         )
     return params, config
 
 
 def make_config(options: argparse.Namespace, loaded: Any) -> Any:
-    """The loaded model's config, or the preset for the vocabulary and the length of this run."""
+    """The loaded model's config, or the preset with this run's vocabulary and length."""
     if loaded is not None:
         for name, wanted in (("vocab_size", loaded.vocab_size), ("seq_len", loaded.max_seq_len)):
             if getattr(options, name) > wanted:
@@ -333,12 +334,12 @@ def make_config(options: argparse.Namespace, loaded: Any) -> Any:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What else a checkpoint says of the run that wrote it."""
+    """The options that a resumed run may change, for a checkpoint's record."""
     return {name: getattr(options, name) for name in SETTINGS}
 
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+    """The values that a resumed run must have in common with its checkpoint's record."""
     return {
         **{name: getattr(options, name) for name in IDENTITY},
         "train_tokens": options.train.num_tokens,

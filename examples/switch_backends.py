@@ -1,13 +1,13 @@
-"""Takes the same training steps under each backend and puts the losses side by side.
+"""Takes the same training steps under each backend, and prints the losses side by side.
 
-``jaxllm.use_backend(name)`` asks for one implementation of every op, and it is an error if an op
-has none. ``auto``, the default, takes the best that each op has on the machine instead. So two
-models are trained: GPT-2, which runs under a backend once every one of its ops does, and a small
-network whose only op is ``add_layer_norm``, which has every implementation. A backend that cannot
-run a model is listed with the reason, in the library's own words.
+``jaxllm.use_backend(name)`` selects one implementation for every op, and raises an error if an op
+does not have it. ``auto``, the default, selects the best implementation of each op for the device.
 
-On a CPU ``auto`` is ``xla``, ``pallas`` runs its kernels in an interpreter, and ``cuda`` has
-nothing to run on.
+The script trains two models. GPT-2 runs under a backend if all of its ops do. A small network uses
+only the op ``add_layer_norm``, which has every implementation. For a backend that cannot run a
+model, the script prints the library's error.
+
+On a CPU ``auto`` is ``xla``, ``pallas`` interprets its kernels, and ``cuda`` is not available.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import jaxllm
 from jaxllm import ops, training
 from jaxllm.models import gpt2
 
-BACKENDS = ("xla", "auto", "pallas", "cuda")  # the first is what the others are compared with
+BACKENDS = ("xla", "auto", "pallas", "cuda")  # the others are compared with the first
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """A model to train.
 
     Attributes:
-        name: For the table.
-        init: The parameters, from a key.
-        loss: The loss of ``(params, inputs, targets)``.
-        batch: Inputs and targets, from a key.
+        name: The name in the table.
+        init: ``init(key) -> params``.
+        loss: ``loss(params, inputs, targets) -> loss``.
+        batch: ``batch(key) -> (inputs, targets)``.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Model:
 
 
 def gpt2_model(B: int = 2, T: int = 32) -> Model:
-    """A GPT-2 that a CPU trains at once, on sequences that count upwards."""
+    """A tiny GPT-2, trained on sequences that count upwards."""
     config = gpt2.GPT2Config(vocab_size=64, max_seq_len=T, layers=2, heads=2, width=64)
 
     def batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +91,7 @@ def norm_model(rows: int = 16, D: int = 64, L: int = 2) -> Model:
 
 
 def losses(model: Model, steps: int, seed: int, dtype: str) -> list[float]:
-    """Trains a fresh model under the backend that surrounds the call; the loss of each step."""
+    """Trains a new model under the current backend; returns the loss of each step."""
     optimizer = training.adamw(1e-3)
     key = jax.random.key(seed)
     state = training.init_state(model.init(key), optimizer)
@@ -105,7 +105,7 @@ def losses(model: Model, steps: int, seed: int, dtype: str) -> list[float]:
 
 
 def compare(model: Model, steps: int, seed: int, dtype: str) -> str:
-    """The table of a model: a column for each backend that ran, a line for each that did not."""
+    """The table of a model: a column for each backend that runs, a line for each that cannot."""
     columns: dict[str, list[float]] = {}
     refused: dict[str, str] = {}
     for backend in BACKENDS:
@@ -130,7 +130,7 @@ def compare(model: Model, steps: int, seed: int, dtype: str) -> str:
 
 
 def explain(model: Model) -> str:
-    """What ``auto`` gives each op call of the loss and its gradient."""
+    """The implementation that ``auto`` selects for each op call of the loss and its gradient."""
     key = jax.random.key(0)
     with jaxllm.use_backend("auto"):
         return str(jaxllm.explain(jax.grad(model.loss), model.init(key), *model.batch(key)))
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the tables.
 
     Args:
-        argv: The arguments; None for the process's own.
+        argv: The arguments; None for ``sys.argv``.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--explain", action="store_true", help="list what auto gives each op call on a GPU, and why"
+        "--explain", action="store_true", help="list what auto selects for each op call, and why"
     )
     parser.add_argument("--smoke", action="store_true", help="two steps")
     options = parser.parse_args(argv)
@@ -160,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = jax.devices()[0]
     print(f"On {device.device_kind}, computing in {options.dtype}.")
     if device.platform != "gpu":
-        print("Without a GPU auto is xla, and pallas runs its kernels in an interpreter.")
+        print("Without a GPU, auto is xla, and pallas interprets its kernels.")
     for model in (gpt2_model(), norm_model()):
         print(f"\n{compare(model, steps, options.seed, options.dtype)}")
         if options.explain:
-            print(f"what auto gives each op call:\n{explain(model)}")
+            print(f"implementations that auto selects:\n{explain(model)}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import csv
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,13 +153,12 @@ def test_query_without_keys_gives_zeros_and_in_jax_the_mean():
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_window_counts_the_own_position_and_local_window_size_does_not(window):
     q, k, v = draw_qkv(9, 9)
-    for options, theirs in (
-        ({"causal": True}, {"is_causal": True, "local_window_size": (window - 1, 0)}),
-        ({"causal": True}, {"is_causal": True, "local_window_size": window - 1}),
-        ({}, {"local_window_size": (window - 1, window - 1)}),
-    ):
-        ours = ops.flash_attention(q, k, v, window=window, **options)
-        np.testing.assert_allclose(ours, jax.nn.dot_product_attention(q, k, v, **theirs), atol=1e-5)
+    before = window - 1
+    for causal, size in ((True, (before, 0)), (True, before), (False, (before, before))):
+        ours = ops.flash_attention(q, k, v, window=window, causal=causal)
+        options = {"is_causal": causal, "local_window_size": size}
+        theirs = jax.nn.dot_product_attention(q, k, v, **options)  # pyright: ignore
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
     by_mean = ops.flash_attention(jnp.zeros_like(q), k, v, window=window, causal=True)
     np.testing.assert_allclose(by_mean[:, -1], v[:, -window:].mean(axis=1), atol=1e-5)
 
@@ -183,6 +183,7 @@ def test_adamw_defaults_differ_from_those_of_optax():
         (optim.adamw(1.0), {"weight", "bias"}),
         (optax.adamw(1.0), {"weight", "bias"}),
     ):
+        updates: Any
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
         assert {name for name, x in updates.items() if x.any()} == decayed
 

@@ -85,5 +85,7 @@ def test_rows_are_the_custom_calls_of_prefill_and_decode(model, config, form, ba
     cache = jax.eval_shape(lambda: init_cache(config, batch, 512, jnp.bfloat16))
     tokens = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
     each = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    assert_explained(lambda *a: prefill(model, *a[:3], config, a[3]), params, tokens, each, cache)
-    assert_explained(lambda *a: decode_step(model, *a[:2], config, a[2]), params, each, cache)
+    assert_explained(
+        lambda p, t, n, c: prefill(model, p, t, n, config, c), params, tokens, each, cache
+    )
+    assert_explained(lambda p, t, c: decode_step(model, p, t, config, c), params, each, cache)

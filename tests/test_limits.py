@@ -18,7 +18,7 @@ import jaxllm.ops
 from jaxllm.core import ffi
 from jaxllm.core.backend import BackendError
 from jaxllm.models import gpt2
-from jaxllm.ops.gemm import cuda as gemm
+from jaxllm.ops.gemm import cuda_fused as gemm
 
 if ffi._fault is not None:
     pytest.skip(
@@ -132,9 +132,9 @@ def test_hopper_kernels_are_selected_if_they_fit(gpu):
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
     of_hidden = jax.ShapeDtypeStruct((rows, hidden), jnp.bfloat16)
     with architectures.on(gpu):
-        fused = gemm.fused_unsupported(x, hidden)
-        norm = gemm.norm_unsupported(of_hidden, width)
-        gradients = gemm.weight_gradients_unsupported(x, x, x, x)
+        fused = gemm.gemm_unsupported(x, hidden)
+        norm = gemm.row_gemm_unsupported(of_hidden, width)
+        gradients = gemm.wgrad_pair_unsupported(x, x, x, x, min_rows=0, sms_of_tile=2)
     if gpu is None or not gpu.has_sm90a:
         assert None not in (fused, norm, gradients)
         return

@@ -73,6 +73,8 @@ MIXED = {
 
 def test_step_and_update_agree_on_mixed_dtypes():
     optimizer = optim.adamw(0.1, max_grad_norm=0.5)
+    params: Any
+    by_update: Any
     params, by_update = MIXED, MIXED
     state = other = optimizer.init(params)
     assert state.master["scale"] is None

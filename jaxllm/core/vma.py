@@ -39,6 +39,11 @@ def vary(tree: Any, axes: Axes) -> Any:
     return jax.tree.map(cast, tree) if axes else tree
 
 
+def vary_like(tree: Any, like: Any) -> Any:
+    """The same arrays, each varying along the axes of its counterpart, an array or its type."""
+    return jax.tree.map(lambda leaf, other: vary(leaf, _axes(other)), tree, like)
+
+
 def alike(tree: Any) -> Any:
     """The same arrays, each varying along the axes along which any of them does."""
     return vary(tree, axes_of(tree))
@@ -67,4 +72,7 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
 
 
 def _axes(leaf: Any) -> Axes:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        kind = leaf.manual_axis_type
+        return kind.varying if kind is not None else frozenset()
     return jax.typeof(leaf).manual_axis_type.varying if isinstance(leaf, _ARRAYS) else frozenset()

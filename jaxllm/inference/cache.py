@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, Num
 
 from jaxllm import ops
+from jaxllm.inference import decode
+from jaxllm.models import llama3
 from jaxllm.models.common import Params, check_tokens, is_for_decoding, lm_head, next_logits
 from jaxllm.ops.checks import is_certain
 from jaxllm.ops.gemm.api import FEW_ROWS
@@ -137,8 +139,8 @@ def decode_step(
     """Reads one more token of each sequence.
 
     Args:
-        model: As in :func:`prefill`. Where it has a ``decode_forward``, that one serves parameters
-            that are laid out for decoding.
+        model: As in :func:`prefill`. A Llama's parameters that are laid out for decoding run block
+            by block: :mod:`jaxllm.inference.decode`.
         params: As in :func:`prefill`.
         tokens: The tokens that follow the cache's.
         config: The shape that ``params`` was made with.
@@ -148,9 +150,9 @@ def decode_step(
         The logits of the token after each, and the cache with the tokens in it.
     """
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
-    if few and not cache.quantized and is_for_decoding(params) and hasattr(model, "decode_forward"):
+    if few and not cache.quantized and is_for_decoding(params) and model is llama3:
         caches = list(zip(cache.keys, cache.values, strict=True))
-        x, caches = model.decode_forward(params, tokens, cache.lengths, config, caches)
+        x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches)
         keys, values = zip(*caches, strict=True)
         cache = cache._replace(keys=keys, values=values)
     else:

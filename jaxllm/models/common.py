@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
 from jaxllm.ops.checks import is_certain
 
 Params = dict[str, Any]
+# attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
+Attend = Callable[[int, Array, Array, Array], Array]
 Policy = Callable[..., bool]  # one of jax.checkpoint_policies
 
 # Saves the results of GEMMs and attention, and recomputes norms, rotations and activations: less
@@ -222,11 +224,11 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
         )
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError with the name of a size that is below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be >= 1")
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises ValueError with the name of a size of a config that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be >= 1")
 
 
 def pad_vocab(vocab_size: int) -> int:
@@ -234,6 +236,59 @@ def pad_vocab(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-def count(shapes: Any) -> int:
-    """The number of elements in the arrays of a structure."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+def num_params(params: Any) -> int:
+    """The number of elements in the arrays of a tree."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def flops_per_token(params: Params, layers: int, lm_head: int, seq_len: int) -> int:
+    """Floating-point operations of one training step, forward and backward, for one token.
+
+    ``6 M + 12 L T D``, where M counts the parameters that a GEMM multiplies by: the weights of the
+    blocks and the padded LM head, and no token or position table, norm or bias. Each costs a
+    multiplication and an addition forward and twice that backward. The second term is attention's
+    two matmuls at full length T, as if there were no causal mask. This is the convention of PaLM's
+    appendix B (arXiv:2204.02311); recomputation does not count.
+
+    Args:
+        params: The parameters as a model's ``init`` makes them, or their shapes.
+        layers: L.
+        lm_head: Elements of the LM head.
+        seq_len: T, tokens in a sequence.
+    """
+    sizes: list[int] = []
+    map_weights(lambda _, weight: sizes.append(math.prod(weight.shape)), params["blocks"])
+    return 6 * (sum(sizes) + lm_head) + 12 * layers * seq_len * params["wte"].shape[1]
+
+
+class Initializer:
+    """Draws the parameters of a model in float32, as GPT-2 and llm.c do.
+
+    Weights and tables are normal with standard deviation 0.02. That of the two layers of each block
+    that add to the residual is 0.02/sqrt(2L). Biases are zero and scales one. The padded rows of
+    tables are zero, and their gradients are too.
+    """
+
+    def __init__(self, key: PRNGKeyArray, draws: int, layers: int, *, bias: bool) -> None:
+        self.keys, self.layers, self.bias = iter(jax.random.split(key, draws)), layers, bias
+
+    def normal(self, *shape: int, std: float = 0.02) -> Array:
+        """Normal elements."""
+        return std * jax.random.normal(next(self.keys), shape, jnp.float32)
+
+    def table(self, vocab_size: int, width: int) -> Array:
+        """A row for each token, and the padding."""
+        padding = pad_vocab(vocab_size) - vocab_size
+        return jnp.pad(self.normal(vocab_size, width), ((0, padding), (0, 0)))
+
+    def linear(self, d_in: int, d_out: int, *, residual: bool = False) -> Params:
+        """A layer of each block; ``residual`` where its output is added to the residual."""
+        std = 0.02 / math.sqrt(2 * self.layers) if residual else 0.02
+        weight = self.normal(self.layers, d_in, d_out, std=std)
+        bias = {"bias": jnp.zeros((self.layers, d_out), jnp.float32)} if self.bias else {}
+        return {"weight": weight, **bias}
+
+    def norm(self, *shape: int) -> Params:
+        """A norm."""
+        bias = {"bias": jnp.zeros(shape, jnp.float32)} if self.bias else {}
+        return {"scale": jnp.ones(shape, jnp.float32), **bias}

@@ -20,31 +20,14 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners"; l
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-from jaxllm.models.common import (
-    Params,
-    Policy,
-    check_sizes,
-    check_tokens,
-    count,
-    layers_of,
-    lm_head,
-    lm_head_loss,
-    logits,
-    pad_vocab,
-    run_blocks,
-)
+from jaxllm.models import common
+from jaxllm.models.common import Attend, Params, Policy
 from jaxllm.models.special_tokens import SpecialTokens
-
-# attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
-Attend = Callable[[int, Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +55,7 @@ class GPT2Config:
     special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
-        check_sizes(
-            vocab_size=self.vocab_size,
-            max_seq_len=self.max_seq_len,
-            layers=self.layers,
-            heads=self.heads,
-            width=self.width,
-        )
+        common.check_sizes(self, "vocab_size", "max_seq_len", "layers", "heads", "width")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -103,7 +80,7 @@ class GPT2Config:
     @property
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
-        return pad_vocab(self.vocab_size)
+        return common.pad_vocab(self.vocab_size)
 
 
 PRESETS = {
@@ -116,43 +93,24 @@ PRESETS = {
 
 
 def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
-    """Random parameters in float32, as llm.c and GPT-2 draw them.
-
-    Weights and tables are normal with standard deviation 0.02. That of the two layers of each block
-    that add to the residual is 0.02/sqrt(2L); biases are zero and scales one. The padded rows
-    of ``wte`` are zero, and their gradient is too.
+    """Random parameters, as :class:`jaxllm.models.common.Initializer` draws them.
 
     Args:
         key: A JAX random key.
         config: The shape.
     """
     L, D = config.layers, config.width
-    keys = iter(jax.random.split(key, 6))
-
-    def normal(*shape: int, std: float = 0.02) -> Array:
-        return std * jax.random.normal(next(keys), shape, jnp.float32)
-
-    def zeros(*shape: int) -> Array:
-        return jnp.zeros(shape, jnp.float32)
-
-    def linear(d_in: int, d_out: int, std: float = 0.02) -> Params:
-        return {"weight": normal(L, d_in, d_out, std=std), "bias": zeros(L, d_out)}
-
-    def norm(*shape: int) -> Params:
-        return {"scale": jnp.ones(shape, jnp.float32), "bias": zeros(*shape)}
-
-    residual_std = 0.02 / math.sqrt(2 * L)
-    padding = config.padded_vocab_size - config.vocab_size
+    draw = common.Initializer(key, 6, L, bias=True)
     return {
-        "wte": jnp.pad(normal(config.vocab_size, D), ((0, padding), (0, 0))),
-        "wpe": normal(config.max_seq_len, D),
+        "wte": draw.table(config.vocab_size, D),
+        "wpe": draw.normal(config.max_seq_len, D),
         "blocks": {
-            "ln1": norm(L, D),
-            "attention": {"qkv": linear(D, 3 * D), "out": linear(D, D, residual_std)},
-            "ln2": norm(L, D),
-            "mlp": {"up": linear(D, 4 * D), "down": linear(4 * D, D, residual_std)},
+            "ln1": draw.norm(L, D),
+            "attention": {"qkv": draw.linear(D, 3 * D), "out": draw.linear(D, D, residual=True)},
+            "ln2": draw.norm(L, D),
+            "mlp": {"up": draw.linear(D, 4 * D), "down": draw.linear(4 * D, D, residual=True)},
         },
-        "ln_f": norm(D),
+        "ln_f": draw.norm(D),
     }
 
 
@@ -191,7 +149,7 @@ def forward(
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
     """
     hidden, head = _hidden(params, tokens, config, remat)
-    return logits(hidden, head)
+    return common.logits(hidden, head)
 
 
 def loss(
@@ -220,7 +178,7 @@ def loss(
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
     """
     hidden, head = _hidden(params, tokens, config, remat)
-    return lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
+    return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
 def cached_forward(
@@ -245,43 +203,40 @@ def cached_forward(
     else:
         x = ops.embed(tokens, params["wte"]) + params["wpe"][positions]
     h = ops.residual(x)
-    for i, layer in enumerate(layers_of(params)):
+    for i, layer in enumerate(common.layers_of(params)):
         h = block(h, layer, config, lambda *qkv, i=i: attend(i, *qkv))
     return ops.final_norm(h, params["ln_f"])
 
 
 def num_params(config: GPT2Config) -> int:
     """The number of elements in the parameters, with the padding of the vocabulary."""
-    return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
+    return common.num_params(_shapes(config))
 
 
 def flops_per_token(config: GPT2Config, seq_len: int) -> int:
-    """Floating-point operations of one training step, forward and backward, for one token.
-
-    ``6 M + 12 L T D``, where M counts the parameters that a GEMM multiplies by: the weights of
-    the blocks and the padded LM head, and no position table, norm or bias. Each costs a
-    multiplication and an addition forward and twice that backward. The second term is attention's
-    two matmuls at full length T, as if there were no causal mask. This is the convention of PaLM's
-    appendix B (arXiv:2204.02311); recomputation does not count.
+    """Operations of one training step for one token: :func:`jaxllm.models.common.flops_per_token`.
 
     Args:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
-    L, D = config.layers, config.width
-    weights = 12 * L * D * D + config.padded_vocab_size * D
-    return 6 * weights + 12 * L * seq_len * D
+    lm_head = config.padded_vocab_size * config.width
+    return common.flops_per_token(_shapes(config), config.layers, lm_head, seq_len)
+
+
+def _shapes(config: GPT2Config) -> Params:
+    return jax.eval_shape(lambda: init(jax.random.key(0), config))
 
 
 def _hidden(
     params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy
 ) -> tuple[Array, Array | ops.Quantized]:
     """The input of the LM head, (B, T, D), and the LM head."""
-    check_tokens(tokens, config.max_seq_len)
+    common.check_tokens(tokens, config.max_seq_len)
     x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
         return block(h, layer, config)
 
-    h = run_blocks(run, ops.residual(x), params["blocks"], remat=remat)
-    return ops.final_norm(h, params["ln_f"]), lm_head({**params, "wte": head})
+    h = common.run_blocks(run, ops.residual(x), params["blocks"], remat=remat)
+    return ops.final_norm(h, params["ln_f"]), common.lm_head({**params, "wte": head})

@@ -23,32 +23,15 @@ Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); lla
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
-from jaxllm.models.common import (
-    Params,
-    Policy,
-    check_sizes,
-    check_tokens,
-    count,
-    layers_of,
-    lm_head,
-    lm_head_loss,
-    logits,
-    pad_vocab,
-    run_blocks,
-)
+from jaxllm.models import common
+from jaxllm.models.common import Attend, Params, Policy
 from jaxllm.models.special_tokens import SpecialTokens
-
-# attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
-Attend = Callable[[int, Array, Array, Array], Array]
-
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -69,8 +52,7 @@ class Llama3Config:
         rope_theta: The base of the rotary frequencies.
         rope_scaling: How low frequencies are stretched; None for not at all.
         norm_eps: Added to the mean square in each norm.
-        special_tokens: The tokens that begin, end and pad a text, by a checkpoint. They do not
-            count in comparisons of configs.
+        special_tokens: Those that begin, end and pad a text; not part of comparisons of configs.
 
     Raises:
         ValueError: A size is below 1, a head's width is not even and whole, ``kv_heads`` does not
@@ -91,15 +73,8 @@ class Llama3Config:
     special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
-        check_sizes(
-            vocab_size=self.vocab_size,
-            max_seq_len=self.max_seq_len,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            width=self.width,
-            mlp_width=self.mlp_width,
-        )
+        sizes = ("vocab_size", "max_seq_len", "layers", "heads", "kv_heads", "width", "mlp_width")
+        common.check_sizes(self, *sizes)
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice heads {self.heads}; the columns of "
@@ -124,27 +99,20 @@ class Llama3Config:
 
     @property
     def saved_per_token(self) -> int:
-        """Elements that the blocks save for each token for the backward pass.
-
-        The inputs of four GEMMs and two norms, the projection, gate and up.
-        """
+        """Elements saved per token: inputs of GEMMs and norms, the projection, gate and up."""
         return self.layers * (5 * self.width + sum(self.qkv_widths) + 3 * self.mlp_width)
 
     @property
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
-        return pad_vocab(self.vocab_size)
+        return common.pad_vocab(self.vocab_size)
 
 
 _8B = Llama3Config()
 _70B = dataclasses.replace(_8B, layers=80, heads=64, width=8192, mlp_width=28672)
 _405B = dataclasses.replace(_8B, layers=126, heads=128, width=16384, mlp_width=53248)
-_1B = Llama3Config(
-    layers=16,
-    width=2048,
-    mlp_width=8192,
-    tied_head=True,
-    rope_scaling=ops.RopeScaling(factor=32.0),
+_1B = dataclasses.replace(
+    _8B, layers=16, width=2048, mlp_width=8192, tied_head=True, rope_scaling=ops.RopeScaling(32.0)
 )
 _FIRST = {"max_seq_len": 8192, "rope_scaling": None}  # Llama 3, before 3.1
 _SMALL = dataclasses.replace(_1B, **_FIRST)
@@ -164,47 +132,25 @@ PRESETS = {
 
 
 def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
-    """Random parameters in float32, drawn as :func:`jaxllm.models.gpt2.init` draws them.
-
-    Weights and tables are normal with standard deviation 0.02. That of the two layers of each block
-    that add to the residual is 0.02/sqrt(2L); scales are one. The padded rows of ``wte`` and
-    ``lm_head`` are zero, and their gradients are too.
+    """Random parameters, as :class:`jaxllm.models.common.Initializer` draws them.
 
     Args:
         key: A JAX random key.
         config: The shape.
     """
-    L, D, F = config.layers, config.width, config.mlp_width
-    keys = iter(jax.random.split(key, 6))
-
-    def normal(*shape: int, std: float = 0.02) -> Array:
-        return std * jax.random.normal(next(keys), shape, jnp.float32)
-
-    def table() -> Array:
-        padding = config.padded_vocab_size - config.vocab_size
-        return jnp.pad(normal(config.vocab_size, D), ((0, padding), (0, 0)))
-
-    def linear(d_in: int, d_out: int, std: float = 0.02) -> Params:
-        return {"weight": normal(L, d_in, d_out, std=std)}
-
-    def norm(*shape: int) -> Params:
-        return {"scale": jnp.ones(shape, jnp.float32)}
-
-    residual_std = 0.02 / math.sqrt(2 * L)
+    L, D, F, QKV = config.layers, config.width, config.mlp_width, sum(config.qkv_widths)
+    draw = common.Initializer(key, 6, L, bias=False)
     params = {
-        "wte": table(),
+        "wte": draw.table(config.vocab_size, D),
         "blocks": {
-            "norm1": norm(L, D),
-            "attention": {
-                "qkv": linear(D, sum(config.qkv_widths)),
-                "out": linear(D, D, residual_std),
-            },
-            "norm2": norm(L, D),
-            "mlp": {"gate_up": linear(D, 2 * F), "down": linear(F, D, residual_std)},
+            "norm1": draw.norm(L, D),
+            "attention": {"qkv": draw.linear(D, QKV), "out": draw.linear(D, D, residual=True)},
+            "norm2": draw.norm(L, D),
+            "mlp": {"gate_up": draw.linear(D, 2 * F), "down": draw.linear(F, D, residual=True)},
         },
-        "norm_f": norm(D),
+        "norm_f": draw.norm(D),
     }
-    return params if config.tied_head else {**params, "lm_head": table()}
+    return params if config.tied_head else {**params, "lm_head": draw.table(config.vocab_size, D)}
 
 
 def block(
@@ -228,25 +174,8 @@ def forward(
     *,
     remat: bool | Policy = False,
 ) -> Float[Array, "B T Vp"]:
-    """The logits of the token after each token.
-
-    Args:
-        params: As :func:`init` makes them, in the dtype to compute in.
-        tokens: Integers; those outside the vocabulary are clamped as in :func:`jaxllm.ops.embed`.
-        config: The shape that ``params`` was made with.
-        remat: Whether each block is recomputed in the backward pass from its input; or what else
-            to save: one of ``jax.checkpoint_policies`` or
-            ``jaxllm.models.common.SAVE_GEMMS``.
-
-    Returns:
-        Logits over the padded vocabulary, in the dtype of ``params``. The columns from
-        ``config.vocab_size`` on are padding.
-
-    Raises:
-        TypeError: ``tokens`` is not of an integer dtype.
-        ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
-    """
-    return logits(_hidden(params, tokens, config, remat), lm_head(params))
+    """The logits of the token after each token, as :func:`jaxllm.models.gpt2.forward`."""
+    return common.logits(_hidden(params, tokens, config, remat), common.lm_head(params))
 
 
 def loss(
@@ -258,24 +187,9 @@ def loss(
     remat: bool | Policy = False,
     ignore_index: int | None = None,
 ) -> Float[Array, ""]:
-    """The mean cross entropy of the labels, in float32.
-
-    Args:
-        params: As in :func:`forward`.
-        tokens: As in :func:`forward`.
-        labels: The token that follows each token. An ignored label does not count in the mean.
-            Any other label outside the vocabulary makes the loss NaN.
-        config: As in :func:`forward`.
-        remat: As in :func:`forward`.
-        ignore_index: The label that is ignored; None for every negative label. As in
-            :func:`jaxllm.ops.cross_entropy`.
-
-    Raises:
-        TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
-        ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
-    """
-    hidden, head = _hidden(params, tokens, config, remat), lm_head(params)
-    return lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
+    """The mean cross entropy of the labels, in float32, as :func:`jaxllm.models.gpt2.loss`."""
+    hidden, head = _hidden(params, tokens, config, remat), common.lm_head(params)
+    return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
 def cached_forward(
@@ -287,80 +201,49 @@ def cached_forward(
 ) -> Float[Array, "B T D"]:
     """As :func:`jaxllm.models.gpt2.cached_forward`."""
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
-    table = _rope_table(positions, config)
+    table = rope_table(positions, config)
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
-    for i, layer in enumerate(layers_of(params)):
+    for i, layer in enumerate(common.layers_of(params)):
         h = block(h, layer, config, table, lambda *qkv, i=i: attend(i, *qkv))
     return ops.final_norm(h, params["norm_f"])
 
 
-def decode_forward(
-    params: Params,
-    tokens: Integer[Array, " B"],
-    lengths: Integer[Array, " B"],
-    config: Llama3Config,
-    caches: list[tuple[Array, Array]],
-) -> tuple[Float[Array, "B D"], list[tuple[Array, Array]]]:
-    """The input of the LM head for one more token a sequence, each block as one op.
-
-    Args:
-        params: As :func:`jaxllm.models.common.for_decoding` returns them.
-        tokens: One token for each of 1 to 16 sequences.
-        lengths: The tokens that each sequence has in the caches.
-        config: As in :func:`forward`.
-        caches: The keys and the values of each layer, (B, S, K, H).
-
-    Returns:
-        The input of the LM head, and the caches with one more token.
-    """
-    cos, sin = _rope_table(lengths, config)
-    x = ops.embed(tokens[:, None], params["wte"])[:, 0]
-    written = []
-    for layer, (keys, values) in zip(params["blocks"], caches, strict=True):
-        norms = (layer["norm1"]["scale"], layer["norm2"]["scale"])
-        attention, mlp = layer["attention"], layer["mlp"]
-        linears = (attention["qkv"], attention["out"], mlp["gate_up"], mlp["down"])
-        matrices = (linear["weight"] for linear in linears)
-        cache = (cos, sin, keys, values, lengths)
-        x, *cache = ops.decode_block(x, *norms, *matrices, *cache, eps=config.norm_eps)
-        written.append(tuple(cache))
-    return ops.rms_norm(x, **params["norm_f"], eps=config.norm_eps), written
-
-
-def _rope_table(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
-    return ops.rope_table(
-        positions, config.head_width, theta=config.rope_theta, scaling=config.rope_scaling
-    )
-
-
 def num_params(config: Llama3Config) -> int:
     """The number of elements in the parameters, with the padding of the vocabulary."""
-    return count(jax.eval_shape(lambda: init(jax.random.key(0), config)))
+    return common.num_params(_shapes(config))
 
 
 def flops_per_token(config: Llama3Config, seq_len: int) -> int:
-    """Floating-point operations of one training step, forward and backward, for one token.
-
-    ``6 M + 12 L T D``, as :func:`jaxllm.models.gpt2.flops_per_token` counts them: M has the weights
-    of the blocks and the padded LM head, and no token table that is not the LM head.
+    """Operations of one training step for one token: :func:`jaxllm.models.common.flops_per_token`.
 
     Args:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
-    L, D = config.layers, config.width
-    weights = L * D * (sum(config.qkv_widths) + D + 3 * config.mlp_width)
-    weights += config.padded_vocab_size * D
-    return 6 * weights + 12 * L * seq_len * D
+    lm_head = config.padded_vocab_size * config.width
+    return common.flops_per_token(_shapes(config), config.layers, lm_head, seq_len)
+
+
+def _shapes(config: Llama3Config) -> Params:
+    return jax.eval_shape(lambda: init(jax.random.key(0), config))
+
+
+def rope_table(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
+    """The cosines and sines that rotate queries and keys at these positions."""
+    return ops.rope_table(
+        positions, config.head_width, theta=config.rope_theta, scaling=config.rope_scaling
+    )
 
 
 def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy) -> Array:
     """The input of the LM head, (B, T, D)."""
-    check_tokens(tokens, config.max_seq_len)
-    table = _rope_table(jnp.arange(tokens.shape[1]), config)
+    common.check_tokens(tokens, config.max_seq_len)
+    table = rope_table(jnp.arange(tokens.shape[1]), config)
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
         return block(h, layer, config, table)
 
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
-    return ops.final_norm(run_blocks(run, h, params["blocks"], remat=remat), params["norm_f"])
+    return ops.final_norm(
+        common.run_blocks(run, h, params["blocks"], remat=remat), params["norm_f"]
+    )

@@ -17,7 +17,7 @@ from jaxllm.ops.attention.api import (
 )
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.attention.api_softmax import repeat_kv, softmax
-from jaxllm.ops.block.attention import attention_block, self_attention
+from jaxllm.ops.block.attention import Attend, attention_block, self_attention
 from jaxllm.ops.block.decode import decode_block
 from jaxllm.ops.block.ffn import ffn_block, mlp
 from jaxllm.ops.block.residual import Residual, final_norm, residual
@@ -38,6 +38,7 @@ from jaxllm.ops.vision.api import nms
 from jaxllm.ops.weights import Quantized, Transposed
 
 __all__ = [
+    "Attend",
     "Quantized",
     "Residual",
     "RopeScaling",

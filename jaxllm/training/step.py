@@ -26,6 +26,7 @@ from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype, widen
 from jaxllm.training.anomaly import AnomalyState, detect_anomaly, init_anomaly_state
 from jaxllm.training.optim import Optimizer
+from jaxllm.training.schedules import Schedule
 
 Params = Any  # a nested dict of arrays
 LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]

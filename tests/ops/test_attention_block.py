@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from jaxllm.ops import (
 from jaxllm.testing import assert_close, lower_for_cuda
 
 
-def block(x, norm, weights, kind="layer", **options):
+def block(x, norm, weights, kind: Any = "layer", **options):
     return attention_block(residual(x, kind), norm, weights, **options).x
 
 
@@ -91,7 +92,7 @@ def test_biases_are_optional(form):
 def test_options_without_a_fused_form_match_separate_ops(kind, rotates, attends):
     x, norm, weights = attention_block_arrays(4, 2)
     norm = norm if kind == "layer" else {"scale": norm["scale"]}
-    table = rope_table(jnp.arange(6), 8, theta=100.0) if rotates else None
+    table: Any = rope_table(jnp.arange(6), 8, theta=100.0) if rotates else None
 
     def attend(q, k, v):
         return 2 * flash_attention(q, k, v, causal=True)
@@ -170,7 +171,7 @@ def test_mismatched_arguments_are_rejected(form):
     x, norm, weights = attention_block_arrays(4, 2)
     qkv, out = weights["qkv"], weights["out"]
 
-    def fn(x=x, norm=norm, qkv=qkv, out=out, heads=4, kv_heads=2):
+    def fn(x=x, norm=norm, qkv=qkv, out=out, heads=4, kv_heads: Any = 2):
         return attention_block(
             residual(x), norm, {"qkv": qkv, "out": out}, heads=heads, kv_heads=kv_heads
         )
@@ -302,7 +303,7 @@ def test_cuda_blocks_pass_on_the_normalized_residual(fused_form, dtype):
 
     def run(arrays, backend):
         fn = functools.partial(two_blocks, heads=12, causal=True, backend=backend)
-        return with_gradients(lambda *a: fn(*a).x, arrays), tuple(fn(*arrays).normalized)
+        return with_gradients(lambda *a: fn(*a).x, arrays), tuple(fn(*arrays).normalized or ())
 
     found, again = run(arrays, "cuda"), run(arrays, "cuda")
     expected = run(jax.tree.map(lambda x: x.astype("float32"), arrays), "xla")

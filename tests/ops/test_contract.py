@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxllm
 import jaxllm.ops
-from jaxllm import core, testing, training
+from jaxllm import testing, training
 from jaxllm.core import ffi, vma
+from jaxllm.core import op as rules
 from jaxllm.core.backend import BackendError
 from jaxllm.core.dispatch import dispatch
 
@@ -47,7 +48,7 @@ FEW_CASES = [
 ]
 
 
-MODULES = [core.op] + [  # that dispatch ops
+MODULES = [rules] + [  # that dispatch ops
     module
     for family in FAMILIES
     for info in pkgutil.iter_modules([f"{jaxllm.ops.__path__[0]}/{family}"])

@@ -1,6 +1,7 @@
 """The GELU derivative that the MLP saves: its layout, its values and its limits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,8 @@ def test_fused_gelu_and_dgelu_are_exact_for_huge_inputs(dtype, huge):
     weight = jnp.full((width, columns), 1 / width, dtype)
     above = np.arange(columns) % 3 > 0
     bias = jnp.where(above, huge, -huge).astype(dtype)
+    h: Any
+    saved: Any
     out, h = save(x, weight, bias, False)
     again, saved = save(x, weight, bias, True)
     np.testing.assert_array_equal(h.astype("float32"), np.ones((rows, columns)))

@@ -6,6 +6,7 @@ small, so an absolute error that is harmless at zero is a large relative one the
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def ffn_arrays(rows, width, hidden, mean):
     return [x, {"scale": normal(width, 5, 0.1, 1.0), "bias": normal(width, 6, 0.1)}, weights]
 
 
-def ffn_block(x, norm, weights, *, backend="xla"):
+def ffn_block(x, norm, weights, *, backend: Any = "xla"):
     return ops.ffn_block(ops.residual(x), norm, weights, backend=backend).x
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from jaxllm.ops.gemm import cuda_fused, fused
 from jaxllm.testing import assert_close, error, lower_for_cuda
 
 
-def block(x, norm, weights, kind="layer", **options):
+def block(x, norm, weights, kind: Any = "layer", **options):
     return ffn_block(residual(x, kind), norm, weights, **options).x
 
 
@@ -423,7 +424,7 @@ def test_blocks_pass_on_what_the_next_norm_needs(form, backend):
 
 def test_normalized_residual_has_zero_gradient(fused_form):
     def total(*arrays):
-        return sum(x.sum() for x in two_blocks(*arrays).normalized)
+        return sum(x.sum() for x in two_blocks(*arrays).normalized or ())
 
     gradients = jax.grad(total, range(3))(*ffn_block_arrays())
     assert all(error(x, jnp.zeros_like(x)) == 0 for x in jax.tree.leaves(gradients))
@@ -442,7 +443,7 @@ def test_cuda_blocks_pass_on_the_normalized_residual_for_any_size(
 
     def run(arrays, backend):
         h = jax.jit(functools.partial(two_blocks, backend=backend))(*arrays)
-        return h.x, tuple(h.normalized)
+        return h.x, tuple(h.normalized or ())
 
     found, again = run(arrays, "cuda"), run(arrays, "cuda")
     expected = run(jax.tree.map(lambda x: x.astype("float32"), arrays), "xla")
@@ -459,8 +460,9 @@ def test_hopper_gemm_normalizes_a_residual_far_from_zero(monkeypatch, fused_form
     weights["down"]["bias"] += jnp.bfloat16(offset)
     arrays = (x, norm, weights)
     wide = jax.tree.map(lambda x: x.astype("float32"), arrays)
-    expected = two_blocks(*wide, backend="xla").normalized
-    x_hat, mean, rstd = two_blocks(*arrays, backend="cuda").normalized
+    expected: Any = two_blocks(*wide, backend="xla").normalized
+    found: Any = two_blocks(*arrays, backend="cuda").normalized
+    x_hat, mean, rstd = found
     assert_close(x_hat, expected.x_hat, "bfloat16")
     np.testing.assert_allclose(mean, expected.mean, rtol=1e-3, atol=1e-2)
     np.testing.assert_allclose(rstd, expected.rstd, rtol=1e-2)

@@ -12,7 +12,7 @@ import jaxllm
 from jaxllm.core.dispatch import Op
 from jaxllm.core.layout import is_packed
 from jaxllm.ops import bias_gelu, layer_norm, linear
-from jaxllm.ops.gemm import cuda_fused, fused
+from jaxllm.ops.gemm import cuda_fused, fused, reference
 from jaxllm.ops.gemm.tile_order import TileOrdered
 from jaxllm.testing import assert_close, error, lower_for_cuda
 
@@ -73,7 +73,7 @@ def test_gelu_gemm_matches_unfused_ops(backend):
 def test_delta_is_the_inner_product_of_an_output_and_its_gradient():
     B, T, N, H = 2, 128, 3, 64
     dout, weight, out = random_arrays((B, T, 40), (N * H, 40), (B, T, N * H))
-    found = fused.MATMUL_DELTA.reference.matmul_delta(dout, weight, out, heads=N, kv_heads=N)
+    found = reference.matmul_delta(dout, weight, out, heads=N, kv_heads=N)
     attended, delta, row_sums = found
     assert_close(attended, dout @ weight.T, "float32")
     # As attention's backward has it: rowsum(dout * out) of each head.

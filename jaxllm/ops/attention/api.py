@@ -25,9 +25,8 @@ from jaxllm.ops.checks import (
 
 def _op(name: str) -> Op:
     # The Pallas kernels come last: no row of the benchmarks has measured them on a GPU yet.
-    preference = ("cuda", "xla", "pallas")
-    implementations = {"reference": reference, "xla": xla, "pallas": pallas_flash, "cuda": cuda}
-    return Op(name, preference=preference, **implementations)
+    preference: tuple[Backend, ...] = ("cuda", "xla", "pallas")
+    return Op(name, reference, xla=xla, pallas=pallas_flash, cuda=cuda, preference=preference)
 
 
 FLASH_ATTENTION = _op("flash_attention")
@@ -349,8 +348,8 @@ def _options(
     softcap = None if softcap is None else as_float("softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0")
-    scale = width**-0.5 if scale is None else as_float("scale", scale)
-    return AttentionOptions(bool(causal), scale, window, softcap, bool(interleaved))
+    factor = width**-0.5 if scale is None else as_float("scale", scale)
+    return AttentionOptions(bool(causal), factor, window, softcap, bool(interleaved))
 
 
 def check_packed(

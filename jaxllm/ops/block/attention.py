@@ -258,8 +258,8 @@ def _backward(options, backend, residuals, dout, _):
     _, attended, *_ = saved
     attention = options.attention
     heads = {"heads": attention.heads, "kv_heads": attention.kv_heads}
-    known = matmul_delta(backend, dout, out_weight, attended, **heads)
-    dqkv, dbias = _attend_backward(backend, saved, *known, attention)
+    dattended, delta, row_sums = matmul_delta(backend, dout, out_weight, attended, **heads)
+    dqkv, dbias = _attend_backward(backend, saved, dattended, delta, row_sums, attention)
     arrays = (x_hat, dqkv, attended, dout)
     gradients = wgrad_pair(backend, *arrays, min_rows=0, sms_of_tile=2)
     dfolded, dout_weight, dqkv, dout = gradients

@@ -178,12 +178,14 @@ def _decode_block(
     H = width // heads
     cache = (batch, max_length, kv_heads, H)
 
-    def matrix(rows: int, columns: int):
+    def matrix(rows: int, columns: int) -> Any:
+        made: Any = (Transposed, Quantized)  # of specifications in the place of arrays
+        transposed, quantized = made
         if not int8:
-            return Transposed(Normal((rows, columns), std=columns**-0.5))
+            return transposed(Normal((rows, columns), std=columns**-0.5))
         scale = columns**-0.5 / 64
         scales = Normal((rows, columns // group_size), scale, scale / 8, dtype="float32")
-        return Quantized(Integers((rows, columns), 128, low=-127, dtype="int8"), scales)
+        return quantized(Integers((rows, columns), 128, low=-127, dtype="int8"), scales)
 
     shapes = {
         "qkv": (width + 2 * kv_heads * H, width),

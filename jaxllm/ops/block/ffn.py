@@ -148,8 +148,9 @@ def _forward(
 ):
     # Under the name of linear: a remat policy keeps the same of either.
     norm = normalized or Normalized(*checkpoint_name(normalize(backend, x, options.eps), "linear"))
-    folded = fold_norm(backend, scale, norm_bias, up_weight, up_bias)
-    hidden, saved = checkpoint_name(_hidden(backend, norm.x_hat, *folded, down_weight), "linear")
+    weight, bias = fold_norm(backend, scale, norm_bias, up_weight, up_bias)
+    outputs = _hidden(backend, norm.x_hat, weight, bias, down_weight)
+    hidden, saved = checkpoint_name(outputs, "linear")
     arrays = (hidden, down_weight, down_bias, x, norm)
     outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
     out, next_norm = checkpoint_name(outputs, "linear")

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.core import promotion
+from jaxllm.core import promotion, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.gemm.fused import Normalized, normalize
@@ -42,7 +42,8 @@ class Residual:
     __slots__ = ("_branch", "_eps", "_kind", "_normalized", "_x")
 
     def __init__(self, x: Float[Array, "*B T D"], kind: NormKind, eps: float) -> None:
-        self._x, self._kind, self._eps = x, kind, eps
+        self._x, self._eps = x, eps
+        self._kind: NormKind = kind
         self._branch: tuple[Array, Array | None] | None = None
         self._normalized: Normalized | None = None
 
@@ -91,12 +92,13 @@ class Residual:
 
     def like(self, other: Residual) -> Residual:
         """The same values with the fields that ``other`` has, for a carry of ``jax.lax.scan``."""
+        branch, normalized = None, None
         if other.branch is not None:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), other.branch)
-            return carry(self, self.x, branch=zeros)
-        if other.normalized is None:
-            return carry(self, self.x)
-        return carry(self, self.x, normalized=self._normalized or self.normalize(resolve()))
+            branch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), other.branch)
+        if other.normalized is not None:
+            normalized = self._normalized or self.normalize(resolve())
+        found = carry(self, self.x, branch=branch, normalized=normalized)
+        return vma.vary_like(found, other)
 
     def normalize(self, backend: Backend) -> Normalized:
         """The layer norm of :attr:`x` without scale and bias; the gradient goes along x alone."""

@@ -321,7 +321,7 @@ def _matmul_backward(options, backend, residuals, dout):
     a, b, bias, h = residuals
     dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
     dh = dh.astype(a.dtype)
-    dbias = None if bias is None else dbias.astype(bias.dtype)
+    dbias = None if dbias is None else dbias.astype(bias.dtype)
 
     def multiply(x, y, transpose_x, transpose_y):
         static = {"transpose_a": transpose_x, "transpose_b": transpose_y, "activation": None}

@@ -85,8 +85,10 @@ def matmul_bias(x, weight, bias):
     flat = x.reshape(-1, x.shape[-1])
     out = jax.ShapeDtypeStruct((flat.shape[0], weight.shape[1]), x.dtype)
     nothing = jax.ShapeDtypeStruct((0,), x.dtype)
-    options = {"transpose_a": False, "transpose_b": False, "gelu": False, "tf32": False}
-    out, _ = ffi.call("matmul", (out, nothing), flat, weight, bias, **options)
+    out, _ = ffi.call(
+        "matmul", (out, nothing), flat, weight, bias,
+        transpose_a=False, transpose_b=False, gelu=False, tf32=False,
+    )  # fmt: skip
     return out.reshape(*x.shape[:-1], -1)
 
 
