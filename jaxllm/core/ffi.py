@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.core import vma
 
 try:
-    from jaxllm import _cuda
+    from jaxllm import _cuda  # type: ignore[attr-defined]
 
     _import_error = None
 except ImportError as error:

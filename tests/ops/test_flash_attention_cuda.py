@@ -198,7 +198,7 @@ def test_kernels_pass_on_simulated_smaller_gpus(variable, value):
             check=False,
         )
 
-    facts = run("-c", "from jaxllm import ffi; print(ffi.device())")
+    facts = run("-c", "from jaxllm.core import ffi; print(ffi.device())")
     gpu = ffi.device()
     assert gpu is not None
     if "SHARED" in variable:
