@@ -81,7 +81,7 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     yes_or_no = argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("model").add_argument
-    add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny elsewhere")
+    add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny on other devices")
     add("--init-from", type=Path, help="a Hugging Face folder, or llm.c's .bin (GPT-2)")
     add("--vocab-size", type=int, help="of the tokens in DATA; default: the tokenizer's")
     add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or llm.c's .bin; default: bytes")

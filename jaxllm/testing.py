@@ -104,9 +104,9 @@ class Case:
         in_place: The inputs that the first outputs replace; they are donated where it is timed.
         refused_by: The backends with a kernel for the op that does not take this call.
         inexact_under: The backends, each with a dtype, that leave the call to a library whose error
-            is beyond what the tests allow. They are timed, and not compared with the definition.
+            is beyond what the tests allow. They are timed, and not compared with the reference.
         large: Too large for a CPU: run on a GPU only, and timed there.
-        timed_only: Too large also for the comparison with the definition, whose float32
+        timed_only: Too large also for the comparison with the reference, whose float32
             intermediates would not fit beside those of other test processes.
         call: What is called in the place of the op, where that one takes or returns more than
             arrays.
@@ -239,7 +239,7 @@ _measure_large = jax.jit(functools.partial(_measure, xp=jnp))
 
 
 def tolerance(dtype: DTypeLike, reference_error: float = 0.0) -> float:
-    """The error an implementation may have: the dtype's floor, or twice the definition's own."""
+    """The error an implementation may have: the dtype's floor, or twice the reference's own."""
     return max(FLOORS[jnp.dtype(dtype).name], 2 * reference_error)
 
 
@@ -252,7 +252,7 @@ def assert_close(
         actual: What the implementation gave.
         expected: The same in higher precision.
         dtype: The dtype under test; chooses the floor.
-        reference: What the definition gave in ``dtype``, if its error should widen the tolerance.
+        reference: The reference's result in ``dtype``, if its error should widen the tolerance.
         what: Begins the error message.
 
     Raises:

@@ -143,7 +143,7 @@ def test_an_architecture_that_nvcc_lacks_is_an_error_where_kernels_are_asked_for
     ("choice", "found"),
     [("120", "90-virtual"), ("90a-real;120-real", "90a-real;90-virtual"), ("88", "87-virtual")],
 )
-def test_elsewhere_the_newest_ptx_for_it_stands_in_with_a_warning(resolve, choice, found):
+def test_the_newest_older_ptx_serves_other_gpus_with_a_warning(resolve, choice, found):
     code, output = resolve(choice)
     assert code == 0 and output.endswith(f"found: {found}")
     older = found.split(";")[-1].removesuffix("-virtual")

@@ -1,4 +1,4 @@
-"""Derivatives of ops: forward mode under ``xla``, its refusal elsewhere, and every mix of modes."""
+"""Derivatives of ops: forward mode, which other backends than ``xla`` refuse, and mixed modes."""
 
 import functools
 
@@ -17,7 +17,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.models import gpt2, llama3
 
 X, V = jax.random.normal(jax.random.key(0), (2, 3, 5))
-SCALE, TURN = 1 + jax.random.normal(jax.random.key(1), (2, 5)) / 4
+SCALE, OFFSET = 1 + jax.random.normal(jax.random.key(1), (2, 5)) / 4
 
 
 def op(x, scale=SCALE):
@@ -47,7 +47,7 @@ def transposed(fn):
 
 TRANSFORMATIONS = {
     "jvp": lambda fn: jax.jvp(fn, (X,), (V,)),
-    "jvp_of_the_scale": lambda fn: jax.jvp(functools.partial(fn, X), (SCALE,), (TURN,)),
+    "jvp_of_the_scale": lambda fn: jax.jvp(functools.partial(fn, X), (SCALE,), (OFFSET,)),
     "jacfwd": lambda fn: jax.jacfwd(fn)(X),
     "linearize": lambda fn: jax.linearize(fn, X)[1](V),
     "hessian": lambda fn: jax.hessian(total(fn))(X),
@@ -100,8 +100,8 @@ def test_forward_mode_in_a_shard_map(check_vma):
         mapped = jax.shard_map(
             fn, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check_vma
         )
-        along = jax.jvp(mapped, (X, SCALE), (V, TURN))
-        return along, hessian_product(total(functools.partial(mapped, X)), SCALE, TURN)
+        along = jax.jvp(mapped, (X, SCALE), (V, OFFSET))
+        return along, hessian_product(total(functools.partial(mapped, X)), SCALE, OFFSET)
 
     found, expected = (jax.jit(functools.partial(run, fn))() for fn in (op, formula))
     testing.assert_close(found, expected, "float32")
@@ -177,7 +177,7 @@ kernel.defjvps(None)
 
 
 class Shipped:
-    """What JAX has for a GPU in the place of a definition; differentiated, it gives zeros."""
+    """What JAX has for a GPU instead of a reference; differentiated, it gives zeros."""
 
     @staticmethod
     def sine(x):
@@ -245,8 +245,8 @@ def test_forward_mode_of_a_loss_agrees_with_its_gradient(model, config):
         return jax.jvp(loss, (params,), (along,))[1], jax.grad(loss)(params)
 
     with jaxllm.use_backend("xla"):
-        slope, gradient = run(params, tree.unflatten(along))
-    testing.assert_close(slope, sum(map(jnp.vdot, jax.tree.leaves(gradient), along)), "float32")
+        change, gradient = run(params, tree.unflatten(along))
+    testing.assert_close(change, sum(map(jnp.vdot, jax.tree.leaves(gradient), along)), "float32")
 
 
 def test_second_derivatives_go_through_ffn_blocks():
@@ -255,7 +255,7 @@ def test_second_derivatives_go_through_ffn_blocks():
 
     def fused(x):
         h = ops.residual(x)
-        norm = {"scale": SCALE, "bias": TURN}
+        norm = {"scale": SCALE, "bias": OFFSET}
         layers = {"up": {"weight": up, "bias": bias}, "down": {"weight": down, "bias": bias}}
         for _ in range(2):
             h = ops.ffn_block(h, norm, layers, backend="xla")
@@ -265,7 +265,7 @@ def test_second_derivatives_go_through_ffn_blocks():
         for _ in range(2):
             rows = x - x.mean(-1, keepdims=True)
             rows = rows * jax.lax.rsqrt((rows * rows).mean(-1, keepdims=True) + 1e-5)
-            x = x + jax.nn.gelu((rows * SCALE + TURN) @ up, approximate=True) @ down
+            x = x + jax.nn.gelu((rows * SCALE + OFFSET) @ up, approximate=True) @ down
         return jnp.sin(x).sum()
 
     def curvatures(fn):

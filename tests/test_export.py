@@ -248,3 +248,21 @@ def test_example_in_docs_runs(tmp_path, monkeypatch):
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
         exec(compile(example, str(page), "exec"), names := {})
         assert names["logits"].shape == (3, 128, 50304)
+
+
+def test_a_symbolic_length_needs_a_constraint_by_the_position_table():
+    config = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=1, heads=2, width=32)
+    params = gpt2.init(jax.random.key(0), config)
+
+    def export_for(constraints):
+        scope = jax.export.SymbolicScope(constraints)
+        shape = jax.export.symbolic_shape("b, t", scope=scope)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.export.export(jax.jit(lambda x: gpt2.forward(params, x, config)))(tokens)
+
+    with pytest.raises(ValueError, match=r"t positions; position_table \(16, 32\) .* be certain"):
+        export_for(())
+    exported = export_for(("t <= 16",))
+    assert exported.call(jnp.ones((2, 8), jnp.int32)).shape == (2, 8, 128)
+    with pytest.raises(ValueError, match="t <= 16"):
+        exported.call(jnp.ones((2, 20), jnp.int32))

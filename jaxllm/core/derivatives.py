@@ -3,14 +3,14 @@
 Each op has one rule: ``forward`` returns residuals beside the outputs, and ``backward`` makes
 gradients of them. Reverse mode (``jax.grad``, ``jax.vjp``) uses it under every backend.
 
-Forward mode (``jax.jvp``, ``jax.jacfwd``) differentiates the definition, under the backend ``xla``.
+Forward mode (``jax.jvp``, ``jax.jacfwd``) differentiates the reference, under the backend ``xla``.
 There the op is a ``jax.custom_jvp``, whose tangents come from one linear primitive,
-``jaxllm_tangents``. Evaluated, it is ``jax.jvp`` of the definition; transposed, it is ``backward``.
+``jaxllm_tangents``. Evaluated, it is ``jax.jvp`` of the reference; transposed, it is ``backward``.
 So reverse mode computes what ``jax.custom_vjp`` would. The op's arguments are operands of the
 primitive too. After the transposition only those that are residuals are read, and under ``jax.jit``
 the others are not kept.
 
-JAX's ``linear_call`` is such a primitive as well. But it traces the definition for every gradient,
+JAX's ``linear_call`` is such a primitive as well. But it traces the reference for every gradient,
 has no rule for ``jax.vmap``, and cannot be differentiated along what it is not linear in.
 
 Kernels have no derivative of their own. Under the other backends the op is a ``jax.custom_vjp``,
@@ -44,9 +44,9 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
             is the backend, or has it as an attribute ``backend``.
 
     Returns:
-        The op. ``op.defvjp(forward, backward, symbolic_zeros=False, definition=None)`` sets its
-        rule, as ``jax.custom_vjp``'s does. Forward mode differentiates ``definition(fn)``, or
-        ``fn`` where ``definition`` is None.
+        The op. ``op.defvjp(forward, backward, symbolic_zeros=False, reference=None)`` sets its
+        rule, as ``jax.custom_vjp``'s does. Forward mode differentiates ``reference(fn)``, or
+        ``fn`` where ``reference`` is None.
     """
     fn = promotion.by_default(fn)
     reverse = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
@@ -65,11 +65,11 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
         forward: Callable[..., Any],
         backward: Callable[..., Any],
         symbolic_zeros: bool = False,
-        definition: Callable[..., Any] | None = None,
+        reference: Callable[..., Any] | None = None,
     ) -> None:
         forward, backward = promotion.by_default(forward), promotion.by_default(backward)
         reverse.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)
-        differentiated = definition(fn) if definition else fn
+        differentiated = reference(fn) if reference else fn
 
         @both.defjvp
         def jvp(*args: Any) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
             out, residuals = forward(*_merge(options, primals))
             leaves, tree = jax.tree.flatten(out)
             rule = _Rule(
-                definition=differentiated,
+                reference=differentiated,
                 backward=backward,
                 symbolic_zeros=symbolic_zeros,
                 options=options,
@@ -98,7 +98,7 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
 
 
 def _merge(options: tuple[tuple[int, Any], ...], arrays: Sequence[Any]) -> list[Any]:
-    """The arguments of an op: static ones at their places, and the others between."""
+    """The arguments of an op: static ones at their positions, and the others between."""
     args = list(arrays)
     for place, value in options:  # in ascending order
         args.insert(place, value)
@@ -117,7 +117,7 @@ class _Rule:
     the tangents of the floating arguments. The first two are fixed, in the last it is linear.
     """
 
-    definition: Callable[..., Any]
+    reference: Callable[..., Any]
     backward: Callable[..., Any]
     symbolic_zeros: bool
     options: tuple[tuple[int, Any], ...]
@@ -143,14 +143,14 @@ class _Rule:
         leaves, tangents = operands[: self.primals.num_leaves], operands[self.fixed :]
         moving = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
 
-        def definition(*values: Any) -> list[Any]:
+        def reference(*values: Any) -> list[Any]:
             args = list(leaves)
             for i, value in zip(moving, values, strict=True):
                 args[i] = value
-            out = self.definition(*_merge(self.options, self.primals.unflatten(args)))
+            out = self.reference(*_merge(self.options, self.primals.unflatten(args)))
             return list(filter(_is_floating, jax.tree.leaves(out)))
 
-        return jax.jvp(definition, [leaves[i] for i in moving], list(tangents))[1]
+        return jax.jvp(reference, [leaves[i] for i in moving], list(tangents))[1]
 
     def gradients(self, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The gradients of the floating arguments; None stands for zeros, here and there."""

@@ -192,7 +192,7 @@ def _choose(
         candidates = ["cuda"] if backend in ("auto", "cuda") and op.cuda is not None else []
         candidates.append(PARTS)
     elif backend == "xla" or backend == "auto":
-        # "xla" has two implementations on a GPU: what JAX ships, then the definition.
+        # "xla" has two implementations on a GPU: what JAX ships, then the reference.
         candidates = [name for name in op.preference if backend == "auto" or name == "xla"]
         if op.xla is not None:
             candidates.insert(candidates.index("xla"), "xla-gpu")
@@ -356,16 +356,16 @@ def _differentiated_as(reference: Callable, fn: Callable) -> Callable:
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
     """A kernel's function, which raises an error where it is differentiated."""
-    guarded = jax.custom_jvp(fn)
+    refusing = jax.custom_jvp(fn)
 
-    @guarded.defjvp
+    @refusing.defjvp
     def refuse(*_):
         raise BackendError(
             f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; "
             "use backend 'xla'"
         )
 
-    return guarded
+    return refusing
 
 
 def _refuse(*arrays, like: Callable, why: str, instead: str):

@@ -124,7 +124,7 @@ def load(library: str | Path, handlers: Mapping[str, str]) -> None:
 def unavailable_reason(stem: str | None = None) -> str | None:
     """Why the CUDA kernels cannot be called from this process, in a sentence; None if they can.
 
-    In a process without an NVIDIA GPU they can: a program may be compiled for a GPU elsewhere. The
+    In a process without an NVIDIA GPU they can: a program may be compiled for another machine. The
     GPUs are asked for, so JAX's backends are initialized, and ``jax.distributed.initialize`` has to
     come before.
 

@@ -101,7 +101,7 @@ def with_backward(
     *,
     primal: Callable[..., Any] | None = None,
     outputs: int = 1,
-    definition: Callable[..., Any] | None = None,
+    reference: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A function with a derivative rule that is written by hand.
 
@@ -114,7 +114,7 @@ def with_backward(
         primal: ``primal(options, backend, *arrays) -> outputs`` where nothing is differentiated;
             None for the forward's.
         outputs: The number of outputs; 1 for a single one, which is no tuple.
-        definition: ``definition(primal)`` is what forward mode differentiates instead of it.
+        reference: ``reference(primal)`` is what forward mode differentiates instead of it.
 
     Returns:
         ``fn(*arrays, backend=, options=None)``.
@@ -137,12 +137,12 @@ def with_backward(
 
     fn.__name__ = name
     rule = vma.custom_vjp(fn, nondiff_argnums=(0,))
-    in_forward_mode = None if definition is None else lambda fn: definition(fn)
+    in_forward_mode = None if reference is None else lambda fn: reference(fn)
     rule.defvjp(
         forward_of_values if outputs > 1 else forward_of_arrays(forward),
         backward_of_given,
         symbolic_zeros=outputs > 1,
-        definition=in_forward_mode,
+        reference=in_forward_mode,
     )
 
     def call(*arrays: Any, backend: Backend, options: Any = None) -> Any:

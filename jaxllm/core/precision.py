@@ -22,7 +22,7 @@ def is_floating(x: ArrayLike) -> bool:
 
 
 def default_compute_dtype() -> str:
-    """``"bfloat16"`` where JAX runs on a GPU, ``"float32"`` elsewhere."""
+    """``"bfloat16"`` where JAX runs on a GPU, ``"float32"`` on other devices."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 

@@ -116,8 +116,8 @@ def test_presets_have_the_known_number_of_parameters(name, count):
 
 def test_flops_count_the_matrix_products():
     config = gpt2.PRESETS["d12"]
-    products = 12 * 12 * 768**2 + 50304 * 768
-    assert gpt2.flops_per_token(config, 1024) == 6 * products + 12 * 12 * 1024 * 768
+    weights = 12 * 12 * 768**2 + 50304 * 768
+    assert gpt2.flops_per_token(config, 1024) == 6 * weights + 12 * 12 * 1024 * 768
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_128():
@@ -190,8 +190,8 @@ def test_attention_adds_up_the_gradient_of_its_projection_s_bias(params, batch):
 
 def test_weights_as_they_are_decoded_with_give_equal_logits(params, batch):
     tokens, _ = batch
-    turned = gpt2.forward(for_decoding(params), tokens, CONFIG)
-    assert error(turned, logits_of(params, tokens)) <= 1e-6
+    transposed = gpt2.forward(for_decoding(params), tokens, CONFIG)
+    assert error(transposed, logits_of(params, tokens)) <= 1e-6
 
 
 def test_padding_has_no_influence(params, batch):

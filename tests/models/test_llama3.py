@@ -159,8 +159,8 @@ def test_presets_have_the_rotary_positions_of_their_version():
 def test_flops_count_the_matrix_products():
     config = llama3.PRESETS["3.2-1b"]
     block = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
-    products = 16 * block + 128256 * 2048
-    assert llama3.flops_per_token(config, 4096) == 6 * products + 12 * 16 * 4096 * 2048
+    weights = 16 * block + 128256 * 2048
+    assert llama3.flops_per_token(config, 4096) == 6 * weights + 12 * 16 * 4096 * 2048
 
 
 def test_init_draws_what_it_says():

@@ -69,16 +69,16 @@ def flash_attention(
         k: The keys, in the dtype of ``q``; K divides N.
         v: The values, in the shape and dtype of ``k``.
         causal: Query t sees the keys ``s <= p`` alone.
-        scale: Multiplies the products; None for ``1/sqrt(H)``.
+        scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
             most recent keys, its own position included; without it ``window - 1`` on either side.
         softcap: Bounds each scaled product ``a`` smoothly to ``softcap * tanh(a / softcap)``.
         segment_ids: A query sees the keys of its own segment alone. One array for queries and keys
             alike (T must equal S), or a pair, the queries' and the keys'; used as int32.
-        rope_table: Turns ``q`` and ``k`` first, as :func:`jaxllm.ops.rope` does: the cosines and
+        rope_table: Rotates ``q`` and ``k`` first, as :func:`jaxllm.ops.rope` does: the cosines and
             sines that :func:`jaxllm.ops.rope_table` makes, (T, R) or (B, T, R), float32 for the
             kernels. T must equal S. They are constants: their gradients are zero.
-        interleaved: Whether the columns that turn as a pair are neighbours.
+        interleaved: Whether the columns that rotate as a pair are neighbours.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -133,8 +133,8 @@ def flash_attention_packed(
         window: How many keys a query sees.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
-        rope_table: Cosines and sines that turn queries and keys first.
-        interleaved: Whether the columns that turn as a pair are neighbours.
+        rope_table: Cosines and sines that rotate queries and keys first.
+        interleaved: Whether the columns that rotate as a pair are neighbours.
         backend: As in :func:`flash_attention`.
 
     Returns:

@@ -32,7 +32,7 @@ def decode_attention(
         out = \sum_{s < length} softmax_s\!\left( scale \cdot q \cdot k_s \right) v_s
 
     Query head n reads key head ``n // (N // K)``; the query heads of a key head share one read of
-    it. The caches have room for S tokens, and sequence b has its first ``lengths[b]`` of them. For
+    it. The caches hold at most S tokens, and sequence b has its first ``lengths[b]`` of them. For
     inference alone: there is no derivative.
 
     Args:
@@ -44,7 +44,7 @@ def decode_attention(
         k_scales: Of an int8 cache: what each token's key head is multiplied by; float32 for the
             kernels.
         v_scales: Likewise for the values.
-        scale: Multiplies the products; None for ``1/sqrt(H)``.
+        scale: Multiplies the scores; None for ``1/sqrt(H)``.
         backend: As in :func:`flash_attention`.
 
     Returns:

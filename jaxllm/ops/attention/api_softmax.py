@@ -37,7 +37,7 @@ def softmax(
         causal: ``x`` is (..., T, S), the scores of T queries and S keys, and query t sees the keys
             ``s <= t + S - T`` alone: the last query stands at the last key, as in
             :func:`flash_attention`. All else is zero, the whole row of a query that sees no key
-            (T above S). What ``x`` holds in those places does not matter.
+            (T above S). The elements of ``x`` there are not read.
         backend: As in :func:`flash_attention`.
 
     Returns:

@@ -27,8 +27,8 @@ def _attention(
     keys, kv_heads = length if keys is None else keys, kv_heads or heads
     q, kv = (batch, length, heads, width), (batch, keys, kv_heads, width)
     of_q, of_kv = batch * length * heads * width, batch * keys * kv_heads * width
-    # Two products of (T, H) and (S, H) forward, five backward; a causal mask leaves half of them.
-    products = 2 * of_q * keys // (2 if static.get("causal") else 1)
+    # Two matmuls of (T, H) and (S, H) forward, five backward; a causal mask leaves half of them.
+    matmul = 2 * of_q * keys // (2 if static.get("causal") else 1)
     return Case(
         "flash_attention",
         name,
@@ -37,8 +37,8 @@ def _attention(
         # Forward: q, k, v in, out out. Backward: those and dout in, dq, dk, dv out.
         forward_elements=2 * (of_q + of_kv),
         backward_elements=4 * (of_q + of_kv),
-        forward_flops=2 * products,
-        backward_flops=5 * products,
+        forward_flops=2 * matmul,
+        backward_flops=5 * matmul,
         large=large,
         timed_only=timed_only,
     )
@@ -58,7 +58,7 @@ def _projection(
 ) -> Case:
     kv_heads = kv_heads or heads
     of_q, of_qkv = batch * length * heads * width, batch * length * (heads + 2 * kv_heads) * width
-    products = 2 * of_q * length // (2 if static.get("causal") else 1)
+    matmul = 2 * of_q * length // (2 if static.get("causal") else 1)
     return Case(
         "flash_attention_packed",
         name,
@@ -67,8 +67,8 @@ def _projection(
         # Forward: qkv in, out out. Backward: those and dout in, dqkv out.
         forward_elements=of_qkv + of_q,
         backward_elements=2 * of_qkv + 2 * of_q,
-        forward_flops=2 * products,
-        backward_flops=5 * products,
+        forward_flops=2 * matmul,
+        backward_flops=5 * matmul,
         large=large,
         timed_only=timed_only,
     )
@@ -84,8 +84,8 @@ def _angles(*shape: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _packed(batch: int, *lengths: int) -> np.ndarray:
     """The segments of documents of these lengths, one after the other."""
-    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return np.broadcast_to(numbers, (batch, sum(lengths)))
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return np.broadcast_to(segments, (batch, sum(lengths)))
 
 
 def _scattered(batch: int, length: int, segments: int, seed: int) -> np.ndarray:
@@ -134,7 +134,7 @@ def _decode(
 ) -> Case:
     kv_heads = kv_heads or heads
     cache = (batch, length, kv_heads, width)
-    # Some sequences may have no token, some more than there is room for.
+    # Some sequences may have no token, some more than the cache holds.
     lengths = Integers((batch,), length + 1, low=length) if full else Integers((batch,), length + 3)
     of_cache = Integers(cache, 128, low=-127, dtype="int8") if int8 else Normal(cache)
     inputs: dict[str, Any] = {
@@ -177,7 +177,7 @@ def _repeat_kv(name: str, *shape: int, groups: int, large: bool = False) -> Case
 CASES = (
     _attention("gpt2_124m", 32, 1024, 12, 64, causal=True, large=True),
     _attention("gpt2_1558m", 8, 1024, 25, 64, causal=True, large=True),
-    # The definition holds all scores: shorter sequences are compared.
+    # The reference holds all scores: shorter sequences are compared.
     _attention("llama3_8b", 1, 8192, 32, 128, kv_heads=8, causal=True, large=True, timed_only=True),
     _attention("llama3_8b_short", 1, 2048, 32, 128, kv_heads=8, causal=True, large=True),
     _attention("bidirectional", 8, 2048, 16, 64, large=True),

@@ -265,27 +265,27 @@ def _query_statistic(q: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _workspaces(q, k, segment_ids, rope_table) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The least and largest segment of every few queries and keys, and the turned heads."""
+    """The least and largest segment of every few queries and keys, and the rotated heads."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     lengths = (T, S) if segment_ids is not None else ()
     granules = sum(-(-length // _SEGMENT_GRANULE) for length in lengths)
-    turned = 0 if rope_table is None else N + K
+    rotated = 0 if rope_table is None else N + K
     return (
         jax.ShapeDtypeStruct((B, granules, 2), jnp.int32),
-        jax.ShapeDtypeStruct((B, T, turned, H), q.dtype),
+        jax.ShapeDtypeStruct((B, T, rotated, H), q.dtype),
     )
 
 
 def _forward_scratch(q, softcap) -> jax.ShapeDtypeStruct:
-    """What the forward of Hopper's own kernels needs: some numbers for every tile of queries."""
+    """The workspace of the Hopper forward: some elements for every tile of queries."""
     if not _is_for_hopper(q, softcap):
         return _scratch(q, 0)
     return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_KEYS))
 
 
 def _backward_scratch(q, k, softcap) -> jax.ShapeDtypeStruct:
-    """What their backward needs: dq as float32, and some numbers for every query and tile."""
+    """The workspace of the Hopper backward: dq in float32, and a few elements a query and tile."""
     if not _is_for_hopper(q, softcap):
         return _scratch(q, 0)
     _, T, N, H = q.shape
@@ -317,9 +317,9 @@ def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
-    """Whether to make room for Hopper's own kernels, and say so in the attribute ``hopper``.
+    """Whether to reserve workspace for the Hopper kernels; the attribute ``hopper`` says so.
 
-    The handlers hold the sizes of the room, those of cuda/attention/flash_attention.h, to it; the
+    The handlers check the sizes of the workspace against cuda/attention/flash_attention.h; the
     launchers look again whether the kernels serve the call.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] not in _HOPPER_WIDTHS:

@@ -20,8 +20,8 @@ def split(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array, Array]:
     B, T, columns = qkv.shape
     H = columns // (heads + 2 * kv_heads)
     parts = jax.lax.split(qkv, (heads * H, kv_heads * H, kv_heads * H), axis=-1)
-    numbers = (heads, kv_heads, kv_heads)
-    q, k, v = (part.reshape(B, T, n, H) for part, n in zip(parts, numbers, strict=True))
+    counts = (heads, kv_heads, kv_heads)
+    q, k, v = (part.reshape(B, T, n, H) for part, n in zip(parts, counts, strict=True))
     return q, k, v
 
 

@@ -4,7 +4,7 @@ A program reads a part of one key head's cache, for all query heads that share i
 at a time, with the running softmax of flash attention. The parts of a sequence are then added up,
 each with the weight that its largest score and its total give it.
 
-Triton's products ask for blocks of 16 at least, and powers of two: the queries of a group are
+Triton's dot needs blocks of 16 at least, and powers of two: the queries of a group are
 padded, and the columns past the end of a head are masked.
 """
 

@@ -12,7 +12,7 @@ ones at the edges, have no mask computed. Exponentials are powers of two, with l
 that holds the scale.
 
 Heads stay where they are: q, (B, T, N, H), is read as (B, T, N*H), and a block is some of the rows
-and the columns of one head. Triton's blocks have powers of two on a side, and its products ask for
+and the columns of one head. Triton's blocks have powers of two on a side, and its dot asks for
 16 at least: what lies past the end of the head or of the sequence is masked.
 """
 

@@ -47,7 +47,7 @@ HALF_TILES = {
     128: Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2)),
     256: Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
 }
-# Products of float32 run on the plain cores, which have their factors in registers too.
+# Float32 dots run on CUDA cores, with their operands in registers too.
 FLOAT_TILES = {
     64: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 64, 8, 1)),
     128: Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
@@ -115,14 +115,14 @@ class Problem:
             return self.softcap * LOG2E
         return self.scale * LOG2E if self.scale > 0 else 1.0
 
-    def scores(self, products: Array) -> Array:
-        """The scores over ``unit``: of the usual scale, the products as they are.
+    def scores(self, dots: Array) -> Array:
+        """The scores over ``unit``: of a positive scale, the dots as they are.
 
         The exponent is then a multiplication and a subtraction of each, which is one instruction.
         """
         if self.softcap is not None:
-            return jnp.tanh(products * (self.scale / self.softcap))
-        return products if self.scale > 0 else products * (self.scale * LOG2E)
+            return jnp.tanh(dots * (self.scale / self.softcap))
+        return dots if self.scale > 0 else dots * (self.scale * LOG2E)
 
     def exp2(self, x: Array) -> Array:
         """The power of two, in one instruction; below the least normal number it is zero."""
@@ -244,7 +244,7 @@ def shared_range(mine: Array, size: int, theirs: Array, their_size: int) -> tupl
     """For each of my blocks the first of theirs that may share a segment, and the end of them.
 
     Blocks whose segments lie apart as intervals share none. That finds all of them where segments
-    are numbered in order, as packed documents are; elsewhere some are visited in vain.
+    are numbered in order, as packed documents are; otherwise some are visited in vain.
     """
     (low, high), (their_low, their_high) = extrema(mine, size), extrema(theirs, their_size)
     meet = low[:, :, None] <= their_high[:, None, :]

@@ -1,4 +1,4 @@
-r"""Attention in ``jax.numpy``: the definition, and its derivative by hand.
+r"""Attention in ``jax.numpy``, and its derivative by hand.
 
 For one head, with :math:`c` the softcap (if any) and :math:`M` the mask,
 
@@ -16,11 +16,10 @@ so that, with :math:`dp = dout\,v^T` and the softmax's own rule
 A key head that serves several query heads gets the sum of their gradients. A query that sees no
 key has :math:`out = 0` and :math:`lse = -\infty`, and no gradient.
 
-The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inputs): this is the
-definition, not the way to compute it. What XLA multiplies float32 factors with is JAX's
-``jax_default_matmul_precision``.
+The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inputs), so
+memory grows with T S. The precision of float32 matmuls is JAX's ``jax_default_matmul_precision``.
 
-With rotary embeddings q and k turn first, and dq and dk turn back: see the family ``rotary``.
+With rotary embeddings q and k rotate first, and dq and dk rotate back: see the family ``rotary``.
 
 ``self_attention`` takes q, k and v from a projection :math:`x W + b`, so that :math:`db`, the sum
 over all tokens of their gradients, need not be read off these: where each query sees a key, itself
@@ -30,8 +29,8 @@ at least, and neither a softcap nor rotary embeddings are between,
     db_q = \sum_t dq_t \qquad db_k = \sum_s dk_s = 0 \qquad db_v = \sum_s dv_s = \sum_t dout_t
 
 A vector added to all keys of a head adds one number to all scores of a query, which changes no
-:math:`p`; and the :math:`p` of a query add up to one. The definition and most implementations add
-up rows all the same.
+:math:`p`; and the :math:`p` of a query add up to one. The reference and most implementations sum
+rows all the same.
 
 ``softmax`` is the middle of that by itself, :math:`out = p` of scores :math:`s = scale \cdot x`, so
 
@@ -107,7 +106,7 @@ def flash_attention(
     rope_table=None,
     interleaved=False,
 ):
-    """The definition of ``flash_attention``, for JAX to differentiate."""
+    """The reference implementation of ``flash_attention``, for JAX to differentiate."""
     if segment_ids is not None and not isinstance(segment_ids, tuple):
         segment_ids = (segment_ids, segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -164,7 +163,7 @@ def flash_attention_backward(
 
 
 def flash_attention_packed(qkv, *, heads, kv_heads=None, **options):
-    """The definition of ``flash_attention_packed``, for JAX to differentiate."""
+    """The reference implementation of ``flash_attention_packed``, for JAX to differentiate."""
     q, k, v = packing.split(qkv, heads, kv_heads or heads)
     return packing.rows(flash_attention(q, k, v, **options))
 
@@ -185,7 +184,7 @@ def flash_attention_float8(q, k, v, q_scale, k_scale, v_scale, segment_ids, **op
 
 
 def softmax(x, *, scale=1.0, causal=False):
-    """The definition of ``softmax``, for JAX to differentiate."""
+    """The reference implementation of ``softmax``, for JAX to differentiate."""
     return softmax_forward(x, scale=scale, causal=causal)
 
 
@@ -206,7 +205,7 @@ def softmax_backward(out, dout, *, scale, causal):
 
 
 def repeat_kv(x, *, groups):
-    """The definition of ``repeat_kv``, for JAX to differentiate."""
+    """The reference implementation of ``repeat_kv``, for JAX to differentiate."""
     return repeat_kv_forward(x, groups=groups)
 
 

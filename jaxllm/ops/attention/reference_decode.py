@@ -1,4 +1,4 @@
-r"""``decode_attention`` in ``jax.numpy``: the definition.
+r"""``decode_attention`` in ``jax.numpy``.
 
 For one query head and the first ``lengths`` rows of its key head's cache,
 

@@ -283,7 +283,7 @@ def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _attention_block = with_backward(
-    "attention_block", _forward, _backward, outputs=2, definition=without_normalized
+    "attention_block", _forward, _backward, outputs=2, reference=without_normalized
 )
 
 

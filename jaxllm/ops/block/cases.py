@@ -167,8 +167,8 @@ def _ffn_block(
 
 def _packed(batch: int, *lengths: int) -> np.ndarray:
     """The segments of documents of these lengths, one after the other."""
-    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return np.broadcast_to(numbers, (batch, sum(lengths)))
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return np.broadcast_to(segments, (batch, sum(lengths)))
 
 
 def _decode_block(
@@ -227,7 +227,7 @@ CASES = (
         64,
         causal=True,
         large=True,
-        # cuDNN: the error of dweight is 0.0150 on an H200, and twice the definition's own 0.0137.
+        # cuDNN: the error of dweight is 0.0150 on an H200, and twice the reference's own 0.0137.
         inexact_under=(("xla", "bfloat16"),),
     ),
     _self_attention("grouped_128", 4, 1000, 8, 128, kv_heads=2, causal=True, large=True),

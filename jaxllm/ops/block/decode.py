@@ -49,9 +49,9 @@ def decode_block(
         h = x + W_{out}\, attention(rope(W_{qkv}\, norm_1(x))) \qquad
         out = h + W_{down}\, swiglu(W_{gate\_up}\, norm_2(h))
 
-    At batch 1 a block's products are so short that what stands between them counts: here norms,
-    rotation, activation and residual additions come with the products, and each product begins to
-    read its weights while the one before it ends. For inference alone: there is no derivative.
+    At batch 1 the matvecs of a block are so short that the kernels between them count. So norms,
+    rotation, activation and residual additions are fused with the matvecs, and each matvec begins
+    to read its weights while the one before it ends. For inference: it has no derivative.
 
     Args:
         residual: The residual stream, x; float32, bfloat16 or float16 for the kernels.

@@ -182,7 +182,7 @@ def _backward(options, backend, residuals, dout, _):
 
 
 _ffn_block = with_backward(
-    "ffn_block", _forward, _backward, outputs=2, definition=without_normalized
+    "ffn_block", _forward, _backward, outputs=2, reference=without_normalized
 )
 
 

@@ -120,10 +120,11 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
             f"position_table has shape {position_table.shape}; it must be (P, {width}), "
             f"as wide as token_table {token_table.shape}"
         )
-    if is_certain(lambda: length > position_table.shape[0]):
+    rows = position_table.shape[0]
+    if not is_certain(lambda: length <= rows):  # a symbolic length needs a constraint
         raise ValueError(
             f"tokens has shape {tokens.shape}, {length} positions; position_table "
-            f"{position_table.shape} has rows for {position_table.shape[0]}"
+            f"{position_table.shape} has rows for {rows}: they must be certain to be enough"
         )
 
 

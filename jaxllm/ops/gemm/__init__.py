@@ -1,1 +1,1 @@
-"""Matrix products."""
+"""Linear layers and matrix multiplication."""

@@ -1,4 +1,4 @@
-"""Linear layers and matrix products."""
+"""Linear layers and matrix multiplication."""
 
 from __future__ import annotations
 

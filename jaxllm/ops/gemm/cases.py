@@ -1,4 +1,4 @@
-"""Shapes of matrix products: odd ones for tests, real ones for tests on a GPU and benchmarks."""
+"""Shapes of matmuls: odd ones for tests, real ones for tests on a GPU and benchmarks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _matmul(
     transpose_b: bool = False,
     **options: str,
 ) -> Case:
-    """A product of ``shape`` and ``(shape[-1], out)``, of which either may be stored turned."""
+    """A matmul of ``shape`` and ``(shape[-1], out)``, either of which may be stored transposed."""
     rows, depth = math.prod(shape[:-1]), shape[-1]
     std = max(depth, 1) ** -0.5
     inputs = {
@@ -54,8 +54,8 @@ def _matmul(
     }
     if bias:
         inputs["bias"] = Normal((out,))
-    turns = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    static = {name: True for name, turned in turns.items() if turned} | options
+    flags = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    static = {name: True for name, flag in flags.items() if flag} | options
     a, b, y = rows * depth, depth * out, rows * out
     # Backward: a, b, dout (and h) in, da and db out.
     return Case(
@@ -101,15 +101,15 @@ CASES = (
     _case("inner_one", 6, 1, out=9),
     _case("no_rows", 0, 16, out=8, activation="gelu"),
     _matmul("square_4096", 4096, 4096, out=4096, large=True),
-    # Timed only: a float32 sum of so many products (of the gradient of b the rows) is one chain of
+    # Timed only: a float32 sum of so many products (rows, in the gradient of b) is one chain of
     # additions, whose rounding errors may be beyond the floor.
     _matmul("square_8192", 8192, 8192, out=8192, large=True, timed_only=True),
     _matmul("gpt2_124m_up", 32768, 768, out=3072, large=True, timed_only=True),
     _matmul("small_tile", 64, 64, out=128),
     _matmul("odd", 37, 19, out=23),
-    _matmul("odd_turned_a", 37, 19, out=23, transpose_a=True),
-    _matmul("odd_turned_b", 37, 19, out=23, transpose_b=True, bias=True, activation="gelu"),
-    _matmul("turned", 136, 72, out=40, transpose_a=True, transpose_b=True, bias=True),
+    _matmul("odd_transposed_a", 37, 19, out=23, transpose_a=True),
+    _matmul("odd_transposed_b", 37, 19, out=23, transpose_b=True, bias=True, activation="gelu"),
+    _matmul("transposed", 136, 72, out=40, transpose_a=True, transpose_b=True, bias=True),
     _matmul("aligned_gelu", 2, 65, 136, out=200, activation="gelu"),
     _matmul("even", 130, 34, out=50, bias=True),
     _matmul("wide_result", 24, 40, out=16, bias=True, activation="gelu", out_dtype="float32"),

@@ -76,11 +76,11 @@ def _matmul_kernel(a_ref, b_ref, *refs, shape, tile, transposes, with_bias, acti
         for start, size, limit in zip(starts, tile[:2], shape[:2], strict=True)
     )
 
-    def load(ref, span, inside, step, turned):
+    def load(ref, span, inside, step, transposed):
         """A tile of the side's span and a step of the depth, as it is stored."""
         depth = pl.ds(step * tile[2], tile[2])
         known = step * tile[2] + jnp.arange(tile[2], dtype=jnp.int32) < shape[2]
-        if turned:
+        if transposed:
             return plgpu.load(ref.at[depth, span], mask=known[:, None] & inside[None, :], other=0)
         return plgpu.load(ref.at[span, depth], mask=inside[:, None] & known[None, :], other=0)
 
