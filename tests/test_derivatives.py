@@ -1,6 +1,7 @@
 """Derivatives of ops: forward mode, which other backends than ``xla`` refuse, and mixed modes."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,16 +198,20 @@ def test_what_jax_ships_for_a_gpu_has_the_derivative_of_the_reference():
     testing.assert_close(jax.jvp(sine, (X,), (V,)), (jnp.sin(X), V * jnp.cos(X)), "float32")
 
 
+class Static(NamedTuple):
+    backend: str
+
+
 def two_outputs(symbolic_zeros):
     """``(2 a, 3 b)`` of a pair, and a list of what cotangents its rule has got."""
     seen = []
-    fn = derivatives.custom_vjp(lambda pair, backend: (2 * pair[0], 3 * pair[1]), (1,))
+    fn = derivatives.custom_vjp(lambda static, pair: (2 * pair[0], 3 * pair[1]))
 
-    def forward(pair, backend):
+    def forward(static, pair):
         a, b = (getattr(x, "value", x) for x in pair)
         return (2 * a, 3 * b), None
 
-    def backward(backend, _, cotangents):
+    def backward(static, _, cotangents):
         seen.append([type(ct) is SymbolicZero for ct in cotangents])
         return ((2 * cotangents[0], None),)
 
@@ -218,7 +223,7 @@ def two_outputs(symbolic_zeros):
 @pytest.mark.parametrize("backend", ["xla", "auto"])
 def test_a_rule_gets_symbolic_zeros_where_it_asks_for_them(backend, symbolic_zeros):
     fn, seen = two_outputs(symbolic_zeros)
-    of_row = jax.grad(lambda pair: fn(pair, backend)[0].sum())
+    of_row = jax.grad(lambda pair: fn(Static(backend), pair)[0].sum())
     for gradients in (of_row((SCALE, SCALE)), jax.vmap(of_row)((X[0], X[0]))):
         assert (gradients[0] == 2).all() and (gradients[1] == 0).all()
         assert seen.pop() == [False, symbolic_zeros]

@@ -35,13 +35,11 @@ from jaxllm.core import promotion
 from jaxllm.core.backend import BackendError
 
 
-def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> Any:
+def custom_vjp(fn: Callable[..., Any]) -> Any:
     """``jax.custom_vjp``, with forward mode where the backend is ``"xla"``.
 
     Args:
-        fn: The op.
-        nondiff_argnums: The positions of the static arguments, which are hashable. The last of them
-            is the backend, or has it as an attribute ``backend``.
+        fn: The op. Its first argument is static: hashable, with an attribute ``backend``.
 
     Returns:
         The op. ``op.defvjp(forward, backward, symbolic_zeros=False, reference=None)`` sets its
@@ -49,17 +47,14 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
         ``fn`` where ``reference`` is None.
     """
     fn = promotion.by_default(fn)
-    reverse = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
-    both = jax.custom_jvp(fn, nondiff_argnums=nondiff_argnums)
+    reverse = jax.custom_vjp(fn, nondiff_argnums=(0,))
+    both = jax.custom_jvp(fn, nondiff_argnums=(0,))
 
     @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        last = args[nondiff_argnums[-1]]
-        backend = getattr(last, "backend", last)
-        if backend == "xla":
-            return both(*args)
-        watch = functools.partial(_watch, name=fn.__name__.lstrip("_"), backend=backend)
-        return reverse(*(x if i in nondiff_argnums else watch(x) for i, x in enumerate(args)))
+    def call(static: Any, *arrays: Any) -> Any:
+        if static.backend == "xla":
+            return both(static, *arrays)
+        return reverse(static, *_watch(arrays, name=fn.__name__, backend=static.backend))
 
     def defvjp(
         forward: Callable[..., Any],
@@ -72,16 +67,14 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
         differentiated = reference(fn) if reference else fn
 
         @both.defjvp
-        def jvp(*args: Any) -> tuple[Any, Any]:
-            *static, primals, tangents = args
-            options = tuple(zip(nondiff_argnums, static, strict=True))
-            out, residuals = forward(*_merge(options, primals))
+        def jvp(static: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+            out, residuals = forward(static, *primals)
             leaves, tree = jax.tree.flatten(out)
             rule = _Rule(
                 reference=differentiated,
                 backward=backward,
                 symbolic_zeros=symbolic_zeros,
-                options=options,
+                static=static,
                 primals=jax.tree.structure(primals),
                 residuals=jax.tree.structure(residuals),
                 out=tree,
@@ -95,14 +88,6 @@ def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) ->
 
     call.defvjp = defvjp  # type: ignore[attr-defined]
     return call
-
-
-def _merge(options: tuple[tuple[int, Any], ...], arrays: Sequence[Any]) -> list[Any]:
-    """The arguments of an op: static ones at their positions, and the others between."""
-    args = list(arrays)
-    for place, value in options:  # in ascending order
-        args.insert(place, value)
-    return args
 
 
 def _is_floating(x: Any) -> bool:
@@ -120,7 +105,7 @@ class _Rule:
     reference: Callable[..., Any]
     backward: Callable[..., Any]
     symbolic_zeros: bool
-    options: tuple[tuple[int, Any], ...]
+    static: Any
     primals: Any  # a PyTreeDef, as the next two
     residuals: Any
     out: Any
@@ -147,7 +132,7 @@ class _Rule:
             args = list(leaves)
             for i, value in zip(moving, values, strict=True):
                 args[i] = value
-            out = self.reference(*_merge(self.options, self.primals.unflatten(args)))
+            out = self.reference(self.static, *self.primals.unflatten(args))
             return list(filter(_is_floating, jax.tree.leaves(out)))
 
         return jax.jvp(reference, [leaves[i] for i in moving], list(tangents))[1]
@@ -162,8 +147,7 @@ class _Rule:
         count = self.primals.num_leaves
         primals = self.primals.unflatten(operands[:count])
         residuals = self.residuals.unflatten(operands[count:])
-        static = [value for _, value in self.options]
-        by_argument = self.backward(*static, residuals, self.outputs(filled))
+        by_argument = self.backward(self.static, residuals, self.outputs(filled))
         gradients = []
         for primal, gradient in zip(primals, by_argument, strict=True):
             leaves, tree = jax.tree.flatten(primal)

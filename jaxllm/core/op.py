@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxllm.core import vma
+from jaxllm.core import derivatives, vma
 from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, Op, dispatch
 
@@ -136,24 +136,14 @@ def with_backward(
         return backward(static.options, static.backend, residuals, _array(first), *given)
 
     fn.__name__ = name
-    rule = vma.custom_vjp(fn, nondiff_argnums=(0,))
-    in_forward_mode = None if reference is None else lambda fn: reference(fn)
-    rule.defvjp(
-        forward_of_values if outputs > 1 else forward_of_arrays(forward),
-        backward_of_given,
-        symbolic_zeros=outputs > 1,
-        reference=in_forward_mode,
-    )
+    rule, zeros = derivatives.custom_vjp(fn), outputs > 1
+    rule.defvjp(forward_of_values, backward_of_given, symbolic_zeros=zeros, reference=reference)
 
     def call(*arrays: Any, backend: Backend, options: Any = None) -> Any:
-        return rule(_Static(options, backend), *arrays)
+        # JAX asks that the gradient of an argument has the argument's type.
+        return rule(_Static(options, backend), *vma.alike(arrays))
 
     return call
-
-
-def forward_of_arrays(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward rule as JAX calls it."""
-    return lambda static, *arrays: forward(static.options, static.backend, *arrays)
 
 
 def _accepted(op: Op, direction: Direction, options: Any) -> dict[str, Any]:

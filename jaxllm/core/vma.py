@@ -11,14 +11,11 @@ it everywhere else. Outside of such a ``shard_map`` nothing happens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import ManualAxisType
-
-from jaxllm.core import derivatives
 
 Axes = frozenset[Any]
 _ARRAYS = (jax.Array, np.ndarray)
@@ -57,18 +54,6 @@ def shapes(structs: Any, arrays: Any) -> Any:
     kind = ManualAxisType(varying=axes)
     make = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=kind)
     return jax.tree.map(lambda struct: make(struct.shape, struct.dtype), structs)
-
-
-def custom_vjp(fn: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()) -> Any:
-    """:func:`jaxllm.core.derivatives.custom_vjp` of a function with arguments of one type."""
-    op = derivatives.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
-
-    @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        return op(*alike(args))
-
-    call.defvjp = op.defvjp  # type: ignore[attr-defined]
-    return call
 
 
 def _axes(leaf: Any) -> Axes:

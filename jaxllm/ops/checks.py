@@ -216,34 +216,6 @@ def check_layer(
         check_same_dtype(bias_name, bias, "x", x)
 
 
-def check_added_norm(
-    weight_name: str,
-    weight: jax.Array,
-    x: Any,
-    residual: jax.Array,
-    scale: jax.Array,
-    **biases: jax.Array | None,
-) -> jax.Array:
-    """Checks what is added to the product of ``x`` and ``weight``, and the norm of the sum.
-
-    Returns the first bias, which is the norm's; zeros where it is None.
-    """
-    columns = f"the columns of {weight_name} {weight.shape}"
-    check_floating(residual=residual, scale=scale)
-    check_shape(
-        "residual", residual, (*x.shape[:-1], weight.shape[1]), f"as x {x.shape} and {columns} say"
-    )
-    check_same_dtype("residual", residual, "x", x)
-    check_shape("scale", scale, weight.shape[1:], columns)
-    for name, bias in biases.items():
-        if bias is not None:
-            check_floating(**{name: bias})
-            check_shape(name, bias, weight.shape[1:], columns)
-            check_same_dtype(name, bias, "scale", scale)
-    norm_bias = next(iter(biases.values()))
-    return jnp.zeros_like(scale) if norm_bias is None else norm_bias
-
-
 def check_pre_norm(
     x: jax.Array, scale: jax.Array, bias_name: str, bias: jax.Array | None
 ) -> jax.Array:
