@@ -141,6 +141,20 @@ def test_only_dispatch_calls_an_implementation(path):
             assert kind_of(call.split(".")[0]) is None, (module, call)
 
 
+@pytest.mark.parametrize("path", [path for path in MODULES if kind_of(path.stem)], ids=name_of)
+def test_only_predicates_ask_why_a_kernel_cannot_serve(path):
+    """An implementation that asks and then runs something else would fall back in silence."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            calls = [ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)]
+            asked = [
+                name for name in calls if name.endswith(("_unsupported", "_slower", "_reason"))
+            ]
+            is_predicate = function.name.endswith(("unsupported", "slower", "reason"))
+            # packing.unsupported(...) makes a predicate of another.
+            assert is_predicate or not asked, f"{path}: {function.name} asks {asked}"
+
+
 def test_a_model_names_no_backend():
     for path in (ROOT / "jaxllm" / "models").glob("*.py"):
         assert "backend" not in {

@@ -220,6 +220,11 @@ def no_hopper_reason() -> str | None:
     return "the CUDA extension is not built for sm_90a"
 
 
+def runs_hopper_kernels() -> bool:
+    """Whether launchers with a kernel for Hopper GPUs will use it in this process."""
+    return no_hopper_reason() is None
+
+
 def _names(gpus: Iterable[Device]) -> str:
     return ", ".join(f"sm_{kind}" for kind in sorted({gpu.capability for gpu in gpus}))
 

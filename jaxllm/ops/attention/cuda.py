@@ -324,7 +324,7 @@ def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] not in _HOPPER_WIDTHS:
         return False
-    return softcap is None and ffi.no_hopper_reason() is None
+    return softcap is None and ffi.runs_hopper_kernels()
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
