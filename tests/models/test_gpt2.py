@@ -205,7 +205,7 @@ def test_padding_has_no_influence(params, batch):
 
 
 def test_explain_lists_the_fused_gemms_of_a_step(on_hopper):
-    config = gpt2.PRESETS["d6"]
+    config = gpt2.PRESETS["d12"]
     params = jax.eval_shape(
         lambda: training.cast(gpt2.init(jax.random.key(0), config), jnp.bfloat16)
     )

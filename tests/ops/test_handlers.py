@@ -19,6 +19,7 @@ import jaxllm
 from jaxllm import ops, testing
 from jaxllm.core import ffi
 from jaxllm.models import gpt2
+from jaxllm.ops.gemm import fused
 
 STEMS = list(kernel_table.handlers())
 
@@ -57,6 +58,11 @@ def programs():
     )
     tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
     yield jax.grad(lambda p, x, y: gpt2.loss(p, x, y, config)), (params, tokens, tokens)
+    # The blocks call it for rows of more tiles than run at once.
+    x, residual = (jax.ShapeDtypeStruct((32768, width), jnp.bfloat16) for width in (64, 768))
+    weight = jax.ShapeDtypeStruct((64, 768), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((768,), jnp.bfloat16)
+    yield functools.partial(fused.matmul_residual, "cuda"), (x, weight, bias, residual)
     # No case has float8 inputs.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)

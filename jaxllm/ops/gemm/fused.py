@@ -64,6 +64,8 @@ def normalize(backend, x, eps) -> Normalized:
 
 def gemm_unsupported(x, weight) -> str | None:
     """Why no fused GEMM multiplies ``x`` by a weight."""
+    if x.ndim == 0 or weight.ndim != 2:
+        return f"x has shape {x.shape} and the weight {weight.shape}, which is no linear layer"
     return cuda_fused.gemm_unsupported(x, weight.shape[1])
 
 
