@@ -55,8 +55,12 @@ def run_blocks(
         for layer in layers:
             h, _ = step(h, layer)
         return h
-    first = jax.tree.map(lambda x: x[0], layers)
-    return jax.lax.scan(step, h.like(jax.eval_shape(block, h, first)), layers)[0]
+
+    def first(h, layers):
+        return block(h, jax.tree.map(lambda x: x[0], layers))
+
+    # The carry has one structure from the start: the one that a block returns.
+    return jax.lax.scan(step, h.like(jax.eval_shape(first, h, layers)), layers)[0]
 
 
 class Shape(Protocol):
