@@ -80,6 +80,7 @@ def differentiable(
     def forward(options: Any, backend: Backend, *arrays: Any) -> tuple[Any, Any]:
         static = _accepted(op, Direction.FORWARD, options)
         results = results_of(static, backend, arrays)
+        # The Nones, which no program holds, tell the backward how many arrays there are.
         return returned(results), (saves(*arrays, *results), (None,) * len(arrays))
 
     def backward(options: Any, backend: Backend, residuals: Any, *cotangents: Any) -> tuple:

@@ -355,3 +355,29 @@ def test_no_field_can_be_set(name):
     h = residual(jnp.ones((2, 3, 8)))
     with pytest.raises(AttributeError):
         setattr(h, name, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"norm": {"bias": jnp.ones(8)}}, ValueError, "norm has bias; it must have scale"),
+        ({"norm": jnp.ones(8)}, TypeError, "norm is of type .*; it must be a mapping"),
+        ({"weights": {}}, ValueError, "weights has nothing; it must have up, down"),
+        (
+            {"weights": {"up": {}, "down": {}}},
+            ValueError,
+            r"weights\['up'\] has nothing; .* weight",
+        ),
+    ],
+)
+def test_blocks_name_the_parameters_that_are_missing(changed, error, message):
+    layers = {name: {"weight": jnp.ones((8, 8))} for name in ("up", "down", "qkv", "out")}
+    arguments = {"norm": {"scale": jnp.ones(8)}, "weights": layers} | changed
+    with pytest.raises(error, match=message):
+        ffn_block(residual(jnp.ones((2, 3, 8))), **arguments)
+    names = {"up": "qkv", "down": "out"}
+    renamed = {names.get(name, name): layer for name, layer in arguments["weights"].items()}
+    for name, other in names.items():
+        message = message.replace(name, other)
+    with pytest.raises(error, match=message):
+        attention_block(residual(jnp.ones((2, 3, 8))), arguments["norm"], renamed, heads=2)

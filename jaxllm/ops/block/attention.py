@@ -22,7 +22,7 @@ from jaxllm.ops.attention.api import (
     flash_attention_packed,
 )
 from jaxllm.ops.attention.packing import rows, split
-from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
+from jaxllm.ops.block.residual import Residual, carry, check_keys, check_residual, pre_norm
 from jaxllm.ops.checks import (
     check_floating,
     check_layer,
@@ -103,10 +103,19 @@ def attention_block(
     the transformer architecture" (arXiv:2002.04745); llm.c's ``gpt2_forward``, ``gpt2_backward``.
     """
     check_residual(h)
+    check_parameters(norm, weights, "qkv", "out")
     arrays = (h, norm, weights["qkv"], weights["out"], segment_ids, rope_table)
     attention = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
     attention |= {"causal": causal, "scale": scale, "window": window}
     return compose(_BLOCK, resolve(backend), *arrays, **attention, attend=attend)
+
+
+def check_parameters(norm: object, weights: Any, *layers: str) -> None:
+    """Raises TypeError or ValueError where a block's parameters lack a part."""
+    check_keys("norm", norm, "scale")
+    check_keys("weights", weights, *layers)
+    for name in layers:
+        check_keys(f"weights[{name!r}]", weights[name], "weight")
 
 
 def _unfused(

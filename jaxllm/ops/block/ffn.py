@@ -17,6 +17,7 @@ from jaxllm.core.op import with_backward
 from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
 from jaxllm.ops.block.attention import (
     Layer,
+    check_parameters,
     leave_to_next_norm,
     unsupported_by_layers,
     without_normalized,
@@ -82,8 +83,9 @@ def ffn_block(
     check_residual(h)
     if activation not in ("gelu", "swiglu"):
         raise ValueError(f"activation is {activation!r}; it must be 'gelu' or 'swiglu'")
-    up = weights["up" if activation == "gelu" else "gate_up"]
-    arrays = (h, norm, up, weights["down"])
+    first = "up" if activation == "gelu" else "gate_up"
+    check_parameters(norm, weights, first, "down")
+    arrays = (h, norm, weights[first], weights["down"])
     return compose(_BLOCK, resolve(backend), *arrays, activation=activation)
 
 

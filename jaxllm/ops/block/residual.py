@@ -195,10 +195,21 @@ def final_norm(
         ValueError: As in :func:`jaxllm.ops.layer_norm` and :func:`jaxllm.ops.rms_norm`.
     """
     check_residual(h)
+    check_keys("norm", norm, "scale")
     if h.branch is not None:
         return pre_norm(h, norm, backend)[0]
     function = layer_norm if h.kind == "layer" else rms_norm
     return function(h.x, **norm, eps=h.eps, backend=backend)
+
+
+def check_keys(name: str, tree: object, *keys: str) -> None:
+    """Raises TypeError or ValueError where a tree of parameters lacks one of these keys."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{name} is of type {type(tree).__name__}; it must be a mapping")
+    for key in keys:
+        if key not in tree:
+            wanted, found = ", ".join(keys), ", ".join(map(str, tree)) or "nothing"
+            raise ValueError(f"{name} has {found}; it must have {wanted}")
 
 
 def check_residual(h: object) -> None:
