@@ -372,10 +372,10 @@ def test_no_field_can_be_set(name):
 )
 def test_blocks_name_the_parameters_that_are_missing(changed, error, message):
     layers = {name: {"weight": jnp.ones((8, 8))} for name in ("up", "down", "qkv", "out")}
-    arguments = {"norm": {"scale": jnp.ones(8)}, "weights": layers} | changed
+    arguments: Any = {"norm": {"scale": jnp.ones(8)}, "weights": layers} | changed
     with pytest.raises(error, match=message):
         ffn_block(residual(jnp.ones((2, 3, 8))), **arguments)
-    names = {"up": "qkv", "down": "out"}
+    names: Any = {"up": "qkv", "down": "out"}
     renamed = {names.get(name, name): layer for name, layer in arguments["weights"].items()}
     for name, other in names.items():
         message = message.replace(name, other)
