@@ -186,3 +186,17 @@ def with_kernels(monkeypatch):
         monkeypatch.setattr(
             jaxllm.core.ffi, "_cuda", types.SimpleNamespace(registrations=lambda: stems)
         )
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    """Runs in an empty folder, where scripts write their output."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def small_processes(monkeypatch):
+    """Keeps the processes that a test starts small: in memory, in threads and in compile time."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -11,12 +11,7 @@ from jaxllm.models import llama3
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
-
-@pytest.fixture(autouse=True)
-def small_processes(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+pytestmark = pytest.mark.usefixtures("small_processes")
 
 
 def read_csv(path):

@@ -1,6 +1,5 @@
 """The examples that train models, switch backends and add an op."""
 
-import json
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ import pretraining
 import pytest
 import switch_backends
 import tokenizers
+from pretraining_scripts import SCRIPTS, read_log
 
 import jaxllm
 from jaxllm import data
@@ -29,21 +29,7 @@ from jaxllm.core.backend import resolve
 from jaxllm.models import gpt2
 from jaxllm.training import checkpoint
 
-# The pretraining scripts, and their output folders.
-SCRIPTS = pytest.mark.parametrize(
-    ("script", "out"),
-    [(pretrain_gpt2, "runs/gpt2_tiny"), (pretrain_llama3, "runs/llama3_tiny")],
-    ids=["gpt2", "llama3"],
-)
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def read_log(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @SCRIPTS

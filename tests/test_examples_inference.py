@@ -1,7 +1,6 @@
 """The examples that generate text and evaluate models."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pretrain_gpt2
 import pretrain_llama3
 import pytest
 import tokenizers
+from pretraining_scripts import SCRIPTS, read_log
 
 from jaxllm import data
 from jaxllm.convert import huggingface
@@ -21,21 +21,7 @@ from jaxllm.data.tokenizer import from_file
 from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import gpt2
 
-# The pretraining scripts, and their output folders.
-SCRIPTS = pytest.mark.parametrize(
-    ("script", "out"),
-    [(pretrain_gpt2, "runs/gpt2_tiny"), (pretrain_llama3, "runs/llama3_tiny")],
-    ids=["gpt2", "llama3"],
-)
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def read_log(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def test_generate_smoke_mode_runs(capsys):
