@@ -7,13 +7,15 @@
 #include "attention/decode_merge.cuh"
 #include "attention/decode_scores.cuh"
 #include "attention/decode_step.cuh"
+#include "common/cp_async.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/fragments.cuh"
+#include "common/fragment.cuh"
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/shared_needs.h"
 #include "common/vector.cuh"
+#include "common/widen.cuh"
 
 namespace jaxllm {
 namespace {
@@ -47,8 +49,8 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
   const Place place = place_of(a);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
   // To ask whether there is anything to wait for takes 0.1 us, of a kernel's 5 to 11.
-  if (a.overlap || a.clusters > 1) start_next_kernel();
-  if (a.overlap) wait_for_last_kernel();
+  if (a.overlap || a.clusters > 1) launch_dependent_grids();
+  if (a.overlap) wait_on_dependent_grids();
 
   // All warps ask for the length and the queries before any asks for keys: behind these they would
   // come a microsecond later.
@@ -72,14 +74,14 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
   // The first keys do not wait for the length: the score of a key past it is dropped, whatever
   // stands there. A value past it would be multiplied by zero, and might be no number.
   if (first < a.length) key_step.fetch(ring, first, apart, a.length - 1);
-  commit_copies();
+  cp_async_commit();
   const int last = count_keys(a, length) - 1;
   // Asks for an item: 2 s are the keys of step s from the present one, 2 s + 1 its values.
   const auto ask = [&](auto item, char* slot) {
     constexpr int kItem = decltype(item)::value;
     const int start = first + kItem / 2 * between;
     if (start <= last) (kItem % 2 ? value_step : key_step).fetch(slot, start, apart, last);
-    commit_copies();
+    cp_async_commit();
   };
   ask(Item<1>{}, ring + Step::kSlotBytes);
   if constexpr (kSlots == 3) ask(Item<2>{}, ring + 2 * Step::kSlotBytes);
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
     if (slot == ring + kSlots * Step::kSlotBytes) slot = ring;
   };
   for (; first <= last; first += between) {
-    wait_for_older_copies<kSlots - 1>();
+    cp_async_wait<kSlots - 1>();
     __syncwarp();
     // Of tokens r (the first two) and r + 8, heads 2c and 2c + 1.
     float scores[kProducts][4];
@@ -120,9 +122,10 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
           read_words(high, row + 8 * Step::kRowBytes);
 #pragma unroll
           for (int i = 0; i < kPerLoad; i += 4) {
-            multiply_16x8x16<T>(halves[i / 4 % 2], neighbours<T, C>(low, i),
-                                neighbours<T, C>(high, i), neighbours<T, C>(low, i + 2),
-                                neighbours<T, C>(high, i + 2), q[j][i / 2], q[j][i / 2 + 1]);
+            mma_m16n8k16<T>(halves[i / 4 % 2],
+                            {neighbours<T, C>(low, i), neighbours<T, C>(high, i),
+                             neighbours<T, C>(low, i + 2), neighbours<T, C>(high, i + 2)},
+                            q[j][i / 2], q[j][i / 2 + 1]);
           }
         }
       }
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
         }
       }
     }
-    wait_for_older_copies<kSlots - 1>();
+    cp_async_wait<kSlots - 1>();
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
@@ -160,8 +163,8 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
       for (int t = 0; t < 2; ++t) {
         float scale = 1.0f;
         if constexpr (sizeof(C) == 1) scale = Step::scales(slot)[n * kTokens + r + 8 * t];
-        weights[t] =
-            transpose_8x8(pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
+        weights[t] = movmatrix_transposed(
+            pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
       }
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
@@ -173,10 +176,12 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
         }
 #pragma unroll
         for (int i = 0; i < kPerLane / 2; ++i) {
-          multiply_16x8x16<T>(sums[p][i], across<T, C>(value[0], value[1], 2 * i),
-                              across<T, C>(value[0], value[1], 2 * i + 1),
-                              across<T, C>(value[2], value[3], 2 * i),
-                              across<T, C>(value[2], value[3], 2 * i + 1), weights[0], weights[1]);
+          mma_m16n8k16<T>(
+              sums[p][i],
+              {across<T, C>(value[0], value[1], 2 * i), across<T, C>(value[0], value[1], 2 * i + 1),
+               across<T, C>(value[2], value[3], 2 * i),
+               across<T, C>(value[2], value[3], 2 * i + 1)},
+              weights[0], weights[1]);
         }
       }
     }
@@ -187,7 +192,7 @@ __global__ void __launch_bounds__(32 * kWarps, kMostWarps / kWarps)
 
   sum_over_groups<4>(total);
   // The sums take the place of keys, some of which a warp without any has asked for nevertheless.
-  wait_for_older_copies<0>();
+  cp_async_wait<0>();
   __syncwarp();
   float* const of_warp = reinterpret_cast<float*>(ring);
 #pragma unroll
@@ -218,8 +223,8 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
   const Place place = place_of(a);
   const size_t warp_bytes = sizeof(float) * a.most_heads * a.width;
   Merge<kWarps, 0> merge(memory + kWarps * warp_bytes, a.cluster, place.heads, a.width, a.share);
-  start_next_kernel();
-  wait_for_last_kernel();
+  launch_dependent_grids();
+  wait_on_dependent_grids();
   const int length = count_keys(a, a.lengths[place.sequence]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float q[kHeads][kColumns], sums[kHeads][kColumns] = {};
@@ -286,8 +291,8 @@ __global__ void __launch_bounds__(32 * kFewerWarps)
 template <typename T>
 __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts, int width) {
   const int64_t row = blockIdx.x, rows = gridDim.x;
-  start_next_kernel();
-  wait_for_last_kernel();
+  launch_dependent_grids();
+  wait_on_dependent_grids();
   const float* statistics = partial + parts * rows * width;
   float largest = -INFINITY, total = 0.0f;
   for (int p = 0; p < parts; ++p) largest = fmaxf(largest, statistics[(p * rows + row) * 2]);

@@ -15,12 +15,13 @@
 #include "attention/decode_merge.cuh"
 #include "attention/decode_scores.cuh"
 #include "common/cluster.cuh"
+#include "common/cp_async.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/fragments.cuh"
-#include "common/hopper.cuh"
+#include "common/fragment.cuh"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
+#include "common/widen.cuh"
 
 namespace jaxllm::hopper {
 
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<LongShared<Shape>*>(memory);
   const uint32_t sequence = blockIdx.z, kv_head = blockIdx.y;
-  if (a.overlap) wait_for_last_kernel();
+  if (a.overlap) wait_on_dependent_grids();
 
   // The length and the queries are asked for before keys, lest they come behind them: no compiler
   // or assembler moves these loads beyond the barrier of the warp below.
@@ -106,9 +107,9 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
 #pragma unroll
       for (int at = 0; at < kTokenBytes; at += 128) {
         if constexpr (decltype(whole)::value) {
-          copy_16_async(to + at, from + at);
+          cp_async_16(to + at, from + at);
         } else {
-          copy_16_async(to + at, from + at, static_cast<int>(token) + i < end);
+          cp_async_16(to + at, from + at, static_cast<int>(token) + i < end);
         }
       }
       from += kTokensAtOnce * stride;
@@ -120,9 +121,9 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   const bool asked_early = first + kItem <= a.length;
   if (asked_early) {
     fetch(std::true_type{}, a.k, ring, first, 0);
-    commit_copies();
+    cp_async_commit();
   }
-  if (a.overlap || a.clusters > 1) start_next_kernel();
+  if (a.overlap || a.clusters > 1) launch_dependent_grids();
   // What follows is to be worked out after that, and so begins from what the compiler cannot know.
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
       const Item item = item_at(index);
       fetch(std::false_type{}, item.of_keys ? a.k : a.v, slot, item.start, last + 1);
     }
-    commit_copies();
+    cp_async_commit();
   };
 #pragma unroll 1
   for (int i = asked_early; i < Shape::kDepth; ++i) ask(i, ring + i * Shape::kItemBytes);
@@ -177,18 +178,18 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
     shared.statistics_here.arrive_and_expect(sizeof(shared.statistics));
     shared.sums_here.arrive_and_expect(Shape::kMessages * Shape::kSums * sizeof(float));
   }
-  arrive_at_cluster();
+  cluster_arrive_relaxed();
 
   // The first token of a product's keys for the lane; tokens of lanes that read together are in
   // different banks. The other one is eight further.
   const int key = r / 2 + r % 2 * 4;
-  // The token of an item's values that the lane names to `load_matrices_transposed`, in the order
+  // The token of an item's values that the lane names to `ldmatrix_transposed`, in the order
   // of the weights: see `key`. Of 16 bits that loads tokens 0 to 7 and 8 to 15, the first eight
   // columns of each and then the others; of int8, in pairs of columns, the tokens of two products.
   const int value_row = lane % 8 / 2 + lane % 2 * 4;
   const int value_token = value_row + (kInt8 ? lane / 8 : lane / 16) * 8;
 
-  const int rank = rank_in_cluster(), message = rank * Shape::kWarps + threadIdx.x / 32;
+  const int rank = cluster_rank(), message = rank * Shape::kWarps + threadIdx.x / 32;
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {};  // of heads 2c and 2c + 1
   float sums[kGroups][4] = {};  // of two columns, and of heads 2c and 2c + 1
   // Of the row whose values come next, and of the row after it, where its keys have come.
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
 #pragma unroll 1
   for (int index = 0;; ++index) {
     const auto [of_keys, start] = item_at(index);
-    wait_for_older_copies<Shape::kDepth - 1>();
+    cp_async_wait<Shape::kDepth - 1>();
     __syncwarp();
     // Of tokens `key` (the first two) and key + 8 of a product, heads 2c and 2c + 1.
     float scores[kProducts][4];
@@ -224,9 +225,10 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
           read_words(high, chunk + 8 * kTokenBytes);
 #pragma unroll
           for (int i = 0; i < kPerLoad; i += 4) {
-            multiply_16x8x16<T>(halves[i / 4 % 2], neighbours<T, C>(low, i),
-                                neighbours<T, C>(high, i), neighbours<T, C>(low, i + 2),
-                                neighbours<T, C>(high, i + 2), q[j][i / 2], q[j][i / 2 + 1]);
+            mma_m16n8k16<T>(halves[i / 4 % 2],
+                            {neighbours<T, C>(low, i), neighbours<T, C>(high, i),
+                             neighbours<T, C>(low, i + 2), neighbours<T, C>(high, i + 2)},
+                            q[j][i / 2], q[j][i / 2 + 1]);
           }
         }
 #pragma unroll
@@ -257,19 +259,21 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
         for (int g = 0; g < kGroups; ++g) {
           const int chunk = kInt8 ? g : g * 2 + lane / 8 % 2;
           uint32_t words[4];
-          load_matrices_transposed(words, values + n * 16 * kTokenBytes + (chunk ^ value_row) * 16);
+          ldmatrix_transposed(
+              words, smem_address(values + n * 16 * kTokenBytes + (chunk ^ value_row) * 16));
           if constexpr (kInt8) {
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
               const uint32_t low = __byte_perm(words[2 * m], 0, 0x3120);
               const uint32_t high = __byte_perm(words[2 * m + 1], 0, 0x3120);
-              multiply_16x8x16<T>(sums[g], widen_two<T>(low, false), widen_two<T>(low, true),
-                                  widen_two<T>(high, false), widen_two<T>(high, true),
-                                  weights[n + m][0], weights[n + m][1]);
+              mma_m16n8k16<T>(sums[g],
+                              {widen_two<T>(low, false), widen_two<T>(low, true),
+                               widen_two<T>(high, false), widen_two<T>(high, true)},
+                              weights[n + m][0], weights[n + m][1]);
             }
           } else {
-            multiply_16x8x16<T>(sums[g], words[0], words[1], words[2], words[3], weights[n][0],
-                                weights[n][1]);
+            mma_m16n8k16<T>(sums[g], {words[0], words[1], words[2], words[3]}, weights[n][0],
+                            weights[n][1]);
           }
         }
       }
@@ -293,18 +297,19 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
           scale = __shfl_sync(kFullWarp, value_scales[n / 2], token % 32);
           if (start + token > last) scale = 0.0f;  // it may be no number
         }
-        next_weights[n][t] =
-            transpose_8x8(pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
+        next_weights[n][t] = movmatrix_transposed(
+            pack_pair<T>(scores[n][2 * t] * scale, scores[n][2 * t + 1] * scale));
       }
     }
     load_scales(start + between);
     if (start + between > last) {
       sum_over_groups<4>(total);
-      wait_for_cluster();
+      cluster_wait();
       // Lane 4 r + c tells block r of heads 2c and 2c + 1.
       if (r < kGroups && c < Shape::kHeads / 2) {
-        send(r, &shared.statistics[message][2 * c],
-             Pack<float>::of({largest[0], total[0], largest[1], total[1]}), shared.statistics_here);
+        store_remote(r, &shared.statistics[message][2 * c],
+                     Pack<float>::of({largest[0], total[0], largest[1], total[1]}),
+                     shared.statistics_here);
       }
     }
   }
@@ -312,7 +317,8 @@ __global__ void __launch_bounds__(LongShape<C, kWidth>::kThreads, 1)
   if (c < Shape::kHeads / 2) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      send(g, &shared.sums[message][(r * 2 + c) * 4], Pack<float>::of(sums[g]), shared.sums_here);
+      store_remote(g, &shared.sums[message][(r * 2 + c) * 4], Pack<float>::of(sums[g]),
+                   shared.sums_here);
     }
   }
   if (rank >= kGroups) return;

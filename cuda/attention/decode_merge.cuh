@@ -14,7 +14,6 @@
 #include "common/cluster.cuh"
 #include "common/fast_math.cuh"
 #include "common/float_order.cuh"
-#include "common/hopper.cuh"
 #include "common/reduce_max.cuh"
 #include "common/unit.cuh"
 #include "common/vector.cuh"
@@ -47,8 +46,8 @@ class BlockCluster {
       all_here_.arrive_and_expect(bytes);
       hopper::fence_barrier_init();
     }
-    hopper::arrive_at_cluster();
-    hopper::wait_for_cluster();
+    hopper::cluster_arrive_relaxed();
+    hopper::cluster_wait();
 #endif
   }
 
@@ -57,7 +56,7 @@ class BlockCluster {
   __device__ __forceinline__ void send(int blocks, int rank, To* target, const Numbers& numbers) {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
-      hopper::send(rank, target, numbers, all_here_);
+      hopper::store_remote(rank, target, numbers, all_here_);
       return;
     }
 #endif

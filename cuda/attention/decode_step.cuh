@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/cp_async.cuh"
 #include "common/mma.cuh"
 
 namespace jaxllm {
@@ -73,15 +74,15 @@ class CacheStep {
       if (i >= kTokens && start > last) break;
       const auto token = static_cast<uint32_t>(min(start + i % kTokens + my_row(), last));
       // offset(i + my_row(), ...), since rows i and my_row() have no bit in common.
-      copy_16_async(slot + i * kRowBytes + (mine ^ turn(i) * 16),
-                    cache_ + uint64_t{token} * (heads_ * kRowBytes));
+      cp_async_16(slot + i * kRowBytes + (mine ^ turn(i) * 16),
+                  cache_ + uint64_t{token} * (heads_ * kRowBytes));
     }
     if constexpr (sizeof(C) == 1) {
 #pragma unroll
       for (int i = 0; i < kRows; i += 32) {
         const int row = i + threadIdx.x % 32;
         const int token = first + row / kTokens * apart + row % kTokens;
-        copy_4_async(scales(slot) + row, scales_ + int64_t{min(token, last)} * heads_);
+        cp_async_4(scales(slot) + row, scales_ + int64_t{min(token, last)} * heads_);
       }
     }
   }

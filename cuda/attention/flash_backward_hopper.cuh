@@ -35,9 +35,9 @@ struct BackwardCopier {
   BackwardShared<T, kWidth>& shared;
   const BackwardArguments& a;
   const CUtensorMap &q_map, &k_map, &v_map, &dout_map;
-  RingPosition<Shape::kKeyStages> k_ring = {}, v_ring = {};
-  RingPosition<Shape::kQueryStages> q_ring = {};
-  RingPosition<Shape::kStages> dout_ring = {};
+  PipelineState<Shape::kKeyStages> k_ring = {}, v_ring = {};
+  PipelineState<Shape::kQueryStages> q_ring = {};
+  PipelineState<Shape::kStages> dout_ring = {};
 
   // Of the keys or of the values.
   __device__ __forceinline__ void load_key_rows(const BackwardTile& tile, const CUtensorMap& map,
@@ -45,21 +45,22 @@ struct BackwardCopier {
     full.arrive_and_expect(Shape::kKeys * kWidth * sizeof(T));
 #pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      load_box(target + slab * Shape::kKeys * kSlabWidth, map,
-               {slab * kSlabWidth, tile.kv_head, tile.key_tile * Shape::kKeys, tile.sequence},
-               full);
+      tma_load_4d(
+          target + slab * Shape::kKeys * kSwizzleColumns, map,
+          {slab * kSwizzleColumns, tile.kv_head, tile.key_tile * Shape::kKeys, tile.sequence},
+          full);
     }
   }
 
   __device__ __forceinline__ void load_keys(const BackwardTile& tile) {
     const int stage = k_ring.stage;
-    shared.k_empty[stage].wait(k_ring.parity ^ 1);
+    shared.k_empty[stage].wait(k_ring.phase ^ 1);
     load_key_rows(tile, k_map, shared.k[stage], shared.k_full[stage]);
     k_ring.advance();
   }
   __device__ __forceinline__ void load_values(const BackwardTile& tile) {
     const int stage = v_ring.stage;
-    shared.v_empty[stage].wait(v_ring.parity ^ 1);
+    shared.v_empty[stage].wait(v_ring.phase ^ 1);
     load_key_rows(tile, v_map, shared.v[stage], shared.v_full[stage]);
     v_ring.advance();
   }
@@ -72,21 +73,21 @@ struct BackwardCopier {
     full.arrive_and_expect(Shape::kQueries * kWidth * sizeof(T) + kBytesOfNumbers);
 #pragma unroll 1
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      load_box(target + slab * Shape::kQueries * kSlabWidth, map,
-               {slab * kSlabWidth, head, query, sequence}, full);
+      tma_load_4d(target + slab * Shape::kQueries * kSwizzleColumns, map,
+                  {slab * kSwizzleColumns, head, query, sequence}, full);
     }
-    load_bytes(target_of_numbers, numbers, kBytesOfNumbers, full);
+    bulk_load(target_of_numbers, numbers, kBytesOfNumbers, full);
   }
 
   // With the two numbers of each, which begin at `row`.
   __device__ __forceinline__ void load_queries(int sequence, int head, int query, int64_t row) {
     int stage = q_ring.stage;
-    shared.q_empty[stage].wait(q_ring.parity ^ 1);
+    shared.q_empty[stage].wait(q_ring.phase ^ 1);
     load_query_rows(q_map, sequence, head, query, shared.q[stage], a.lse + row, shared.lse[stage],
                     shared.q_full[stage]);
     q_ring.advance();
     stage = dout_ring.stage;
-    shared.dout_empty[stage].wait(dout_ring.parity ^ 1);
+    shared.dout_empty[stage].wait(dout_ring.phase ^ 1);
     load_query_rows(dout_map, sequence, head, query, shared.dout[stage], a.delta + row,
                     shared.delta[stage], shared.dout_full[stage]);
     dout_ring.advance();
@@ -124,7 +125,7 @@ __device__ __forceinline__ void copy_backward(BackwardShared<T, kWidth>& shared,
   using Shape = BackwardShape<kWidth>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   BackwardCopier<T, kWidth> copier{shared, a, q_map, k_map, v_map, dout_map};
-  RingPosition<2> tiles;
+  PipelineState<2> tiles;
   int ticket = atomicAdd(a.tickets, 1);
   while (ticket < a.items) {
     const BackwardItem item = take_item(a, band.key_tiles(), ticket);
@@ -180,12 +181,12 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     }
     fence_barrier_init();
   }
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    give_registers<Shape::kCopierRegisters>();
+    warpgroup_reg_dealloc<Shape::kCopierRegisters>();
     if (threadIdx.x == 0) copy_backward<kSegments>(shared, a, q_map, k_map, v_map, dout_map);
     if (threadIdx.x == 32) add_dq<kSegments>(shared, a);
     if constexpr (Shape::kRoundsDq) {
@@ -194,11 +195,11 @@ __global__ void __launch_bounds__(BackwardShape<kWidth>::kThreads, 1)
     }
   } else if (warpgroup > Shape::kMultipliers) {
     if constexpr (Shape::kIsNarrow) {
-      give_registers<Shape::kDqRegisters>();
+      warpgroup_reg_dealloc<Shape::kDqRegisters>();
       multiply_dq<kSegments>(shared, a);
     }
   } else {
-    take_registers<Shape::kMultiplierRegisters>();
+    warpgroup_reg_alloc<Shape::kMultiplierRegisters>();
     if constexpr (Shape::kIsNarrow) {
       multiply_narrow<kSegments>(shared, a, dk_map, dv_map, warpgroup - 1);
     } else {

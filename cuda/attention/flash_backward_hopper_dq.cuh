@@ -3,7 +3,9 @@
 #pragma once
 
 #include "attention/flash_backward_hopper_plan.cuh"
+#include "common/fragment.cuh"
 #include "common/reduce.cuh"
+#include "common/tma.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm::hopper {
@@ -49,7 +51,7 @@ __device__ __forceinline__ void for_each_dq_step(BackwardShared<T, kWidth>& shar
   using Shape = BackwardShape<kWidth>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int group = a.heads / a.kv_heads;
-  RingPosition<2> tiles;
+  PipelineState<2> tiles;
   for (BackwardTile tile; (tile = read_tile(shared, tiles)).is_there();) {
 #pragma unroll 1
     for (int head = tile.kv_head * group; head < (tile.kv_head + 1) * group; ++head) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
   constexpr int kParts = Shape::kParts, kSize = Shape::kQueries * kWidth / kParts;
   constexpr int kBytes = kSize * sizeof(float);
   float* const own = shared.dq[0];
-  RingPosition<1> ring;
+  PipelineState<1> ring;
   const auto add = [&](const DqStep& step) {
     const int64_t tile = dq_tile<kWidth>(a, step);
     float* const sum = a.dq_sums + tile * (kParts * kSize);
@@ -86,31 +88,31 @@ __device__ __forceinline__ void add_dq(BackwardShared<T, kWidth>& shared,
         const int offset = part * kSize;
         if (step.rank > 0) {
           shared.sum_full[part].arrive_and_expect(kBytes);
-          load_bytes(own + offset, sum + offset, kBytes, shared.sum_full[part]);
+          bulk_load(own + offset, sum + offset, kBytes, shared.sum_full[part]);
         } else {
           shared.sum_full[part].arrive();
         }
       }
       // Until the sum has been read there: the next may be fetched to the same place.
-      for (int part = 0; part < kParts; ++part) shared.dq_full[part].wait(ring.parity);
+      for (int part = 0; part < kParts; ++part) shared.dq_full[part].wait(ring.phase);
       ring.advance();
       return;
     }
     for (int part = 0; part < kParts; ++part) {
       const int offset = part * kSize;
-      shared.dq_full[part].wait(ring.parity);
+      shared.dq_full[part].wait(ring.phase);
       // The first writes, so that nobody has to write zeros before.
       if (step.rank == 0) {
-        store_bytes(sum + offset, own + offset, kBytes);
+        bulk_store(sum + offset, own + offset, kBytes);
       } else {
-        add_floats(sum + offset, own + offset, kBytes);
+        bulk_reduce_add(sum + offset, own + offset, kBytes);
       }
-      commit_stores();
+      tma_store_commit();
     }
     ring.advance();
-    wait_until_stores_have_read();
+    tma_store_wait_read<0>();
     for (int part = 0; part < kParts; ++part) shared.dq_empty[part].arrive();
-    wait_for_stores();
+    tma_store_wait<0>();
     fence_async_proxy_global();
     store_release(a.ranks + tile, step.rank + 1);
   };
@@ -132,7 +134,7 @@ __device__ __forceinline__ void sum_rounded_dq(const BackwardShared<T, kWidth>& 
   float sums[kColumns] = {};
 #pragma unroll 2
   for (int i = 0; i < 64; i += 32 / kLanes) {
-    const uint32_t offset = slab_offset(warp * 64 + i + lane / kLanes, column);
+    const uint32_t offset = swizzled_offset(warp * 64 + i + lane / kLanes, column);
     const auto dq = load<kColumns>(reinterpret_cast<const T*>(tile + offset));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) sums[c] += dq[c];
@@ -163,7 +165,7 @@ __device__ __forceinline__ void forget_sum(const BackwardArguments& a, const DqS
 // columns of the first or second 64 rows. For columns 8 j to 8 j + 15, j even, the address ^ 16 j.
 __device__ __forceinline__ uint32_t offset_of_matrices(int half, int thread) {
   const int lane = thread % 32;
-  return slab_offset(half * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+  return swizzled_offset(half * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
 }
 
 // Hands a half of a tile of dq to who adds it.
@@ -184,7 +186,7 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, cons
   static_assert(BackwardShape<kWidth>::kSlabs == 1);
   const int thread = threadIdx.x % kWarpgroup;
   const auto* const sum = reinterpret_cast<const float4*>(shared.dq[half]) + thread;
-  const uint32_t rows = shared_address(shared.rounded_dq) + offset_of_matrices(half, thread);
+  const uint32_t rows = smem_address(shared.rounded_dq) + offset_of_matrices(half, thread);
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     uint32_t words[4];
@@ -193,10 +195,10 @@ __device__ __forceinline__ void round_dq(BackwardShared<T, kWidth>& shared, cons
       const float* const own = dq + 4 * (j + i);
       float4 other = {};
       if (!is_alone) other = sum[(j + i) * kWarpgroup];
-      words[2 * i] = pack<T>((own[0] + other.x) * scale, (own[1] + other.y) * scale);
-      words[2 * i + 1] = pack<T>((own[2] + other.z) * scale, (own[3] + other.w) * scale);
+      words[2 * i] = pack_pair<T>((own[0] + other.x) * scale, (own[1] + other.y) * scale);
+      words[2 * i + 1] = pack_pair<T>((own[2] + other.z) * scale, (own[3] + other.w) * scale);
     }
-    store_matrices(rows ^ 16 * j, words);
+    stmatrix(rows ^ 16 * j, words);
   }
 }
 
@@ -206,23 +208,23 @@ __device__ __forceinline__ void store_rounded_dq(BackwardShared<T, kWidth>& shar
                                                  const BackwardArguments& a,
                                                  const CUtensorMap& dq_map, int storer) {
   using Shape = BackwardShape<kWidth>;
-  RingPosition<1> ring;
+  PipelineState<1> ring;
   const auto store_if_last = [&](const DqStep& step) {
     if (!step.is_last) return;
-    shared.rounded_full.wait(ring.parity);
+    shared.rounded_full.wait(ring.phase);
     ring.advance();
     if (storer == 0) {
-      store_box(dq_map, shared.rounded_dq,
-                {0, step.head, step.query_tile * Shape::kQueries, step.sequence});
-      commit_stores();
+      tma_store_4d(dq_map, shared.rounded_dq,
+                   {0, step.head, step.query_tile * Shape::kQueries, step.sequence});
+      tma_store_commit();
     }
     if (step.rank > 0) forget_sum<T, kWidth>(a, step, storer);
     if (a.dq_partial != nullptr) sum_rounded_dq(shared, a, step, storer);
-    if (storer == 0) wait_until_stores_have_read();
+    if (storer == 0) tma_store_wait_read<0>();
     shared.rounded_empty.arrive();
   };
   for_each_dq_step<kSegments>(shared, a, store_if_last);
-  if (storer == 0) wait_for_stores();
+  if (storer == 0) tma_store_wait<0>();
 }
 
 }  // namespace jaxllm::hopper

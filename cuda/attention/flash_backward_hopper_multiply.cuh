@@ -8,6 +8,7 @@
 
 #include "attention/flash_backward_hopper_dq.cuh"
 #include "common/fast_math.cuh"
+#include "common/fragment.cuh"
 
 namespace jaxllm::hopper {
 
@@ -15,17 +16,18 @@ namespace jaxllm::hopper {
 template <typename Shape, typename T, int kSize>
 __device__ __forceinline__ void start_scores(float (&result)[kSize], uint64_t rows,
                                              const T* queries) {
-  constexpr int kKeySlabBytes = Shape::kKeys * kSlabRowBytes;
-  constexpr int kQuerySlabBytes = Shape::kQueries * kSlabRowBytes;
-  const uint64_t columns = depth_along_rows(shared_address(queries));
-  fence_products();
+  constexpr int kKeySlabBytes = Shape::kKeys * kSwizzleRowBytes;
+  constexpr int kQuerySlabBytes = Shape::kQueries * kSwizzleRowBytes;
+  const uint64_t columns = k_major_descriptor(smem_address(queries));
+  warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < Shape::kSlabs * kSlabWidth / 16; ++step) {
-    const int within = step % 4 * kDepthStepAlongRows;
-    multiply<T, 0, 0>(result, rows + ((step / 4 * kKeySlabBytes + within) >> 4),
-                      columns + ((step / 4 * kQuerySlabBytes + within) >> 4), step > 0);
+  for (int step = 0; step < Shape::kSlabs * kSwizzleColumns / 16; ++step) {
+    const int within = step % 4 * kKMajorStepBytes;
+    wgmma<T, Major::kK, Major::kK>(result, rows + ((step / 4 * kKeySlabBytes + within) >> 4),
+                                   columns + ((step / 4 * kQuerySlabBytes + within) >> 4),
+                                   step > 0);
   }
-  commit_products();
+  warpgroup_commit_batch();
 }
 
 // sum += weights x queries, of as many queries as `weights` has columns: dv += p dout, dk += ds q.
@@ -33,13 +35,14 @@ template <typename Shape, typename T, int kSize, int kWords>
 __device__ __forceinline__ void start_gradient(float (&sum)[kSize],
                                                const uint32_t (&weights)[kWords],
                                                const T* queries) {
-  const uint64_t rows = depth_across_rows(shared_address(queries), Shape::kQueries * kSlabRowBytes);
-  fence_products();
+  const uint64_t rows =
+      mn_major_descriptor(smem_address(queries), Shape::kQueries * kSwizzleRowBytes);
+  warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kWords / 4; ++step) {
-    multiply<T, 1>(sum, weights + 4 * step, rows + (step * kDepthStepAcrossRows >> 4));
+    wgmma<T, Major::kMN>(sum, weights + 4 * step, rows + (step * kMnMajorStepBytes >> 4));
   }
-  commit_products();
+  warpgroup_commit_batch();
 }
 
 // The first of a multiplier's 64 keys of a tile.
@@ -154,7 +157,7 @@ __device__ __forceinline__ void differentiate_softmax(const float (&p)[kSize], f
 // as k and v are; `rows` is where that of the first does.
 template <typename Shape>
 __device__ __forceinline__ uint32_t row_of_chunk(uint32_t rows, int chunk) {
-  return (rows + chunk / 8 * Shape::kKeys * kSlabRowBytes) ^ chunk % 8 * 16;
+  return (rows + chunk / 8 * Shape::kKeys * kSwizzleRowBytes) ^ chunk % 8 * 16;
 }
 
 // Writes 64 rows of ds to shared memory, where dq sums over the keys of both multipliers; `rows` is
@@ -164,8 +167,7 @@ __device__ __forceinline__ void store_ds(const uint32_t (&ds)[kWords], uint32_t 
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
     const int chunk = j / 2;  // of eight queries
-    store_matrices(row_of_chunk<Shape>(rows, chunk),
-                   *reinterpret_cast<const uint32_t (*)[4]>(ds + j));
+    stmatrix(row_of_chunk<Shape>(rows, chunk), *reinterpret_cast<const uint32_t (*)[4]>(ds + j));
   }
 }
 
@@ -174,16 +176,16 @@ template <typename Shape, typename T, int kSize>
 __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], float factor,
                                                T* tile, int multiplier) {
   const int thread = threadIdx.x % kWarpgroup;
-  const uint32_t rows = shared_address(tile) + offset_of_matrices(multiplier, thread);
+  const uint32_t rows = smem_address(tile) + offset_of_matrices(multiplier, thread);
 #pragma unroll
   for (int chunk = 0; chunk < kSize / 4; chunk += 2) {  // of eight columns
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const pair = gradient + 4 * chunk + 2 * i;
-      words[i] = pack<T>(pair[0] * factor, pair[1] * factor);
+      words[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
     }
-    store_matrices(row_of_chunk<Shape>(rows, chunk), words);
+    stmatrix(row_of_chunk<Shape>(rows, chunk), words);
   }
 }
 
@@ -196,12 +198,12 @@ __device__ __forceinline__ void copy_gradients(const CUtensorMap& dk_map, const 
   const int first_key = first_key_of<Shape>(tile, multiplier);
   if (first_key >= keys) return;
   for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-    const Box box{slab * kSlabWidth, tile.kv_head, first_key, tile.sequence};
-    const int offset = (slab * Shape::kKeys + multiplier * 64) * kSlabWidth;
-    store_box(dk_map, dk_tile + offset, box);
-    store_box(dv_map, dv_tile + offset, box);
+    const Box box{slab * kSwizzleColumns, tile.kv_head, first_key, tile.sequence};
+    const int offset = (slab * Shape::kKeys + multiplier * 64) * kSwizzleColumns;
+    tma_store_4d(dk_map, dk_tile + offset, box);
+    tma_store_4d(dv_map, dv_tile + offset, box);
   }
-  commit_stores();
+  tma_store_commit();
 }
 
 }  // namespace jaxllm::hopper

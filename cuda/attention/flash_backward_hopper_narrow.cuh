@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "attention/flash_backward_hopper_multiply.cuh"
+#include "common/fragment.cuh"
 
 namespace jaxllm::hopper {
 
@@ -34,25 +35,25 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
                                                 const CUtensorMap& dk_map,
                                                 const CUtensorMap& dv_map, int multiplier) {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kHalf = Shape::kQueries / 2;     // in queries
-  constexpr int kHalfTile = kHalf * kSlabWidth;  // in elements of q or dout
-  constexpr int kKeySlabBytes = Shape::kKeys * kSlabRowBytes;
+  constexpr int kHalf = Shape::kQueries / 2;          // in queries
+  constexpr int kHalfTile = kHalf * kSwizzleColumns;  // in elements of q or dout
+  constexpr int kKeySlabBytes = Shape::kKeys * kSwizzleRowBytes;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int group = a.heads / a.kv_heads;
   const int thread = threadIdx.x % kWarpgroup;
   const float scale_log2 = a.scale * float{M_LOG2E};
 
   // As left operands, this multiplier's rows of the first stage of k and of v.
-  const uint32_t my_rows = multiplier * 64 * kSlabRowBytes;
-  const uint64_t first_k_rows = depth_along_rows(shared_address(shared.k[0]) + my_rows);
-  const uint64_t first_v_rows = depth_along_rows(shared_address(shared.v[0]) + my_rows);
+  const uint32_t my_rows = multiplier * 64 * kSwizzleRowBytes;
+  const uint64_t first_k_rows = k_major_descriptor(smem_address(shared.k[0]) + my_rows);
+  const uint64_t first_v_rows = k_major_descriptor(smem_address(shared.v[0]) + my_rows);
   constexpr uint32_t kKeyStage = sizeof(shared.k[0]) >> 4;  // in units of descriptors
-  const uint32_t ds_rows = shared_address(shared.ds) + offset_of_matrices(multiplier, thread);
+  const uint32_t ds_rows = smem_address(shared.ds) + offset_of_matrices(multiplier, thread);
 
-  RingPosition<Shape::kKeyStages> key_ring;  // of k and of v
-  RingPosition<Shape::kQueryStages> q_ring;
+  PipelineState<Shape::kKeyStages> key_ring;  // of k and of v
+  PipelineState<Shape::kQueryStages> q_ring;
   // With two stages the stage is also the parity of a step, and so that of the barriers of ds.
-  RingPosition<Shape::kStages> ring;
+  PipelineState<Shape::kStages> ring;
   static_assert(Shape::kStages == 2);
   // The scores of both halves: while those of one are weights, the other's are multiplied.
   float s[2][32], dp[32], dk[32], dv[32];
@@ -62,7 +63,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
   // Before the next tile's ds goes over what is stored of this one.
   const auto await_stores = [&](int key_stage) {
     if (thread == 0) {
-      wait_until_stores_have_read();
+      tma_store_wait_read<0>();
       if (has_stored) shared.v_empty[key_stage ^ 1].arrive();
     }
     named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
     }
   };
 
-  RingPosition<2> tiles;
+  PipelineState<2> tiles;
   // Whether the scores of the tile's first half step are there: the tile before has seen to it.
   bool has_scores = false;
   BackwardTile tile = read_tile(shared, tiles), next;
@@ -92,21 +93,21 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
     const int steps = group * tile.queries.size();
 #pragma unroll
     for (int j = 0; j < 32; ++j) dk[j] = dv[j] = 0.0f;
-    pin(dk);
-    pin(dv);
+    warpgroup_fence_operand(dk);
+    warpgroup_fence_operand(dv);
 
     const int key_stage = key_ring.stage;
     const uint64_t k_rows = first_k_rows + key_stage * kKeyStage;
     const uint64_t v_rows = first_v_rows + key_stage * kKeyStage;
-    shared.v_full[key_stage].wait(key_ring.parity);
+    shared.v_full[key_stage].wait(key_ring.phase);
     const bool begins_halved = begins_with_second_half<Shape>(band, tile, multiplier);
     int query_tile = tile.queries.begin;
     if (!has_scores) {
-      shared.k_full[key_stage].wait(key_ring.parity);
+      shared.k_full[key_stage].wait(key_ring.phase);
       if (steps > 0) {
-        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        shared.q_full[q_ring.stage].wait(q_ring.phase);
         start_scores<Shape>(s[0], k_rows, shared.q[q_ring.stage] + begins_halved * kHalfTile);
-        wait_for_products<0>(s[0]);
+        warpgroup_wait<0>(s[0]);
         has_scores = true;
       }
     }
@@ -117,19 +118,19 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
       constexpr int kPending = decltype(pending)::value;
       const T* const dout = shared.dout[ring.stage] + half * kHalfTile;
       start_scores<Shape>(dp, v_rows, dout);
-      if constexpr (kPending >= 0) wait_for_products<kPending + 1>(s);
+      if constexpr (kPending >= 0) warpgroup_wait<kPending + 1>(s);
       mask.apply(s, query_tile, query_tile * Shape::kQueries + half * kHalf);
       exponentiate(s, scale_log2, shared.lse[q_stage] + half * kHalf);
-      pin(s);
-      pack<T>(s, p_operand);
+      warpgroup_fence_operand(s);
+      pack_accumulator<T>(s, p_operand);
       start_gradient<Shape>(dv, p_operand, dout);
       shared.ds_empty[half].wait(ring.stage ^ 1);
-      wait_for_products<0>(dp);
+      warpgroup_wait<0>(dp);
     };
     // dk += ds q of a half, and its ds for dq.
     const auto start_dk = [&](const float (&p)[32], int q_stage, int half, bool is_first) {
       differentiate_softmax(p, dp, shared.delta[ring.stage] + half * kHalf);
-      pack<T>(dp, ds_left_operand);
+      pack_accumulator<T>(dp, ds_left_operand);
       if (is_first) await_stores(key_stage);
       store_ds<Shape>(ds_left_operand, ds_rows + half * kKeySlabBytes);
       fence_async_proxy();
@@ -162,8 +163,8 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
       // After the very last step nobody reads the scores: they cost less than a branch around a
       // product.
       if (!kLast || has_scores) {
-        if constexpr (kLast) shared.k_full[key_ring.stage].wait(key_ring.parity);
-        shared.q_full[q_ring.stage].wait(q_ring.parity);
+        if constexpr (kLast) shared.k_full[key_ring.stage].wait(key_ring.phase);
+        shared.q_full[q_ring.stage].wait(q_ring.phase);
       }
       if constexpr (kHalved) start_dk(s[0], q_stage, 1, is_first);
       start_scores<Shape>(s[0], next_k_rows, shared.q[q_ring.stage] + is_next_halved * kHalfTile);
@@ -172,9 +173,9 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
       ring.advance();
       if (++query_tile == tile.queries.end) query_tile = tile.queries.begin;
       if constexpr (kLast) {
-        wait_for_products<0>(s[0], dk, dv);
+        warpgroup_wait<0>(s[0], dk, dv);
       } else {
-        shared.dout_full[ring.stage].wait(ring.parity);
+        shared.dout_full[ring.stage].wait(ring.phase);
         start_dv(std::integral_constant<int, kHalved ? 0 : 1>{}, s[0], q_ring.stage,
                  is_next_halved);
       }
@@ -184,7 +185,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
     if (steps > 0) {
       constexpr std::true_type yes;
       constexpr std::false_type no;
-      shared.dout_full[ring.stage].wait(ring.parity);
+      shared.dout_full[ring.stage].wait(ring.phase);
       start_dv(std::integral_constant<int, -1>{}, s[0], q_ring.stage, begins_halved);
       for (int step = 0; step < steps - 1; ++step) {
         if (begins_halved && query_tile == tile.queries.begin) {
@@ -208,7 +209,7 @@ __device__ __forceinline__ void multiply_narrow(BackwardShared<T, kWidth>& share
     }
     tile = next;
   }
-  if (thread == 0) wait_for_stores();
+  if (thread == 0) tma_store_wait<0>();
 }
 
 // dq = ds^T k, by halves of a tile's queries, each when both multipliers have its ds. Hands it to
@@ -217,32 +218,32 @@ template <bool kSegments, typename T, int kWidth>
 __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
                                             const BackwardArguments& a) {
   using Shape = BackwardShape<kWidth>;
-  constexpr int kKeySlabBytes = Shape::kKeys * kSlabRowBytes;
+  constexpr int kKeySlabBytes = Shape::kKeys * kSwizzleRowBytes;
   constexpr uint32_t kKeyStage = sizeof(shared.k[0]) >> 4;  // in units of descriptors
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int group = a.heads / a.kv_heads;
-  const uint64_t first_ds = depth_across_rows(shared_address(shared.ds), kKeySlabBytes);
-  const uint64_t first_k = depth_across_rows(shared_address(shared.k[0]), kKeySlabBytes);
+  const uint64_t first_ds = mn_major_descriptor(smem_address(shared.ds), kKeySlabBytes);
+  const uint64_t first_k = mn_major_descriptor(smem_address(shared.k[0]), kKeySlabBytes);
 
-  RingPosition<2> tiles;
-  RingPosition<Shape::kKeyStages> key_ring;
+  PipelineState<2> tiles;
+  PipelineState<Shape::kKeyStages> key_ring;
   // Of all steps, and of those whose dq is added to the sum and those whose is rounded: only what
   // was added has a copy that must have left dq's buffer.
-  RingPosition<1> ring, added_ring, rounded_ring;
+  PipelineState<1> ring, added_ring, rounded_ring;
   float dq[32];
   for (BackwardTile tile; (tile = read_tile(shared, tiles)).is_there();) {
-    shared.k_full[key_ring.stage].wait(key_ring.parity);
+    shared.k_full[key_ring.stage].wait(key_ring.phase);
     const uint64_t turned_k = first_k + key_ring.stage * kKeyStage;
     // `multipliers`: how many have ds of the half.
     const auto multiply_half = [&](auto multipliers, uint64_t turned_ds) {
-      fence_products();
+      warpgroup_arrive();
 #pragma unroll
       for (int step = 0; step < decltype(multipliers)::value * 64 / 16; ++step) {
-        const uint64_t offset = step * kDepthStepAcrossRows >> 4;
-        multiply<T, 1, 1>(dq, turned_ds + offset, turned_k + offset, step > 0);
+        const uint64_t offset = step * kMnMajorStepBytes >> 4;
+        wgmma<T, Major::kMN, Major::kMN>(dq, turned_ds + offset, turned_k + offset, step > 0);
       }
-      commit_products();
-      wait_for_products<0>(dq);
+      warpgroup_commit_batch();
+      warpgroup_wait<0>(dq);
     };
     // How many multipliers' keys the first half of a head's first tile of queries sees: the first.
     int seen_at_first = Shape::kMultipliers;
@@ -260,7 +261,7 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
           const bool is_first = query_tile == tile.queries.begin && half == 0;
           const int multipliers = is_first ? seen_at_first : Shape::kMultipliers;
           const uint64_t turned_ds = first_ds + half * (kKeySlabBytes >> 4);
-          shared.ds_full[half].wait(ring.parity);
+          shared.ds_full[half].wait(ring.phase);
           if (multipliers == 2) {
             multiply_half(std::integral_constant<int, 2>{}, turned_ds);
           } else if (multipliers == 1) {
@@ -271,11 +272,11 @@ __device__ __forceinline__ void multiply_dq(BackwardShared<T, kWidth>& shared,
           }
           arrive_as_warp(shared.ds_empty[half]);
           if (is_rounded) {
-            if (half == 0) shared.rounded_empty.wait(rounded_ring.parity ^ 1);
-            shared.sum_full[half].wait(rounded_ring.parity);
+            if (half == 0) shared.rounded_empty.wait(rounded_ring.phase ^ 1);
+            shared.sum_full[half].wait(rounded_ring.phase);
             round_dq(shared, dq, a.scale, /*is_alone=*/seen.size() == 1, half);
           } else {
-            shared.dq_empty[half].wait(added_ring.parity ^ 1);
+            shared.dq_empty[half].wait(added_ring.phase ^ 1);
             store_accumulators(dq, shared.dq[half]);
             fence_async_proxy();
           }

@@ -5,8 +5,9 @@
 #include "attention/band.cuh"
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
-#include "common/hopper.cuh"
+#include "common/pipeline.cuh"
 #include "common/tile_order.cuh"
+#include "common/wgmma.cuh"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -24,7 +25,7 @@ struct BackwardShape {
   static constexpr int kKeys = kMultipliers * 64;
   // What registers allow.
   static constexpr int kQueries = kIsNarrow ? 128 : 64;
-  static constexpr int kSlabs = kWidth / kSlabWidth;
+  static constexpr int kSlabs = kWidth / kSwizzleColumns;
   // Buffers of dout, of q, whose next scores are multiplied earlier, and of k and v.
   static constexpr int kStages = 2;
   static constexpr int kQueryStages = kIsNarrow ? 3 : 2;
@@ -190,8 +191,8 @@ __device__ __forceinline__ BackwardItem take_item(const BackwardArguments& a, in
 // Tells kTileReaders of the block's next tile.
 template <typename T, int kWidth>
 __device__ __forceinline__ void tell_of_tile(BackwardShared<T, kWidth>& shared,
-                                             RingPosition<2>& ring, const BackwardTile& tile) {
-  shared.tile_empty[ring.stage].wait(ring.parity ^ 1);
+                                             PipelineState<2>& ring, const BackwardTile& tile) {
+  shared.tile_empty[ring.stage].wait(ring.phase ^ 1);
   shared.tiles[ring.stage] = tile;
   shared.tile_full[ring.stage].arrive();
   ring.advance();
@@ -200,8 +201,8 @@ __device__ __forceinline__ void tell_of_tile(BackwardShared<T, kWidth>& shared,
 // The block's next tile, for one of them.
 template <typename T, int kWidth>
 __device__ __forceinline__ BackwardTile read_tile(BackwardShared<T, kWidth>& shared,
-                                                  RingPosition<2>& ring) {
-  shared.tile_full[ring.stage].wait(ring.parity);
+                                                  PipelineState<2>& ring) {
+  shared.tile_full[ring.stage].wait(ring.phase);
   const BackwardTile tile = shared.tiles[ring.stage];
   shared.tile_empty[ring.stage].arrive();
   ring.advance();

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int queries = band.queries, padded_queries = band.query_tiles() * Shape::kQueries;
   const int64_t rank_count = int64_t{gridDim.z} * gridDim.y * band.query_tiles();
-  start_next_kernel();
+  launch_dependent_grids();
   // The last sequences first: of those dout may be in the L2 cache still, and in the end it is of
   // the first, with which the main kernel begins.
   const int64_t head = blockIdx.y, sequence = gridDim.z - 1 - blockIdx.z;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRowThreads)
   using Shape = BackwardShape<kWidth>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int64_t rank_count = int64_t{gridDim.z} * gridDim.y * band.query_tiles();
-  start_next_kernel();
+  launch_dependent_grids();
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
   zero_counts(a, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, rank_count);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     constexpr bool kByColumn = Shape::kSlabs == 2;
     const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : multiplier * 64);
-    const int column = chunk * 8 + (kByColumn ? multiplier * kSlabWidth : 0);
+    const int column = chunk * 8 + (kByColumn ? multiplier * kSwizzleColumns : 0);
     [[maybe_unused]] float sums[8] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kRowThreads)
       const int64_t tile = sequence * gridDim.x + query_tile;
       const int64_t row_of_sums = tile * Shape::kSumsOfDq + (kByColumn ? 0 : multiplier);
       float* const target = a.dq_partial + (row_of_sums * gridDim.y + head) * kWidth;
-      write_column_sums<8>(sums, target + (kByColumn ? multiplier * kSlabWidth : 0));
+      write_column_sums<8>(sums, target + (kByColumn ? multiplier * kSwizzleColumns : 0));
     }
   }
 }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/flash_tile.cuh"
+#include "common/cp_async.cuh"
 
 namespace jaxllm::attention {
 
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
         const float* source = index < kTile ? arguments.lse : arguments.delta;
         const bool valid = row < queries;
         source += (int64_t{b} * heads + head) * queries + (valid ? row : 0);
-        copy_4_async(statistic(buffer, index / kTile, index % kTile), source, valid);
+        cp_async_4(statistic(buffer, index / kTile, index % kTile), source, valid);
       }
     }
   };
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   }
 
   while (tile < walk.end()) {
-    wait_for_async_copies();
+    cp_async_wait_all();
     __syncthreads();  // this tile is there, and nobody reads the one before any more
     const int here = tile;
     tile = walk.next(tile + 1);

@@ -22,8 +22,11 @@
 #include "attention/hopper_launch.h"
 #include "attention/segment_tiles.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/hopper.cuh"
+#include "common/fast_math.cuh"
+#include "common/pipeline.cuh"
 #include "common/tile_order.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -39,7 +42,7 @@ struct ForwardShape {
   static constexpr int kQueries = kMultipliers * 64;
   static constexpr int kKeys = kKeysOfTile;
   static constexpr int kStages = kBuffers;
-  static constexpr int kSlabs = kWidth / kSlabWidth;
+  static constexpr int kSlabs = kWidth / kSwizzleColumns;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
   // Together those that the block starts with: all 64K of a multiprocessor, as far as they can be
   // dealt out evenly in units of eight.
@@ -113,10 +116,10 @@ __device__ __forceinline__ void copy_forward(ForwardShared<T, Shape>& shared,
                                              const CUtensorMap& k_map, const CUtensorMap& v_map) {
   constexpr int kTileBytes = Shape::kKeys * Shape::kWidth * sizeof(T);
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
-  RingPosition<Shape::kStages> k_ring, v_ring;
-  RingPosition<1> q_ring;
+  PipelineState<Shape::kStages> k_ring, v_ring;
+  PipelineState<1> q_ring;
 
-  wait_for_last_kernel();  // which sets the counter to zero
+  wait_on_dependent_grids();  // which sets the counter to zero
   int tile = blockIdx.x;
   while (tile < a.tiles) {
     const int next_tile = gridDim.x + atomicAdd(a.counter, 1);  // long before it is needed
@@ -128,36 +131,38 @@ __device__ __forceinline__ void copy_forward(ForwardShared<T, Shape>& shared,
 
     const auto load_keys = [&](int key_tile) {
       const Barrier& full = shared.k_full[k_ring.stage];
-      shared.k_empty[k_ring.stage].wait(k_ring.parity ^ 1);
+      shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
       shared.k_full[k_ring.stage].arrive_and_expect(kTileBytes);
       for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        load_box(shared.k[k_ring.stage] + slab * Shape::kKeys * kSlabWidth, k_map,
-                 {slab * kSlabWidth, kv_head, key_tile * Shape::kKeys, place.sequence}, full);
+        tma_load_4d(shared.k[k_ring.stage] + slab * Shape::kKeys * kSwizzleColumns, k_map,
+                    {slab * kSwizzleColumns, kv_head, key_tile * Shape::kKeys, place.sequence},
+                    full);
       }
       k_ring.advance();
     };
     const auto load_values = [&](int key_tile) {
       const Barrier& full = shared.v_full[v_ring.stage];
-      shared.v_empty[v_ring.stage].wait(v_ring.parity ^ 1);
+      shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
       shared.v_full[v_ring.stage].arrive_and_expect(kTileBytes);
       for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        load_box(shared.v[v_ring.stage] + slab * Shape::kKeys * kSlabWidth, v_map,
-                 {slab * kSlabWidth, kv_head, key_tile * Shape::kKeys, place.sequence}, full);
+        tma_load_4d(shared.v[v_ring.stage] + slab * Shape::kKeys * kSwizzleColumns, v_map,
+                    {slab * kSwizzleColumns, kv_head, key_tile * Shape::kKeys, place.sequence},
+                    full);
       }
       v_ring.advance();
     };
 
     if (range.size() > 0) load_keys(range.end - 1);
-    shared.q_empty.wait(q_ring.parity ^ 1);
+    shared.q_empty.wait(q_ring.phase ^ 1);
     shared.place = place;
     shared.keys_seen = range;
     shared.q_full.arrive_and_expect(Shape::kQueries * Shape::kWidth * sizeof(T));
     for (int multiplier = 0; multiplier < Shape::kMultipliers; ++multiplier) {
       for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        load_box(shared.q[multiplier] + slab * 64 * kSlabWidth, q_map,
-                 {slab * kSlabWidth, place.head,
-                  place.query_tile * Shape::kQueries + multiplier * 64, place.sequence},
-                 shared.q_full);
+        tma_load_4d(shared.q[multiplier] + slab * 64 * kSwizzleColumns, q_map,
+                    {slab * kSwizzleColumns, place.head,
+                     place.query_tile * Shape::kQueries + multiplier * 64, place.sequence},
+                    shared.q_full);
       }
     }
     q_ring.advance();
@@ -169,7 +174,7 @@ __device__ __forceinline__ void copy_forward(ForwardShared<T, Shape>& shared,
     }
     tile = next_tile;
   }
-  shared.q_empty.wait(q_ring.parity ^ 1);
+  shared.q_empty.wait(q_ring.phase ^ 1);
   shared.place.query_tile = -1;
   shared.q_full.arrive();
 }
@@ -231,7 +236,7 @@ struct SoftmaxRows {
           weight[b] = exp2_fast(fmaf(s[i + 2 * row + b], scale_log2, -origin[row]));
           sum[row][b] += weight[b];
         }
-        p[i / 2 + row] = pack<T>(weight[0], weight[1]);
+        p[i / 2 + row] = pack_pair<T>(weight[0], weight[1]);
       }
       if constexpr (kCorrects) {
         constexpr int kStep = 4 * kWidth / kKeys;
@@ -298,16 +303,16 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
                                                  const CUtensorMap& out_map, int multiplier) {
   constexpr int kWidth = Shape::kWidth;
   constexpr int kKeys = Shape::kKeys;
-  constexpr int kSlabBytes = kKeys * kSlabRowBytes;
+  constexpr int kSlabBytes = kKeys * kSwizzleRowBytes;
   constexpr bool kKeepsMaxima = std::is_same_v<T, __nv_bfloat16>;
   const TiledBand<Shape::kQueries, Shape::kKeys> band(a.band);
   const int thread = threadIdx.x % kWarpgroup;
   const bool is_first_lane = thread % 32 == 0;
   const float scale_log2 = a.scale * float{M_LOG2E};
-  const uint64_t q_operand = depth_along_rows(shared_address(shared.q[multiplier]));
+  const uint64_t q_operand = k_major_descriptor(smem_address(shared.q[multiplier]));
 
-  RingPosition<Shape::kStages> k_ring, v_ring;
-  RingPosition<1> q_ring;
+  PipelineState<Shape::kStages> k_ring, v_ring;
+  PipelineState<1> q_ring;
   float s[kKeys / 2], o[kWidth / 2];
   uint32_t p[kKeys / 4];
 
@@ -317,27 +322,28 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
     if (is_first_lane) empty.arrive();
   };
   const auto start_scores = [&] {
-    shared.k_full[k_ring.stage].wait(k_ring.parity);
-    const uint64_t k_operand = depth_along_rows(shared_address(shared.k[k_ring.stage]));
-    fence_products();
+    shared.k_full[k_ring.stage].wait(k_ring.phase);
+    const uint64_t k_operand = k_major_descriptor(smem_address(shared.k[k_ring.stage]));
+    warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
-      const int within = step % 4 * kDepthStepAlongRows;
-      multiply<T, 0, 0>(s, q_operand + ((step / 4 * 64 * kSlabRowBytes + within) >> 4),
-                        k_operand + ((step / 4 * kSlabBytes + within) >> 4), step > 0);
+      const int within = step % 4 * kKMajorStepBytes;
+      wgmma<T, Major::kK, Major::kK>(s,
+                                     q_operand + ((step / 4 * 64 * kSwizzleRowBytes + within) >> 4),
+                                     k_operand + ((step / 4 * kSlabBytes + within) >> 4), step > 0);
     }
-    commit_products();
+    warpgroup_commit_batch();
   };
   const auto start_output = [&] {
-    shared.v_full[v_ring.stage].wait(v_ring.parity);
+    shared.v_full[v_ring.stage].wait(v_ring.phase);
     const uint64_t v_operand =
-        depth_across_rows(shared_address(shared.v[v_ring.stage]), kSlabBytes);
-    fence_products();
+        mn_major_descriptor(smem_address(shared.v[v_ring.stage]), kSlabBytes);
+    warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < Shape::kKeys / 16; ++step) {
-      multiply<T, 1>(o, p + 4 * step, v_operand + (step * kDepthStepAcrossRows >> 4));
+      wgmma<T, Major::kMN>(o, p + 4 * step, v_operand + (step * kMnMajorStepBytes >> 4));
     }
-    commit_products();
+    warpgroup_commit_batch();
   };
 
   // The turn passes from one multiplier to the next; the first has it at the start.
@@ -348,7 +354,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
   if (next == 0) pass_turn();
 
   for (;;) {
-    shared.q_full.wait(q_ring.parity);
+    shared.q_full.wait(q_ring.phase);
     q_ring.advance();
     const ForwardTile place = shared.place;
     if (place.query_tile < 0) break;
@@ -416,10 +422,10 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
 
     // A tile of keys that only other multipliers' queries see.
     const auto pass_over = [&](bool has_turn) {
-      shared.k_full[k_ring.stage].wait(k_ring.parity);
+      shared.k_full[k_ring.stage].wait(k_ring.phase);
       release(shared.k_empty[k_ring.stage]);
       k_ring.advance();
-      shared.v_full[v_ring.stage].wait(v_ring.parity);
+      shared.v_full[v_ring.stage].wait(v_ring.phase);
       release(shared.v_empty[v_ring.stage]);
       v_ring.advance();
       if (!has_turn) return;
@@ -433,7 +439,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
     } else {
       int key_tile = range.end - 1;
       start_scores();
-      wait_for_products<0>(s);
+      warpgroup_wait<0>(s);
       release(shared.k_empty[k_ring.stage]);
       k_ring.advance();
       mask(key_tile);
@@ -442,7 +448,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
       // basic block the assembler would put the wait first.
       bool is_first = true;
       for (;;) {
-        wait_for_products<0>(o, s);
+        warpgroup_wait<0>(o, s);
         if (key_tile < range.end - 1) {
           release(shared.v_empty[v_ring.stage]);
           v_ring.advance();
@@ -462,16 +468,16 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
         start_scores();
         start_output();
         pass_turn();
-        wait_for_products<1>(s);
+        warpgroup_wait<1>(s);
         release(shared.k_empty[k_ring.stage]);
         k_ring.advance();
         mask(key_tile);
         if (!kKeepsMaxima) softmax.raise(s, scale_log2);
-        pin(s);
+        warpgroup_fence_operand(s);
       }
       shared.q_empty.arrive();
       start_output();
-      wait_for_products<0>(o);
+      warpgroup_wait<0>(o);
       release(shared.v_empty[v_ring.stage]);
       v_ring.advance();
     }
@@ -480,7 +486,7 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
     for (int i = range.begin; i > all.begin; --i) pass_over(!is_idle || i > all.begin + 1);
 
     // The earlier tile's output has left shared memory.
-    if (thread == 0) wait_until_stores_have_read();
+    if (thread == 0) tma_store_wait_read<0>();
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -500,23 +506,23 @@ __device__ __forceinline__ void multiply_forward(ForwardShared<T, Shape>& shared
 #pragma unroll
     for (int i = 0; i < kWidth / 2; i += 2) {
       const int r = i / 2 % 2, column = i / 4 * 8;
-      const uint32_t offset = slab_offset(accumulator_row(thread) + 8 * r,
-                                          column % kSlabWidth + accumulator_column(thread));
-      *reinterpret_cast<uint32_t*>(target + column / kSlabWidth * 64 * kSlabRowBytes + offset) =
-          pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
+      const uint32_t offset = swizzled_offset(
+          accumulator_row(thread) + 8 * r, column % kSwizzleColumns + accumulator_column(thread));
+      *reinterpret_cast<uint32_t*>(target + column / kSwizzleColumns * 64 * kSwizzleRowBytes +
+                                   offset) = pack_pair<T>(o[i] * factor[r], o[i + 1] * factor[r]);
     }
     fence_async_proxy();
     named_barrier_sync(kStoreBarrier + multiplier, kWarpgroup);
     if (thread == 0 && first_query < band.queries) {
       for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-        store_box(out_map, shared.out[multiplier] + slab * 64 * kSlabWidth,
-                  {slab * kSlabWidth, place.head, first_query, place.sequence});
+        tma_store_4d(out_map, shared.out[multiplier] + slab * 64 * kSwizzleColumns,
+                     {slab * kSwizzleColumns, place.head, first_query, place.sequence});
       }
-      commit_stores();
+      tma_store_commit();
     }
   }
   if (multiplier == 0) await_turn();  // nobody leaves with a turn passed to nobody
-  if (thread == 0) wait_for_stores();
+  if (thread == 0) tma_store_wait<0>();
 }
 
 template <typename T, typename Shape, bool kSegments>
@@ -549,10 +555,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    give_registers<Shape::kCopierRegisters>();
+    warpgroup_reg_dealloc<Shape::kCopierRegisters>();
     if (threadIdx.x == 0) copy_forward<kSegments>(shared, a, q_map, k_map, v_map);
   } else {
-    take_registers<Shape::kMultiplierRegisters>();
+    warpgroup_reg_alloc<Shape::kMultiplierRegisters>();
     multiply_forward<kSegments>(shared, a, out_map, warpgroup - 1);
   }
 #endif

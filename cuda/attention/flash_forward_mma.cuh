@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention/flash_tile.cuh"
+#include "common/cp_async.cuh"
 
 namespace jaxllm::attention {
 
@@ -163,13 +164,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
                                         aligned);
   if (tile < walk.end()) load_keys(k_tile, arguments.k, k, tile);
   if (arguments.rotation.cos != nullptr) {
-    wait_for_async_copies();
+    cp_async_wait_all();
     __syncthreads();
     rotate_rows<kWidth, 16 * kRowTiles>(q_tile + warp_row * kTileStride<kWidth>, arguments.rotation,
                                         1.0f, b, first + warp_row, queries);
   }
   while (tile < walk.end()) {
-    wait_for_async_copies();
+    cp_async_wait_all();
     __syncthreads();  // the keys are there, and nobody reads the values before any more
     load_keys(v_tile, arguments.v, v, tile);
     const int next = walk.next(tile + 1);
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
 
     float x[kRowTiles][kKeys / 8][4] = {};
     multiply_transposed<kWidth>(x, q_tile + warp_row * kTileStride<kWidth>, k_tile);
-    wait_for_async_copies();
+    cp_async_wait_all();
     __syncthreads();  // the values are there, and nobody reads the keys any more
     if (next < walk.end()) load_keys(k_tile, arguments.k, k, next);
 
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     multiply<kWidth>(out, x, v_tile);
     tile = next;
   }
-  wait_for_async_copies();
+  cp_async_wait_all();
   __syncthreads();  // where no key is seen, the queries' copies may still be under way
 
   float* lse = arguments.lse + (int64_t{b} * arguments.heads + head) * queries;

@@ -10,7 +10,9 @@
 #include <cstdint>
 
 #include "attention/flash_block.cuh"
+#include "common/cp_async.cuh"
 #include "common/fast_math.cuh"
+#include "common/fragment.cuh"
 #include "common/mma.cuh"
 #include "common/vector.cuh"
 
@@ -43,7 +45,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* head, int64_t row_st
     for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i, row += kStep) {
       if (kRows % kStep != 0 && row >= kRows) break;
       const bool valid = first + row < rows && column < width;
-      copy_16_async(tile + i * kStep * kTileStride<kWidth>, valid ? source : head, valid);
+      cp_async_16(tile + i * kStep * kTileStride<kWidth>, valid ? source : head, valid);
       source += kStep * row_stride;
     }
   } else {
@@ -163,15 +165,15 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[kRowTiles][kColum
   for (int k = 0; k < kWidth; k += 16) {
     uint32_t of_a[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) load_matrices(of_a[m], a + m * 16 * kStride + k);
+    for (int m = 0; m < kRowTiles; ++m) ldmatrix(of_a[m], smem_address(a + m * 16 * kStride + k));
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n += 2) {
       uint32_t of_b[4];
-      load_matrices(of_b, b + n * 8 * kStride + k);
+      ldmatrix(of_b, smem_address(b + n * 8 * kStride + k));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        multiply_add<T>(c[m][n], of_a[m], of_b[0], of_b[1]);
-        multiply_add<T>(c[m][n + 1], of_a[m], of_b[2], of_b[3]);
+        mma_m16n8k16<T>(c[m][n], of_a[m], of_b[0], of_b[1]);
+        mma_m16n8k16<T>(c[m][n + 1], of_a[m], of_b[2], of_b[3]);
       }
     }
   }
@@ -190,19 +192,19 @@ __device__ __forceinline__ void multiply(float (&c)[kRowTiles][kColumnTiles][4],
     uint32_t of_a[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      of_a[m][0] = round_pair<T>(a[m][k][0], a[m][k][1]);
-      of_a[m][1] = round_pair<T>(a[m][k][2], a[m][k][3]);
-      of_a[m][2] = round_pair<T>(a[m][k + 1][0], a[m][k + 1][1]);
-      of_a[m][3] = round_pair<T>(a[m][k + 1][2], a[m][k + 1][3]);
+      of_a[m][0] = pack_pair<T>(a[m][k][0], a[m][k][1]);
+      of_a[m][1] = pack_pair<T>(a[m][k][2], a[m][k][3]);
+      of_a[m][2] = pack_pair<T>(a[m][k + 1][0], a[m][k + 1][1]);
+      of_a[m][3] = pack_pair<T>(a[m][k + 1][2], a[m][k + 1][3]);
     }
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n += 2) {
       uint32_t of_b[4];
-      load_matrices_transposed(of_b, b + k * 8 * kStride + n * 8);
+      ldmatrix_transposed(of_b, smem_address(b + k * 8 * kStride + n * 8));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        multiply_add<T>(c[m][n], of_a[m], of_b[0], of_b[1]);
-        multiply_add<T>(c[m][n + 1], of_a[m], of_b[2], of_b[3]);
+        mma_m16n8k16<T>(c[m][n], of_a[m], of_b[0], of_b[1]);
+        mma_m16n8k16<T>(c[m][n + 1], of_a[m], of_b[2], of_b[3]);
       }
     }
   }
@@ -271,8 +273,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kRowTiles][kCol
     for (int n = 0; n < kColumnTiles; ++n) {
       T* target = tile + (16 * m + lane / 4) * kStride + 8 * n + 2 * (lane % 4);
       const float (&x)[4] = values[m][n];
-      *reinterpret_cast<uint32_t*>(target) = round_pair<T>(x[0], x[1]);
-      *reinterpret_cast<uint32_t*>(target + 8 * kStride) = round_pair<T>(x[2], x[3]);
+      *reinterpret_cast<uint32_t*>(target) = pack_pair<T>(x[0], x[1]);
+      *reinterpret_cast<uint32_t*>(target + 8 * kStride) = pack_pair<T>(x[2], x[3]);
     }
   }
   change();

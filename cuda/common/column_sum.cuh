@@ -45,7 +45,7 @@ template <typename T, int kOutputs>
 __global__ void __launch_bounds__(kColumnSumThreads)
     column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
                       int64_t row_stride, int64_t width) {
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_column = int64_t{blockIdx.x} * 32, my_column = first_column + warp;
   const float total = sum_column_of_warp(partial + int64_t{blockIdx.y} * row_stride * width, rows,

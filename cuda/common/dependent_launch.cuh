@@ -9,7 +9,7 @@
 namespace jaxllm {
 
 // Lets the next kernel start; that does not depend on what this one has done so far.
-__device__ __forceinline__ void start_next_kernel() {
+__device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -17,7 +17,7 @@ __device__ __forceinline__ void start_next_kernel() {
 
 // Waits until the kernel before has ended and its results are seen. Each thread must call it: the
 // next kernel takes this one's end for that of all before it.
-__device__ __forceinline__ void wait_for_last_kernel() {
+__device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -29,7 +29,7 @@ struct Launch {
   size_t shared = 0;  // dynamic shared memory of a CTA, in bytes
   int cluster = 1;    // CTAs of a cluster, along x
   // May start before the kernel before it on the stream has ended; it must call
-  // wait_for_last_kernel. Of no account where the kernel's image has no such instruction.
+  // wait_on_dependent_grids. Of no account where the kernel's image has no such instruction.
   bool overlap = false;
   // All CTAs run at once, or the launch fails: for kernels whose CTAs wait for one another.
   bool cooperative = false;

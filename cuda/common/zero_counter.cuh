@@ -7,12 +7,12 @@ namespace jaxllm {
 
 template <typename T>
 __global__ void zero_counter_kernel(T* counter) {
-  start_next_kernel();
+  launch_dependent_grids();
   *counter = 0;
 }
 
-// A kernel and no memset: the next one starts meanwhile. It must call wait_for_last_kernel before
-// it counts. A memset of four bytes would hold up the stream for another five microseconds.
+// A kernel and no memset: the next one starts meanwhile. It must call wait_on_dependent_grids
+// before it counts. A memset of four bytes would hold up the stream for another five microseconds.
 template <typename T>
 cudaError_t zero_counter(cudaStream_t stream, T* counter) {
   return launch_kernel(stream, zero_counter_kernel<T>, {dim3(1), dim3(1)}, counter);

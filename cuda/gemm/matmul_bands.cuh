@@ -10,6 +10,7 @@
 #pragma once
 
 #include "activation/gelu_each.cuh"
+#include "common/fragment.cuh"
 #include "common/vector.cuh"
 #include "gemm/matmul_tiles.cuh"
 
@@ -31,7 +32,7 @@ struct BandWarp {
   __device__ __forceinline__ void load_biases(const TileOrigin& origin) {
 #pragma unroll
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-      const int column = origin.column + slab * kSlabWidth + 2 * lane;
+      const int column = origin.column + slab * kSwizzleColumns + 2 * lane;
       biases[slab] = 0;
       if (arguments.bias != nullptr && column < arguments.columns) {
         biases[slab] = __ldg(reinterpret_cast<const uint32_t*>(arguments.bias + column));
@@ -41,14 +42,14 @@ struct BandWarp {
 
   // Those of the lane's two columns among the eight from 8 j of a slab on.
   __device__ __forceinline__ float2 bias(int slab, int j) const {
-    return unpack<T>(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4));
+    return unpack_pair<T>(__shfl_sync(0xffffffff, biases[slab], 4 * j + lane % 4));
   }
 
   __device__ __forceinline__ T* slot(int index) const {
     return shared.slots[multiplier][warp][index];
   }
   __device__ __forceinline__ int column(const TileOrigin& origin, int band) const {
-    return origin.column + band / Shape::kBlocksOf64 * kSlabWidth;
+    return origin.column + band / Shape::kBlocksOf64 * kSwizzleColumns;
   }
   __device__ __forceinline__ int row(const TileOrigin& origin, int band) const {
     return origin.row + band % Shape::kBlocksOf64 * 64 + warp * kBandRows;
@@ -59,7 +60,7 @@ struct BandWarp {
   // 8 j + 15, j even, the address ^ 16 j.
   __device__ __forceinline__ uint32_t matrix_row(const T* band) const {
     const uint32_t row = lane % 8, half = lane / 8 % 2, odd = lane / 16;
-    return shared_address(band) + (row + 8 * half) * kSlabRowBytes + (odd ^ row) * 16;
+    return smem_address(band) + (row + 8 * half) * kSwizzleRowBytes + (odd ^ row) * 16;
   }
 };
 
@@ -100,7 +101,7 @@ template <class Shape, typename T>
 __device__ __forceinline__ T* free_slot(const BandWarp<Shape, T>& warp, int band) {
   constexpr int kTurns = Shape::kBands % kSlots == 0 ? kSlots : kSlots - 1;
   static_assert(Shape::kBands % kTurns == 0);
-  if (warp.lane == 0) wait_until_older_stores_have_read<kTurns - 1>();
+  if (warp.lane == 0) tma_store_wait_read<kTurns - 1>();
   __syncwarp();
   return warp.slot(band % kTurns);
 }
@@ -111,8 +112,8 @@ __device__ __forceinline__ void store_band(const BandWarp<Shape, T>& warp, const
   fence_async_proxy();
   __syncwarp();
   if (warp.lane == 0) {
-    store_matrix_box(warp.out_map, slot, warp.column(origin, band), warp.row(origin, band));
-    commit_stores();
+    tma_store_2d(warp.out_map, slot, warp.column(origin, band), warp.row(origin, band));
+    tma_store_commit();
   }
 }
 
@@ -131,9 +132,9 @@ __device__ __forceinline__ void finish_bias(
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
         const int at = sum_index(slab, first + i / 2, i % 2);
-        words[i] = pack<T>(sums[block][at], sums[block][at + 1]);
+        words[i] = pack_pair<T>(sums[block][at], sums[block][at + 1]);
       }
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
     }
     store_band(warp, out, origin, band);
   }
@@ -178,7 +179,7 @@ __device__ __forceinline__ void finish_gelu(
     T* const saved = warp.slot(band % 2 * 2);
     T* const out = warp.slot(band % 2 * 2 + 1);
     // All but the stores of the band before have left their slots.
-    if (warp.lane == 0) wait_until_older_stores_have_read<1>();
+    if (warp.lane == 0) tma_store_wait_read<1>();
     __syncwarp();
 #pragma unroll
     for (int first = 0; first < 8; first += kBatch) {
@@ -188,23 +189,23 @@ __device__ __forceinline__ void finish_gelu(
       for (int i = 0; i < 2 * kBatch; ++i) {
         const int j = first + i / 2, at = sum_index(slab, j, i % 2);
         const float2 bias = warp.bias(slab, j);
-        words[i] = pack<T>(sums[block][at], sums[block][at + 1]);
+        words[i] = pack_pair<T>(sums[block][at], sums[block][at + 1]);
         x[2 * i] = sums[block][at] + bias.x;
         x[2 * i + 1] = sums[block][at + 1] + bias.y;
       }
       gelu_each(x);
-      store_matrices(warp.matrix_row(saved) ^ 16 * first, words);
+      stmatrix(warp.matrix_row(saved) ^ 16 * first, words);
 #pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
     }
     fence_async_proxy();
     __syncwarp();
     if (warp.lane == 0) {
       const int column = warp.column(origin, band), row = warp.row(origin, band);
-      store_matrix_box(warp.saved_map, saved, column, row);
-      store_matrix_box(warp.out_map, out, column, row);
-      commit_stores();
+      tma_store_2d(warp.saved_map, saved, column, row);
+      tma_store_2d(warp.out_map, out, column, row);
+      tma_store_commit();
     }
   }
 }
@@ -215,8 +216,8 @@ __device__ __forceinline__ void load_saved(BandWarp<Shape, T>& warp, int slot,
                                            const TileOrigin& origin, int band) {
   Barrier& saved = warp.shared.saved[warp.multiplier][warp.warp][slot];
   saved.arrive_and_expect(kBandSize * sizeof(T));
-  load_matrix_box(warp.slot(slot), warp.saved_map, warp.column(origin, band),
-                  warp.row(origin, band), saved);
+  tma_load_2d(warp.slot(slot), warp.saved_map, warp.column(origin, band), warp.row(origin, band),
+              saved);
 }
 
 constexpr int kBandsAhead = kSlots - 1;
@@ -239,19 +240,19 @@ __device__ __forceinline__ void change_band(const BandWarp<Shape, T>& warp, cons
                                             const Change& change) {
   const uint32_t row = warp.matrix_row(band);
   uint32_t words[4], next[4];
-  load_matrices(next, row);
+  ldmatrix(next, row);
 #pragma unroll
   for (int first = 0; first < 8; first += 2) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = next[i];
     // Ahead of the stores, which the compiler must take for stores to the same place.
-    if (first < 6) load_matrices(next, row ^ 16 * (first + 2));
+    if (first < 6) ldmatrix(next, row ^ 16 * (first + 2));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 changed = change(first + i / 2, i % 2, unpack<T>(words[i]));
-      words[i] = pack<T>(changed.x, changed.y);
+      const float2 changed = change(first + i / 2, i % 2, unpack_pair<T>(words[i]));
+      words[i] = pack_pair<T>(changed.x, changed.y);
     }
-    store_matrices(row ^ 16 * first, words);
+    stmatrix(row ^ 16 * first, words);
   }
 }
 
@@ -265,11 +266,10 @@ __device__ __forceinline__ void store_and_load_ahead(BandWarp<Shape, T>& warp, i
   fence_async_proxy();
   __syncwarp();
   if (warp.lane == 0) {
-    store_matrix_box(warp.out_map, warp.slot(slot), warp.column(origin, band),
-                     warp.row(origin, band));
-    commit_stores();
+    tma_store_2d(warp.out_map, warp.slot(slot), warp.column(origin, band), warp.row(origin, band));
+    tma_store_commit();
     // The band before this one has left its slot.
-    wait_until_older_stores_have_read<1>();
+    tma_store_wait_read<1>();
     const int free_slot = (slot + kBandsAhead) % kSlots, later = band + kBandsAhead;
     if (later < Shape::kBands) {
       load_saved(warp, free_slot, origin, later);

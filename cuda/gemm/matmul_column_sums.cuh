@@ -45,7 +45,8 @@ __device__ __forceinline__ void write_column_sums(BandWarp<Shape, T>& warp, cons
   *reinterpret_cast<float2*>(&of_warps[warp.warp][8 * j + lane % 4 * 2]) = two;
   named_barrier_sync(kMultiplierBarrier + warp.multiplier, kWarpgroup);
   const int column = slab_column + thread;
-  if (thread < kSlabWidth && column < warp.arguments.columns && origin.row < warp.arguments.rows) {
+  if (thread < kSwizzleColumns && column < warp.arguments.columns &&
+      origin.row < warp.arguments.rows) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < 4; ++w) sum += of_warps[w][thread];

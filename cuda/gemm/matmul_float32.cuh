@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "activation/functions.cuh"
+#include "common/cp_async.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma.cuh"
 #include "common/tile_order.cuh"
@@ -109,9 +110,9 @@ class SliceCopier {
     for (int part = 0; part < Share::kRows / Share::kApart; ++part) {
       float* const part_to = to + part * Share::kApart * (kTurned ? kStride : 1);
       if constexpr (Share::kElements == 4) {
-        copy_16_async(part_to, source);
+        cp_async_16(part_to, source);
       } else {
-        copy_4_async(part_to, source);
+        cp_async_4(part_to, source);
       }
       source += stride;
     }
@@ -127,7 +128,7 @@ class SliceCopier {
         source += kTurned ? (depth + k) * operand_.size + first_ + i
                           : (first_ + i) * operand_.depth + depth + k;
       }
-      copy_4_async(target + k * kStride + i, source, valid);
+      cp_async_4(target + k * kStride + i, source, valid);
     }
   }
 
@@ -233,9 +234,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
   for (int step = 0; step < Tile::kStages - 1; ++step) {
     if (step < steps) copy(step, step);
-    commit_copies();
+    cp_async_commit();
   }
-  wait_for_older_copies<Tile::kStages - 2>();
+  cp_async_wait<Tile::kStages - 2>();
   __syncthreads();
 
   float sums[4 * Tile::kRowQuads][Tile::kColumnQuads][4] = {};
@@ -250,13 +251,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (step + Tile::kStages - 1 < steps) copy(step + Tile::kStages - 1, free_stage);
-    commit_copies();
+    cp_async_commit();
     free_stage = stage;
 #pragma unroll
     for (int k = 0; k < Tile::kDepth; ++k) {
       if (k == Tile::kDepth - 1) {
         // All have read the last of this stage, and the next one has come.
-        wait_for_older_copies<Tile::kStages - 2>();
+        cp_async_wait<Tile::kStages - 2>();
         __syncthreads();
         stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
       }

@@ -7,11 +7,11 @@
 // banks.
 #pragma once
 
-#include "common/hopper.cuh"
 #include "common/hopper_launch.h"
-#include "gemm/hopper_matrix.cuh"
+#include "common/pipeline.cuh"
+#include "common/tensor_map.h"
+#include "common/tma.cuh"
 #include "gemm/matmul_float32.cuh"
-#include "gemm/matrix_map.h"
 
 namespace jaxllm {
 namespace {
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(Float32HopperTile::kThreads, 1)
     const int stage = step % Tile::kStages, depth = step * Tile::kDepth;
     Barrier& full = shared.full[stage];
     full.arrive_and_expect(Tile::kStageBytes);
-    load_matrix_box(shared.a[stage], a_map, kTurnA ? row : depth, kTurnA ? depth : row, full);
-    load_matrix_box(shared.b[stage], b_map, column, depth, full);
+    tma_load_2d(shared.a[stage], a_map, kTurnA ? row : depth, kTurnA ? depth : row, full);
+    tma_load_2d(shared.b[stage], b_map, column, depth, full);
   };
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Float32HopperTile::kThreads, 1)
   const int a_offset = kTurnA ? row : row * Tile::kDepth, swizzle = row % 8 * 4;
   float sums[Tile::kThreadRows][Tile::kColumnQuads][4] = {};
   float a[2][4][Tile::kThreadRows], b[2][Tile::kColumnQuads][4];
-  RingPosition<Tile::kStages> ring;
+  PipelineState<Tile::kStages> ring;
   const float* of_a = shared.a[0] + a_offset;
   const float* of_b = shared.b[0] + column;  // of the step of the depth at hand
   int step = 0, depth = 0;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Float32HopperTile::kThreads, 1)
             shared.empty[done % Tile::kStages].wait(done / Tile::kStages & 1);
             copy(done + Tile::kStages);
           }
-          if (step < steps) shared.full[ring.stage].wait(ring.parity);
+          if (step < steps) shared.full[ring.stage].wait(ring.phase);
           of_a = shared.a[ring.stage] + a_offset;
           of_b = shared.b[ring.stage] + column;
           depth = 0;

@@ -3,6 +3,7 @@
 // head's columns of the gradient times the output, and over the rows of the gradient.
 #pragma once
 
+#include "common/fragment.cuh"
 #include "gemm/matmul_column_sums.cuh"
 
 namespace jaxllm {
@@ -18,7 +19,7 @@ __device__ __forceinline__ void write_head_sums(const BandWarp<Shape, T>& warp,
   // The tokens of a sequence are whole tiles.
   const int sequence = origin.row / a.tokens;
   const int token = warp.row(origin, band) - sequence * a.tokens + warp.lane / 4;
-  const int64_t head = int64_t{sequence} * (a.columns / kSlabWidth) + column / kSlabWidth;
+  const int64_t head = int64_t{sequence} * (a.columns / kSwizzleColumns) + column / kSwizzleColumns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = sums[half];
@@ -47,7 +48,7 @@ __device__ __forceinline__ void finish_head_sums(
       const int at = sum_index(slab, j, half);
       // As it is stored: attention's backward takes a head's sum from products of that, and what
       // rounding does to the one it must do to the other.
-      const float2 p = unpack<T>(pack<T>(sums[block][at], sums[block][at + 1]));
+      const float2 p = unpack_pair<T>(pack_pair<T>(sums[block][at], sums[block][at + 1]));
       head_sums[half] += p.x * saved.x + p.y * saved.y;
       const bool begins = block == 0 && half == 0;
       column_sums[2 * j] = begins ? p.x : column_sums[2 * j] + p.x;

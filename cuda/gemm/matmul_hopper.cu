@@ -131,7 +131,7 @@ cudaError_t MatmulHopper<T>::head_sums(cudaStream_t stream, const T* x, const T*
                                        int64_t tokens, int64_t rows, int64_t width,
                                        int64_t columns) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  static_assert(kHeadSumRows == ResidualTile::kRows && kHeadSumColumns == kSlabWidth);
+  static_assert(kHeadSumRows == ResidualTile::kRows && kHeadSumColumns == kSwizzleColumns);
   if (tokens % kHeadSumRows != 0 || columns % kHeadSumColumns != 0) return cudaErrorNotSupported;
   HopperMatmul<T> call{rows, columns, width, x, weight, out, saved, nullptr, partial};
   call.head_sums = sums;

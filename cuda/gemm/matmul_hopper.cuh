@@ -16,8 +16,10 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/hopper_launch.h"
+#include "common/tensor_map.h"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_head_sums.cuh"
 #include "gemm/matmul_norm.cuh"
@@ -25,7 +27,6 @@
 #include "gemm/matmul_slopes.cuh"
 #include "gemm/matmul_softmax.cuh"
 #include "gemm/matmul_tiles.cuh"
-#include "gemm/matrix_map.h"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
@@ -100,10 +101,10 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
   BandWarp<Shape, T> warp{shared,    arguments,  out_map,
                           saved_map, multiplier, __shfl_sync(0xffffffff, thread / 32, 0),
                           lane};
-  RingPosition<Shape::kStages> ring;
+  PipelineState<Shape::kStages> ring;
   const auto skip_tile = [&] {
     const int position = ring.stage + arguments.steps;
-    ring.parity ^= position / Shape::kStages & 1;
+    ring.phase ^= position / Shape::kStages & 1;
     ring.stage = position % Shape::kStages;
   };
   const auto release_last = [&] {
@@ -112,7 +113,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     if constexpr (Shape::kCluster == 1) {
       if (lane == 0) shared.empty[stage].arrive();
     } else {
-      if (lane < Shape::kCluster) arrive_at(shared.empty[stage], lane);
+      if (lane < Shape::kCluster) arrive_remote(shared.empty[stage], lane);
     }
   };
 
@@ -148,41 +149,41 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
         for (float& sum : of_block) sum = 0.0f;
       }
     }
-    pin(sums[0]);
-    pin(sums[1]);
+    warpgroup_fence_operand(sums[0]);
+    warpgroup_fence_operand(sums[1]);
     // Also because a barrier tells only the present phase from the one before: who waits at a
     // stage must not be further ahead.
     shared.turn[multiplier].wait(turn_parity);
     turn_parity ^= 1;
 #pragma unroll 1
     for (int step = 0; step < arguments.steps; ++step) {
-      shared.full[ring.stage].wait(ring.parity);
-      const uint32_t a_address = shared_address(shared.a[ring.stage]);
-      const uint32_t b_address = shared_address(shared.b[ring.stage]);
-      const uint64_t a_operand =
-          kTurnA ? depth_across_rows(a_address, 64 * kSlabRowBytes) : depth_along_rows(a_address);
-      const uint64_t b_operand =
-          kTurnB ? depth_across_rows(b_address, 64 * kSlabRowBytes) : depth_along_rows(b_address);
-      constexpr uint32_t kStepA = (kTurnA ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
-      constexpr uint32_t kStepB = (kTurnB ? kDepthStepAcrossRows : kDepthStepAlongRows) >> 4;
-      fence_products();
+      shared.full[ring.stage].wait(ring.phase);
+      const uint32_t a_address = smem_address(shared.a[ring.stage]);
+      const uint32_t b_address = smem_address(shared.b[ring.stage]);
+      const uint64_t a_operand = kTurnA ? mn_major_descriptor(a_address, 64 * kSwizzleRowBytes)
+                                        : k_major_descriptor(a_address);
+      const uint64_t b_operand = kTurnB ? mn_major_descriptor(b_address, 64 * kSwizzleRowBytes)
+                                        : k_major_descriptor(b_address);
+      constexpr uint32_t kStepA = (kTurnA ? kMnMajorStepBytes : kKMajorStepBytes) >> 4;
+      constexpr uint32_t kStepB = (kTurnB ? kMnMajorStepBytes : kKMajorStepBytes) >> 4;
+      warpgroup_arrive();
 #pragma unroll
       for (int part = 0; part < Shape::kDepth / 16; ++part) {
 #pragma unroll
         for (int block = 0; block < Shape::kBlocksOf64; ++block) {
-          multiply<T, kTurnA, kTurnB>(sums[block],
-                                      a_operand + part * kStepA + block * (64 * kSlabRowBytes >> 4),
-                                      b_operand + part * kStepB, true);
+          wgmma<T, kTurnA ? Major::kMN : Major::kK, kTurnB ? Major::kMN : Major::kK>(
+              sums[block], a_operand + part * kStepA + block * (64 * kSwizzleRowBytes >> 4),
+              b_operand + part * kStepB, true);
         }
       }
-      commit_products();
+      warpgroup_commit_batch();
       // The products of the step before are done: those of this one follow them without a gap.
-      wait_for_products<1>(sums[0], sums[1]);
+      warpgroup_wait<1>(sums[0], sums[1]);
       if (step > 0) release_last();
       ring.advance();
     }
     if (thread == 0) shared.turn[multiplier ^ 1].arrive();
-    wait_for_products<0>(sums[0], sums[1]);
+    warpgroup_wait<0>(sums[0], sums[1]);
     release_last();
     skip_tile();
 
@@ -211,7 +212,7 @@ __device__ __forceinline__ void multiply_tiles(MatmulShared<T, Shape>& shared,
     }
   }
   if constexpr (kEpilogue == Epilogue::kNormGradient) write_sums_of_out(warp, sums_of_out, rank);
-  if (lane == 0) wait_for_stores();
+  if (lane == 0) tma_store_wait<0>();
 }
 
 template <class Shape, Epilogue kEpilogue, bool kTurnA, bool kTurnB, typename T>
@@ -251,18 +252,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     __syncthreads();
   }
-  start_next_kernel();  // a column sum, if any: its CTAs come as these go, and wait for all of them
+  launch_dependent_grids();  // a column sum, if any: its CTAs come as these go, and wait for all of
+                             // them
 
   const int rank = blockIdx.x % Shape::kCluster;
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
-    give_registers<Shape::kCopierRegisters>();
+    warpgroup_reg_dealloc<Shape::kCopierRegisters>();
     if (threadIdx.x == 0) {
       copy_operands<Shape, kTurnA, kTurnB>(shared, arguments, a_map, b_map, rank);
     }
     __syncwarp();
   } else {
-    take_registers<Shape::kMultiplierRegisters>();
+    warpgroup_reg_alloc<Shape::kMultiplierRegisters>();
     multiply_tiles<Shape, kEpilogue, kTurnA, kTurnB>(shared, arguments, out_map, saved_map, rank,
                                                      warp / 4 - 1);
   }

@@ -3,7 +3,7 @@
 //
 // A block has 128 x 128 of the result, a warp 64 x 64. Slices of a and b, 64 bytes deep, come into
 // a ring of buffers and lie there as in memory, with the depth along the rows or across them; rows
-// are padded, so that the eight that load_matrices takes 16 bytes of lie in different banks.
+// are padded, so that the eight that ldmatrix takes 16 bytes of lie in different banks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,9 @@
 #include <cstdint>
 
 #include "activation/functions.cuh"
+#include "common/cp_async.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/fragment.cuh"
 #include "common/mma.cuh"
 #include "common/tile_order.cuh"
 #include "common/vector.cuh"
@@ -74,7 +76,7 @@ class MmaCopier {
       const T* source = source_;
 #pragma unroll
       for (int part = 0; part < kRows / kApart; ++part) {
-        copy_16_async(target + (row() + part * kApart) * kStride + column(), source);
+        cp_async_16(target + (row() + part * kApart) * kStride + column(), source);
         source += kApart * (kTurned ? operand_.side : operand_.depth);
       }
     } else if (operand_.elements == Tile::kPack) {
@@ -114,9 +116,9 @@ class MmaCopier {
       const T* const source = operand_.data + (valid ? offset : 0);
       T* const to = target + row * kStride + column;
       if constexpr (kElements * sizeof(T) == 16) {
-        copy_16_async(to, source, valid);
+        cp_async_16(to, source, valid);
       } else if constexpr (kElements * sizeof(T) == 4) {
-        copy_4_async(to, source, valid);
+        cp_async_4(to, source, valid);
       } else {
         *to = valid ? *source : from_float<T>(0.0f);
       }
@@ -156,10 +158,10 @@ __device__ __forceinline__ void load_parts(uint32_t (&parts)[4], const T* slice,
     const int along_side = kLeft ? first : second, along_depth = kLeft ? second : first;
     if constexpr (kTurned) {
       const int k = depth + along_depth * 8 + lane % 8, i = side + along_side * 8;
-      load_matrices_transposed(parts, slice + k * kStride + i);
+      ldmatrix_transposed(parts, smem_address(slice + k * kStride + i));
     } else {
       const int i = side + along_side * 8 + lane % 8, k = depth + along_depth * Tile::kPack;
-      load_matrices(parts, slice + i * kStride + k);
+      ldmatrix(parts, smem_address(slice + i * kStride + k));
     }
   }
   if constexpr (sizeof(T) == 4) {
@@ -173,9 +175,9 @@ template <typename T>
 __device__ __forceinline__ void multiply_step(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                               uint32_t b1) {
   if constexpr (sizeof(T) == 4) {
-    multiply_add_tf32(c, a, b0, b1);
+    mma_m16n8k8_tf32(c, a, b0, b1);
   } else {
-    multiply_add<T>(c, a, b0, b1);
+    mma_m16n8k16<T>(c, a, b0, b1);
   }
 }
 
@@ -187,7 +189,7 @@ __device__ __forceinline__ void store_pair(T* target, float first, float second,
     if constexpr (sizeof(T) == 4) {
       *reinterpret_cast<float2*>(target) = {first, second};
     } else {
-      *reinterpret_cast<uint32_t*>(target) = round_pair<T>(first, second);
+      *reinterpret_cast<uint32_t*>(target) = pack_pair<T>(first, second);
     }
   } else {
     if (left >= 1) target[0] = from_float<T>(first);
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(MmaTile<T>::kThreads, 2)
       copier_a.copy_next(stage, int64_t{step} * Tile::kDepth);
       copier_b.copy_next(stage + kSliceA, int64_t{step} * Tile::kDepth);
     }
-    commit_copies();
+    cp_async_commit();
   };
 
   constexpr int kRowBlocks = Tile::kWarpRows / 16, kColumnBlocks = Tile::kWarpColumns / 8;
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(MmaTile<T>::kThreads, 2)
   for (int step = 0; step < Tile::kStages - 1; ++step) copy(step);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait_for_older_copies<Tile::kStages - 2>();
+    cp_async_wait<Tile::kStages - 2>();
     __syncthreads();
     copy(step + Tile::kStages - 1);
     const T* const of_a = stages + step % Tile::kStages * kStage;
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(MmaTile<T>::kThreads, 2)
       }
     }
   }
-  wait_for_async_copies();
+  cp_async_wait_all();
 
   const int64_t rows = call.a.side, columns = call.b.side;
 #pragma unroll

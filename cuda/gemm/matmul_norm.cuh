@@ -11,6 +11,7 @@
 // it, as gemm/matmul_row_sums.cuh does. Such pairs add up without cancellation, whatever the mean.
 #pragma once
 
+#include "common/fragment.cuh"
 #include "gemm/matmul_row_sums.cuh"
 
 namespace jaxllm {
@@ -40,11 +41,11 @@ __device__ __forceinline__ void add_normalized_residual(
 #pragma unroll
     for (int first = 0; first < 8; first += 2) {
       uint32_t words[4];
-      load_matrices(words, row ^ 16 * first);
+      ldmatrix(words, row ^ 16 * first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i % 2, at = sum_index(slab, first + i / 2, half);
-        const float2 xhat = unpack<T>(words[i]);
+        const float2 xhat = unpack_pair<T>(words[i]);
         sums[block][at] += deviation[block][half] * xhat.x;
         sums[block][at + 1] += deviation[block][half] * xhat.y;
         of_rows[block][half] += sums[block][at];
@@ -140,7 +141,7 @@ __device__ __forceinline__ void store_normalized(
     const int slab = band / Shape::kBlocksOf64, block = band % Shape::kBlocksOf64;
     T* const out = warp.slot((warp.bands_done + band) % kSlots);
     if (band >= kSlots) {
-      if (warp.lane == 0) wait_until_older_stores_have_read<kSlots - 1>();
+      if (warp.lane == 0) tma_store_wait_read<kSlots - 1>();
       __syncwarp();
     }
 #pragma unroll
@@ -149,10 +150,10 @@ __device__ __forceinline__ void store_normalized(
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
         const int half = i % 2, at = sum_index(slab, first + i / 2, half);
-        words[i] = pack<T>(rstd[block][half] * sums[block][at] + shift[block][half],
-                           rstd[block][half] * sums[block][at + 1] + shift[block][half]);
+        words[i] = pack_pair<T>(rstd[block][half] * sums[block][at] + shift[block][half],
+                                rstd[block][half] * sums[block][at + 1] + shift[block][half]);
       }
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
     }
     store_band(warp, out, origin, band);
   }
@@ -178,7 +179,7 @@ __device__ __forceinline__ void finish_norm(BandWarp<Shape, T>& warp,
   store_normalized(warp, sums, origin, of_y);
   warp.bands_done += Shape::kBands;
   if (has_next) {
-    if (warp.lane == 0) wait_until_stores_have_read();
+    if (warp.lane == 0) tma_store_wait_read<0>();
     load_first_saved<kSlots>(warp, next);
   }
 }

@@ -8,6 +8,7 @@
 // The means are over a row, of which a tile has a part: gemm/matmul_row_sums.cuh.
 #pragma once
 
+#include "common/fragment.cuh"
 #include "gemm/matmul_column_sums.cuh"
 #include "gemm/matmul_row_sums.cuh"
 
@@ -30,7 +31,7 @@ struct NormBands {
   __device__ __forceinline__ void load(const CUtensorMap& map, int slot, int band) const {
     Barrier& saved = warp.shared.saved[warp.multiplier][warp.warp][slot];
     saved.arrive_and_expect(kBandSize * sizeof(T));
-    load_matrix_box(warp.slot(slot), map, warp.column(origin, band), warp.row(origin, band), saved);
+    tma_load_2d(warp.slot(slot), map, warp.column(origin, band), warp.row(origin, band), saved);
   }
 
   // Waits for a slot's band for the `use`-th time in this tile.
@@ -66,7 +67,7 @@ __device__ __forceinline__ void write_sums_of_out(const BandWarp<Shape, T>& warp
   const int j = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // the bits of lane / 4 reversed
 #pragma unroll
   for (int slab = 0; slab < Shape::kSlabs; ++slab) {
-    const int column = first + slab * kSlabWidth + 8 * j + lane % 4 * 2;
+    const int column = first + slab * kSwizzleColumns + 8 * j + lane % 4 * 2;
     float* const partial = a.partial + int64_t{row} * a.columns + column;
     if (column < a.columns) *reinterpret_cast<float2*>(partial) = sums.of_slabs[slab];
   }
@@ -89,11 +90,11 @@ __device__ __forceinline__ void sum_norm_gradient(
 #pragma unroll
     for (int first = 0; first < 8; first += 2) {
       uint32_t words[4];
-      load_matrices(words, row ^ 16 * first);
+      ldmatrix(words, row ^ 16 * first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i % 2, at = sum_index(slab, first + i / 2, half);
-        const float2 xhat = unpack<T>(words[i]);
+        const float2 xhat = unpack_pair<T>(words[i]);
         of_p[block][half] += sums[block][at];
         of_p[block][half] += sums[block][at + 1];
         of_products[block][half] += sums[block][at] * xhat.x;
@@ -148,31 +149,31 @@ __device__ __forceinline__ void add_norm_gradient(
       for (int first = 0; first < 8; first += 2) {
         if (first == 4 && turn > 0 && band > 0 && lane == 0) {
           // By now the band before has left its slot.
-          wait_until_stores_have_read();
+          tma_store_wait_read<0>();
           bands.load(warp.out_map, 5 - out_slot, band - 1);
         }
         uint32_t xhat_words[4], words[4];
-        load_matrices(xhat_words, xhat_row ^ 16 * first);
-        load_matrices(words, row ^ 16 * first);
+        ldmatrix(xhat_words, xhat_row ^ 16 * first);
+        ldmatrix(words, row ^ 16 * first);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
-          const float2 old = unpack<T>(words[i]), xhat = unpack<T>(xhat_words[i]);
+          const float2 old = unpack_pair<T>(words[i]), xhat = unpack_pair<T>(xhat_words[i]);
           of_columns[2 * j] += old.x;
           of_columns[2 * j + 1] += old.y;
-          words[i] = pack<T>(
+          words[i] = pack_pair<T>(
               old.x + (rstd[half] * sums[block][at] + (factor[half] * xhat.x + constant[half])),
               old.y +
                   (rstd[half] * sums[block][at + 1] + (factor[half] * xhat.y + constant[half])));
         }
-        store_matrices(row ^ 16 * first, words);
+        stmatrix(row ^ 16 * first, words);
       }
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        store_matrix_box(warp.out_map, slot, warp.column(bands.origin, band),
-                         warp.row(bands.origin, band));
-        commit_stores();
+        tma_store_2d(warp.out_map, slot, warp.column(bands.origin, band),
+                     warp.row(bands.origin, band));
+        tma_store_commit();
         if (band >= 2) bands.load(warp.saved_map, xhat_slot, band - 2);
       }
     }
@@ -197,7 +198,7 @@ __device__ __forceinline__ void finish_norm_gradient(
   const float share = -rstd / warp.arguments.columns;
   add_norm_gradient(warp, bands, sums, rstd, share * of_products, share * of_p, sums_of_out);
   if (has_next) {
-    if (warp.lane == 0) wait_until_stores_have_read();
+    if (warp.lane == 0) tma_store_wait_read<0>();
     load_first_saved<kSlots>(warp, next);
   }
 }

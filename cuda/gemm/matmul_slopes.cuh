@@ -6,6 +6,7 @@
 // activation in the forward pass, with which it has most of its operations in common.
 #pragma once
 
+#include "common/fragment.cuh"
 #include "gemm/matmul_bands.cuh"
 #include "gemm/matmul_column_sums.cuh"
 
@@ -15,7 +16,7 @@ namespace {
 // The lane's first pack of a band of slopes; its others lie 32 packs apart. A pack holds what the
 // lane has of 16 columns.
 constexpr int kPackColumns = 16;
-constexpr int kSlopePacks = kSlabWidth / kPackColumns;
+constexpr int kSlopePacks = kSwizzleColumns / kPackColumns;
 
 template <class Shape, typename T>
 __device__ __forceinline__ uint4* slopes_of_band(const BandWarp<Shape, T>& warp,
@@ -62,12 +63,12 @@ __device__ __forceinline__ void finish_gelu_and_slope(
       }
       gelu_and_dgelu_each(x, dgelu);
 #pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(dgelu[2 * i], dgelu[2 * i + 1]);
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack_pair<T>(dgelu[2 * i], dgelu[2 * i + 1]);
       // Nobody reads them before the backward pass.
       __stcs(kept + first / kBatch * 32, make_uint4(words[0], words[1], words[2], words[3]));
 #pragma unroll
-      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack<T>(x[2 * i], x[2 * i + 1]);
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      for (int i = 0; i < 2 * kBatch; ++i) words[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
       end_basic_block(warp.arguments.steps);
     }
     store_band(warp, out, origin, band);
@@ -106,14 +107,14 @@ __device__ __forceinline__ void finish_scaled(
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = first + i / 2, half = i % 2, at = sum_index(slab, j, half);
-        const float2 slope = unpack<T>(slopes[2 * j + half]);
+        const float2 slope = unpack_pair<T>(slopes[2 * j + half]);
         const float2 scaled = {sums[block][at] * slope.x, sums[block][at + 1] * slope.y};
         const bool begins = block == 0 && half == 0;
         column_sums[2 * j] = begins ? scaled.x : column_sums[2 * j] + scaled.x;
         column_sums[2 * j + 1] = begins ? scaled.y : column_sums[2 * j + 1] + scaled.y;
-        words[i] = pack<T>(scaled.x, scaled.y);
+        words[i] = pack_pair<T>(scaled.x, scaled.y);
       }
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
     }
     store_band(warp, out, origin, band);
     if (block == Shape::kBlocksOf64 - 1) {

@@ -9,6 +9,7 @@
 
 #include "common/fast_math.cuh"
 #include "common/float_order.cuh"
+#include "common/fragment.cuh"
 #include "gemm/matmul_bands.cuh"
 
 namespace jaxllm {
@@ -51,10 +52,10 @@ __device__ __forceinline__ void finish_softmax(
     const int first_column = warp.column(origin, band), column = first_column + warp.lane % 4 * 2;
     const auto has_label = [&](int half) {
       const int label = labels[block][half];
-      return (label >= first_column || label < 0) && label < first_column + kSlabWidth;
+      return (label >= first_column || label < 0) && label < first_column + kSwizzleColumns;
     };
     if (__any_sync(0xffffffff, has_label(0) || has_label(1)) ||
-        first_column + kSlabWidth > softmax.columns) {
+        first_column + kSwizzleColumns > softmax.columns) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int at = column + i / 4 * 8 + i % 2, half = i / 2 % 2;
@@ -74,9 +75,9 @@ __device__ __forceinline__ void finish_softmax(
         const float low = exp2_fast(fmaf(sums[block][at], kLog2E, -offset));
         const float high = exp2_fast(fmaf(sums[block][at + 1], kLog2E, -offset));
         totals[block][half] += low + high;
-        words[i] = pack<T>(low, high);
+        words[i] = pack_pair<T>(low, high);
       }
-      store_matrices(warp.matrix_row(out) ^ 16 * first, words);
+      stmatrix(warp.matrix_row(out) ^ 16 * first, words);
     }
     store_band(warp, out, origin, band);
   }

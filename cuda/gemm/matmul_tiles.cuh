@@ -2,9 +2,10 @@
 // them their operands.
 #pragma once
 
-#include "common/hopper.cuh"
+#include "common/pipeline.cuh"
 #include "common/tile_order.cuh"
-#include "gemm/hopper_matrix.cuh"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
 #include "gemm/matmul_hopper.h"
 
 namespace jaxllm {
@@ -27,7 +28,7 @@ struct TileShape {
   static constexpr int kBlocksOf64 = 2;
   static constexpr int kRows = kBlocksOf64 * 64;
   static constexpr int kDepth = 64;
-  static constexpr int kSlabs = kColumns / kSlabWidth;
+  static constexpr int kSlabs = kColumns / kSwizzleColumns;
   static constexpr int kBands = kBlocksOf64 * kSlabs;  // of a tile, for each warp
   static constexpr int kStageBytes = (kRows + kColumns) * kDepth * 2;
   // Warps that say, in each block of the cluster, that they are done with a stage.
@@ -35,12 +36,12 @@ struct TileShape {
   // Together the 64K registers of a multiprocessor.
   static constexpr int kCopierRegisters = 24;
   static constexpr int kMultiplierRegisters = 240;
-  static_assert(kColumns % kSlabWidth == 0);
+  static_assert(kColumns % kSwizzleColumns == 0);
 };
 
 // A warp finishes 16 rows by 64 columns at a time, a band of its tile, in a slot of its own.
 constexpr int kBandRows = 16;
-constexpr int kBandSize = kBandRows * kSlabWidth;
+constexpr int kBandSize = kBandRows * kSwizzleColumns;
 constexpr int kSlots = 4;
 
 template <typename T, class Shape>
@@ -48,7 +49,7 @@ struct MatmulShared {
   T a[Shape::kStages][Shape::kRows * Shape::kDepth];
   T b[Shape::kStages][Shape::kColumns * Shape::kDepth];
   T slots[Shape::kMultipliers][4][kSlots][kBandSize];
-  float sums[Shape::kMultipliers][4][kSlabWidth];  // of columns, by warp
+  float sums[Shape::kMultipliers][4][kSwizzleColumns];  // of columns, by warp
   Barrier full[Shape::kStages], empty[Shape::kStages];
   Barrier saved[Shape::kMultipliers][4][kSlots];  // a band has arrived
   Barrier turn[Shape::kMultipliers];              // to multiply
@@ -104,16 +105,16 @@ template <int kExtent, bool kTurned, int kShares, typename T>
 __device__ __forceinline__ void load_slice(T* target, const CUtensorMap& map, int first, int depth,
                                            int share, uint16_t blocks, const Barrier& full) {
   constexpr int kBoxRows = (kTurned ? 64 : kExtent) / kShares;
-  constexpr int kBoxes = kTurned ? kExtent / kSlabWidth : 1;
+  constexpr int kBoxes = kTurned ? kExtent / kSwizzleColumns : 1;
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box) {
-    T* const to = target + (box * 64 + share * kBoxRows) * kSlabWidth;
-    const int column = kTurned ? first + box * kSlabWidth : depth;
+    T* const to = target + (box * 64 + share * kBoxRows) * kSwizzleColumns;
+    const int column = kTurned ? first + box * kSwizzleColumns : depth;
     const int row = (kTurned ? depth : first) + share * kBoxRows;
     if constexpr (kShares == 1) {
-      load_matrix_box(to, map, column, row, full);
+      tma_load_2d(to, map, column, row, full);
     } else {
-      load_matrix_box(to, map, column, row, full, blocks);
+      tma_load_2d(to, map, column, row, full, blocks);
     }
   }
 }
@@ -131,7 +132,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
   for (int i = 0; i < Shape::kClusterRows; ++i) {
     same_columns |= 1 << (i + rank_column * Shape::kClusterRows);
   }
-  RingPosition<Shape::kStages> ring;
+  PipelineState<Shape::kStages> ring;
   const int clusters = gridDim.x / Shape::kCluster;
   for (int tile = blockIdx.x / Shape::kCluster; tile < arguments.tiles; tile += clusters) {
     const TileOrigin origin = decode_tile<Shape>(arguments, tile, rank);
@@ -139,7 +140,7 @@ __device__ __forceinline__ void copy_operands(MatmulShared<T, Shape>& shared,
     for (int step = 0; step < arguments.steps; ++step) {
       const int depth = step * Shape::kDepth;
       Barrier& full = shared.full[ring.stage];
-      shared.empty[ring.stage].wait(ring.parity ^ 1);
+      shared.empty[ring.stage].wait(ring.phase ^ 1);
       full.arrive_and_expect(Shape::kStageBytes);
       load_slice<Shape::kRows, kTurnA, Shape::kClusterColumns>(
           shared.a[ring.stage], a_map, origin.row, depth, rank_column, same_rows, full);

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "common/dependent_launch.cuh"
-#include "common/fragments.cuh"
+#include "common/widen.cuh"
 #include "gemm/matvec_digits.cuh"
 #include "gemm/matvec_epilogues.cuh"
 #include "gemm/matvec_many_rows.cuh"
@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(256)
     matvec_any_width_kernel(const MatvecArguments<T, W> a, const Epilogue epilogue) {
   const int lane = threadIdx.x % 32;
   const int64_t pair = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
-  start_next_kernel();
-  wait_for_last_kernel();
+  launch_dependent_grids();
+  wait_on_dependent_grids();
   if (pair >= epilogue.pairs()) return;
   const int64_t row_of[2] = {min(epilogue.first(pair), epilogue.rows() - 1),
                              min(epilogue.second(pair), epilogue.rows() - 1)};

@@ -8,6 +8,8 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/fragment.cuh"
+#include "common/mma.cuh"
 #include "gemm/matvec_ring.cuh"
 
 namespace jaxllm {
@@ -138,13 +140,13 @@ __global__ void __launch_bounds__(32 * kDigitsWarps, 1)
   const int rows = a.rows, team_number = warp / team_warps;
   Piece* rings = reinterpret_cast<Piece*>(memory);
   const Digits digits(reinterpret_cast<char*>(rings + kDigitsWarps * kDigitsStages), a.width, rows);
-  start_next_kernel();
+  launch_dependent_grids();
   const int blocks = gridDim.x;
   const MatrixTeam team = {team_number * blocks + static_cast<int>(blockIdx.x),
                            kDigitsWarps / team_warps * blocks, warp % team_warps, team_warps};
   MatrixRing<kDigitsStages, MatvecArguments<T, int8_t>, Epilogue> ring(
       a, epilogue, team, rings + warp * kDigitsStages);
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   take_apart_rows(a, digits, squares, [&] { ring.fill(); });
   __syncthreads();
 
@@ -172,10 +174,10 @@ __global__ void __launch_bounds__(32 * kDigitsWarps, 1)
         if (has_digit) x = *reinterpret_cast<const uint4*>(plane + at * 128 + half * 64);
         int products[4] = {};
         uint32_t matrix[4];
-        load_matrices(matrix, piece.bytes + (place ^ half * 64));
-        multiply_add_int8(products, matrix, x.x, x.y);
-        load_matrices(matrix, piece.bytes + (place ^ half * 64 ^ 32));
-        multiply_add_int8(products, matrix, x.z, x.w);
+        ldmatrix(matrix, smem_address(piece.bytes + (place ^ half * 64)));
+        mma_m16n8k32_int8(products, matrix, x.x, x.y);
+        ldmatrix(matrix, smem_address(piece.bytes + (place ^ half * 64 ^ 32)));
+        mma_m16n8k32_int8(products, matrix, x.z, x.w);
         const float scale = half == 0 ? unit.x : unit.y;
         sums[0] += scale * (half == 0 ? low.x : low.y) * (products[0] * 256 + products[1]);
         sums[1] += scale * (half == 0 ? high.x : high.y) * (products[2] * 256 + products[3]);

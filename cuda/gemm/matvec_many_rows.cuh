@@ -2,7 +2,8 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
-#include "common/fragments.cuh"
+#include "common/mma.cuh"
+#include "common/widen.cuh"
 #include "gemm/matvec_ring.cuh"
 
 namespace jaxllm {
@@ -22,13 +23,13 @@ __global__ void __launch_bounds__(32 * kManyRowsWarps, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4, c = lane % 4;
   const int width = a.width, rows = a.rows;
   Piece* rings = reinterpret_cast<Piece*>(memory);
-  start_next_kernel();
+  launch_dependent_grids();
   const MatrixTeam team = {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), warp,
                            kManyRowsWarps};
   MatrixRing<kManyRowsStages, MatvecArguments<T, W>, Epilogue> ring(a, epilogue, team,
                                                                     rings + warp * kManyRowsStages);
   ring.fill();
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   const T* x = a.x;
   if (a.norm != nullptr) {
     x = normalize(a, reinterpret_cast<T*>(rings + kManyRowsWarps * kManyRowsStages), &squares[0][0],
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(32 * kManyRowsWarps, 2)
           float (&target)[4] = sizeof(W) == 1 ? products : sums[f];
 #pragma unroll
           for (int i = 0; i < kPerLane; i += 4) {
-            multiply_16x8x16<T>(target, neighbours<T, W>(words[0], i),
-                                neighbours<T, W>(words[1], i), neighbours<T, W>(words[0], i + 2),
-                                neighbours<T, W>(words[1], i + 2), factor[i / 2],
-                                factor[i / 2 + 1]);
+            mma_m16n8k16<T>(target,
+                            {neighbours<T, W>(words[0], i), neighbours<T, W>(words[1], i),
+                             neighbours<T, W>(words[0], i + 2), neighbours<T, W>(words[1], i + 2)},
+                            factor[i / 2], factor[i / 2 + 1]);
           }
           if constexpr (sizeof(W) == 1) {
             // The products are sums over the four lanes of a row, all of one group.

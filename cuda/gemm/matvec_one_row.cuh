@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256, 4)
     matrix[h] = a.matrix + row * width;
     scale_of[h] = sizeof(W) == 1 ? a.scales + row * groups : nullptr;
   }
-  start_next_kernel();
+  launch_dependent_grids();
 
   uint32_t words[kSteps][2][4];
   float scales[kSteps][2];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, 4)
   };
   int first = part * 32 + lane;
   fetch(first);
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   const T* x = a.x;
   if (a.norm != nullptr) x = normalize(a, reinterpret_cast<T*>(memory), squares, kWarps);
 

@@ -2,6 +2,7 @@
 // bytes as memory needs to be busy are on their way, whatever the warps are at.
 #pragma once
 
+#include "common/cp_async.cuh"
 #include "common/mma.cuh"
 #include "gemm/matvec_arguments.cuh"
 
@@ -67,7 +68,7 @@ class MatrixRing {
 
   // The next piece, once it is there; the one before it makes room for another.
   __device__ const Piece& next() {
-    wait_for_older_copies<kStages - 2>();
+    cp_async_wait<kStages - 2>();
     __syncwarp();
     start_copy(stage_ == 0 ? kStages - 1 : stage_ - 1);
     const Piece& found = ring_[stage_];
@@ -106,14 +107,14 @@ class MatrixRing {
       const bool is_inside = at + lane % 8 * 16 < row_bytes_;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        copy_16_async(ring_[stage].bytes + place_[i % 2] + i / 2 * 8 * kPieceBytes,
-                      source_[i] + (is_inside ? at : 0), is_inside);
+        cp_async_16(ring_[stage].bytes + place_[i % 2] + i / 2 * 8 * kPieceBytes,
+                    source_[i] + (is_inside ? at : 0), is_inside);
       }
       if constexpr (kScaled) {
         const int column = at + lane % 2 * (kPieceBytes / 2);
         const bool is_scaled = column < row_bytes_;
-        copy_4_async(&ring_[stage].scales[0][0] + lane,
-                     scales_ + (is_scaled ? column >> shift_ : 0), is_scaled);
+        cp_async_4(&ring_[stage].scales[0][0] + lane, scales_ + (is_scaled ? column >> shift_ : 0),
+                   is_scaled);
       }
       next_piece_ += team_.warps;
       if (next_piece_ >= pieces) {
@@ -122,7 +123,7 @@ class MatrixRing {
         begin_tile();
       }
     }
-    commit_copies();
+    cp_async_commit();
   }
 
   const Arguments& a_;

@@ -17,8 +17,10 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/hopper_launch.h"
-#include "gemm/hopper_matrix.cuh"
-#include "gemm/matrix_map.h"
+#include "common/pipeline.cuh"
+#include "common/tensor_map.h"
+#include "common/tma.cuh"
+#include "common/wgmma.cuh"
 #include "gemm/weight_gradients.h"
 
 // For other GPUs the kernel is empty, and nothing uses what comes here.
@@ -39,8 +41,9 @@ struct GradientTile {
   static constexpr int kDepth = 64;
   static constexpr int kStages = 4;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr int kSlabSize = kDepth * kSlabWidth;  // of an operand
-  static constexpr int kRowSlabs = kRows / kSlabWidth, kColumnSlabs = kColumns / kSlabWidth;
+  static constexpr int kSlabSize = kDepth * kSwizzleColumns;  // of an operand
+  static constexpr int kRowSlabs = kRows / kSwizzleColumns,
+                       kColumnSlabs = kColumns / kSwizzleColumns;
   static constexpr int kStageBytes = (kRowSlabs + kColumnSlabs) * kSlabSize * 2;
   static constexpr int kSize = kRows * kColumns;
   // Together the 64K registers of a multiprocessor.
@@ -156,7 +159,7 @@ __device__ __forceinline__ void copy_gradient_operands(GradientShared<T>& shared
                                                        const GradientMaps& maps,
                                                        const GradientPlan& plan) {
   using Tile = GradientTile;
-  RingPosition<Tile::kStages> ring;
+  PipelineState<Tile::kStages> ring;
   for_each_part(plan, [&](const GradientPart& part) {
     const GradientOrigin origin = find_tile(plan, part.tile);
     const CUtensorMap& x = maps.x[origin.gradient];
@@ -165,16 +168,17 @@ __device__ __forceinline__ void copy_gradient_operands(GradientShared<T>& shared
     for (int step = part.first_step; step < part.end_step; ++step) {
       const int token = step * Tile::kDepth;
       Barrier& full = shared.full[ring.stage];
-      shared.empty[ring.stage].wait(ring.parity ^ 1);
+      shared.empty[ring.stage].wait(ring.phase ^ 1);
       full.arrive_and_expect(Tile::kStageBytes);
 #pragma unroll
       for (int slab = 0; slab < Tile::kRowSlabs; ++slab) {
-        load_matrix_box(shared.x[ring.stage][slab], x, origin.row + slab * kSlabWidth, token, full);
+        tma_load_2d(shared.x[ring.stage][slab], x, origin.row + slab * kSwizzleColumns, token,
+                    full);
       }
 #pragma unroll
       for (int slab = 0; slab < Tile::kColumnSlabs; ++slab) {
-        load_matrix_box(shared.dout[ring.stage][slab], dout, origin.column + slab * kSlabWidth,
-                        token, full);
+        tma_load_2d(shared.dout[ring.stage][slab], dout, origin.column + slab * kSwizzleColumns,
+                    token, full);
       }
       ring.advance();
     }
@@ -187,7 +191,7 @@ __device__ __forceinline__ void multiply_parts(GradientShared<T>& shared, const 
   using Tile = GradientTile;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warp = __shfl_sync(0xffffffff, thread / 32, 0);
-  RingPosition<Tile::kStages> ring;
+  PipelineState<Tile::kStages> ring;
   for_each_part(plan, [&](const GradientPart& part) {
     float sums[Tile::kBlocksOf64][Tile::kColumns / 2];
 #pragma unroll
@@ -195,34 +199,35 @@ __device__ __forceinline__ void multiply_parts(GradientShared<T>& shared, const 
 #pragma unroll
       for (float& sum : of_block) sum = 0.0f;
     }
-    pin(sums[0]);
-    pin(sums[1]);
+    warpgroup_fence_operand(sums[0]);
+    warpgroup_fence_operand(sums[1]);
     int last = 0;  // the stage of the step before
 #pragma unroll 1
     for (int step = part.first_step; step < part.end_step; ++step) {
-      shared.full[ring.stage].wait(ring.parity);
+      shared.full[ring.stage].wait(ring.phase);
       constexpr int kSlabBytes = Tile::kSlabSize * 2;
-      const uint64_t x = depth_across_rows(
-          shared_address(shared.x[ring.stage][multiplier * Tile::kBlocksOf64]), kSlabBytes);
-      const uint64_t dout = depth_across_rows(shared_address(shared.dout[ring.stage]), kSlabBytes);
-      constexpr uint32_t kStep = kDepthStepAcrossRows >> 4;
-      fence_products();
+      const uint64_t x = mn_major_descriptor(
+          smem_address(shared.x[ring.stage][multiplier * Tile::kBlocksOf64]), kSlabBytes);
+      const uint64_t dout = mn_major_descriptor(smem_address(shared.dout[ring.stage]), kSlabBytes);
+      constexpr uint32_t kStep = kMnMajorStepBytes >> 4;
+      warpgroup_arrive();
 #pragma unroll
       for (int depth = 0; depth < Tile::kDepth / 16; ++depth) {
 #pragma unroll
         for (int block = 0; block < Tile::kBlocksOf64; ++block) {
-          multiply<T, true, true>(sums[block], x + depth * kStep + block * (kSlabBytes >> 4),
-                                  dout + depth * kStep, true);
+          wgmma<T, Major::kMN, Major::kMN>(sums[block],
+                                           x + depth * kStep + block * (kSlabBytes >> 4),
+                                           dout + depth * kStep, true);
         }
       }
-      commit_products();
+      warpgroup_commit_batch();
       // The products of the step before are done: those of this one follow them without a gap.
-      wait_for_products<1>(sums[0], sums[1]);
+      warpgroup_wait<1>(sums[0], sums[1]);
       if (step > part.first_step) arrive_as_warp(shared.empty[last]);
       last = ring.stage;
       ring.advance();
     }
-    wait_for_products<0>(sums[0], sums[1]);
+    warpgroup_wait<0>(sums[0], sums[1]);
     arrive_as_warp(shared.empty[last]);
 
     float* const out = partial + int64_t{part.number} * Tile::kSize;
@@ -256,13 +261,13 @@ __global__ void __launch_bounds__(GradientTile::kThreads, 1)
   __syncthreads();
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
   if (warp < 4) {
-    give_registers<Tile::kCopierRegisters>();
+    warpgroup_reg_dealloc<Tile::kCopierRegisters>();
     if (threadIdx.x == 0) copy_gradient_operands(shared, maps, plan);
   } else {
-    take_registers<Tile::kMultiplierRegisters>();
+    warpgroup_reg_alloc<Tile::kMultiplierRegisters>();
     multiply_parts(shared, plan, partial, warp / 4 - 1);
   }
-  start_next_kernel();
+  launch_dependent_grids();
 #endif
 }
 
@@ -294,7 +299,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const RestParts rests = plan.rest_parts(tile);
   const int parts = plan.lengths + rests.count;
   const int rows = outputs.rows[origin.gradient], columns = outputs.columns[origin.gradient];
-  wait_for_last_kernel();
+  wait_on_dependent_grids();
   if (row >= rows || column >= columns) return;
 
   partial += part_offset(multiplier, warp, block, j, half) + 8 * row_in_eight;
@@ -311,8 +316,8 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int i = 0; i < 8; ++i) sums[i] += values[i];
   }
   *reinterpret_cast<uint4*>(outputs.dweight[origin.gradient] + int64_t{row} * columns + column) =
-      make_uint4(pack<T>(sums[0], sums[1]), pack<T>(sums[2], sums[3]), pack<T>(sums[4], sums[5]),
-                 pack<T>(sums[6], sums[7]));
+      make_uint4(pack_pair<T>(sums[0], sums[1]), pack_pair<T>(sums[2], sums[3]),
+                 pack_pair<T>(sums[4], sums[5]), pack_pair<T>(sums[6], sums[7]));
 }
 
 }  // namespace

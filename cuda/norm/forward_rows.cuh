@@ -5,8 +5,7 @@
 
 #include <cstdint>
 
-#include "common/hopper.cuh"
-
+#include "common/tma.cuh"
 namespace jaxllm {
 
 // In global memory; or, with kBulk, in shared memory, where bulk copies bring all rows of the block
@@ -43,8 +42,8 @@ class ForwardRows {
         arrived().init(1);
         hopper::fence_barrier_init();
         arrived().arrive_and_expect(kAdd ? 2 * bytes_ : bytes_);
-        hopper::load_bytes(tile_h_, x, bytes_, arrived());
-        if constexpr (kAdd) hopper::load_bytes(tile_out_, residual, bytes_, arrived());
+        hopper::bulk_load(tile_h_, x, bytes_, arrived());
+        if constexpr (kAdd) hopper::bulk_load(tile_out_, residual, bytes_, arrived());
       }
 #endif
       __syncthreads();  // nobody waits at a barrier that is not there yet
@@ -70,10 +69,10 @@ class ForwardRows {
       hopper::fence_async_proxy();
       __syncthreads();
       if (threadIdx.x != 0) return;
-      hopper::store_bytes(target_out_, tile_out_, bytes_);
-      if constexpr (kAdd) hopper::store_bytes(target_h_, tile_h_, bytes_);
-      hopper::commit_stores();
-      hopper::wait_until_stores_have_read();  // with the block its shared memory ends
+      hopper::bulk_store(target_out_, tile_out_, bytes_);
+      if constexpr (kAdd) hopper::bulk_store(target_h_, tile_h_, bytes_);
+      hopper::tma_store_commit();
+      hopper::tma_store_wait_read<0>();  // with the block its shared memory ends
     }
 #endif
   }
