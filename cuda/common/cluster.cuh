@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "common/barrier.cuh"
-#include "common/unit.cuh"
+#include "common/vector.cuh"
 
 namespace jaxllm::hopper {
 
@@ -41,12 +41,12 @@ __device__ __forceinline__ uint32_t remote_address(int rank, const void* pointer
 // Stores one, two or four floats where `target` is, but in CTA `rank`, whose `barrier` counts their
 // bytes. The receiver waits for those bytes alone; a barrier of the cluster would wait for all
 // stores. Only a launch with clusters may do this.
-__device__ __forceinline__ void store_remote(int rank, void* target, const Element<float>& number,
+__device__ __forceinline__ void store_remote(int rank, void* target, const Pack<float, 1>& element,
                                              const Barrier& barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
           remote_address(rank, target)),
-      "f"(number.value), "r"(remote_address(rank, &barrier))
+      "f"(element.value), "r"(remote_address(rank, &barrier))
       : "memory");
 }
 

@@ -1,4 +1,5 @@
-// The second stage of a deterministic column sum: adds the partial rows that blocks left behind.
+// The second stage of a deterministic column sum: adds the partial rows that the CTAs of the first
+// stage stored.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,17 +21,17 @@ struct ColumnSumOutputs {
   T* arrays[kOutputs];
 };
 
-// The sum of column `first_column + warp` of a (rows, width) matrix, in each lane of the warp: the
-// 32 warps of a block take the rows in turn, a lane a column, then meet in shared memory. The order
-// of the additions depends on the shape alone.
+// The sum of column `first_column + warp` of a (rows, width) matrix, in each lane of the warp. Warp
+// w of the CTA's 32 adds rows w, w + 32, ..., a column in each lane; the sums of the warps meet in
+// shared memory. The order of the additions depends on the shape alone.
 __device__ __forceinline__ float sum_column_of_warp(const float* partial, int64_t rows,
                                                     int64_t width, int64_t first_column) {
-  __shared__ float sums[32][33];  // 33: a warp that reads a column meets no bank twice
+  __shared__ float sums[32][33];  // 33: no bank conflict where a warp loads a column
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = first_column + lane;
   float sum = 0.0f;
   if (column < width) {
-#pragma unroll 8  // several loads on their way at once
+#pragma unroll 8  // several loads in flight
     for (int64_t row = warp; row < rows; row += 32) sum += partial[row * width + column];
   }
   sums[warp][lane] = sum;
@@ -40,7 +41,7 @@ __device__ __forceinline__ float sum_column_of_warp(const float* partial, int64_
   return total[0];
 }
 
-// Block (x, y) adds 32 columns of matrix y.
+// CTA (x, y) adds 32 columns of matrix y.
 template <typename T, int kOutputs>
 __global__ void __launch_bounds__(kColumnSumThreads)
     column_sum_kernel(const float* partial, ColumnSumOutputs<T, kOutputs> outputs, int64_t rows,
@@ -51,14 +52,14 @@ __global__ void __launch_bounds__(kColumnSumThreads)
   const float total = sum_column_of_warp(partial + int64_t{blockIdx.y} * row_stride * width, rows,
                                          width, first_column);
   if (lane == 0 && my_column < width) {
-    // The matrices take turns between the outputs.
+    // Matrix y belongs to output y % kOutputs.
     T* out = outputs.arrays[blockIdx.y % kOutputs];
     out[blockIdx.y / kOutputs * width + my_column] = from_float<T>(total);
   }
 }
 
-// Adds the first `rows` of each (row_stride, width) matrix in `partial`. Each of the `groups` holds
-// a matrix for each output.
+// Adds the first `rows` rows of each (row_stride, width) matrix in `partial`: (groups, kOutputs,
+// row_stride, width).
 template <typename T, int kOutputs>
 cudaError_t column_sum(cudaStream_t stream, const float* partial, T* const (&outputs)[kOutputs],
                        int64_t groups, int64_t rows, int64_t row_stride, int64_t width) {
@@ -67,7 +68,7 @@ cudaError_t column_sum(cudaStream_t stream, const float* partial, T* const (&out
   Launch launch;
   launch.grid = dim3(divide_up(width, 32), groups * kOutputs);
   launch.block = dim3(kColumnSumThreads);
-  launch.overlap = true;
+  launch.pdl = true;
   return launch_kernel(stream, column_sum_kernel<T, kOutputs>, launch, partial, columns, rows,
                        row_stride, width);
 }

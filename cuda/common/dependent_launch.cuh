@@ -1,5 +1,5 @@
-// Kernels of one call that follow each other closely: one starts while the one before it still
-// runs, fetches what that one does not write, and waits for it only then.
+// Kernel launches, and programmatic dependent launch (PDL): a kernel starts while the kernel before
+// it still runs, loads what that kernel does not write, and then waits for its end.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,15 +8,15 @@
 
 namespace jaxllm {
 
-// Lets the next kernel start; that does not depend on what this one has done so far.
+// Lets the next kernel start, whatever this one has stored so far.
 __device__ __forceinline__ void launch_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the kernel before has ended and its results are seen. Each thread must call it: the
-// next kernel takes this one's end for that of all before it.
+// Waits until the kernel before has ended and its stores are visible. Each thread must call it: to
+// the next kernel the end of this one means the end of all kernels before.
 __device__ __forceinline__ void wait_on_dependent_grids() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -28,9 +28,9 @@ struct Launch {
   dim3 grid, block;
   size_t shared = 0;  // dynamic shared memory of a CTA, in bytes
   int cluster = 1;    // CTAs of a cluster, along x
-  // May start before the kernel before it on the stream has ended; it must call
-  // wait_on_dependent_grids. Of no account where the kernel's image has no such instruction.
-  bool overlap = false;
+  // Programmatic dependent launch: may start before the kernel before it on the stream has ended,
+  // and must call wait_on_dependent_grids. Ignored for images before sm_90.
+  bool pdl = false;
   // All CTAs run at once, or the launch fails: for kernels whose CTAs wait for one another.
   bool cooperative = false;
 };
@@ -53,7 +53,7 @@ cudaError_t launch_kernel(cudaStream_t stream, Kernel kernel, const Launch& laun
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
   }
-  if (launch.overlap && image.architecture >= 90) {
+  if (launch.pdl && image.architecture >= 90) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -64,7 +64,7 @@ cudaError_t launch_kernel(cudaStream_t stream, Kernel kernel, const Launch& laun
     attribute.val.cooperative = 1;
   }
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, arguments...);
-  if (status != cudaSuccess) cudaGetLastError();  // else somebody else would find the error
+  if (status != cudaSuccess) cudaGetLastError();  // else a later call would report the error
   return status;
 }
 

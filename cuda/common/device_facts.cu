@@ -5,13 +5,14 @@
 #include <thread>
 
 #include "common/device_facts.h"
-#include "gemm/matmul_hopper.h"
+#include "gemm/hopper/matmul_hopper.h"
 
 namespace jaxllm {
 namespace {
 
-// All sources are compiled for the same architectures, so this kernel's image says which one the
-// driver takes of all kernels. The number of threads tells an image for sm_90a from one for sm_90.
+// All sources are compiled for the same architectures, so the image of this kernel says which one
+// the driver chooses for all kernels. Its number of threads tells an image for sm_90a from one for
+// sm_90.
 constexpr int kThreadsOfSm90a = 64;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kMaxThreads = kThreadsOfSm90a;
@@ -41,8 +42,8 @@ cudaError_t find_facts(DeviceFacts* facts) {
   facts->has_sm90a = attributes.maxThreadsPerBlock == kThreadsOfSm90a;
   if (!facts->has_sm90a) return cudaSuccess;
   int of_bfloat16 = 0, of_float16 = 0;
-  JAXLLM_RETURN_IF_ERROR(MatmulHopper<__nv_bfloat16>::norm_clusters(&of_bfloat16));
-  JAXLLM_RETURN_IF_ERROR(MatmulHopper<__half>::norm_clusters(&of_float16));
+  JAXLLM_RETURN_IF_ERROR(MatmulHopper<__nv_bfloat16>::row_clusters(&of_bfloat16));
+  JAXLLM_RETURN_IF_ERROR(MatmulHopper<__half>::row_clusters(&of_float16));
   facts->clusters = std::min(of_bfloat16, of_float16);
   return cudaSuccess;
 }
@@ -50,8 +51,8 @@ cudaError_t find_facts(DeviceFacts* facts) {
 }  // namespace
 
 cudaError_t find_device_facts(int ordinal, DeviceFacts* facts) {
-  // In a thread of its own, whose current device this is. To make the one before current again
-  // would create a context there, on a GPU that may not be this process's to use.
+  // In a separate thread, with its own current device. To switch back to the previous device would
+  // create a context there, on a GPU that this process may not be allowed to use.
   cudaError_t status = cudaSuccess;
   std::thread([&] {
     status = cudaSetDevice(ordinal);

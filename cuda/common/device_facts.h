@@ -1,4 +1,4 @@
-// What Python's predicates ask of a GPU, so that they decline what a launcher would.
+// What Python's predicates know of a GPU, so that they reject the calls that a launcher rejects.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@ namespace jaxllm {
 
 struct DeviceFacts {
   DeviceLimits limits;
-  // The architecture that the code of this extension which runs there was compiled for; 0 where no
-  // code runs there.
+  // The architecture that this extension's code for the GPU was compiled for; 0 where there is
+  // none.
   int image = 0;
   bool has_sm90a = false;  // whether that code has the instructions of sm_90a
   // Clusters of two CTAs of the row-at-once GEMM that run at once; 0 without sm_90a.

@@ -13,10 +13,10 @@
 
 namespace jaxllm {
 
-// An array of rows, and how many elements lie from one row to the next, and from one group of rows
-// to the next. A stride of zero repeats what is there: so rows share a bias.
+// A (groups, rows, width) array with strides, in elements. With a stride of zero all rows, or
+// groups, share one: so rows share a bias.
 template <typename T>
-struct Rows {
+struct StridedRows {
   T* data;
   int64_t row_stride = 0;
   int64_t group_stride = 0;
@@ -29,11 +29,11 @@ struct Rows {
 // Arrays as a kernel takes them, by value.
 template <typename T, int kCount>
 struct Arrays {
-  Rows<T> array[kCount];
+  StridedRows<T> array[kCount];
 };
 
-// Small blocks, two loads of each array on their way in each thread, loads that leave the cache to
-// its own policy and stores that make way in it: the fastest of the variants tried on an H200.
+// Small CTAs, two loads of each array in flight in each thread, cached loads and streaming stores:
+// the fastest of the variants measured on an H200.
 inline constexpr int kElementwiseThreads = 64;
 inline constexpr int kElementwisePacks = 2;
 
@@ -49,8 +49,7 @@ __device__ __forceinline__ void compute_element(Op op, const T* const (&inputs)[
   for (int k = 0; k < kOutputs; ++k) outputs[k][i] = from_float<T>(out[k]);
 }
 
-// Block (x, y, z) computes a stretch of row y of group z, or of every gridDim.y-th row where there
-// are more rows than a grid may have.
+// CTA (x, y, z) computes a part of row y of group z, and of every gridDim.y-th row after it.
 template <class Op, typename T, int kInputs, int kOutputs>
 __global__ void __launch_bounds__(kElementwiseThreads)
     elementwise_kernel(Op op, Arrays<const T, kInputs> in, Arrays<T, kOutputs> out, int64_t rows,
@@ -77,17 +76,17 @@ __global__ void __launch_bounds__(kElementwiseThreads)
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int64_t column = first + p * kThreads * kVector;
-      if (column + kVector > width) {  // the end of a row that is no whole number of packs
+      if (column + kVector > width) {  // the end of a row that is not a multiple of a pack
         for (int64_t i = column; i < width; ++i) compute_element(op, inputs, outputs, i);
         continue;
       }
       float results[kOutputs][kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        float of_element[kInputs], result[kOutputs];
+        float element[kInputs], result[kOutputs];
 #pragma unroll
-        for (int k = 0; k < kInputs; ++k) of_element[k] = packs[p][k][i];
-        op(of_element, result);
+        for (int k = 0; k < kInputs; ++k) element[k] = packs[p][k][i];
+        op(element, result);
 #pragma unroll
         for (int k = 0; k < kOutputs; ++k) results[k][i] = result[k];
       }
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
   }
 }
 
-// The same where packs cannot be used, an element a thread.
+// The same for arrays that are not aligned: an element for each thread.
 template <class Op, typename T, int kInputs, int kOutputs>
 __global__ void elementwise_unaligned_kernel(Op op, Arrays<const T, kInputs> in,
                                              Arrays<T, kOutputs> out, int64_t rows, int64_t width) {
@@ -116,21 +115,21 @@ __global__ void elementwise_unaligned_kernel(Op op, Arrays<const T, kInputs> in,
 
 // Whether each of an array's rows begins at a multiple of 16 bytes.
 template <typename T>
-bool rows_are_aligned(const Rows<T>& array, int64_t groups, int64_t rows) {
+bool rows_are_aligned(const StridedRows<T>& array, int64_t groups, int64_t rows) {
   constexpr int kVector = kPackSize<std::remove_const_t<T>>;
   return aligned_16(array.data) && (rows == 1 || array.row_stride % kVector == 0) &&
          (groups == 1 || array.group_stride % kVector == 0);
 }
 
-// Applies `op` to (groups, rows, width) elements. It is called for each of them as op(in, out) with
-// the floats of the kInputs inputs, and sets the kOutputs outputs. groups is at most 65535.
+// Calls op(in, out) for each of (groups, rows, width) elements, with kInputs floats in and kOutputs
+// floats out. groups is at most 65535.
 template <class Op, typename T, int kInputs, int kOutputs>
 cudaError_t elementwise(cudaStream_t stream, Op op, const Arrays<const T, kInputs>& in,
                         const Arrays<T, kOutputs>& out, int64_t groups, int64_t rows,
                         int64_t width) {
   if (groups * rows * width == 0) return cudaSuccess;
-  const auto grid = [&](int64_t columns_per_block) {
-    return dim3(divide_up(width, columns_per_block), std::min(rows, int64_t{65535}), groups);
+  const auto grid = [&](int64_t columns_per_cta) {
+    return dim3(divide_up(width, columns_per_cta), std::min(rows, int64_t{65535}), groups);
   };
   bool aligned = true;
   for (const auto& array : in.array) aligned = aligned && rows_are_aligned(array, groups, rows);

@@ -1,4 +1,5 @@
-// What FFI handlers share: views of XLA's buffers, checks, the switch over dtypes, and errors.
+// What FFI handlers share: views of XLA's buffers, checks, the switch over dtypes, errors,
+// bindings.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,12 +9,17 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
 namespace ffi = xla::ffi;
+
+using Buffer = ffi::AnyBuffer;
+using Result = ffi::Result<ffi::AnyBuffer>;
 
 // The elements of a buffer that holds T, whatever name XLA has for it.
 template <typename T>
@@ -25,15 +31,26 @@ T* data(ffi::Result<ffi::AnyBuffer>& buffer) {
   return static_cast<T*>(buffer->untyped_data());
 }
 
+// An operand or a result without elements, and without data: an optional buffer that is not there.
+inline Buffer no_buffer() {
+  static int64_t no_elements = 0;
+  static XLA_FFI_Buffer buffer = [] {
+    XLA_FFI_Buffer none = {};
+    none.rank = 1;
+    none.dims = &no_elements;
+    return none;
+  }();
+  return Buffer(&buffer);
+}
+
 inline ffi::Error to_ffi_error(cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("CUDA error: ") + cudaGetErrorString(status));
 }
 
-// Makes `result` hold what `operand` does, for a kernel that works in place. XLA gives an operand
-// and the result that aliases it one buffer, and copies the operand first where somebody else needs
-// it. But an operand that is a slice of a larger array it passes as a view into that array, with a
-// result of its own: then this copies.
+// Makes `result` hold what `operand` does, for a kernel that works in place. As a rule XLA gives an
+// operand and the result that aliases it one buffer, and nothing is to be done. But it passes a
+// slice of a larger array as a view into that array, with a separate result: then this copies.
 inline cudaError_t copy_unless_aliased(cudaStream_t stream, const ffi::AnyBuffer& operand,
                                        ffi::Result<ffi::AnyBuffer>& result) {
   if (operand.untyped_data() == result->untyped_data()) return cudaSuccess;
@@ -108,21 +125,20 @@ constexpr ffi::DataType dtype_of<uint32_t>() {
   return ffi::U32;
 }
 
-// The checks of a handler. A handler trusts nobody for dtypes and sizes: a wrong one would make a
-// kernel read or write beyond a buffer. So each handler, before its first launch,
+// The checks of a handler. A wrong dtype or size would make a kernel read or write beyond a buffer.
+// So each handler, before its first launch,
 //
 //   1. takes the sizes of the call from the dimensions of one or two buffers;
 //   2. lists every buffer, operands, results and workspaces, with the dtype and the number of
 //      elements that the kernel reads or writes there:
 //
-//        const ffi::Error error = check_buffers({
-//            {"x", x, dtype_of<T>(), rows * width},
-//            {"scale", scale, ffi::F32, width},
-//            {"bias", bias, ffi::F32, width, Elements::kExactlyOrNone},
-//            {"out", *out, dtype_of<T>(), rows * width},
-//            {"partial", *partial, ffi::F32, needed},
-//        });
-//        if (error.failure()) return error;
+//        return check_and_launch(
+//            {
+//                {"x", x, dtype_of<T>(), rows * width},
+//                {"bias", bias, ffi::F32, width, Elements::kExactlyOrNone},
+//                {"out", *out, dtype_of<T>(), rows * width},
+//            },
+//            [&] { return launch(stream, data<T>(x), ...); });
 //
 // The error is InvalidArgument and names the buffer, what it has, and what it should have. No
 // integer division by a size that may be zero comes before the list.
@@ -165,7 +181,7 @@ inline ffi::Error check_count(const ffi::AnyBuffer& buffer, int64_t required, co
 }
 
 inline ffi::Error check_buffer(const BufferCheck& check) {
-  // An optional buffer that is not there has no dtype to speak of.
+  // The dtype of an optional buffer that is not there does not matter.
   if (check.elements == Elements::kExactlyOrNone && count(check.buffer) == 0) {
     return ffi::Error::Success();
   }
@@ -194,9 +210,15 @@ inline ffi::Error invalid(const std::string& name, const std::string& what) {
   return ffi::Error::InvalidArgument(name + " " + what);
 }
 
-// Whether the first axes of `buffer` are those of `outer`, but for the last `inner` axes of that.
-// jax.vmap gives all buffers the same new leading axes; so a handler that counts the groups of a
-// call by the elements of a small buffer asks whether they are a large one's first axes.
+// The error of a call that jax.vmap maps over more groups than a grid's axis has blocks.
+inline ffi::Error too_many_groups(int64_t groups, int64_t most) {
+  return ffi::Error::InvalidArgument("jax.vmap maps over " + std::to_string(groups) +
+                                     " calls; at most " + std::to_string(most) + " are supported");
+}
+
+// Whether `buffer` begins with the axes of `outer`, except for the last `inner` axes of `outer`.
+// jax.vmap gives all buffers the same new leading axes. A handler that counts the groups of a call
+// by the elements of a small buffer checks with this that a large buffer has the same groups.
 inline bool has_leading_axes(const ffi::AnyBuffer& buffer, const ffi::AnyBuffer& outer,
                              size_t inner = 0) {
   const auto axes = buffer.dimensions(), of_outer = outer.dimensions();
@@ -231,5 +253,56 @@ ffi::Error dispatch_floating(const ffi::AnyBuffer& buffer, const char* name, Lau
                                          "; float32, bfloat16 or float16 is required");
   }
 }
+
+template <class Parameter>
+inline constexpr bool kIsAttribute =
+    !std::is_same_v<Parameter, cudaStream_t> && !std::is_same_v<Parameter, Buffer> &&
+    !std::is_same_v<Parameter, Result> && !std::is_same_v<Parameter, ffi::RemainingArgs> &&
+    !std::is_same_v<Parameter, ffi::RemainingRets> && !std::is_same_v<Parameter, ffi::Dictionary>;
+
+template <class Parameter, class Binding>
+auto bind_parameter(Binding&& binding, const char* name) {
+  if constexpr (std::is_same_v<Parameter, cudaStream_t>) {
+    return std::move(binding).template Ctx<ffi::PlatformStream<cudaStream_t>>();
+  } else if constexpr (std::is_same_v<Parameter, Buffer>) {
+    return std::move(binding).template Arg<Buffer>();
+  } else if constexpr (std::is_same_v<Parameter, Result>) {
+    return std::move(binding).template Ret<Buffer>();
+  } else if constexpr (std::is_same_v<Parameter, ffi::RemainingArgs>) {
+    return std::move(binding).RemainingArgs();
+  } else if constexpr (std::is_same_v<Parameter, ffi::RemainingRets>) {
+    return std::move(binding).RemainingRets();
+  } else if constexpr (std::is_same_v<Parameter, ffi::Dictionary>) {
+    return std::move(binding).Attrs();
+  } else {
+    return std::move(binding).template Attr<Parameter>(name);
+  }
+}
+
+template <class Parameter, class... Rest, class Binding>
+auto bind_parameters(Binding&& binding, const char* const* name) {
+  if constexpr (sizeof...(Rest) == 0) {
+    return bind_parameter<Parameter>(std::move(binding), *name);
+  } else {
+    return bind_parameters<Rest...>(bind_parameter<Parameter>(std::move(binding), *name),
+                                    name + kIsAttribute<Parameter>);
+  }
+}
+
+// The binding of a handler, from the parameters of its implementation: the stream, operands
+// (Buffer), results (Result), and attributes (any other type), which have these names in order.
+// RemainingArgs, RemainingRets and Dictionary stand for all that are left.
+template <class... Parameters, class... Names>
+auto bind(ffi::Error (*)(Parameters...), Names... names) {
+  static_assert((0 + ... + kIsAttribute<Parameters>) == sizeof...(Names));
+  const char* const list[] = {names..., nullptr};
+  return bind_parameters<Parameters...>(ffi::Ffi::Bind(), list);
+}
+
+// Defines a handler by its implementation and the names of its attributes, in order. A handler only
+// launches, so that XLA may record it into a CUDA graph. cmake/handlers.cmake lists the handlers.
+#define JAXLLM_HANDLER(name, implementation, ...)                                          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, implementation, bind(implementation, ##__VA_ARGS__), \
+                                {ffi::Traits::kCmdBufferCompatible})
 
 }  // namespace jaxllm

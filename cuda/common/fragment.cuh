@@ -20,6 +20,10 @@ __device__ __forceinline__ uint32_t smem_address(const T* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Hides from the compiler what it knows of a value. It then computes again what follows from the
+// value, rather than keep that in registers.
+__device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
+
 // Rounds two floats to T; `low` is in the lower half of the word.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {

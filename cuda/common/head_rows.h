@@ -1,4 +1,4 @@
-// Where the heads of an array stand in memory.
+// The layout of the heads of an array in memory.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,12 @@
-// What every launcher of a Hopper kernel asks first.
+// What every launcher of a Hopper kernel checks first.
 #pragma once
 
 #include "common/launch.h"
 
 namespace jaxllm {
 
-// Whether the image of a kernel with instructions of sm_90a has them. Compiled for any other
-// architecture such a kernel has an empty body, which needs next to no registers.
+// Whether the image of a kernel for sm_90a has its instructions. Compiled for any other
+// architecture the kernel has an empty body, which needs few registers.
 inline bool has_hopper_body(const KernelImage& image) { return image.registers >= 64; }
 
 // Whether this GPU runs a kernel for Hopper; cudaErrorNotSupported if not.

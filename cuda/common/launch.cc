@@ -15,7 +15,7 @@ namespace {
 template <class Key, class Facts>
 class Cache {
  public:
-  // The facts of a key; `find(Facts*)` finds them the first time, and is asked again if it fails.
+  // The facts of a key. The first call finds them by `find(Facts*)`; a failure is not kept.
   template <class Find>
   cudaError_t get(const Key& key, Facts* facts, Find find) {
     {
@@ -24,7 +24,7 @@ class Cache {
       if (entry != entries_.end()) return *facts = entry->second, cudaSuccess;
     }
     if (const cudaError_t status = find(facts)) {
-      cudaGetLastError();  // else somebody else would find the error
+      cudaGetLastError();  // else a later call would report the error
       return status;
     }
     const std::unique_lock lock(mutex_);
@@ -37,21 +37,21 @@ class Cache {
   std::map<Key, Facts> entries_;
 };
 
-// What the environment bounds a number of a device by; nothing does by default.
+// The bound that an environment variable sets, if any.
 int bound(const char* name) {
   const char* const text = std::getenv(name);
-  const int number = text == nullptr ? 0 : std::atoi(text);
-  return number > 0 ? number : INT32_MAX;
+  const int value = text == nullptr ? 0 : std::atoi(text);
+  return value > 0 ? value : INT32_MAX;
 }
 
-// Takes from the limits what a smaller GPU has not.
+// Lowers the limits to those of a smaller GPU.
 void lower_limits(DeviceLimits* limits) {
-  limits->multiprocessors = std::min(limits->multiprocessors, bound("JAXLLM_MAX_SMS"));
+  limits->sms = std::min(limits->sms, bound("JAXLLM_MAX_SMS"));
   const int shared_kib = bound("JAXLLM_MAX_SHARED_KIB");
   if (shared_kib >= limits->shared_bytes >> 10) return;
   limits->shared_bytes = shared_kib << 10;
   limits->shared_bytes_of_sm = limits->shared_bytes + limits->reserved_shared_bytes;
-  limits->capability = std::min(limits->capability, 86);  // not a Hopper GPU any more
+  limits->capability = std::min(limits->capability, 86);  // no longer a Hopper GPU
 }
 
 cudaError_t find_limits(int device, DeviceLimits* limits) {
@@ -59,7 +59,7 @@ cudaError_t find_limits(int device, DeviceLimits* limits) {
     return cudaDeviceGetAttribute(value, attribute, device);
   };
   int major = 0, minor = 0;
-  JAXLLM_RETURN_IF_ERROR(ask(&limits->multiprocessors, cudaDevAttrMultiProcessorCount));
+  JAXLLM_RETURN_IF_ERROR(ask(&limits->sms, cudaDevAttrMultiProcessorCount));
   JAXLLM_RETURN_IF_ERROR(ask(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin));
   JAXLLM_RETURN_IF_ERROR(
       ask(&limits->shared_bytes_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor));
@@ -77,7 +77,7 @@ cudaError_t find_image(const void* kernel, KernelImage* image) {
   cudaFuncAttributes attributes;
   JAXLLM_RETURN_IF_ERROR(limits.read());
   JAXLLM_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  // Machine code and PTX alike were made from PTX of this version, which __CUDA_ARCH__ follows.
+  // Machine code too is made from PTX of this version, which __CUDA_ARCH__ follows.
   image->architecture = attributes.ptxVersion;
   image->registers = attributes.numRegs;
   image->static_shared_bytes = static_cast<int>(attributes.sharedSizeBytes);
@@ -88,7 +88,7 @@ cudaError_t find_image(const void* kernel, KernelImage* image) {
 
 cudaError_t count_clusters(const void* kernel, int size, int threads, size_t shared,
                            int* clusters) {
-  KernelImage image;  // also lets the kernel take the shared memory
+  KernelImage image;  // also raises the limit of shared memory
   JAXLLM_RETURN_IF_ERROR(image.read(kernel));
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -128,7 +128,7 @@ cudaError_t find_resident_clusters(const void* kernel, int size, int threads, si
   JAXLLM_RETURN_IF_ERROR(
       cache.get({kernel, device, size, threads, shared}, clusters,
                 [&](int* found) { return count_clusters(kernel, size, threads, shared, found); }));
-  *clusters = std::min(*clusters, limits.multiprocessors / size);
+  *clusters = std::min(*clusters, limits.sms / size);
   return cudaSuccess;
 }
 

@@ -1,11 +1,11 @@
-// What launchers share: the early return on an error, the facts that a launch is decided from,
-// sizes of grids.
+// What launchers share: the early return on an error, the facts that decide about a launch, sizes
+// of grids.
 //
-// A launch is decided once, on the host, from two things: what the device has (DeviceLimits), and
-// what the code that will run there was compiled for (KernelImage). The second does not follow from
-// the first: a kernel that the driver compiles from PTX for sm_80 runs on sm_90 as written for
-// sm_80. So no device code chooses a size by __CUDA_ARCH__ that the host chooses too; it gets the
-// choice as a template argument or a parameter.
+// The host decides about a launch once, from what the device has (DeviceLimits) and what the code
+// that runs there was compiled for (KernelImage). The second does not follow from the first: a
+// kernel that the driver compiles from PTX for sm_80 behaves on sm_90 as on sm_80. So device code
+// never chooses a size by __CUDA_ARCH__ that the host chooses too; it gets the choice as a template
+// argument or a parameter.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,12 +24,12 @@ namespace jaxllm {
 
 // What the current device has. JAXLLM_MAX_SMS in the environment lowers the number of SMs, and
 // JAXLLM_MAX_SHARED_KIB the shared memory of a CTA, so that a test on a large GPU takes the
-// decisions of a small one. With less shared memory a GPU does not count as one of Hopper's.
+// decisions of a small one. With less shared memory a GPU does not count as a Hopper GPU.
 struct DeviceLimits {
-  int multiprocessors = 0;        // SMs
-  int shared_bytes = 0;           // shared memory that a CTA may take, static and dynamic
-  int shared_bytes_of_sm = 0;     // that all CTAs of an SM have
-  int reserved_shared_bytes = 0;  // of these, what each CTA costs beside its own
+  int sms = 0;                    // streaming multiprocessors
+  int shared_bytes = 0;           // the shared memory of a CTA at most, static and dynamic
+  int shared_bytes_of_sm = 0;     // the shared memory of an SM
+  int reserved_shared_bytes = 0;  // what the system takes of it for each CTA
   int capability = 0;             // 90 for sm_90
 
   cudaError_t read();
@@ -37,17 +37,17 @@ struct DeviceLimits {
 
 // The image of a kernel that runs on the current device.
 struct KernelImage {
-  int architecture = 0;          // that it was compiled for: 90 where __CUDA_ARCH__ was 900
+  int architecture = 0;          // compiled for: 90 where __CUDA_ARCH__ was 900
   int registers = 0;             // of a thread
   int static_shared_bytes = 0;   // of a CTA
-  int dynamic_shared_bytes = 0;  // that a CTA may take beside them; the kernel is allowed as much
+  int dynamic_shared_bytes = 0;  // of a CTA at most, in addition; the kernel is allowed as much
 
   // Clusters, programmatic dependent launch and bulk copies are instructions of sm_90.
   bool has_clusters() const { return architecture >= 90; }
   bool has_bulk_copies() const { return architecture >= 90; }
 
   // The first call for a kernel and a device also raises the kernel's limit of dynamic shared
-  // memory to the device's. Later ones are a look-up, so host threads do not race for the limit.
+  // memory to the device's. Later calls are a look-up, so host threads do not race for the limit.
   // Returns cudaErrorNoKernelImageForDevice where no image fits.
   cudaError_t read(const void* kernel);
   template <class Kernel>
@@ -56,17 +56,17 @@ struct KernelImage {
   }
 };
 
-// How many CTAs of a kernel an SM holds at once. Like KernelImage::read, which it calls, it asks
-// the driver once and then looks up.
+// How many CTAs of a kernel an SM holds at once (the occupancy). The first call asks the driver,
+// and later ones look up.
 cudaError_t find_resident_ctas(const void* kernel, int threads, int64_t shared_bytes, int* ctas);
 template <class Kernel>
 cudaError_t find_resident_ctas(Kernel* kernel, int threads, int64_t shared_bytes, int* ctas) {
   return find_resident_ctas(reinterpret_cast<const void*>(kernel), threads, shared_bytes, ctas);
 }
 
-// How many clusters of `size` CTAs of a kernel run at once on the current device, with no more than
-// one CTA for each SM. A CTA has so many threads and bytes of dynamic shared memory. The first call
-// asks the driver and later ones look up.
+// How many clusters of `size` CTAs of a kernel run at once on the current device, with at most one
+// CTA for each SM. A CTA has `threads` threads and `shared` bytes of dynamic shared memory. The
+// first call asks the driver, and later ones look up.
 cudaError_t find_resident_clusters(const void* kernel, int size, int threads, size_t shared,
                                    int* clusters);
 template <class Kernel>

@@ -5,7 +5,7 @@
 namespace jaxllm {
 namespace {
 
-// A function's, because entries of other files may be made before this file's variables.
+// In a function, because entries of other files may be made before the variables of this file.
 std::map<std::string, int64_t>& needs() {
   static std::map<std::string, int64_t> all;
   return all;

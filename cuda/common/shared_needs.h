@@ -1,8 +1,8 @@
-// The shared memory of kernels that take as much whatever the device has, by name.
+// The shared memory of kernels that need a fixed amount, by kernel name.
 //
-// Python reads the list: its predicates decline a device with less, and a test holds them to it. A
-// kernel whose launcher adapts to the device is not in it. An entry stands beside the kernel's
-// launcher, at namespace scope, and takes the constant that the launcher takes:
+// Python's predicates reject a device with less. Kernels whose launcher adapts to the device are
+// not in the list. An entry stands next to the kernel's launcher, at namespace scope, with the
+// constant that the launcher uses:
 //
 //   const SharedNeed kNeed("flash_attention_backward_mma_256", sizeof(Shared));
 #pragma once
@@ -15,11 +15,11 @@ namespace jaxllm {
 
 class SharedNeed {
  public:
-  // `kernel` is the kernel's name without "_kernel", and what tells its instantiations apart. Of
-  // two entries with one name the larger counts.
+  // `kernel` is the kernel's name without "_kernel", plus what tells its instantiations apart. Of
+  // two entries with the same name the larger counts.
   SharedNeed(const char* kernel, int64_t bytes);
 
-  // All entries. They are made while the library is loaded.
+  // All entries. They are made when the library is loaded.
   static const std::map<std::string, int64_t>& all();
 };
 

@@ -1,22 +1,27 @@
-// In which order blocks take the tiles of a matrix product, or of heads.
+// The rasterization order of tiles: in which order CTAs take the tiles of a GEMM, or of heads.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace jaxllm {
 
-struct TilePlace {
-  int row, column;  // counted in tiles
+struct TileCoord {
+  int row, column;  // in tiles
 };
 
-// The place of the tile with this number. A group of row tiles at a time, column by column, so that
-// what the blocks at work read lies in the L2 cache.
-__device__ __forceinline__ TilePlace place_tile(int tile, int row_tiles, int column_tiles,
-                                                int row_tiles_at_a_time) {
-  const int first_of_group = tile / (row_tiles_at_a_time * column_tiles) * row_tiles_at_a_time;
-  const int in_group = min(row_tiles_at_a_time, row_tiles - first_of_group);
-  const int rest = tile - first_of_group * column_tiles;
-  return {first_of_group + rest % in_group, rest / in_group};
+// The coordinates of tile number `tile`. The order takes groups of `group_rows` row tiles (GROUP_M
+// in Triton), column by column, so that the operands of the tiles in flight fit the L2 cache:
+//
+//   0 2 4 6   group_rows = 2: tiles of a 4 x 4 grid, numbered
+//   1 3 5 7
+//   8 10 12 14
+//   9 11 13 15
+__device__ __forceinline__ TileCoord tile_coord(int tile, int row_tiles, int column_tiles,
+                                                int group_rows) {
+  const int first_row = tile / (group_rows * column_tiles) * group_rows;
+  const int rows = min(group_rows, row_tiles - first_row);
+  const int in_group = tile - first_row * column_tiles;
+  return {first_row + in_group % rows, in_group / rows};
 }
 
 }  // namespace jaxllm

@@ -1,4 +1,5 @@
-// Packs: the 16 bytes that one thread moves in one memory instruction, or a few of them.
+// Packs: the elements that a thread loads or stores at once, 16 bytes or a multiple (vectorized
+// access, float4 or llm.c's Packed128), or one element where rows are not aligned.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,8 +33,8 @@ __device__ __forceinline__ __half from_float<__half>(float x) {
 template <typename T>
 inline constexpr int kPackSize = 16 / sizeof(T);
 
-// kSize elements of T. They are kept as 32-bit words, the registers that a load fills: to take a
-// bfloat16 out of its word is then one instruction, where 16-bit variables would cost two.
+// kSize elements of T, kept as the 32-bit words that a load fills. One instruction takes a bfloat16
+// out of its word; 16-bit variables would cost two.
 template <typename T, int kSize = kPackSize<T>>
 struct alignas(16) Pack {
   static_assert(kSize * sizeof(T) % 16 == 0);
@@ -74,10 +75,21 @@ struct alignas(16) Pack {
   }
 };
 
-// Makes the compiler take packs apart anew from here on. It would rather keep the floats that it
-// has once unpacked, in twice the registers, and half as many warps would fit.
+// One element, of any alignment: a kernel that takes kSize as a parameter serves rows of any width.
+template <typename T>
+struct Pack<T, 1> {
+  T value;
+
+  __device__ __forceinline__ float operator[](int) const { return to_float(value); }
+  __device__ __forceinline__ static Pack of(const float (&values)[1]) {
+    return {from_float<T>(values[0])};
+  }
+};
+
+// A compiler fence: from here on the compiler unpacks the words anew. It would rather keep the
+// floats in twice the registers, and half as many warps would fit.
 template <typename T, int kVector, int kPacks>
-__device__ __forceinline__ void forget_unpacked(Pack<T, kVector> (&packs)[kPacks]) {
+__device__ __forceinline__ void fence_packs(Pack<T, kVector> (&packs)[kPacks]) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
@@ -85,53 +97,56 @@ __device__ __forceinline__ void forget_unpacked(Pack<T, kVector> (&packs)[kPacks
   }
 }
 
+// What one instruction loads or stores of a pack.
+template <typename T, int kSize>
+using PackAccess = std::conditional_t<kSize == 1, T, int4>;
+
+template <int kSize, typename T, class Load>
+__device__ __forceinline__ Pack<T, kSize> load_with(Load load, const T* source) {
+  using Access = PackAccess<T, kSize>;
+  Pack<T, kSize> pack;
+#pragma unroll
+  for (int i = 0; i < int{sizeof(pack) / sizeof(Access)}; ++i) {
+    reinterpret_cast<Access*>(&pack)[i] = load(reinterpret_cast<const Access*>(source) + i);
+  }
+  return pack;
+}
+
 template <int kSize, typename T>
 __device__ __forceinline__ Pack<T, kSize> load(const T* source) {
-  Pack<T, kSize> pack;
-#pragma unroll
-  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
-    reinterpret_cast<int4*>(&pack)[i] = reinterpret_cast<const int4*>(source)[i];
-  }
-  return pack;
+  return load_with<kSize>([](const auto* from) { return *from; }, source);
 }
 
-// Reads elements that are used once: they need not push other data out of the caches.
+// Loads elements that are used once (ld.global.cs): they need not evict other data.
 template <int kSize, typename T>
 __device__ __forceinline__ Pack<T, kSize> load_streaming(const T* source) {
-  Pack<T, kSize> pack;
-#pragma unroll
-  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
-    reinterpret_cast<int4*>(&pack)[i] = __ldcs(reinterpret_cast<const int4*>(source) + i);
-  }
-  return pack;
+  return load_with<kSize>([](const auto* from) { return __ldcs(from); }, source);
 }
 
-// Reads elements that other threads will read too.
+// Loads elements that other threads load too, and that nobody writes (ld.global.nc).
 template <int kSize, typename T>
 __device__ __forceinline__ Pack<T, kSize> load_cached(const T* source) {
-  Pack<T, kSize> pack;
+  return load_with<kSize>([](const auto* from) { return __ldg(from); }, source);
+}
+
+template <int kSize, typename T, class Store>
+__device__ __forceinline__ void store_with(Store store, T* target, const Pack<T, kSize>& pack) {
+  using Access = PackAccess<T, kSize>;
 #pragma unroll
-  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
-    reinterpret_cast<int4*>(&pack)[i] = __ldg(reinterpret_cast<const int4*>(source) + i);
+  for (int i = 0; i < int{sizeof(pack) / sizeof(Access)}; ++i) {
+    store(reinterpret_cast<Access*>(target) + i, reinterpret_cast<const Access*>(&pack)[i]);
   }
-  return pack;
 }
 
 template <int kSize, typename T>
 __device__ __forceinline__ void store(T* target, const Pack<T, kSize>& pack) {
-#pragma unroll
-  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
-    reinterpret_cast<int4*>(target)[i] = reinterpret_cast<const int4*>(&pack)[i];
-  }
+  store_with([](auto* to, const auto& value) { *to = value; }, target, pack);
 }
 
-// Writes elements that this kernel is done with.
+// Stores elements that this kernel does not read again (st.global.cs).
 template <int kSize, typename T>
 __device__ __forceinline__ void store_streaming(T* target, const Pack<T, kSize>& pack) {
-#pragma unroll
-  for (int i = 0; i < int{sizeof(pack)} / 16; ++i) {
-    __stcs(reinterpret_cast<int4*>(target) + i, reinterpret_cast<const int4*>(&pack)[i]);
-  }
+  store_with([](auto* to, const auto& value) { __stcs(to, value); }, target, pack);
 }
 
 // Whether 16-byte loads may start at every one of these pointers.

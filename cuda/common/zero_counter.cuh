@@ -1,4 +1,4 @@
-// A counter that a kernel begins with, set to zero beforehand.
+// Sets a counter to zero before the kernel that counts with it.
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -11,8 +11,8 @@ __global__ void zero_counter_kernel(T* counter) {
   *counter = 0;
 }
 
-// A kernel and no memset: the next one starts meanwhile. It must call wait_on_dependent_grids
-// before it counts. A memset of four bytes would hold up the stream for another five microseconds.
+// A kernel instead of a memset, which would delay the stream by five microseconds: the next kernel
+// may start meanwhile (Launch::pdl). It must call wait_on_dependent_grids before it counts.
 template <typename T>
 cudaError_t zero_counter(cudaStream_t stream, T* counter) {
   return launch_kernel(stream, zero_counter_kernel<T>, {dim3(1), dim3(1)}, counter);

@@ -4,10 +4,10 @@
 
 #include <type_traits>
 
+#include "gemm/float32/matmul_float32.h"
+#include "gemm/hopper/matmul_hopper.h"
 #include "gemm/matmul.h"
-#include "gemm/matmul_float32.h"
-#include "gemm/matmul_hopper.h"
-#include "gemm/matmul_mma.h"
+#include "gemm/mma/matmul_mma.h"
 
 namespace jaxllm {
 
@@ -17,7 +17,7 @@ cudaError_t MatrixProduct<T>::run(cudaStream_t stream, const MatmulCall<T>& call
   if constexpr (std::is_same_v<T, float>) {
     if (!call.tf32) return matmul_float32(stream, call);
   } else {
-    const cudaError_t status = MatmulHopper<T>::product(stream, call);
+    const cudaError_t status = MatmulHopper<T>::matmul(stream, call);
     if (status != cudaErrorNotSupported) return status;
   }
   return MatmulMma<T>::run(stream, call);

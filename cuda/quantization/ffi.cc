@@ -1,35 +1,32 @@
-// FFI handlers of the quantization kernels: check the buffers, switch on their dtypes, launch.
+// FFI handlers of the quantization kernels: check the buffers, dispatch on their dtypes, launch.
 #include "common/ffi.h"
 
-#include "gemm/products.h"
+#include "gemm/matvec/matvec_ffi.h"
 #include "handlers.h"
 #include "quantization/quantize.h"
 
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-// Groups of elements, each with a scale.
 struct Groups {
-  int64_t groups, width;
+  int64_t groups, width;  // how many, and the elements of each
 };
 
-// The last axes of both have the groups of a row; the others are alike.
+// The last axes of both have the groups of a row; the other axes are equal.
 ffi::ErrorOr<Groups> groups_of(const Buffer& values, const char* name, const Buffer& scales) {
-  const auto axes = values.dimensions(), of_scales = scales.dimensions();
-  if (axes.size() == 0 || of_scales.size() != axes.size() || !has_leading_axes(values, scales, 1)) {
+  const auto axes = values.dimensions(), scales_axes = scales.dimensions();
+  if (axes.size() == 0 || scales_axes.size() != axes.size() ||
+      !has_leading_axes(values, scales, 1)) {
     return ffi::Unexpected(invalid("scales", std::string("has not the axes of ") + name));
   }
-  const int64_t groups_of_row = of_scales.back();
-  if (groups_of_row == 0 ? axes.back() != 0 : axes.back() % groups_of_row != 0) {
+  const int64_t row_groups = scales_axes.back();
+  if (row_groups == 0 ? axes.back() != 0 : axes.back() % row_groups != 0) {
     return ffi::Unexpected(
         invalid("scales", std::string("has groups that do not divide the rows of ") + name));
   }
   ffi::Error error = check_dtype(scales, ffi::F32, "scales");
   if (error.failure()) return ffi::Unexpected(error);
-  return Groups{count(scales), groups_of_row == 0 ? 0 : axes.back() / groups_of_row};
+  return Groups{count(scales), row_groups == 0 ? 0 : axes.back() / row_groups};
 }
 
 ffi::Error QuantizeImpl(cudaStream_t stream, Buffer w, int64_t group_size, Result q,
@@ -65,34 +62,13 @@ ffi::Error QuantizedMatvecImpl(cudaStream_t stream, Buffer q, Buffer scales, Buf
   if (ffi::Error error = check_dtype(q, ffi::S8, "q"); error.failure()) return error;
   const ffi::ErrorOr<Groups> groups = groups_of(q, "q", scales);
   if (groups.has_error()) return groups.error();
-  return run_products<int8_t>(stream, q, data<float>(scales), groups->width, x, out);
+  return run_matvec<int8_t>(stream, q, data<float>(scales), groups->width, x, out);
 }
-
-auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Quantize, QuantizeImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()                // w
-                                  .Attr<int64_t>("group_size")  //
-                                  .Ret<Buffer>()                // q
-                                  .Ret<Buffer>(),               // scales
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dequantize, DequantizeImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // q
-                                  .Arg<Buffer>()   // scales
-                                  .Ret<Buffer>(),  // w
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(QuantizedMatvec, QuantizedMatvecImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // q
-                                  .Arg<Buffer>()   // scales
-                                  .Arg<Buffer>()   // x
-                                  .Ret<Buffer>(),  // out
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(Quantize, QuantizeImpl, "group_size");
+JAXLLM_HANDLER(Dequantize, DequantizeImpl);
+JAXLLM_HANDLER(QuantizedMatvec, QuantizedMatvecImpl);
 
 }  // namespace jaxllm

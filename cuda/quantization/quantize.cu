@@ -3,61 +3,61 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
-#include "common/reduce_max.cuh"
+#include "common/reduce.cuh"
 #include "common/vector.cuh"
 #include "quantization/quantize.h"
 
 namespace jaxllm {
 namespace {
 
-constexpr int64_t kMaxBlocks = 1 << 20;
+constexpr int64_t kMaxCtas = 1 << 20;
 
-// As many neighbours as make a pack, in int8.
+// The int8 elements of a pack of T.
 template <typename T>
-using Bytes = std::conditional_t<kPackSize<T> == 4, uint32_t, uint2>;
+using Int8Pack = std::conditional_t<kPackSize<T> == 4, uint32_t, uint2>;
 
-// Ties go to even. Where a weight is not finite, nor is the scale, and all numbers of the group are
-// 0: what is NaN becomes 0 on its way to an integer.
-__device__ __forceinline__ int8_t quotient(float w, float divisor) {
-  const int number = __float2int_rn(__fdiv_rn(w, divisor));
-  return static_cast<int8_t>(min(max(number, -127), 127));
+// Rounds w / divisor to the nearest int8; ties go to even. Where a weight is not finite, its scale
+// is not either, and the whole group is 0: a NaN converts to 0.
+__device__ __forceinline__ int8_t quantize_one(float w, float divisor) {
+  const int rounded = __float2int_rn(__fdiv_rn(w, divisor));
+  return static_cast<int8_t>(min(max(rounded, -127), 127));
 }
 
-// Added to a number, it leaves the nearest integer in the lowest bits, and ties go to even.
+// Added to a float, it leaves the nearest integer in the lowest bits; ties go to even.
 constexpr float kRounder = 0x1.8p23f;
 
-// The quotients of a pack. Products with the reciprocal are near enough to round to the same
-// integer, unless they lie beside a tie; or the reciprocal, or a number, is not finite.
+// Quantizes a pack, multiplied by the reciprocal of the divisor. Where a product is not finite, or
+// so near a tie that the quotient may round to another integer, the pack is divided instead.
 template <typename T>
-__device__ __forceinline__ Bytes<T> quotients(const Pack<T>& pack, float divisor) {
+__device__ __forceinline__ Int8Pack<T> quantize_pack(const Pack<T>& pack, float divisor) {
   constexpr int kSize = kPackSize<T>;
   const float reciprocal = __frcp_rn(divisor);
-  uint32_t numbers[kSize];
+  uint32_t rounded[kSize];
   bool sure = true;
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const float x = pack[i] * reciprocal, rounded = x + kRounder;
-    sure = sure && fabsf(x - (rounded - kRounder)) < 0.4999f;
-    numbers[i] = __float_as_uint(rounded);
+    const float x = pack[i] * reciprocal, sum = x + kRounder;
+    sure = sure && fabsf(x - (sum - kRounder)) < 0.4999f;
+    rounded[i] = __float_as_uint(sum);
   }
   if (!sure) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) numbers[i] = quotient(pack[i], divisor);
+    for (int i = 0; i < kSize; ++i) rounded[i] = quantize_one(pack[i], divisor);
   }
   uint32_t words[kSize / 4];
 #pragma unroll
   for (int i = 0; i < kSize; i += 4) {
-    const uint32_t low = __byte_perm(numbers[i], numbers[i + 1], 0x0040);
-    const uint32_t high = __byte_perm(numbers[i + 2], numbers[i + 3], 0x0040);
+    const uint32_t low = __byte_perm(rounded[i], rounded[i + 1], 0x0040);
+    const uint32_t high = __byte_perm(rounded[i + 2], rounded[i + 3], 0x0040);
     words[i / 4] = __byte_perm(low, high, 0x5410);
   }
-  return reinterpret_cast<const Bytes<T>&>(words);
+  return reinterpret_cast<const Int8Pack<T>&>(words);
 }
 
 constexpr int kThreads = 128;
-constexpr int kPacks = 2;  // of a thread
+constexpr int kPacks = 2;  // for each thread
 
-// A pack a lane: kLanes of them have a group.
+// kLanes lanes share a group, a pack each.
 template <int kLanes, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_packs_kernel(const T* w, int8_t* q, float* scales, int64_t count) {
@@ -76,14 +76,15 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kPackSize<T>; ++j) largest = max_or_nan(largest, fabsf(packs[p][j]));
     const float scale = __fdiv_rn(max_over_lanes<kLanes>(largest), 127.0f);
     if (i >= count) continue;
-    __stcs(reinterpret_cast<Bytes<T>*>(q) + i, quotients(packs[p], scale == 0.0f ? 1.0f : scale));
+    __stcs(reinterpret_cast<Int8Pack<T>*>(q) + i,
+           quantize_pack(packs[p], scale == 0.0f ? 1.0f : scale));
     if (i % kLanes == 0) scales[i / kLanes] = scale;
   }
 }
 
 constexpr int kWarps = 8;
 
-// A warp a group, of any width.
+// Fallback for any width: a warp for each group.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps)
     quantize_kernel(const T* w, int8_t* q, float* scales, int64_t groups, int64_t width) {
@@ -99,21 +100,20 @@ __global__ void __launch_bounds__(32 * kWarps)
     const float scale = __fdiv_rn(max_over_lanes<32>(largest), 127.0f);
     const float divisor = scale == 0.0f ? 1.0f : scale;
     for (int64_t i = lane; i < width; i += 32) {
-      q[group * width + i] = quotient(to_float(from[i]), divisor);
+      q[group * width + i] = quantize_one(to_float(from[i]), divisor);
     }
     if (lane == 0) scales[group] = scale;
   }
 }
 
-// Which group an element or a pack is of: there are `width` to a group.
+// Maps the index of an element, or of a pack, to its group of `width` of them.
 struct GroupOf {
   int64_t width;
-  int shift;  // where the width is a power of two, its logarithm, and else -1
+  int shift;  // log2 of a width that is a power of two, and else -1
 
   explicit GroupOf(int64_t width_) : width(width_), shift(-1) {
     if ((width & (width - 1)) == 0) {
-      for (shift = 0; int64_t{1} << shift < width; ++shift) {
-      }
+      for (shift = 0; int64_t{1} << shift < width;) ++shift;
     }
   }
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
@@ -121,7 +121,7 @@ struct GroupOf {
   }
 };
 
-// A thread an element.
+// Fallback for any width: element by element.
 template <typename T>
 __global__ void dequantize_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
                                   GroupOf group_of) {
@@ -131,20 +131,20 @@ __global__ void dequantize_kernel(const int8_t* q, const float* scales, T* w, in
   }
 }
 
-// The same for packs, of which there are `count`.
+// Two packs for each thread, of `count` in all.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_packs_kernel(const int8_t* q, const float* scales, T* w, int64_t count,
                             GroupOf group_of) {
   constexpr int kSize = kPackSize<T>;
   const int64_t first = int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x;
-  Bytes<T> bytes[kPacks];
+  Int8Pack<T> bytes[kPacks];
   float scale[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int64_t i = first + p * kThreads;
     if (i >= count) continue;
-    bytes[p] = __ldg(reinterpret_cast<const Bytes<T>*>(q) + i);
+    bytes[p] = __ldg(reinterpret_cast<const Int8Pack<T>*>(q) + i);
     scale[p] = __ldg(scales + group_of(i));
   }
 #pragma unroll
@@ -161,18 +161,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls launch(std::integral_constant<int, lanes>) if so many lanes can have a group: 1, 2, ... 32.
-template <int kLanes = 1, class Launch>
+// Calls launch(std::integral_constant<int, lanes>) where `lanes` is one of kLanes, and returns
+// whether it is.
+template <int... kLanes, class Launch>
 bool launch_with_lanes(int64_t lanes, Launch launch) {
-  if (lanes == kLanes) {
-    launch(std::integral_constant<int, kLanes>{});
-    return true;
-  }
-  if constexpr (kLanes < 32) {
-    return launch_with_lanes<2 * kLanes>(lanes, launch);
-  } else {
-    return false;
-  }
+  return ((lanes == kLanes && (launch(std::integral_constant<int, kLanes>{}), true)) || ...);
 }
 
 }  // namespace
@@ -188,11 +181,12 @@ cudaError_t GroupQuantization<T>::quantize(cudaStream_t stream, const T* w, int8
     status = launch_kernel(stream, quantize_packs_kernel<lanes, T>,
                            {divide_up(count, kThreads * kPacks), kThreads}, w, q, scales, count);
   };
-  if (width % kSize == 0 && aligned_16(w, q) && launch_with_lanes(width / kSize, launch)) {
+  if (width % kSize == 0 && aligned_16(w, q) &&
+      launch_with_lanes<1, 2, 4, 8, 16, 32>(width / kSize, launch)) {
     return status;
   }
-  const int64_t blocks = std::min(divide_up(groups, kWarps), kMaxBlocks);
-  return launch_kernel(stream, quantize_kernel<T>, {blocks, 32 * kWarps}, w, q, scales, groups,
+  const int64_t ctas = std::min(divide_up(groups, kWarps), kMaxCtas);
+  return launch_kernel(stream, quantize_kernel<T>, {ctas, 32 * kWarps}, w, q, scales, groups,
                        width);
 }
 
@@ -204,12 +198,12 @@ cudaError_t GroupQuantization<T>::dequantize(cudaStream_t stream, const int8_t* 
   if (count == 0) return cudaSuccess;
   constexpr int kSize = kPackSize<T>;
   if (width % kSize == 0 && aligned_16(q, w)) {
-    const int64_t blocks = divide_up(count / kSize, kThreads * kPacks);
-    return launch_kernel(stream, dequantize_packs_kernel<T>, {blocks, kThreads}, q, scales, w,
+    const int64_t ctas = divide_up(count / kSize, kThreads * kPacks);
+    return launch_kernel(stream, dequantize_packs_kernel<T>, {ctas, kThreads}, q, scales, w,
                          count / kSize, GroupOf(width / kSize));
   }
-  const int64_t blocks = std::min(divide_up(count, 256), kMaxBlocks);
-  return launch_kernel(stream, dequantize_kernel<T>, {blocks, 256}, q, scales, w, count,
+  const int64_t ctas = std::min(divide_up(count, 256), kMaxCtas);
+  return launch_kernel(stream, dequantize_kernel<T>, {ctas, 256}, q, scales, w, count,
                        GroupOf(width));
 }
 

@@ -1,4 +1,4 @@
-// Rounds groups of neighbours to int8 with a scale each, and widens them again.
+// Quantization to int8 with a scale for each group of neighbours, and back.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,0 +1,56 @@
+#include <cmath>
+
+#include "attention/decode.h"
+#include "block/decode_block.h"
+#include "gemm/matvec/matvec.cuh"
+
+namespace jaxllm {
+
+// Five kernels. With programmatic dependent launch each starts to load its weights before the
+// kernel ahead of it has ended.
+//
+//   kernel              x                    epilogue
+//   qkv GEMV            RMS norm of x        RoPE, append to the caches
+//   decode attention    q, caches
+//   output GEMV         attended             + residual
+//   gate and up GEMV    RMS norm of hidden   SwiGLU
+//   down GEMV           activated            + hidden
+template <typename T, typename W>
+cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
+                                        BlockWeights<T, W> weights, const float* cos,
+                                        const float* sin, const int32_t* lengths, T* k_cache,
+                                        T* v_cache, float eps, T* out, BlockWorkspace<T> workspace,
+                                        BlockSizes s) {
+  constexpr bool kPdl = true;
+  const auto params = [&](const T* x, BlockWeight<W> weight, const T* norm, int64_t width) {
+    return MatvecParams<T, W>{x,   weight.data, weight.scales, norm,
+                              eps, s.batch,     width,         weights.group};
+  };
+  JAXLLM_RETURN_IF_ERROR(matvec(stream, params(residual, weights.qkv, weights.norm1, s.width),
+                                QkvRopeEpilogue<T>{workspace.q, k_cache, v_cache, cos, sin, lengths,
+                                                   s.heads, s.kv_heads, s.length, s.head_width}));
+  DecodeSizes sizes = {s.batch, s.heads, s.kv_heads, s.length, s.head_width};
+  sizes.added = 1;
+  sizes.overlap = kPdl;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_width));
+  JAXLLM_RETURN_IF_ERROR(
+      (CachedAttention<T, T>::run(stream, workspace.q, k_cache, v_cache, nullptr, nullptr, lengths,
+                                  scale, workspace.attended, workspace.partial, sizes, s.splits)));
+  JAXLLM_RETURN_IF_ERROR(
+      matvec(stream, params(workspace.attended, weights.out, nullptr, s.heads * s.head_width),
+             StoreEpilogue<T>{workspace.hidden, residual, s.width}, kPdl));
+  JAXLLM_RETURN_IF_ERROR(matvec(stream,
+                                params(workspace.hidden, weights.gate_up, weights.norm2, s.width),
+                                SwigluEpilogue<T>{workspace.activated, s.mlp_width}, kPdl));
+  return matvec(stream, params(workspace.activated, weights.down, nullptr, s.mlp_width),
+                StoreEpilogue<T>{out, workspace.hidden, s.width}, kPdl);
+}
+
+template struct TransformerBlock<float, float>;
+template struct TransformerBlock<float, int8_t>;
+template struct TransformerBlock<__nv_bfloat16, __nv_bfloat16>;
+template struct TransformerBlock<__nv_bfloat16, int8_t>;
+template struct TransformerBlock<__half, __half>;
+template struct TransformerBlock<__half, int8_t>;
+
+}  // namespace jaxllm
