@@ -6,10 +6,7 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-// jax.vmap's new leading axis is more sequences.
+// A leading axis of jax.vmap adds sequences.
 ffi::ErrorOr<DecodeSizes> sizes_of(const Buffer& q, const Buffer& k, const Buffer& lengths) {
   const auto of_q = q.dimensions(), of_k = k.dimensions();
   if (of_q.size() < 3) return ffi::Unexpected(invalid("q", "has too few axes"));
@@ -76,18 +73,6 @@ ffi::Error DecodeAttentionImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeAttention, DecodeAttentionImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()            // q
-                                  .Arg<Buffer>()            // k_cache
-                                  .Arg<Buffer>()            // v_cache
-                                  .Arg<Buffer>()            // lengths
-                                  .RemainingArgs()          // k_scales, v_scales
-                                  .Attr<float>("scale")     //
-                                  .Attr<int64_t>("splits")  //
-                                  .Ret<Buffer>()            // out
-                                  .Ret<Buffer>(),           // partial
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(DecodeAttention, DecodeAttentionImpl, "scale", "splits");
 
 }  // namespace jaxllm

@@ -1,6 +1,6 @@
-// Attention over whole sequences without their matrix of scores in memory: a block of threads holds
-// a tile of it at a time. Products of bfloat16 and float16 run on tensor cores, of float on CUDA
-// cores; sums are float.
+// Flash attention: attention over whole sequences without the matrix of scores in memory. A CTA
+// computes a tile of it at a time. Tensor cores multiply bfloat16 and float16, CUDA cores float;
+// accumulators are float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,46 +20,47 @@ struct FlashShape {
   int64_t batch, queries, keys, heads, kv_heads, width;
 };
 
-// The smallest and the largest segment of some neighbouring rows.
+// The smallest and the largest segment of a granule of rows.
 struct SegmentRange {
   int32_t least, most;
 };
 
-// Rotary embeddings: q and k turn before their product, and their gradients turn back.
+// Rotary embeddings: q and k are rotated before their product, and dq and dk by the negative
+// angles.
 struct FlashRope {
-  // Null for none; (tables, queries, pairs), of which sequence b reads b / (batch / tables). There
-  // are as many keys as queries.
+  // Null for none; (tables, queries, pairs). Sequence b reads table b / (batch / tables). There are
+  // as many keys as queries.
   const float *cos, *sin;
   int64_t tables, pairs;
   bool interleaved;  // as in rotary/rope.h
   // A workspace of batch * queries * (heads + kv_heads) * width elements of q's type.
-  void* turned;
+  void* rotated;
 };
 
-// A workspace that a call need not have: with enough bytes, from a multiple of 16 on, Hopper's own
-// kernels serve the call (see flash_attention_hopper.h) where they can; else those for every GPU.
+// An optional workspace. With enough bytes, 16-byte aligned, the kernels for Hopper serve the calls
+// that they support (see hopper/launch.h); otherwise the kernels for every GPU do.
 struct FlashScratch {
   void* data;
   int64_t bytes;
 };
 
-// The gradient of a bias that was added to each row of a projection: the sum of those rows'
-// gradients. Then q, k and v are parts of the rows of one array, with as many keys as queries, and
-// so are their gradients; and no rotary embeddings turn them.
+// The gradient of a packed projection's bias: the sum of the gradients of the projection's rows.
+// Then q, k and v are parts of the rows of one array, with as many keys as queries, and so are
+// their gradients. There are no rotary embeddings.
 struct FlashBias {
-  // Null for none; (groups, (heads + 2 kv_heads) * width) elements of q's type. Sequence b belongs
-  // to group b / (batch / groups).
+  // Null for none; (groups, (heads + 2 kv_heads) * width) elements of q's type. Sequence b is in
+  // group b / (batch / groups).
   void* gradient;
   int64_t groups;
-  // A workspace with room for a row of the gradient in each group; Hopper's own kernels serve the
-  // call where it has as much as they need.
+  // A workspace for at least a row of the gradient of each group. The kernels for Hopper serve the
+  // call only if it has the size that they need.
   float* partial;
   int64_t partial_size;
 };
 
-// What whoever made dout knows of it: `delta`, like lse, and the sums of dout over every 128
-// queries of a sequence, (batch, queries / 128, heads * width). Null for nothing. Hopper's own
-// kernels need not read out then, where heads are 64 wide and share no keys, and the queries are
+// What the kernel that wrote dout has computed: `delta`, like lse, and the sums of dout over every
+// 128 queries of a sequence, (batch, queries / 128, heads * width). Null if nothing. Then the
+// kernels for Hopper do not read out, if heads are 64 wide and share no keys, and the queries are
 // whole tiles.
 struct FlashSums {
   const float *delta, *dout;
@@ -67,13 +68,13 @@ struct FlashSums {
 
 struct FlashOptions {
   float scale;
-  // Query t stands at key p = t + keys - queries, and sees the keys s <= p alone where `causal`,
-  // and those with |p - s| < window where that is not 0.
+  // Query t is at position p = t + keys - queries. If `causal`, it sees the keys s <= p alone; if
+  // `window` is not 0, the keys with |p - s| < window alone.
   bool causal;
   int64_t window;
-  // Where not 0, a score is softcap * tanh(scale * q * k / softcap).
+  // If not 0, a score is softcap * tanh(scale * q * k / softcap).
   float softcap;
-  // Where not null, (batch, queries) and (batch, keys): a query sees its own segment alone.
+  // If not null, (batch, queries) and (batch, keys): a query sees its own segment alone.
   const int32_t* query_segments;
   const int32_t* key_segments;
   // Then a workspace of batch * flash_segment_ranges(queries, keys) elements.
@@ -94,8 +95,8 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
-// The sizes of workspaces, in floats; of Hopper's own kernels, for heads 64 or 128 wide, at least
-// as many as a call of these sizes needs.
+// The sizes of the workspaces of the kernels for Hopper, in floats, for heads 64 or 128 wide: at
+// least as many as a call of these sizes needs.
 inline constexpr int64_t kFlashHopperTile = 128;  // keys, or the fewest queries of the forward
 inline int64_t flash_backward_tile(int64_t width) { return width == 64 ? 128 : 64; }
 
@@ -107,46 +108,52 @@ inline int64_t flash_backward_scratch(const FlashShape& s) {
   const int64_t ranges = tiles + (s.keys + kFlashHopperTile - 1) / kFlashHopperTile;
   return s.batch * (s.heads * tiles * (tile * (s.width + 2) + 1) + 2 * ranges + 1);
 }
-// The partial sums of a bias's gradient in a group of sequences, with room for Hopper's own kernels
-// or without.
+// The partial sums of a bias's gradient in a group of sequences, for the kernels for Hopper or for
+// the others.
 inline int64_t flash_bias_partial(const FlashShape& s, int64_t sequences, bool hopper) {
   constexpr int64_t kMostRows = 640;
   const int64_t columns = (s.heads + 2 * s.kv_heads) * s.width, rows = sequences * s.queries;
   if (!hopper) return (rows < kMostRows ? rows : kMostRows) * columns;
   const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
   const int64_t sums = sequences * tiles * (tile / 64 + 1) * s.heads * s.width;
-  return sums < columns ? columns : sums;  // a row at least, for calls that others serve
+  return sums < columns ? columns : sums;  // a row at least, for calls that the other kernels serve
 }
 
-// T is float, __nv_bfloat16 or __half. Any sizes, of zero too, up to the two limits above, but at
-// least one head. cudaErrorInvalidValue for others.
+// Stored is the type of q, k and v: T, or a float8 (e4m3) with a scale for each head. The MMAs of
+// float8 are of bfloat16, which holds every float8 exactly, so that only the weights and the result
+// are rounded.
+template <typename T, typename Stored = T>
+struct FlashForward {
+  FlashShape shape;
+  FlashOptions options;
+  HeadRows<const Stored> q = {}, k = {}, v = {};
+  HeadRows<T> out = {};
+  float* lse = nullptr;  // not written with float8
+  const float *q_scale = nullptr, *k_scale = nullptr, *v_scale = nullptr;  // of float8
+};
+
 template <typename T>
-struct FlashAttention {
-  // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros
-  // and -infinity where it sees none.
-  static cudaError_t forward(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
-                             HeadRows<const T> v, const FlashShape& shape,
-                             const FlashOptions& options, HeadRows<T> out, float* lse);
-
-  // With p = e^(scores - lse), delta = sum(out * dout) and da = p * (dout v^T - delta), times the
-  // derivative of the softcap: dq = scale * da k, dk = scale * da^T q, dv = p^T dout. `delta` is a
-  // workspace like lse. The same inputs give the same bits. With options.bias also its gradient.
-  static cudaError_t backward(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
-                              HeadRows<const T> v, HeadRows<const T> out, const float* lse,
-                              HeadRows<const T> dout, const FlashShape& shape,
-                              const FlashOptions& options, HeadRows<T> dq, HeadRows<T> dk,
-                              HeadRows<T> dv, float* delta);
+struct FlashBackward {
+  FlashShape shape;
+  FlashOptions options;
+  HeadRows<const T> q = {}, k = {}, v = {}, out = {}, dout = {};
+  const float* lse = nullptr;
+  float* delta = nullptr;  // a workspace like lse
+  HeadRows<T> dq = {}, dk = {}, dv = {};
 };
 
-// The forward of arrays in float8 (e4m3), each head of which is to be multiplied by a scale. The
-// products are of bfloat16, which holds every float8 exactly, so that only the weights and the
-// result are rounded. No rotary embeddings.
-struct FlashAttentionFloat8 {
-  static cudaError_t forward(cudaStream_t stream, HeadRows<const __nv_fp8_e4m3> q,
-                             HeadRows<const __nv_fp8_e4m3> k, HeadRows<const __nv_fp8_e4m3> v,
-                             const float* q_scale, const float* k_scale, const float* v_scale,
-                             const FlashShape& shape, const FlashOptions& options,
-                             HeadRows<__nv_bfloat16> out);
-};
+// T is float, __nv_bfloat16 or __half. Any sizes, zero included, up to kFlashMaxWidth and
+// kFlashMaxLength, but at least one head; cudaErrorInvalidValue for others.
+//
+// out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros and
+// -infinity where it sees none. With float8, for T = __nv_bfloat16, no rotary embeddings.
+template <typename T, typename Stored>
+cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored> call);
+
+// With p = e^(scores - lse), delta = sum(out * dout) and da = p * (dout v^T - delta), times the
+// derivative of the softcap: dq = scale * da k, dk = scale * da^T q, dv = p^T dout. The same inputs
+// give the same bits. With options.bias also its gradient.
+template <typename T>
+cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call);
 
 }  // namespace jaxllm

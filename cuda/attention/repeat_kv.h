@@ -1,4 +1,4 @@
-// The repetition of key or value heads for the query heads that share them.
+// Repeats key or value heads for the query heads that share them (grouped-query attention).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,45 +1,46 @@
-// How threads share rows that begin at any address, a pack of 16 bytes at a time.
+// The packs of 16 bytes of a row that begins at any address, divided among the threads of a group.
 //
-// A row of odd width does not begin where a pack may. So packs are counted from the aligned address
-// at or before the row's first element: the first pack and the last may lie partly outside of the
-// row, and are then moved one element at a time.
+// Packs are counted from the aligned address at or before the row's first element. The first pack
+// and the last may lie partly outside of the row; then they are moved one element at a time:
+//
+//   | pack 0 | pack 1 | ... | last pack |      aligned to 16 bytes
+//      |<-------- row -------->|
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "common/team.cuh"
+#include "common/cp_async.cuh"
+#include "common/launch.h"
+#include "common/thread_group.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm::attention {
 
-// The threads of the largest block.
-inline constexpr int kMostThreads = 512;
-using Block = BlockPerRow<kMostThreads>;
+using Cta = CtaPerRow<512>;
 
-template <class Team>
-__device__ __forceinline__ float sum_over(Team& team, float value) {
+template <class ThreadGroup>
+__device__ __forceinline__ float sum_over(ThreadGroup& threads, float value) {
   float values[1] = {value};
-  team.sum(values);
+  threads.sum(values);
   return values[0];
 }
 
-// How many elements `row` lies behind the aligned address from which its packs are counted.
+// The elements from the aligned address, from which packs are counted, to `row`.
 template <typename T>
 __device__ __forceinline__ int elements_past_aligned(const T* row) {
   return static_cast<int>(reinterpret_cast<std::uintptr_t>(row) % 16 / sizeof(T));
 }
 
-// Whether all arrays begin equally far behind an aligned address, and so all their rows do.
+// Whether all arrays begin at the same address modulo 16, and so all their rows do.
 template <typename First, typename... Rest>
 bool equally_aligned(First first, Rest... rest) {
   const auto past = [](auto pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16; };
   return ((past(rest) == past(first)) && ...);
 }
 
-// A row of a (rows, width) array: how much of it counts, and what can be read around it. Where its
-// packs are not `aligned`, none is moved as a whole.
+// A row of a (rows, width) array. If it is not `aligned`, no pack is moved as a whole.
 template <typename T>
 struct Row {
   __device__ __forceinline__ Row(int64_t row, int64_t rows, int width, int seen, bool aligned)
@@ -51,25 +52,20 @@ struct Row {
   }
 
   int width;
-  int seen;           // the columns below count
-  int before, after;  // elements of other rows
+  int seen;           // columns before the mask's
+  int before, after;  // elements of other rows that a pack may read
   bool aligned;
 };
 
-// Waits for the copies that this thread started.
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// The packs of a row that one thread works on at once.
+// The packs of a row that one thread has in registers at once.
 template <typename T>
 struct RowPart {
   static constexpr int kVector = kPackSize<T>;
 
-  // The team works from the column `start` on, which is negative where that is before the row.
-  template <class Team>
-  __device__ __forceinline__ RowPart(const Team& team, const Row<T>& row, int start)
-      : row(row), first(start + team.thread() * kVector), stride(team.threads() * kVector) {}
+  // The group works from the column `start` on, which is negative if that is before the row.
+  template <class ThreadGroup>
+  __device__ __forceinline__ RowPart(const ThreadGroup& threads, const Row<T>& row, int start)
+      : row(row), first(start + threads.rank() * kVector), stride(threads.size() * kVector) {}
 
   // The first column of pack p.
   __device__ __forceinline__ int column(int p) const { return first + p * stride; }
@@ -77,8 +73,8 @@ struct RowPart {
   // Whether any of pack p is seen.
   __device__ __forceinline__ bool sees(int p) const { return column(p) < row.seen; }
 
-  // Puts `hidden` in the place of those of pack p's values that are not seen.
-  __device__ __forceinline__ void hide(int p, float (&values)[kVector], float hidden) const {
+  // Writes `hidden` over those of pack p's values that are not seen.
+  __device__ __forceinline__ void apply_mask(int p, float (&values)[kVector], float hidden) const {
     if (column(p) >= 0 && column(p) + kVector <= row.seen) return;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -86,9 +82,9 @@ struct RowPart {
     }
   }
 
-  // Reads the packs of which anything is seen. What is not seen of them comes as it may: where
-  // there are neighbouring rows, a pack that reaches into them is read as a whole. Where the block
-  // will read the packs again, the cache is to keep them.
+  // Loads the packs of which any element is seen. The elements that are not seen may have any
+  // value: a pack may reach into neighbouring rows. With kKeep the cache keeps the packs for
+  // another load.
   template <bool kKeep = false, int kPacks>
   __device__ __forceinline__ void load(Pack<T> (&packs)[kPacks], const T* source) const {
 #pragma unroll
@@ -103,20 +99,17 @@ struct RowPart {
     }
   }
 
-  // Starts to copy pack 0 to shared memory, if anything of it is seen.
+  // Starts to copy pack 0 to shared memory, if any element of it is seen.
   __device__ __forceinline__ void copy(Pack<T>* target, const T* source) const {
     if (!sees(0)) return;
     if (can_read(0)) {
-      const auto address = static_cast<unsigned>(__cvta_generic_to_shared(target));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address),
-                   "l"(source + column(0))
-                   : "memory");
+      cp_async_16(target, source + column(0));
     } else {
       *target = load_elements(0, source);
     }
   }
 
-  // Writes what lies in the row of pack p.
+  // Stores the elements of pack p that are in the row.
   __device__ __forceinline__ void store(int p, const Pack<T>& pack, T* target) const {
     if (row.aligned && column(p) >= 0 && column(p) + kVector <= row.width) {
       store_streaming(target + column(p), pack);
@@ -128,7 +121,7 @@ struct RowPart {
     }
   }
 
-  // Writes zeros to the packs, of kPacks, of which nothing is seen.
+  // Stores zeros to those of kPacks packs of which no element is seen.
   template <int kPacks>
   __device__ __forceinline__ void clear_unseen(T* target) const {
 #pragma unroll
@@ -155,6 +148,91 @@ struct RowPart {
   Row<T> row;
   int first;
   int stride;
+};
+
+// ---- Rows that do not fit the registers of a CTA. The CTA works on parts, one pack of each array
+// for each thread, in as many passes over the row as the kernel makes.
+//
+// A source of packs has `begin`, before the first pass, and `pass`, which calls work(part, packs)
+// for the parts from the column `first` up to `end`. The numbers of threads and CTAs are the
+// fastest on an H200.
+
+// Every pass loads the row again, usually from the L2 cache, one part ahead.
+struct RowFromL2 {
+  static constexpr int kThreads = 1024;
+  static constexpr int kMinCtasPerSm = 2;
+
+  template <typename T, int kArrays>
+  __device__ __forceinline__ void begin(const Cta&, const Row<T>&, const T* const (&)[kArrays],
+                                        int) const {}
+
+  template <bool kLast, typename T, int kArrays, class Work>
+  __device__ __forceinline__ void pass(const Cta& threads, const Row<T>& row,
+                                       const T* const (&sources)[kArrays], int first, int end,
+                                       Work work) const {
+    const int stride = blockDim.x * kPackSize<T>;
+    Pack<T> next[kArrays][1];
+    const auto fetch = [&](int start) {
+      const RowPart<T> part(threads, row, start);
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a) part.template load<!kLast>(next[a], sources[a]);
+    };
+    fetch(first);
+    for (int start = first; start < end; start += stride) {
+      Pack<T> packs[kArrays][1];
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a) packs[a][0] = next[a][0];
+      fetch(start + stride);
+      work(RowPart<T>(threads, row, start), packs);
+    }
+  }
+};
+
+// cp.async copies the whole row to shared memory before the first pass. A thread reads what it
+// copied itself, which needs no barrier.
+struct RowInSmem {
+  static constexpr int kThreads = 512;
+  static constexpr int kMinCtasPerSm = 2;
+
+  static int64_t bytes(int64_t packs, int arrays) {
+    return divide_up(packs, kThreads) * kThreads * arrays * 16;
+  }
+
+  template <typename T, int kArrays>
+  __device__ __forceinline__ void begin(const Cta& threads, const Row<T>& row,
+                                        const T* const (&sources)[kArrays], int first) const {
+    const int stride = blockDim.x * kPackSize<T>;
+    Pack<T>* slot = slots<T>();
+    for (int start = first; start < row.seen; start += stride) {
+      const RowPart<T> part(threads, row, start);
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a, slot += blockDim.x) part.copy(slot, sources[a]);
+    }
+    cp_async_wait_all();
+  }
+
+  template <bool kLast, typename T, int kArrays, class Work>
+  __device__ __forceinline__ void pass(const Cta& threads, const Row<T>& row,
+                                       const T* const (&)[kArrays], int first, int end,
+                                       Work work) const {
+    const int stride = blockDim.x * kPackSize<T>;
+    const Pack<T>* slot = slots<T>();
+    for (int start = first; start < end; start += stride) {
+      const RowPart<T> part(threads, row, start);
+      Pack<T> packs[kArrays][1];
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a, slot += blockDim.x) {
+        if (part.sees(0)) packs[a][0] = *slot;
+      }
+      work(part, packs);
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ static Pack<T>* slots() {
+    extern __shared__ int4 shared_memory[];
+    return reinterpret_cast<Pack<T>*>(shared_memory) + threadIdx.x;
+  }
 };
 
 }  // namespace jaxllm::attention

@@ -2,10 +2,10 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/long_rows.cuh"
 #include "attention/rows.cuh"
 #include "attention/softmax.h"
 #include "common/dependent_launch.cuh"
+#include "common/fast_math.cuh"
 #include "common/launch.h"
 
 namespace jaxllm {
@@ -13,24 +13,21 @@ namespace {
 
 using namespace attention;
 
-// The columns that a row sees: query t of `length` does not see the last length - 1 - t.
+// The columns that a row sees: the causal mask hides the last length - 1 - t from query t of
+// `length`.
 template <typename Count>
 __device__ __forceinline__ int seen_columns(Count row, int width, Count length) {
   const Count hidden = length - 1 - row % length;
   return hidden < static_cast<Count>(width) ? width - static_cast<int>(hidden) : 0;
 }
 
-// Below every column of a pack, also of one that begins before its row.
-inline constexpr int kNothing = -16;
+// Before every column of a pack, also of one that begins before its row.
+inline constexpr int kSeesNothing = -16;
 
 // e^x, and zero where that is too small for a normal float.
-__device__ __forceinline__ float fast_exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
-  return result;
-}
+__device__ __forceinline__ float fast_exp(float x) { return exp2_fast(x * kLog2E); }
 
-// A row that sees nothing has no largest score: with zero for it, its sum is zero and not NaN.
+// The largest score of a row that sees nothing is -infinity: with 0 its sum is 0, not NaN.
 __device__ __forceinline__ float finite_or_zero(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
@@ -50,7 +47,7 @@ __device__ __forceinline__ float scale_scores(const RowPart<T>& part,
     if (!part.sees(p)) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) scores[p][i] = scale * packs[p][i];
-    part.hide(p, scores[p], -INFINITY);
+    part.apply_mask(p, scores[p], -INFINITY);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) largest = fmaxf(largest, scores[p][i]);
   }
@@ -65,7 +62,7 @@ __device__ __forceinline__ float exponentiate(const RowPart<T>& part, float larg
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (!part.sees(p)) continue;
-    float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
+    float of_pack = 0.0f;  // so that the packs' additions do not wait for each other
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       scores[p][i] = fast_exp(scores[p][i] - largest);
@@ -101,7 +98,7 @@ __device__ __forceinline__ float multiply(const RowPart<T>& part, const Pack<T> 
     float products[kPackSize<T>];
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) products[i] = outs[p][i] * douts[p][i];
-    part.hide(p, products, 0.0f);
+    part.apply_mask(p, products, 0.0f);
     float of_pack = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) of_pack += products[i];
@@ -121,62 +118,63 @@ __device__ __forceinline__ void store_gradient(const RowPart<T>& part,
     float result[kPackSize<T>];
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) result[i] = scale * outs[p][i] * (douts[p][i] - delta);
-    part.hide(p, result, 0.0f);
+    part.apply_mask(p, result, 0.0f);
     part.store(p, Pack<T>::of(result), dx);
   }
 }
 
-// A team of threads holds a row in registers: it is read once. The zeros where the row sees nothing
-// are written while its scores are still on their way.
-template <class Team, int kPacks, int kMinBlocks, typename T>
-__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
+// A thread group has a row in registers, and loads it once. It stores the zeros of what is not seen
+// while the loads of the scores are in flight.
+template <class ThreadGroup, int kPacks, int kMinCtasPerSm, typename T>
+__global__ void __launch_bounds__(ThreadGroup::kMaxThreads, kMinCtasPerSm)
     softmax_forward_kernel(const T* x, float scale, T* out, unsigned rows, int width,
                            unsigned length) {
-  Team team;
-  const unsigned row = blockIdx.x * Team::kRowsPerBlock + team.row();
-  const bool is_row = row < rows;  // lanes beyond the last row only meet in the sums
+  ThreadGroup threads;
+  const unsigned row = blockIdx.x * ThreadGroup::kRowsPerCta + threads.row();
+  const bool is_row = row < rows;  // lanes past the last row take part in the reductions alone
   x += int64_t{row} * width;
   out += int64_t{row} * width;
-  const int seen = is_row ? seen_columns(row, width, length) : kNothing;
-  const RowPart<T> part(team, {row, rows, width, seen, true}, -elements_past_aligned(x));
+  const int seen = is_row ? seen_columns(row, width, length) : kSeesNothing;
+  const RowPart<T> part(threads, {row, rows, width, seen, true}, -elements_past_aligned(x));
 
   Pack<T> packs[kPacks];
   part.load(packs, x);
   if (is_row) part.template clear_unseen<kPacks>(out);
   float scores[kPacks][kPackSize<T>];
-  const float largest = finite_or_zero(team.max(scale_scores(part, packs, scale, scores)));
-  const float sum = sum_over(team, exponentiate(part, largest, scores));
+  const float largest = finite_or_zero(threads.max(scale_scores(part, packs, scale, scores)));
+  const float sum = sum_over(threads, exponentiate(part, largest, scores));
   store_weights(part, scores, inverse_or_zero(sum), out);
 }
 
-template <class Team, int kPacks, int kMinBlocks, typename T>
-__global__ void __launch_bounds__(Team::kMaxThreads, kMinBlocks)
+template <class ThreadGroup, int kPacks, int kMinCtasPerSm, typename T>
+__global__ void __launch_bounds__(ThreadGroup::kMaxThreads, kMinCtasPerSm)
     softmax_backward_kernel(const T* out, const T* dout, float scale, T* dx, unsigned rows,
                             int width, unsigned length) {
-  Team team;
-  const unsigned row = blockIdx.x * Team::kRowsPerBlock + team.row();
+  ThreadGroup threads;
+  const unsigned row = blockIdx.x * ThreadGroup::kRowsPerCta + threads.row();
   const bool is_row = row < rows;
   out += int64_t{row} * width;
   dout += int64_t{row} * width;
   dx += int64_t{row} * width;
-  const int seen = is_row ? seen_columns(row, width, length) : kNothing;
-  const RowPart<T> part(team, {row, rows, width, seen, true}, -elements_past_aligned(out));
+  const int seen = is_row ? seen_columns(row, width, length) : kSeesNothing;
+  const RowPart<T> part(threads, {row, rows, width, seen, true}, -elements_past_aligned(out));
 
   Pack<T> outs[kPacks], douts[kPacks];
   part.load(outs, out);
   part.load(douts, dout);
   if (is_row) part.template clear_unseen<kPacks>(dx);
-  const float delta = sum_over(team, multiply(part, outs, douts));
+  const float delta = sum_over(threads, multiply(part, outs, douts));
   store_gradient(part, outs, douts, scale, delta, dx);
 }
 
-// Rows of any length and alignment, a block a row. One pass finds the largest score and, online,
-// the sum, which is scaled down whenever a larger score comes; a second pass writes.
+// Rows of any length and alignment, a CTA for each. The first pass is an online softmax: it
+// computes the largest score and the sum, which it rescales whenever a larger score comes. The
+// second pass stores.
 template <class Source, typename T>
-__global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
+__global__ void __launch_bounds__(Source::kThreads, Source::kMinCtasPerSm)
     softmax_forward_long_row_kernel(const T* x, float scale, T* out, int64_t rows, int width,
                                     int64_t length, bool aligned) {
-  Block team;
+  Cta threads;
   const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T* const arrays[] = {x + row * width};
@@ -184,20 +182,20 @@ __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
     const int seen = seen_columns(row, width, length);
     const Row<T> shape(row, rows, width, seen, aligned);
     const int first = aligned ? -elements_past_aligned(target) : 0;
-    source.begin(team, shape, arrays, first);
+    source.begin(threads, shape, arrays, first);
 
     float scores[1][kPackSize<T>];
     float largest = -INFINITY, sum = 0.0f;
-    source.template pass<false>(team, shape, arrays, first, seen, [&](auto part, auto& packs) {
+    source.template pass<false>(threads, shape, arrays, first, seen, [&](auto part, auto& packs) {
       const float before = largest;
       largest = fmaxf(before, scale_scores(part, packs[0], scale, scores));
       const float reference = finite_or_zero(largest);
       sum = sum * fast_exp(before - reference) + exponentiate(part, reference, scores);
     });
-    const float of_row = finite_or_zero(team.max(largest));
-    const float factor = inverse_or_zero(sum_over(team, sum * fast_exp(largest - of_row)));
+    const float of_row = finite_or_zero(threads.max(largest));
+    const float factor = inverse_or_zero(sum_over(threads, sum * fast_exp(largest - of_row)));
 
-    source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
+    source.template pass<true>(threads, shape, arrays, first, width, [&](auto part, auto& packs) {
       part.template clear_unseen<1>(target);
       scale_scores(part, packs[0], scale, scores);
       exponentiate(part, of_row, scores);
@@ -207,10 +205,10 @@ __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
 }
 
 template <class Source, typename T>
-__global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
+__global__ void __launch_bounds__(Source::kThreads, Source::kMinCtasPerSm)
     softmax_backward_long_row_kernel(const T* out, const T* dout, float scale, T* dx, int64_t rows,
                                      int width, int64_t length, bool aligned) {
-  Block team;
+  Cta threads;
   const Source source;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T* const arrays[] = {out + row * width, dout + row * width};
@@ -218,33 +216,35 @@ __global__ void __launch_bounds__(Source::kThreads, Source::kMinBlocks)
     const int seen = seen_columns(row, width, length);
     const Row<T> shape(row, rows, width, seen, aligned);
     const int first = aligned ? -elements_past_aligned(target) : 0;
-    source.begin(team, shape, arrays, first);
+    source.begin(threads, shape, arrays, first);
 
     float sum = 0.0f;
-    source.template pass<false>(team, shape, arrays, first, seen, [&](auto part, auto& packs) {
+    source.template pass<false>(threads, shape, arrays, first, seen, [&](auto part, auto& packs) {
       sum += multiply(part, packs[0], packs[1]);
     });
-    const float delta = sum_over(team, sum);
+    const float delta = sum_over(threads, sum);
 
-    source.template pass<true>(team, shape, arrays, first, width, [&](auto part, auto& packs) {
+    source.template pass<true>(threads, shape, arrays, first, width, [&](auto part, auto& packs) {
       part.template clear_unseen<1>(target);
       store_gradient(part, packs[0], packs[1], scale, delta, target);
     });
   }
 }
 
-// Which team of threads holds a row, and how many packs each thread has of it.
-template <class TeamType, int kPackCount, int kBlocks>
+// The thread group of a row, and the packs that each thread has of it.
+template <class Group, int kPackCount, int kCtas>
 struct Strategy {
-  using Team = TeamType;
+  using ThreadGroup = Group;
   static constexpr int kPacks = kPackCount;
-  static constexpr int kMinBlocks = kBlocks;  // on a multiprocessor: bounds the registers
+  static constexpr int kMinCtasPerSm = kCtas;  // bounds the registers
 };
 
-// Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, or
-// false where the rows are too wide. The numbers were found by measurement on an H200.
-template <class Launch>
-bool choose(int64_t packs, Launch launch) {
+constexpr int64_t kMaxPacks = 4 * Cta::kMaxThreads;  // of a row in registers
+
+// Returns `launch(strategy, threads)` for the strategy that suits rows of `packs` packs, up to
+// kMaxPacks. The strategies are the fastest on an H200.
+template <class LaunchStrategy>
+cudaError_t choose(int64_t packs, LaunchStrategy launch) {
   if (packs <= 8) return launch(Strategy<LanesPerRow<8, 128>, 1, 8>{}, 128);
   if (packs <= 16) return launch(Strategy<LanesPerRow<8, 64>, 2, 16>{}, 64);
   if (packs <= 32) return launch(Strategy<LanesPerRow<16, 64>, 2, 16>{}, 64);
@@ -252,10 +252,7 @@ bool choose(int64_t packs, Launch launch) {
   if (packs <= 128) return launch(Strategy<LanesPerRow<32, 32>, 4, 32>{}, 32);
   if (packs <= 160) return launch(Strategy<LanesPerRow<32, 32>, 5, 24>{}, 32);
   if (packs <= 224) return launch(Strategy<LanesPerRow<32, 32>, 7, 20>{}, 32);
-  if (packs <= 4 * Block::kMaxThreads) {
-    return launch(Strategy<Block, 4, 2>{}, static_cast<int>(divide_up(packs, 128) * 32));
-  }
-  return false;
+  return launch(Strategy<Cta, 4, 2>{}, static_cast<int>(divide_up(packs, 128) * 32));
 }
 
 // The packs that a row may touch, wherever it begins.
@@ -266,28 +263,34 @@ int64_t packs_of_row(int64_t width, const T* array) {
   return divide_up(width + (rows_begin_aligned ? 0 : kVector - 1), kVector);
 }
 
-// Columns are counted by an int, with room for the packs beyond the row's end.
-inline constexpr int64_t kMaxWidth = int64_t{1} << 30;
-
-// Whether there may be a block for each row.
-bool fits_a_grid(int64_t rows) { return rows <= std::numeric_limits<int>::max(); }
-
-// Launches the kernel for long rows that suits their length: `held` where a row of each array fits
-// in shared memory, in `bytes`, and `read_again` elsewhere.
-template <class Kernel, typename... Arguments>
-cudaError_t launch_long_rows(cudaStream_t stream, Kernel held, Kernel read_again, int64_t bytes,
-                             int64_t rows, const Arguments&... arguments) {
-  KernelImage image;
-  JAXLLM_RETURN_IF_ERROR(image.read(held));
-  Launch launch;
-  launch.grid = dim3(static_cast<unsigned>(std::min(rows, int64_t{1} << 20)));
-  if (bytes <= image.dynamic_shared_bytes) {
-    launch.block = dim3(HoldInSharedMemory::kThreads);
-    launch.shared = bytes;
-    return launch_kernel(stream, held, launch, arguments...);
+// Launches `kernel_of(strategy)` for rows that fit the registers. For longer rows it launches
+// `in_smem`, if a row of each of the `inputs` arrays fits shared memory, or else `from_l2`.
+template <typename T, class KernelOf, class LongKernel, typename... Arguments>
+cudaError_t launch_softmax(cudaStream_t stream, const T* input, int inputs, bool aligned,
+                           int64_t rows, int64_t width, int64_t length, KernelOf kernel_of,
+                           LongKernel in_smem, LongKernel from_l2, const Arguments&... arguments) {
+  // An int counts the columns, and those of the packs past the row's end.
+  constexpr int64_t kMaxWidth = int64_t{1} << 30;
+  if (rows * width == 0) return cudaSuccess;
+  if (width > kMaxWidth) return cudaErrorInvalidValue;
+  const int64_t packs = packs_of_row(width, input);
+  const int columns = static_cast<int>(width);
+  if (aligned && rows <= std::numeric_limits<int>::max() && packs <= kMaxPacks) {
+    return choose(packs, [&](auto strategy, int threads) {
+      const dim3 grid(divide_up(rows, decltype(strategy)::ThreadGroup::kRowsPerCta));
+      return launch_kernel(stream, kernel_of(strategy), {grid, dim3(threads)}, arguments...,
+                           static_cast<unsigned>(rows), columns, static_cast<unsigned>(length));
+    });
   }
-  launch.block = dim3(ReadAgain::kThreads);
-  return launch_kernel(stream, read_again, launch, arguments...);
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(image.read(in_smem));
+  const int64_t bytes = RowInSmem::bytes(packs, inputs);
+  const bool fits_smem = bytes <= image.dynamic_shared_bytes;
+  const Launch launch{dim3(static_cast<unsigned>(std::min(rows, int64_t{1} << 20))),
+                      dim3(fits_smem ? RowInSmem::kThreads : RowFromL2::kThreads),
+                      static_cast<size_t>(fits_smem ? bytes : 0)};
+  return launch_kernel(stream, fits_smem ? in_smem : from_l2, launch, arguments..., rows, columns,
+                       length, aligned);
 }
 
 }  // namespace
@@ -295,48 +298,25 @@ cudaError_t launch_long_rows(cudaStream_t stream, Kernel held, Kernel read_again
 template <typename T>
 cudaError_t Softmax<T>::forward(cudaStream_t stream, const T* x, float scale, T* out, int64_t rows,
                                 int64_t width, int64_t length) {
-  if (rows * width == 0) return cudaSuccess;
-  if (width > kMaxWidth) return cudaErrorInvalidValue;
-  const bool aligned = equally_aligned(x, out);
-  const int64_t packs = packs_of_row(width, x);
-  cudaError_t status = cudaSuccess;
-  const auto launch = [&](auto strategy, int threads) {
-    // A team for each row.
+  const auto kernel_of = [](auto strategy) {
     using S = decltype(strategy);
-    status = launch_kernel(
-        stream, softmax_forward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, T>,
-        {dim3(divide_up(rows, S::Team::kRowsPerBlock)), dim3(threads)}, x, scale, out,
-        static_cast<unsigned>(rows), static_cast<int>(width), static_cast<unsigned>(length));
-    return true;
+    return softmax_forward_kernel<typename S::ThreadGroup, S::kPacks, S::kMinCtasPerSm, T>;
   };
-  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return status;
-  return launch_long_rows(stream, softmax_forward_long_row_kernel<HoldInSharedMemory, T>,
-                          softmax_forward_long_row_kernel<ReadAgain, T>,
-                          HoldInSharedMemory::bytes(packs, 1), rows, x, scale, out, rows,
-                          static_cast<int>(width), length, aligned);
+  return launch_softmax(stream, x, 1, equally_aligned(x, out), rows, width, length, kernel_of,
+                        softmax_forward_long_row_kernel<RowInSmem, T>,
+                        softmax_forward_long_row_kernel<RowFromL2, T>, x, scale, out);
 }
 
 template <typename T>
 cudaError_t Softmax<T>::backward(cudaStream_t stream, const T* out, const T* dout, float scale,
                                  T* dx, int64_t rows, int64_t width, int64_t length) {
-  if (rows * width == 0) return cudaSuccess;
-  if (width > kMaxWidth) return cudaErrorInvalidValue;
-  const bool aligned = equally_aligned(out, dout, dx);
-  const int64_t packs = packs_of_row(width, out);
-  cudaError_t status = cudaSuccess;
-  const auto launch = [&](auto strategy, int threads) {
+  const auto kernel_of = [](auto strategy) {
     using S = decltype(strategy);
-    status = launch_kernel(
-        stream, softmax_backward_kernel<typename S::Team, S::kPacks, S::kMinBlocks, T>,
-        {dim3(divide_up(rows, S::Team::kRowsPerBlock)), dim3(threads)}, out, dout, scale, dx,
-        static_cast<unsigned>(rows), static_cast<int>(width), static_cast<unsigned>(length));
-    return true;
+    return softmax_backward_kernel<typename S::ThreadGroup, S::kPacks, S::kMinCtasPerSm, T>;
   };
-  if (aligned && fits_a_grid(rows) && choose(packs, launch)) return status;
-  return launch_long_rows(stream, softmax_backward_long_row_kernel<HoldInSharedMemory, T>,
-                          softmax_backward_long_row_kernel<ReadAgain, T>,
-                          HoldInSharedMemory::bytes(packs, 2), rows, out, dout, scale, dx, rows,
-                          static_cast<int>(width), length, aligned);
+  return launch_softmax(stream, out, 2, equally_aligned(out, dout, dx), rows, width, length,
+                        kernel_of, softmax_backward_long_row_kernel<RowInSmem, T>,
+                        softmax_backward_long_row_kernel<RowFromL2, T>, out, dout, scale, dx);
 }
 
 template struct Softmax<float>;

@@ -1,8 +1,8 @@
 // The softmax along the rows of a (rows, width) array.
 //
-// The rows come in blocks of `length` queries, over `width` keys: query t of a block sees the keys
-// up to t + width - length, and everything else is zero. A length of 1 makes every row see all.
-// At most 2^30 columns.
+// Each `length` rows are the queries of a causal mask, over `width` keys: query t sees the keys up
+// to t + width - length, and all else is zero. With a length of 1 every row sees all keys. At most
+// 2^30 columns.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,0 +1,262 @@
+// The launchers of the backward on Hopper: the workspace, the order of tiles, and the kernels one
+// after the other.
+#include <algorithm>
+
+#include "attention/hopper/kernel_backward.cuh"
+#include "attention/hopper/launch.h"
+#include "attention/hopper/preprocess_backward.cuh"
+
+namespace jaxllm::attention {
+namespace {
+
+using namespace hopper;
+
+// Whether tickets go through each head's order from its first step to its last. Then a tile waits
+// for tiles with earlier tickets only, and there is no deadlock.
+constexpr bool is_in_order(int heads, int key_tiles, int split, int heads_at_a_time) {
+  int steps[8] = {};  // of each head, so far
+  for (int ticket = 0; ticket < heads * key_tiles; ++ticket) {
+    const TileCoord at = tile_coord_in_halves(ticket, heads, key_tiles, split, heads_at_a_time);
+    if (at.row < 0 || at.row >= heads || at.column != steps[at.row]) return false;
+    ++steps[at.row];
+  }
+  for (int head = 0; head < heads; ++head) {
+    if (steps[head] != key_tiles) return false;
+  }
+  return true;
+}
+static_assert(is_in_order(1, 256, 128, 1) && is_in_order(8, 32, 16, 8) && is_in_order(7, 9, 5, 3) &&
+              is_in_order(5, 2, 1, 4) && is_in_order(3, 6, 3, 16) && is_in_order(4, 3, 2, 1));
+
+// The parts of the workspace, in floats.
+struct Workspace {
+  int64_t rows, dq_accum, semaphores;
+  int64_t query_tiles, key_tiles;  // with segments
+
+  template <class Traits>
+  static Workspace of(const FlashShape& shape, const FlashOptions& options) {
+    const int64_t query_tiles = shape.batch * divide_up(shape.queries, Traits::kBlockM);
+    const int64_t tiles = query_tiles * shape.heads;
+    const bool segments = options.query_segments != nullptr;
+    return {tiles * Traits::kBlockM, tiles * Traits::kBlockM * Traits::kHeadDim, tiles,
+            segments ? query_tiles : 0,
+            segments ? shape.batch * divide_up(shape.keys, Traits::kBlockN) : 0};
+  }
+
+  static constexpr int64_t kRange = sizeof(TileRange) / sizeof(float);
+  int64_t delta_at() const { return rows; }
+  int64_t dq_accum_at() const { return 2 * rows; }
+  int64_t query_tiles_at() const { return dq_accum_at() + dq_accum; }
+  int64_t key_tiles_at() const { return query_tiles_at() + key_tiles * kRange; }
+  int64_t semaphores_at() const { return key_tiles_at() + query_tiles * kRange; }
+  int64_t tile_counter_at() const { return semaphores_at() + semaphores; }
+  int64_t size() const { return tile_counter_at() + 1; }
+};
+
+// The partial column sums for the gradient of a bias, in rows of one head.
+template <class Traits>
+struct BiasPartial {
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  int64_t query_tiles, heads, kv_heads;
+
+  explicit BiasPartial(const FlashShape& shape)
+      : query_tiles(shape.batch * divide_up(shape.queries, Traits::kBlockM)),
+        heads(shape.heads),
+        kv_heads(shape.kv_heads) {}
+
+  int64_t dq_rows() const { return query_tiles * Traits::kDqColumnSums; }
+  int64_t dout_rows() const { return query_tiles * (heads / kv_heads); }
+  int64_t dq_size() const { return dq_rows() * heads * kHeadDim; }
+  int64_t size() const { return dq_size() + dout_rows() * kv_heads * kHeadDim; }
+
+  template <typename T>
+  cudaError_t sum(cudaStream_t stream, const FlashBias& bias, const float* dout_sums) const {
+    const int64_t dq_columns = heads * kHeadDim, dout_columns = kv_heads * kHeadDim;
+    const dim3 grid((dq_columns + 2 * dout_columns) / 32, bias.groups);
+    return launch_kernel(stream, flash_attention_backward_hopper_bias_kernel<T>,
+                         {grid, kColumnSumThreads}, bias.partial, dout_sums,
+                         static_cast<T*>(bias.gradient), dq_rows() / bias.groups,
+                         dout_rows() / bias.groups, dq_columns, dout_columns);
+  }
+};
+
+// The order of tiles: see tile_scheduler.cuh.
+struct TileOrder {
+  int split;
+  int64_t heads_at_a_time;
+};
+
+template <typename T, class Traits, bool kSegments>
+TileOrder choose_order(const FlashShape& shape, const LocalMask& mask, int64_t key_tiles,
+                       int64_t tiles, int sms) {
+  // In halves where the mask makes tiles of unequal length, where they are more than run at once
+  // but so few that the end of the grid counts, and where the first half of a head runs at once. In
+  // a simulation of the additions' order on 132 SMs, the share of the time in which they work is
+  // 0.95 in halves and 0.87 without for 32 key heads of 32 tiles, each of four heads; but 0.81 and
+  // 0.95 for 384 heads of 8 tiles.
+  const bool is_triangle =
+      !kSegments && mask.right < mask.keys && mask.left >= mask.queries + mask.keys;
+  const int64_t half = (key_tiles + 1) / 2;
+  constexpr int64_t kFewTiles = 16;  // to an SM
+  if (is_triangle && half <= sms && tiles > sms && tiles < kFewTiles * sms) {
+    return {static_cast<int>(half), sms / half};  // as many heads as fill the grid with their first
+  }
+  // As many heads as fill the grid twice, but no more than have what they read and add up in the L2
+  // cache together. With documents the tiles at work have but a part of that.
+  const int64_t bytes_of_head = shape.width * (shape.heads / shape.kv_heads * shape.queries *
+                                                   (2 * sizeof(T) + sizeof(float)) +
+                                               shape.keys * 2 * sizeof(T));
+  const int64_t filling = divide_up(2 * sms, key_tiles);
+  return {static_cast<int>(key_tiles),
+          kSegments ? filling : std::clamp<int64_t>(kL2Bytes / bytes_of_head, 1, filling)};
+}
+
+template <typename T, class Traits, bool kSegments>
+cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
+  const FlashShape& shape = call.shape;
+  const FlashOptions& options = call.options;
+  const auto kernel = flash_attention_backward_hopper_kernel<T, Traits, kSegments>;
+  constexpr int kSmemBytes = sizeof(BackwardSmem<T, Traits>);
+  static_assert(kSmemBytes <= 227 << 10);
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
+  auto* const workspace = static_cast<float*>(options.scratch.data);
+  const FlashBias& bias = options.bias;
+  const bool has_bias = bias.gradient != nullptr;
+  if (!aligned_16(bias.partial) ||
+      reinterpret_cast<std::uintptr_t>(workspace) % kCacheLineBytes != 0) {
+    return cudaErrorNotSupported;
+  }
+
+  CUtensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, Traits::kBlockM, &q_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dout, Traits::kBlockM, &dout_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.dk, 64, &dk_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.dv, 64, &dv_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dq, Traits::kBlockM, &dq_map));
+
+  const LocalMask mask = make_local_mask(shape, options);
+  const TiledMask<Traits::kBlockM, Traits::kBlockN> tiled(mask);
+  const int key_tiles = tiled.key_tiles(), query_tiles = tiled.query_tiles();
+  const int padded_queries = query_tiles * Traits::kBlockM;
+  const Workspace parts = Workspace::of<Traits>(shape, options);
+  const int64_t tiles = shape.batch * shape.kv_heads * key_tiles;
+  if (tiles > kMaxTiles || parts.semaphores > kMaxTiles) return cudaErrorNotSupported;
+  const TileOrder order =
+      choose_order<T, Traits, kSegments>(shape, mask, key_tiles, tiles, limits.sms);
+
+  auto* const seen_query_tiles = reinterpret_cast<TileRange*>(workspace + parts.query_tiles_at());
+  auto* const seen_key_tiles = reinterpret_cast<TileRange*>(workspace + parts.key_tiles_at());
+  if constexpr (kSegments) {
+    JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
+        stream, shape.batch, mask, options.segment_ranges, seen_key_tiles, seen_query_tiles)));
+  }
+  const BiasPartial<Traits> partial(shape);
+  const FlashSums& sums = options.sums;
+  const bool has_sums = Traits::kHeadDim == 64 && sums.delta != nullptr && has_bias &&
+                        shape.heads == shape.kv_heads && shape.queries % Traits::kBlockM == 0;
+  float* const dout_sums = has_sums   ? const_cast<float*>(sums.dout)
+                           : has_bias ? bias.partial + partial.dq_size()
+                                      : nullptr;
+  const BackwardParams params{
+      mask,
+      static_cast<int>(shape.heads),
+      static_cast<int>(shape.kv_heads),
+      options.scale,
+      order.split,
+      workspace,
+      has_sums ? const_cast<float*>(sums.delta) : workspace + parts.delta_at(),
+      workspace + parts.dq_accum_at(),
+      reinterpret_cast<int*>(workspace + parts.semaphores_at()),
+      reinterpret_cast<int*>(workspace + parts.tile_counter_at()),
+      static_cast<int>(tiles),
+      // To begin with what was written or read last: the GEMM that makes the sums ends with the
+      // last sequences, and the preprocess kernel with the first.
+      /*from_last=*/has_sums,
+      static_cast<int>(order.heads_at_a_time),
+      {options.query_segments, options.key_segments, options.segment_ranges, seen_key_tiles,
+       seen_query_tiles},
+      has_bias ? bias.partial : nullptr,
+      dout_sums};
+  if (has_sums) {
+    const dim3 grid(divide_up(padded_queries, kRowThreads), shape.heads, shape.batch);
+    JAXLLM_RETURN_IF_ERROR(
+        launch_kernel(stream, flash_attention_backward_hopper_lse_kernel<T, Traits, kSegments>,
+                      {grid, kRowThreads}, params, call.lse, call.dq));
+  } else {
+    constexpr int kRowsAtOnce = kRowThreads / (Traits::kHeadDim / kPackSize<T>);
+    const dim3 grid(padded_queries / (has_bias ? Traits::kBlockM : kRowsAtOnce), shape.heads,
+                    shape.batch);
+    const auto preprocess =
+        has_bias ? flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, true>
+                 : flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, false>;
+    JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, preprocess, {grid, kRowThreads}, params, call.out,
+                                         call.dout, call.lse, call.dq));
+  }
+  const Launch launch{dim3(static_cast<unsigned>(std::min<int64_t>(tiles, limits.sms))),
+                      dim3(Traits::kThreads), kSmemBytes, /*cluster=*/1, /*pdl=*/true};
+  JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, launch, q_map, k_map, v_map, dout_map,
+                                       dk_map, dv_map, dq_map, params));
+  if constexpr (!Traits::kStoresDq) {
+    const dim3 grid(query_tiles, shape.heads, shape.batch);
+    const auto postprocess =
+        has_bias ? flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, true>
+                 : flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, false>;
+    JAXLLM_RETURN_IF_ERROR(
+        launch_kernel(stream, postprocess, {grid, kRowThreads}, params, call.dq));
+  }
+  return has_bias ? partial.template sum<T>(stream, bias, dout_sums) : cudaSuccess;
+}
+
+// Without queries keys and values have no gradient.
+template <typename T>
+cudaError_t zero_keys(cudaStream_t stream, const FlashShape& shape, HeadRows<T> gradient) {
+  return cudaMemset2DAsync(gradient.data, gradient.row_stride * sizeof(T), 0,
+                           shape.kv_heads * shape.width * sizeof(T), shape.batch * shape.keys,
+                           stream);
+}
+
+template <typename T, class Traits>
+bool is_for_traits(const FlashBackward<T>& call) {
+  const FlashOptions& options = call.options;
+  return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false>, call.shape,
+                          options,
+                          {call.q, call.k, call.v, call.out, call.dout, read_only(call.dq),
+                           read_only(call.dk), read_only(call.dv)}) &&
+         options.scratch.bytes >=
+             int64_t{sizeof(float)} * Workspace::of<Traits>(call.shape, options).size() &&
+         (options.bias.gradient == nullptr ||
+          options.bias.partial_size >= BiasPartial<Traits>(call.shape).size());
+}
+
+}  // namespace
+
+template <typename T>
+bool backward_is_for_hopper(const FlashBackward<T>& call) {
+  return call.shape.width == 64 ? is_for_traits<T, BackwardTraits<64>>(call)
+                                : is_for_traits<T, BackwardTraits<128>>(call);
+}
+
+template <typename T>
+cudaError_t backward_by_hopper(cudaStream_t stream, const FlashBackward<T>& call) {
+  if (call.shape.queries == 0) {
+    JAXLLM_RETURN_IF_ERROR(zero_keys(stream, call.shape, call.dk));
+    return zero_keys(stream, call.shape, call.dv);
+  }
+  const bool segments = call.options.query_segments != nullptr;
+  const auto launcher =
+      call.shape.width == 64
+          ? (segments ? launch<T, BackwardTraits<64>, true> : launch<T, BackwardTraits<64>, false>)
+      : segments ? launch<T, BackwardTraits<128>, true>
+                 : launch<T, BackwardTraits<128>, false>;
+  return launcher(stream, call);
+}
+
+template bool backward_is_for_hopper(const FlashBackward<__nv_bfloat16>&);
+template bool backward_is_for_hopper(const FlashBackward<__half>&);
+template cudaError_t backward_by_hopper(cudaStream_t, const FlashBackward<__nv_bfloat16>&);
+template cudaError_t backward_by_hopper(cudaStream_t, const FlashBackward<__half>&);
+
+}  // namespace jaxllm::attention

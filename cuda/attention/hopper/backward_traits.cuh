@@ -1,0 +1,156 @@
+// Tile sizes, shared memory and parameters of the backward kernel.
+#pragma once
+
+#include "attention/hopper/segments.cuh"
+#include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
+
+namespace jaxllm::hopper {
+
+// A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
+// dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
+// registers.
+template <int kHeadDim_>
+struct BackwardTraits {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kHasDqWarpgroup = kHeadDim == 64;
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlockN = kConsumers * 64;
+  static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
+  static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
+  static constexpr int kDoutStages = 2;
+  static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
+  static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
+  // Together the registers that the CTA starts with. The threads that accumulate and store dq need
+  // more than 24, and the consumers with a head dimension of 64 more than 192.
+  static constexpr int kWarpgroups = 1 + kConsumers + (kHasDqWarpgroup ? 1 : 0);
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  static constexpr int kProducerRegisters = kHasDqWarpgroup ? 48 : 24;
+  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 200 : 240;
+  static constexpr int kDqRegisters = 64;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters +
+                    (kHasDqWarpgroup ? kDqRegisters : 0) ==
+                kWarpgroups * (kHasDqWarpgroup ? 128 : 168));
+  static constexpr int kConsumerWarps = kConsumers * 4;
+  // Every thread releases what threads read, because racecheck does not follow a warp's other lanes
+  // to the one that arrives. That is as fast.
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
+  // Whether this kernel converts dq, with so many threads to store it, or a kernel after it. On an
+  // H200 it is 4% faster here for 384 causal heads of 1024 queries and a head dimension of 64, and
+  // 14% slower for 32 causal key heads of 4096 tokens, of 128, each of four heads.
+  static constexpr bool kStoresDq = kHasDqWarpgroup;
+  static constexpr int kDqStoreThreads = 64;
+  // Half a tile of dq is 64 queries by 64 columns. A head dimension of 64 has halves of queries,
+  // handed on one by one, and 128 has halves of columns, handed on together.
+  static constexpr int kDqHalf = 64 * 64;
+  static_assert(kBlockM * kHeadDim == 2 * kDqHalf);
+  static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
+  static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
+  // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
+  // gradient which replaces it.
+  static constexpr int kKReleases = kHasDqWarpgroup ? kDqWarps : kConsumers;
+  // Who reads a work tile: the consumers, the thread that accumulates dq, and those that compute
+  // and store it.
+  static constexpr int kWorkReaders =
+      kConsumerThreads + 1 + (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
+  // The gradient of a bias has a partial column sum of dq for every 64 queries.
+  static constexpr int kDqColumnSums = kBlockM / 64;
+};
+
+// A key tile of one head, and the query tiles that it visits.
+struct BackwardWorkTile {
+  int sequence, kv_head, key_tile;
+  TileRange query_tiles;
+
+  __device__ __forceinline__ bool is_valid() const { return key_tile >= 0; }
+};
+
+template <typename T, class Traits>
+struct BackwardSmem {
+  static constexpr int kHeadDim = Traits::kHeadDim;
+  T k[Traits::kKvStages][Traits::kBlockN * kHeadDim];
+  T v[Traits::kKvStages][Traits::kBlockN * kHeadDim];
+  T q[Traits::kQStages][Traits::kBlockM * kHeadDim];
+  T dout[Traits::kDoutStages][Traits::kBlockM * kHeadDim];
+  T ds[Traits::kBlockN * Traits::kBlockM];
+  // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
+  // the sum of all others.
+  float dq[2][Traits::kDqHalf];
+  T dq_store[Traits::kStoresDq ? Traits::kBlockM * kHeadDim : 8];
+  alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
+  alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];
+  Pipeline<Traits::kKvStages> k_pipeline, v_pipeline;
+  Pipeline<Traits::kQStages> q_pipeline;        // with lse
+  Pipeline<Traits::kDoutStages> dout_pipeline;  // with delta
+  Pipeline<Traits::kDqParts> ds_pipeline;       // from the consumers to those who compute dq
+  Pipeline<Traits::kDqParts> dq_pipeline;       // on to the thread that accumulates it
+  Barrier dq_sum_full[Traits::kDqParts];        // the sum of all others has arrived
+  Pipeline<1> dq_store_pipeline;                // the converted tile, to those who store it
+  Pipeline<2> work_pipeline;                    // one work tile ahead of the consumers
+  BackwardWorkTile work[2];
+};
+
+struct BackwardParams {
+  LocalMask mask;
+  int heads, kv_heads;
+  float scale;
+  // Key tiles below `split` add to dq from the last to the first, the others after them and
+  // upwards.
+  int split;
+  float* lse;           // (batch, heads, padded queries), times log2(e); inf where no key is seen
+  float* delta;         // the same shape; rowsum(dout * out)
+  float* dq_accum;      // (batch, heads, query tiles) of tiles in the order of accumulators
+  int* dq_semaphore;    // (batch, heads, query tiles): how often a tile of dq was added to
+  int* tile_counter;    // the next ticket
+  int tiles;            // as many tickets: a key tile of a head each
+  bool from_last;       // the last head of the last sequence has the first tickets
+  int heads_at_a_time;  // so many alternate
+  SegmentParams segments;
+  // Partial column sums for the gradient of a bias, or null. Of dq (batch, query tiles,
+  // kDqColumnSums, heads, head dim); of dout (batch, query tiles, group, kv_heads, head dim), where
+  // a group is the heads that share keys.
+  float *dq_column_sums, *dout_column_sums;
+};
+
+// Named barriers of a CTA; 0 is __syncthreads.
+struct BackwardNamedBarriers {
+  static constexpr int kConsumers = 1;  // both consumers are done with K and V
+  static constexpr int kEpilogue = 2;   // + consumer: its gradients are in shared memory
+};
+
+// The query tiles that a key tile visits, and the other way round.
+template <bool kSegments, class Mask>
+__device__ __forceinline__ TileRange visible_query_tiles(const BackwardParams& params,
+                                                         const Mask& mask, int sequence,
+                                                         int key_tile) {
+  if constexpr (!kSegments) return mask.visible_query_tiles(key_tile);
+  return params.segments.query_tiles[int64_t{sequence} * mask.key_tiles() + key_tile];
+}
+template <bool kSegments, class Mask>
+__device__ __forceinline__ TileRange visible_key_tiles(const BackwardParams& params,
+                                                       const Mask& mask, int sequence,
+                                                       int query_tile) {
+  if constexpr (!kSegments) return mask.visible_key_tiles(query_tile);
+  return params.segments.key_tiles[int64_t{sequence} * mask.query_tiles() + query_tile];
+}
+
+// The first of a consumer's 64 keys of a tile.
+template <class Traits>
+__device__ __forceinline__ int consumer_first_key(const BackwardWorkTile& tile, int consumer) {
+  return tile.key_tile * Traits::kBlockN + consumer * 64;
+}
+
+// Where, in a column block, a thread's row begins of the four matrices that stmatrix writes: those
+// that its warp has of the first 16 columns of the first or second 64 rows.
+__device__ __forceinline__ uint32_t stmatrix_offset(int half, int thread) {
+  const int lane = thread % 32;
+  return swizzled_offset(half * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
+}
+
+// The same of columns 8 `chunk` on, in a tile of kBlockN rows; `rows` is the address for chunk 0.
+template <class Traits>
+__device__ __forceinline__ uint32_t stmatrix_chunk(uint32_t rows, int chunk) {
+  return (rows + chunk / 8 * Traits::kBlockN * kSwizzleRowBytes) ^ chunk % 8 * 16;
+}
+
+}  // namespace jaxllm::hopper

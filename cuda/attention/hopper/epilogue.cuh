@@ -1,0 +1,97 @@
+// The epilogues: the output and lse of the forward, and dk and dv of the backward. Each leaves
+// through shared memory, from where TMA stores it.
+#pragma once
+
+#include <cmath>
+
+#include "attention/hopper/backward_traits.cuh"
+#include "attention/hopper/forward_traits.cuh"
+#include "common/fragment.cuh"
+#include "common/tma.cuh"
+
+namespace jaxllm::hopper {
+
+// Divides a consumer's output by the softmax's sums and stores it, with lse = log(sum(e^scores)).
+template <typename T, class Traits, class Softmax>
+__device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
+                                             const ForwardParams& params, const LocalMask& mask,
+                                             const CUtensorMap& out_map,
+                                             const ForwardWorkTile& work, int first_query,
+                                             int consumer, const Softmax& softmax,
+                                             const float (&o)[Traits::kHeadDim / 2]) {
+  const int thread = threadIdx.x % kWarpgroup;
+  const int row = first_query + accumulator_row(thread);
+  // The earlier tile's output has left shared memory.
+  if (thread == 0) tma_store_wait_read<0>();
+  float factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = softmax.row_sum[r];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const float row_max = softmax.row_max[r];
+    factor[r] = row_max == -INFINITY ? 0.0f : 1.0f / total;
+    if (thread % 4 == 0 && row + 8 * r < mask.queries) {
+      const int64_t head = int64_t{work.sequence} * params.heads + work.head;
+      params.lse[head * mask.queries + row + 8 * r] =
+          row_max == -INFINITY ? -INFINITY : row_max * params.scale + logf(total);
+    }
+  }
+  const int barrier = ForwardNamedBarriers::kEpilogue + consumer;
+  named_barrier_sync(barrier, kWarpgroup);
+  char* const target = reinterpret_cast<char*>(smem.out[consumer]);
+#pragma unroll
+  for (int i = 0; i < Traits::kHeadDim / 2; i += 2) {
+    const int r = i / 2 % 2, column = i / 4 * 8;
+    const uint32_t offset = swizzled_offset(accumulator_row(thread) + 8 * r,
+                                            column % kSwizzleColumns + accumulator_column(thread));
+    *reinterpret_cast<uint32_t*>(target + column / kSwizzleColumns * 64 * kSwizzleRowBytes +
+                                 offset) = pack_pair<T>(o[i] * factor[r], o[i + 1] * factor[r]);
+  }
+  fence_async_proxy();
+  named_barrier_sync(barrier, kWarpgroup);
+  if (thread == 0 && first_query < mask.queries) {
+    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+      tma_store_4d(out_map, smem.out[consumer] + block * 64 * kSwizzleColumns,
+                   {block * kSwizzleColumns, work.head, first_query, work.sequence});
+    }
+    tma_store_commit();
+  }
+}
+
+// Writes a consumer's 64 rows of dk or dv to a tile with the layout of K and V.
+template <class Traits, typename T, int kSize>
+__device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], float factor,
+                                               T* tile, int consumer) {
+  const int thread = threadIdx.x % kWarpgroup;
+  const uint32_t rows = smem_address(tile) + stmatrix_offset(consumer, thread);
+#pragma unroll
+  for (int chunk = 0; chunk < kSize / 4; chunk += 2) {  // of eight columns
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = gradient + 4 * chunk + 2 * i;
+      words[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
+    }
+    stmatrix(stmatrix_chunk<Traits>(rows, chunk), words);
+  }
+}
+
+// One thread: stores a consumer's rows of both gradients, unless they are all beyond the last key.
+template <class Traits, typename T>
+__device__ __forceinline__ void tma_store_gradients(const CUtensorMap& dk_map, const T* dk_tile,
+                                                    const CUtensorMap& dv_map, const T* dv_tile,
+                                                    const BackwardWorkTile& tile, int consumer,
+                                                    int keys) {
+  const int first_key = consumer_first_key<Traits>(tile, consumer);
+  if (first_key >= keys) return;
+  for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+    const Box box{block * kSwizzleColumns, tile.kv_head, first_key, tile.sequence};
+    const int offset = (block * Traits::kBlockN + consumer * 64) * kSwizzleColumns;
+    tma_store_4d(dk_map, dk_tile + offset, box);
+    tma_store_4d(dv_map, dv_tile + offset, box);
+  }
+  tma_store_commit();
+}
+
+}  // namespace jaxllm::hopper

@@ -1,0 +1,112 @@
+// The launchers of the forward on Hopper: the workspace, the tile that suits a call, the tensor
+// maps.
+#include <algorithm>
+
+#include "attention/hopper/kernel_forward.cuh"
+#include "attention/hopper/launch.h"
+#include "common/zero_counter.cuh"
+
+namespace jaxllm::attention {
+namespace {
+
+using namespace hopper;
+
+// The parts of the workspace, in ints: the tile counter, and with segments the key tiles that each
+// query tile visits.
+constexpr int64_t kKeyTilesAt = 4;
+
+template <class Traits>
+int64_t workspace_size(const FlashShape& shape, const FlashOptions& options) {
+  if (options.query_segments == nullptr) return kKeyTilesAt;
+  constexpr int64_t kRange = sizeof(TileRange) / sizeof(int);
+  return kKeyTilesAt + shape.batch * divide_up(shape.queries, Traits::kBlockM) * kRange;
+}
+
+// A CTA an SM, which takes tiles until there are none.
+template <typename T, class Traits, bool kSegments>
+cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
+  const FlashShape& shape = call.shape;
+  const FlashOptions& options = call.options;
+  const auto kernel = flash_attention_forward_hopper_kernel<T, Traits, kSegments>;
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
+
+  CUtensorMap q_map, k_map, v_map, out_map;
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, 64, &q_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.out, 64, &out_map));
+
+  const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
+  const int64_t tiles = query_tiles * shape.batch * shape.heads;
+  if (tiles > kMaxTiles) return cudaErrorNotSupported;
+  // As many as have K and V in the L2 cache together.
+  const int64_t group = shape.heads / shape.kv_heads;
+  const int64_t groups_at_a_time = std::clamp<int64_t>(
+      kL2Bytes / std::max<int64_t>(2 * shape.keys * Traits::kHeadDim * sizeof(T), 1), 1,
+      shape.batch * shape.kv_heads);
+  const LocalMask mask = make_local_mask(shape, options);
+  int* const tile_counter = static_cast<int*>(options.scratch.data);
+  auto* const key_tiles = reinterpret_cast<TileRange*>(tile_counter + kKeyTilesAt);
+  if constexpr (kSegments) {
+    JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
+        stream, shape.batch, mask, options.segment_ranges, key_tiles, /*query_tiles=*/nullptr)));
+  }
+  const ForwardParams params{mask,
+                             static_cast<int>(shape.batch),
+                             static_cast<int>(shape.heads),
+                             static_cast<int>(shape.kv_heads),
+                             static_cast<int>(query_tiles),
+                             static_cast<int>(tiles),
+                             static_cast<int>(groups_at_a_time * group),
+                             options.scale,
+                             call.lse,
+                             tile_counter,
+                             {options.query_segments, options.key_segments, options.segment_ranges,
+                              key_tiles, /*query_tiles=*/nullptr}};
+  JAXLLM_RETURN_IF_ERROR(zero_counter(stream, tile_counter));
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, limits.sms)));
+  const Launch launch{grid, dim3(Traits::kThreads), sizeof(ForwardSmem<T, Traits>), /*cluster=*/1,
+                      /*pdl=*/true};
+  return launch_kernel(stream, kernel, launch, q_map, k_map, v_map, out_map, params);
+}
+
+// Whether even the last query sees few keys. Documents are shorter than their sequence.
+bool has_few_keys(const FlashShape& shape, const FlashOptions& options) {
+  constexpr int64_t kFew = 1536;
+  const LocalMask mask = make_local_mask(shape, options);
+  return options.query_segments != nullptr ||
+         std::min(shape.keys, int64_t{mask.left} + mask.right + 1) < kFew;
+}
+
+}  // namespace
+
+template <typename T>
+bool forward_is_for_hopper(const FlashForward<T>& call) {
+  const int64_t workspace = call.shape.width == 64
+                                ? workspace_size<ForwardHdim64FewKeys>(call.shape, call.options)
+                                : workspace_size<ForwardHdim128>(call.shape, call.options);
+  return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false>,
+                          call.shape, call.options,
+                          {call.q, call.k, call.v, read_only(call.out)}) &&
+         call.options.scratch.bytes >= int64_t{sizeof(int)} * workspace;
+}
+
+template <typename T>
+cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) {
+  const bool segments = call.options.query_segments != nullptr;
+  const auto launcher =
+      call.shape.width == 128
+          ? (segments ? launch<T, ForwardHdim128, true> : launch<T, ForwardHdim128, false>)
+      : segments                               ? launch<T, ForwardHdim64FewKeys, true>
+      : has_few_keys(call.shape, call.options) ? launch<T, ForwardHdim64FewKeys, false>
+                                               : launch<T, ForwardHdim64, false>;
+  return launcher(stream, call);
+}
+
+template bool forward_is_for_hopper(const FlashForward<__nv_bfloat16>&);
+template bool forward_is_for_hopper(const FlashForward<__half>&);
+template cudaError_t forward_by_hopper(cudaStream_t, const FlashForward<__nv_bfloat16>&);
+template cudaError_t forward_by_hopper(cudaStream_t, const FlashForward<__half>&);
+
+}  // namespace jaxllm::attention

@@ -1,0 +1,152 @@
+// The online softmax of the forward, and the softmax of the backward, on wgmma accumulators.
+#pragma once
+
+#include <cmath>
+
+#include "common/fast_math.cuh"
+#include "common/wgmma.cuh"
+
+namespace jaxllm::hopper {
+
+// The running softmax of a thread's two rows:
+//
+//   m' = max(m, max s)    p = 2^(c (s - m'))    o = o 2^(c (m - m')) + p v      c = scale log2(e)
+//
+// In bfloat16 m, and o with it, stay what they are as long as no row's p in a tile sum to more than
+// 2^16: bfloat16 has the exponents of float32, and p above one is as precise as p below. A tile
+// beyond is computed again.
+template <typename T, int kBlockN, int kHeadDim>
+struct OnlineSoftmax {
+  float row_max[2] = {-INFINITY, -INFINITY};  // of the scores, not yet scaled
+  float row_sum[2] = {0.0f, 0.0f};            // over this thread's columns
+  float scaled_max[2], rescale[2];            // of the present tile
+
+  // Takes the scores' maxima. In two parts for each row, so that no operation waits for the last.
+  __device__ __forceinline__ void update_max(const float (&s)[kBlockN / 2], float scale_log2) {
+    float part[2][2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      part[row][0] = fmaxf(row_max[row], s[2 * row]);
+      part[row][1] = s[2 * row + 1];
+    }
+#pragma unroll
+    for (int i = 4; i < kBlockN / 2; i += 4) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) part[row][b] = fmaxf(part[row][b], s[i + 2 * row + b]);
+      }
+    }
+    float highest[2] = {fmaxf(part[0][0], part[0][1]), fmaxf(part[1][0], part[1][1])};
+#pragma unroll
+    for (int lane = 1; lane < 4; lane *= 2) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        highest[row] = fmaxf(highest[row], __shfl_xor_sync(0xffffffff, highest[row], lane));
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      // A row without keys so far: -inf - -inf is NaN.
+      scaled_max[row] = highest[row] == -INFINITY ? 0.0f : highest[row] * scale_log2;
+      rescale[row] = exp2_fast(fmaf(row_max[row], scale_log2, -scaled_max[row]));
+      row_max[row] = highest[row];
+    }
+  }
+
+  // Computes p, rounded, and the sums of p, and rescales the output. All in one pass: an
+  // exponential takes eight clocks, in which there is room for the rest. Alone for the first tile,
+  // after update_max.
+  template <bool kRescale>
+  __device__ __forceinline__ void exponentiate(const float (&s)[kBlockN / 2], float scale_log2,
+                                               uint32_t (&p)[kBlockN / 4], float (&o)[kHeadDim / 2],
+                                               float (&sums)[2]) const {
+    float sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; i += 4) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float pair[2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          pair[b] = exp2_fast(fmaf(s[i + 2 * row + b], scale_log2, -scaled_max[row]));
+          sum[row][b] += pair[b];
+        }
+        p[i / 2 + row] = pack_pair<T>(pair[0], pair[1]);
+      }
+      if constexpr (kRescale) {
+        constexpr int kStep = 4 * kHeadDim / kBlockN;
+#pragma unroll
+        for (int j = 0; j < kStep; ++j) {
+          const int k = i / 4 * kStep + j;
+          o[k] *= rescale[k / 2 % 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sums[row] = sum[row][0] + sum[row][1];
+  }
+
+  // A later tile, after update_max.
+  __device__ __forceinline__ void next(const float (&s)[kBlockN / 2], float scale_log2,
+                                       uint32_t (&p)[kBlockN / 4], float (&o)[kHeadDim / 2]) {
+    float sums[2];
+    exponentiate<true>(s, scale_log2, p, o, sums);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) row_sum[row] = fmaf(row_sum[row], rescale[row], sums[row]);
+  }
+
+  // A later tile by the maxima of the tiles before; or, where these will not do, by its own.
+  __device__ __forceinline__ void next_with_old_max(const float (&s)[kBlockN / 2], float scale_log2,
+                                                    uint32_t (&p)[kBlockN / 4],
+                                                    float (&o)[kHeadDim / 2]) {
+    constexpr float kMaxSum = 65536.0f;
+    float sums[2];
+    exponentiate<false>(s, scale_log2, p, o, sums);
+    // Also where a sum is NaN, and where a row has had no keys.
+    const bool is_beyond =
+        !(fmaxf(sums[0], sums[1]) <= kMaxSum) || fminf(row_max[0], row_max[1]) == -INFINITY;
+    if (__any_sync(0xffffffff, is_beyond)) {
+      update_max(s, scale_log2);
+      next(s, scale_log2, p, o);
+    } else {
+      row_sum[0] += sums[0];
+      row_sum[1] += sums[1];
+    }
+  }
+};
+
+// ---- The backward, with keys as rows. A column is a query, with an lse and a delta in shared
+// memory; `lse` and `delta` begin with those of the first column.
+
+// Calls visit(i, value) for the elements of an accumulator, with the column's one of `values`.
+template <int kSize, class Visit>
+__device__ __forceinline__ void for_each_with_query(const float* values, const Visit& visit) {
+  const int column = accumulator_column(threadIdx.x % kWarpgroup);
+#pragma unroll
+  for (int j = 0; j < kSize; j += 4) {
+    const float2 of_query = *reinterpret_cast<const float2*>(values + 2 * j + column);
+#pragma unroll
+    for (int r = 0; r < 4; r += 2) {
+      visit(j + r, of_query.x);
+      visit(j + r + 1, of_query.y);
+    }
+  }
+}
+
+// s becomes p = 2^(c s - lse).
+template <int kSize>
+__device__ __forceinline__ void exponentiate(float (&s)[kSize], float scale_log2,
+                                             const float* lse) {
+  for_each_with_query<kSize>(
+      lse, [&](int i, float lse) { s[i] = exp2_fast(fmaf(s[i], scale_log2, -lse)); });
+}
+
+// dp becomes ds = p (dp - delta).
+template <int kSize>
+__device__ __forceinline__ void differentiate_softmax(const float (&p)[kSize], float (&dp)[kSize],
+                                                      const float* delta) {
+  for_each_with_query<kSize>(delta, [&](int i, float delta) { dp[i] = p[i] * (dp[i] - delta); });
+}
+
+}  // namespace jaxllm::hopper

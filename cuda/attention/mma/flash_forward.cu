@@ -1,0 +1,68 @@
+#include <utility>
+
+#include "attention/flash_kernels.h"
+#include "attention/mma/flash_forward.cuh"
+#include "common/shared_needs.h"
+
+namespace jaxllm::attention {
+namespace {
+
+template <int kHeadDim, bool kTwoMTiles = false, typename T, typename Stored>
+cudaError_t launch(cudaStream_t stream, const ForwardParams<T, Stored>& params, int64_t batch) {
+  using Traits = ForwardTraits<kHeadDim, kTwoMTiles>;
+  const int64_t tiles = batch * params.heads * divide_up(params.mask.queries, Traits::kBlockM);
+  return launch_tiles(stream, flash_attention_forward_kernel<Traits, T, Stored>, tiles,
+                      Traits::kThreads, Traits::kSmemBytes, params);
+}
+
+const SharedNeed kNeeds[] = {{"flash_attention_forward_32", ForwardTraits<32>::kSmemBytes},
+                             {"flash_attention_forward_64", ForwardTraits<64>::kSmemBytes},
+                             {"flash_attention_forward_96", ForwardTraits<96, true>::kSmemBytes},
+                             {"flash_attention_forward_128", ForwardTraits<128, true>::kSmemBytes},
+                             {"flash_attention_forward_256", ForwardTraits<256>::kSmemBytes}};
+
+}  // namespace
+
+template <typename T, typename Stored>
+cudaError_t forward_by_mma(cudaStream_t stream, const FlashForward<T, Stored>& call) {
+  const auto& [shape, options, q, k, v, out, lse, q_scale, k_scale, v_scale] = call;
+  ForwardParams<T, Stored> params{q, k, v, out, lse};
+  params.heads = static_cast<int>(shape.heads);
+  params.group = static_cast<int>(shape.heads / shape.kv_heads);
+  params.width = static_cast<int>(shape.width);
+  params.scores = make_score_params(options);
+  params.exp2_scale = 1.0f;
+  params.mask = make_mask(shape, options);
+  params.rotary = make_rotary(shape, options.rope);
+  params.q_scale = q_scale, params.k_scale = k_scale, params.v_scale = v_scale;
+  params.aligned = heads_are_aligned(shape.width, q, k, v, out);
+  if constexpr (!std::is_same_v<T, Stored>) {
+    if (shape.width <= 64) return launch<64>(stream, params, shape.batch);
+    if (shape.width <= 128) return launch<128>(stream, params, shape.batch);
+  } else {
+    // The maximum of products is that of scores only if the scale is above zero. Then exp2 applies
+    // it at no cost.
+    if (options.softcap == 0.0f && options.scale > 0.0f) {
+      std::swap(params.scores.scale, params.exp2_scale);
+    }
+    const bool two_m_tiles = options.window == 0 && options.query_segments == nullptr;
+    if (shape.width <= 32) return launch<32>(stream, params, shape.batch);
+    if (shape.width <= 64) return launch<64>(stream, params, shape.batch);
+    if (shape.width <= 96) {
+      return two_m_tiles ? launch<96, true>(stream, params, shape.batch)
+                         : launch<96>(stream, params, shape.batch);
+    }
+    if (shape.width <= 128) {
+      return two_m_tiles ? launch<128, true>(stream, params, shape.batch)
+                         : launch<128>(stream, params, shape.batch);
+    }
+  }
+  return launch<256>(stream, params, shape.batch);
+}
+
+template cudaError_t forward_by_mma(cudaStream_t, const FlashForward<__nv_bfloat16>&);
+template cudaError_t forward_by_mma(cudaStream_t, const FlashForward<__half>&);
+template cudaError_t forward_by_mma(cudaStream_t,
+                                    const FlashForward<__nv_bfloat16, __nv_fp8_e4m3>&);
+
+}  // namespace jaxllm::attention
