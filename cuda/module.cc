@@ -31,11 +31,11 @@ nb::dict build_facts() {
   return facts;
 }
 
-// By the names that jaxllm.core.ffi.Device has for them.
+// By the names of the fields of jaxllm.core.ffi.Device.
 nb::dict describe(const DeviceFacts& found) {
   nb::dict facts;
   facts["capability"] = found.limits.capability;
-  facts["multiprocessors"] = found.limits.multiprocessors;
+  facts["multiprocessors"] = found.limits.sms;
   facts["shared_bytes"] = found.limits.shared_bytes;
   facts["image"] = found.image;
   facts["has_sm90a"] = found.has_sm90a;
@@ -69,9 +69,9 @@ NB_MODULE(_cuda, module) {
   module.def("build_facts", &jaxllm::build_facts,
              "The CUDA version, GPU architectures and jaxlib version of this build.");
   module.def("device_facts", &jaxllm::device_facts,
-             "What launchers know of the GPU with an ordinal of the CUDA runtime.");
+             "What launchers know of the GPU with this ordinal of the CUDA runtime.");
   module.def("device_fact_names", &jaxllm::device_fact_names,
-             "The keys of device_facts, by which Python tells an extension of older sources.");
+             "The keys of device_facts, by which Python detects an extension of older sources.");
   module.def("shared_needs", &jaxllm::shared_needs,
-             "The shared memory, in bytes, of kernels that take as much on every GPU.");
+             "The shared memory, in bytes, of kernels that need a fixed amount.");
 }

@@ -18,25 +18,24 @@ struct GeluOfSum {
 template <class Op, typename T>
 cudaError_t launch_forward(cudaStream_t stream, Op op, const T* x, const T* bias, T* out,
                            int64_t groups, int64_t rows, int64_t width) {
-  const Rows<const T> xs{x, width, rows * width}, biases{bias, 0, width};
+  const StridedRows<const T> xs{x, width, rows * width}, biases{bias, 0, width};
   return elementwise(stream, op, Arrays<const T, 2>{xs, biases},
-                     Arrays<T, 1>{Rows<T>{out, width, rows * width}}, groups, rows, width);
+                     Arrays<T, 1>{StridedRows<T>{out, width, rows * width}}, groups, rows, width);
 }
 
-// How the backward kernel shares the rows, found by measurement on an H200: a warp has kRows rows
-// at a time, and a multiprocessor kBlocks blocks, which all stay until the end: a second wave of
-// them would find the memory half idle.
+// The shape of the persistent backward kernel, measured on an H200: a warp has kRows rows at a
+// time, and an SM kCtas CTAs. With a second wave of CTAs the memory would be half idle at the end.
 template <bool kGelu>
 struct BackwardShape {
   static constexpr int kWarps = 4;
   static constexpr int kRows = kGelu ? 2 : 4;
-  static constexpr int kBlocks = kGelu ? 8 : 12;
+  static constexpr int kCtas = kGelu ? 8 : 12;
 };
 
-// Block (x, y, z) adds up the columns of 32 neighbouring packs over every gridDim.y-th tile of
-// rows of group z, and leaves the sums as one partial row.
+// CTA (x, y, z) adds up the columns of 32 neighbouring packs over every gridDim.y-th tile of rows
+// of group z, and stores the sums as one partial row.
 template <bool kGelu, typename T, class Shape = BackwardShape<kGelu>>
-__global__ void __launch_bounds__(Shape::kWarps * 32, Shape::kBlocks)
+__global__ void __launch_bounds__(Shape::kWarps * 32, Shape::kCtas)
     bias_backward_kernel(const T* x, const T* bias, const T* dout, T* dx, float* partial,
                          int64_t rows, int64_t width, int64_t partial_rows) {
   constexpr int kWarps = Shape::kWarps, kRows = Shape::kRows;
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(Shape::kWarps * 32, Shape::kBlocks)
       float values[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        values[i] = kGelu ? douts[r][i] * gelu_slope(xs[r][i] + biases[i]) : douts[r][i];
+        values[i] = kGelu ? douts[r][i] * dgelu(xs[r][i] + biases[i]) : douts[r][i];
         sums[i] += values[i];
       }
       if (kGelu && is_column && row + r < rows) {
@@ -74,9 +73,9 @@ __global__ void __launch_bounds__(Shape::kWarps * 32, Shape::kBlocks)
   }
 
   // The warps' sums meet in shared memory and are added in order.
-  __shared__ float of_warps[kWarps][kVector][32];
+  __shared__ float warp_sums[kWarps][kVector][32];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) of_warps[warp][i][lane] = sums[i];
+  for (int i = 0; i < kVector; ++i) warp_sums[warp][i][lane] = sums[i];
   __syncthreads();
   partial += (blockIdx.z * partial_rows + blockIdx.y) * width;
   for (int i = threadIdx.x; i < 32 * kVector; i += 32 * kWarps) {
@@ -84,12 +83,12 @@ __global__ void __launch_bounds__(Shape::kWarps * 32, Shape::kBlocks)
     if (my_column >= width) break;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += of_warps[w][i % kVector][i / kVector];
+    for (int w = 0; w < kWarps; ++w) sum += warp_sums[w][i % kVector][i / kVector];
     partial[my_column] = sum;
   }
 }
 
-// The same for rows of any width and alignment: a thread a column.
+// The same for rows of any width and alignment: a thread for each column.
 template <bool kGelu, typename T>
 __global__ void bias_backward_unaligned_kernel(const T* x, const T* bias, const T* dout, T* dx,
                                                float* partial, int64_t rows, int64_t width,
@@ -101,7 +100,7 @@ __global__ void bias_backward_unaligned_kernel(const T* x, const T* bias, const 
     const int64_t i = (blockIdx.z * rows + row) * width + column;
     float value = to_float(dout[i]);
     if constexpr (kGelu) {
-      value *= gelu_slope(to_float(x[i]) + to_float(bias[blockIdx.z * width + column]));
+      value *= dgelu(to_float(x[i]) + to_float(bias[blockIdx.z * width + column]));
       dx[i] = from_float<T>(value);
     }
     sum += value;
@@ -114,15 +113,14 @@ cudaError_t launch_backward(cudaStream_t stream, const T* x, const T* bias, cons
                             T* dbias, float* partial, int64_t groups, int64_t rows, int64_t width,
                             int64_t partial_rows) {
   if (groups * width == 0) return cudaSuccess;
-  int64_t used = 0;  // without rows the gradient is a sum of nothing
+  int64_t used = 0;  // without rows the gradient is zero
   if (rows > 0) {
     if (width % kPackSize<T> == 0 && aligned_16(x, bias, dout, dx)) {
       using Shape = BackwardShape<kGelu>;
       DeviceLimits device;
       JAXLLM_RETURN_IF_ERROR(device.read());
       const int64_t strips = divide_up(width, 32 * kPackSize<T>);
-      const int64_t resident =
-          std::max(device.multiprocessors * Shape::kBlocks / (strips * groups), int64_t{1});
+      const int64_t resident = std::max(device.sms * Shape::kCtas / (strips * groups), int64_t{1});
       used = std::min({divide_up(rows, Shape::kWarps * Shape::kRows), resident, partial_rows});
       JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, bias_backward_kernel<kGelu, T>,
                                            {dim3(strips, used, groups), Shape::kWarps * 32}, x,

@@ -1,8 +1,8 @@
 // A bias, alone and with the GELU after it.
 //
-// The rows come in `groups` with a bias and a bias gradient of their own each (what jax.vmap makes
-// of a call); an ordinary call is one group. Every group has `rows` rows of `width` elements.
-// `partial` is a workspace of (groups, partial_rows, width) floats.
+// A call has `groups` groups (the axis that jax.vmap adds), each with its own bias and bias
+// gradient. Every group has `rows` rows of `width` elements. `partial` is a workspace of (groups,
+// partial_rows, width) floats.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,8 +1,8 @@
-// The activations and their slopes, for one float.
+// The activations and their derivatives, for one float.
 //
-// All rest on the logistic function s(z) = 1 / (1 + exp(-z)): tanh(u) = 2 s(2u) - 1, so that GELU's
-// (1 + tanh(u)) / 2 is s(2u). Written so, no digits cancel where tanh is near -1, and an exp that
-// overflows gives the limit 0, for inputs however large.
+// All use the logistic function s(z) = 1 / (1 + exp(-z)): tanh(u) = 2 s(2u) - 1, so that GELU's
+// (1 + tanh(u)) / 2 is s(2u). In this form nothing cancels where tanh is near -1, and an exp that
+// overflows gives the limit 0.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 namespace jaxllm {
 
 __device__ __forceinline__ float logistic(float z) {
-  // The two instructions themselves: __expf and __fdividef take care of denormal numbers too.
+  // Two instructions; __expf and __fdividef would also handle denormals.
   float power, result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(z * -1.4426950408889634f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
@@ -20,7 +20,7 @@ __device__ __forceinline__ float logistic(float z) {
 __device__ __forceinline__ float silu(float x) { return x * logistic(x); }
 
 // d silu / dx = s (1 + x (1 - s)).
-__device__ __forceinline__ float silu_slope(float x) {
+__device__ __forceinline__ float dsilu(float x) {
   const float s = logistic(x);
   return s + s * x * (1.0f - s);
 }
@@ -34,9 +34,9 @@ __device__ __forceinline__ float gelu(float x) {
 }
 
 // d gelu / dx = s + x s (1 - s) d(2u)/dx.
-__device__ __forceinline__ float gelu_slope(float x) {
-  // Out there the slope is exactly 0 or 1, and the square of a huge x would be infinite. NaN
-  // compares false and so remains.
+__device__ __forceinline__ float dgelu(float x) {
+  // Beyond 30 the derivative is exactly 0 or 1, and the square of a huge x would be infinite. NaN
+  // compares false and stays.
   x = x > 30.0f ? 30.0f : (x < -30.0f ? -30.0f : x);
   const float square = x * x;
   const float s = logistic(x * (kGeluLinear + kGeluCubic * square));

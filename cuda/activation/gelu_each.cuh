@@ -1,10 +1,10 @@
-// GELU and its derivative for several elements at once, for an epilogue whose one warp must keep
-// its scheduler's units busy by itself: each stage is done for all elements before the next, so
-// that the latencies of the special function unit overlap.
+// GELU and its derivative for several elements at once, for an epilogue with one warp on a
+// scheduler. Each stage is done for all elements before the next, so that the latencies of the
+// special function unit overlap.
 //
-// Both rest on the logistic function s of GELU's 2u, 1 / (1 + exp(-2u)), as in functions.cuh. It
-// takes two special functions an element, where the hardware's tanh would take one. But that is
-// right to an absolute 2^-11, and of a negative x, where s is small, it would leave few bits.
+// Both use the logistic function s = 1 / (1 + exp(-2u)) of GELU's 2u, as in functions.cuh. It takes
+// two special functions for each element, where tanh.approx takes one. But that has an absolute
+// error of 2^-11, which leaves few correct bits for a negative x, where s is small.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace jaxllm {
 
-// `volatile` holds the stages in place: the compiler would take one element after the other.
+// `volatile` keeps the order of the stages: the compiler would compute one element after the other.
 __device__ __forceinline__ void exp2_in_place(float& x) {
   asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
 }
@@ -49,12 +49,11 @@ __device__ __forceinline__ void gelu_each(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) x[i] *= values[i];
 }
 
-// Replaces each x by gelu(x), and puts the derivative of GELU there into `dgelu`:
-// s + gelu(x) (1 - s) d(2u)/dx.
+// Replaces each x by gelu(x), and sets `dgelu` to the derivative, s + gelu(x) (1 - s) d(2u)/dx.
 template <int kCount>
 __device__ __forceinline__ void gelu_and_dgelu_each(float (&x)[kCount], float (&dgelu)[kCount]) {
-  // Where |x| is above 10.1, s is 0 or 1 and d(2u)/dx is multiplied by zero. With this limit, which
-  // lies above its value at 10.1, it stays finite there: the square of x may overflow.
+  // Where |x| is above 10.1, s is 0 or 1 and d(2u)/dx is multiplied by zero. The square of x may
+  // overflow there. This limit, above the value at 10.1, keeps d(2u)/dx finite.
   constexpr float kMost = 32.0f;
   float outer[kCount];
 #pragma unroll

@@ -13,7 +13,7 @@ struct GeluForward {
 
 struct GeluBackward {
   __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
-    out[0] = in[1] * gelu_slope(in[0]);
+    out[0] = in[1] * dgelu(in[0]);
   }
 };
 
@@ -42,17 +42,18 @@ struct SigmoidBackward {
   }
 };
 
-// Arrays of one shape are one long row.
+// Arrays of one shape count as one row.
 template <class Op, typename T>
 cudaError_t apply(cudaStream_t stream, Op op, const T* a, T* out, int64_t size) {
-  return elementwise(stream, op, Arrays<const T, 1>{Rows<const T>{a}}, Arrays<T, 1>{Rows<T>{out}},
-                     1, 1, size);
+  return elementwise(stream, op, Arrays<const T, 1>{StridedRows<const T>{a}},
+                     Arrays<T, 1>{StridedRows<T>{out}}, 1, 1, size);
 }
 
 template <class Op, typename T>
 cudaError_t apply(cudaStream_t stream, Op op, const T* a, const T* b, T* out, int64_t size) {
-  return elementwise(stream, op, Arrays<const T, 2>{Rows<const T>{a}, Rows<const T>{b}},
-                     Arrays<T, 1>{Rows<T>{out}}, 1, 1, size);
+  return elementwise(stream, op,
+                     Arrays<const T, 2>{StridedRows<const T>{a}, StridedRows<const T>{b}},
+                     Arrays<T, 1>{StridedRows<T>{out}}, 1, 1, size);
 }
 
 }  // namespace

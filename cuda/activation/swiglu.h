@@ -1,8 +1,8 @@
 // The gated linear unit with silu, silu(gate) * up.
 //
-// `stride` is the number of elements from one row of gate, and of up, to the next: 2 * width where
-// they are the halves of the rows of one array. The same holds for their gradients; out and dout
-// have nothing between their rows. Arrays without anything between their rows are one long row.
+// `stride` is the row stride of gate and up and of their gradients, in elements: 2 * width where
+// they are the halves of the rows of one array. out and dout are dense. Where all arrays are dense,
+// they count as one row.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -3,21 +3,20 @@
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
-#include "common/unit.cuh"
+#include "common/vector.cuh"
 #include "embedding/embed.h"
 #include "embedding/group_tokens.cuh"
 
 namespace jaxllm {
 namespace {
 
-// The most blocks along the y and the z axis of a grid; kernels loop where there is more to do.
-constexpr int64_t kMaxBlocks = 65535;
+// The most CTAs along the y and the z axis of a grid; kernels loop where there are more.
+constexpr int64_t kMaxGridYZ = 65535;
 
-// The threads of one threadIdx.y write one slab of columns of one position's rows in kSequences
-// sequences. A thread has a unit of each: it loads them all before it waits, and the position's
-// unit once for them. Slabs come one after the other (z is the slowest axis of a grid): the part of
-// the token table that is in use then fits the L2 cache, and a row that several tokens read comes
-// from memory once.
+// The threads of one threadIdx.y store a block of columns of the rows of one position in kSequences
+// sequences. A thread loads a pack of each row before it waits, and the position's pack once for
+// all. Column blocks are the z axis of the grid, the slowest: the part of the token table that is
+// in use then fits the L2 cache, and a row that several tokens read is loaded from memory once.
 template <int kSequences, int kVector, typename T>
 __global__ void embed_forward_kernel(const int32_t* tokens, const T* token_table,
                                      const T* position_table, T* out, EmbedShape shape) {
@@ -36,14 +35,14 @@ __global__ void embed_forward_kernel(const int32_t* tokens, const T* token_table
       sources[s] = group * shape.vocabulary + min(max(token, int64_t{0}), last_token);
     }
     if (column >= width) continue;
-    Unit<T, kVector> units[kSequences], positions{};
+    Pack<T, kVector> packs[kSequences], positions{};
 #pragma unroll
     for (int s = 0; s < kSequences; ++s) {
-      units[s] = load_unit_cached<kVector>(token_table + sources[s] * width + column);
+      packs[s] = load_cached<kVector>(token_table + sources[s] * width + column);
     }
     if (position_table) {
       const int64_t position_row = group * shape.positions + position;
-      positions = load_unit_cached<kVector>(position_table + position_row * width + column);
+      positions = load_cached<kVector>(position_table + position_row * width + column);
     }
 #pragma unroll
     for (int s = 0; s < kSequences; ++s) {
@@ -51,15 +50,15 @@ __global__ void embed_forward_kernel(const int32_t* tokens, const T* token_table
       if (position_table) {
         float sum[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[i] = units[s][i] + positions[i];
-        units[s] = Unit<T, kVector>::of(sum);
+        for (int i = 0; i < kVector; ++i) sum[i] = packs[s][i] + positions[i];
+        packs[s] = Pack<T, kVector>::of(sum);
       }
-      store_unit_streaming<kVector>(out + (row + s * shape.length) * width + column, units[s]);
+      store_streaming<kVector>(out + (row + s * shape.length) * width + column, packs[s]);
     }
   }
 }
 
-// A lane's unit of a row, which starts at `column`, added up in float32.
+// A lane's pack of a row, which starts at `column`, added up in float32.
 template <int kVector>
 struct RowSum {
   float sums[kVector] = {};
@@ -69,34 +68,34 @@ struct RowSum {
       : width(width), column(first_column + threadIdx.x * kVector) {}
 
   template <typename S>
-  __device__ __forceinline__ Unit<S, kVector> load(const S* rows, int64_t row) const {
-    return column < width ? load_unit_streaming<kVector>(rows + row * width + column)
-                          : Unit<S, kVector>{};
+  __device__ __forceinline__ Pack<S, kVector> load(const S* rows, int64_t row) const {
+    return column < width ? load_streaming<kVector>(rows + row * width + column)
+                          : Pack<S, kVector>{};
   }
 
   template <typename S>
   __device__ __forceinline__ void store(S* rows, int64_t row) const {
     if (column >= width) return;
-    store_unit_streaming<kVector>(rows + row * width + column, Unit<S, kVector>::of(sums));
+    store_streaming<kVector>(rows + row * width + column, Pack<S, kVector>::of(sums));
   }
 
-  template <class AnyUnit>
-  __device__ __forceinline__ void add(const AnyUnit& unit) {
+  template <class AnyPack>
+  __device__ __forceinline__ void add(const AnyPack& pack) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sums[i] += unit[i];
+    for (int i = 0; i < kVector; ++i) sums[i] += pack[i];
   }
 
-  // Adds rows row_of(i) for i from `begin` to `end`, in this order, kAhead of them on their way.
+  // Adds rows row_of(i) for i from `begin` to `end`, in this order, with kAhead loads in flight.
   template <int kAhead, typename S, class RowOf>
   __device__ __forceinline__ void add(const S* rows, int64_t begin, int64_t end, RowOf row_of) {
     for (int64_t i = begin; i < end; i += kAhead) {
-      Unit<S, kVector> units[kAhead] = {};
+      Pack<S, kVector> packs[kAhead] = {};
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        if (i + a < end) units[a] = load(rows, row_of(i + a));
+        if (i + a < end) packs[a] = load(rows, row_of(i + a));
       }
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) add(units[a]);
+      for (int a = 0; a < kAhead; ++a) add(packs[a]);
     }
   }
 
@@ -106,7 +105,7 @@ struct RowSum {
   }
 };
 
-// A warp adds up 32 units of one chunk of the grouped places, if its tokens are all one.
+// A warp adds up 32 packs of one chunk of the grouped places, if all its tokens are equal.
 template <int kVector, typename T>
 __global__ void embed_chunk_sums_kernel(const int32_t* tokens, const int32_t* places, const T* dout,
                                         float* partial, EmbedShape shape) {
@@ -124,9 +123,9 @@ __global__ void embed_chunk_sums_kernel(const int32_t* tokens, const int32_t* pl
   }
 }
 
-// A warp writes 32 units of the table's gradient, for kRows slots that follow each other. So do
-// their places, and the warp streams through them with kAhead rows of dout on their way, whatever
-// slots they belong to. kAdds: the gradient is added to what is there.
+// A warp stores 32 packs of the table's gradient, for kRows consecutive slots. Their places are
+// consecutive too, and the warp goes through them with kAhead rows of dout in flight, whatever
+// slots they belong to. kAdds: the gradient is added to the contents of the table.
 constexpr int kRows = 4, kAhead = 4, kRowWarps = 4;
 template <int kVector, bool kAdds, typename T>
 __global__ void __launch_bounds__(32 * kRowWarps, 9)
@@ -145,7 +144,7 @@ __global__ void __launch_bounds__(32 * kRowWarps, 9)
     const auto start_of = [&](int row) { return __shfl_sync(kFullWarp, my_start, row); };
 
     RowSum<kVector> sum(shape.width, int64_t{blockIdx.y} * 32 * kVector);
-    const auto finish_row = [&](int row) {
+    const auto store_row = [&](int row) {
       const unsigned slot = first_slot + row, slots = shape.slots;
       const int64_t token = int64_t{slot % slots} * shape.buckets + slot / slots;
       const bool is_written = !kAdds || start_of(row) < start_of(row + 1);
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(32 * kRowWarps, 9)
         sum.template add<kAhead>(partial + group * chunks * shape.width, first_chunk, last_chunk,
                                  [](int64_t i) { return i; });
         sum.template add<kAhead>(my_dout, tail, end, place);
-        finish_row(row);
+        store_row(row);
       }
       continue;
     }
@@ -179,27 +178,27 @@ __global__ void __launch_bounds__(32 * kRowWarps, 9)
     int row = 0, row_end = start_of(1);
     const int end = start_of(kRows);
     for (int i = start_of(0); i < end; i += kAhead) {
-      Unit<T, kVector> units[kAhead] = {};
+      Pack<T, kVector> packs[kAhead] = {};
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        if (i + a < end) units[a] = sum.load(my_dout, place(i + a));
+        if (i + a < end) packs[a] = sum.load(my_dout, place(i + a));
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         if (i + a >= end) break;
         while (i + a >= row_end) {
-          finish_row(row);
+          store_row(row);
           row_end = start_of(++row + 1);
         }
-        sum.add(units[a]);
+        sum.add(packs[a]);
       }
     }
-    while (row < kRows) finish_row(row++);
+    while (row < kRows) store_row(row++);
   }
 }
 
-// A block adds up 32 units of one position: warp w takes sequences w, w + kPositionWarps, ..., and
-// the first warp adds the warps' sums.
+// A CTA adds up 32 packs of one position: warp w takes sequences w, w + kPositionWarps, ..., and
+// the first warp adds the sums of the warps.
 constexpr int kPositionWarps = 8;
 template <int kVector, typename T>
 __global__ void __launch_bounds__(32 * kPositionWarps)
@@ -229,9 +228,9 @@ __global__ void __launch_bounds__(32 * kPositionWarps)
   }
 }
 
-// Calls launch(size) with the elements of a unit, as a std::integral_constant.
+// Calls launch(size) with the elements of a pack, as a std::integral_constant.
 template <typename T, class Launch, typename... Pointers>
-cudaError_t choose_vector(int64_t width, Launch launch, Pointers... arrays) {
+cudaError_t choose_pack_size(int64_t width, Launch launch, Pointers... arrays) {
   if (width % kPackSize<T> == 0 && aligned_16(arrays...)) {
     return launch(std::integral_constant<int, kPackSize<T>>{});
   }
@@ -248,25 +247,25 @@ cudaError_t Embed<T>::forward(cudaStream_t stream, const int32_t* tokens, const 
   EmbedShape view = shape;
   if (shape.positions == 0) {
     position_table = nullptr;
-    // No row belongs to a position: sequences of any length will do.
+    // Rows have no position: sequences of any length are right.
     view.sequences = shape.tokens() % kSequences == 0 ? kSequences : 1;
     view.length = shape.tokens() / view.sequences;
   }
-  return choose_vector<T>(
+  return choose_pack_size<T>(
       shape.width,
       [&](auto vector) {
         constexpr int kVector = decltype(vector)::value;
-        const int64_t units = divide_up(shape.width, kVector * 32) * 32;
+        const int64_t packs = divide_up(shape.width, kVector * 32) * 32;
         const auto launch = [&](auto kernel, int64_t sequences, dim3 block) {
           const int64_t tiles = view.groups * divide_up(view.sequences, sequences);
-          const dim3 grid(divide_up(view.length, block.y), std::min(tiles, kMaxBlocks),
-                          divide_up(units, block.x));
+          const dim3 grid(divide_up(view.length, block.y), std::min(tiles, kMaxGridYZ),
+                          divide_up(packs, block.x));
           return launch_kernel(stream, kernel, {grid, block}, tokens, token_table, position_table,
                                out, view);
         };
-        // Two warps with four rows each; of few sequences, a block with one.
+        // Two warps with four rows each; for few sequences, a CTA with one row.
         if (view.sequences < kSequences) {
-          const dim3 block(std::min<int64_t>(units, 256));
+          const dim3 block(std::min<int64_t>(packs, 256));
           return launch(embed_forward_kernel<1, kVector, T>, 1, block);
         }
         return launch(embed_forward_kernel<kSequences, kVector, T>, kSequences, dim3(32, 2));
@@ -280,7 +279,7 @@ cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const
                                const EmbedWorkspace& workspace, const EmbedShape& shape) {
   if (shape.groups * shape.width == 0) return cudaSuccess;
   if (shape.buckets > kMaxKeys || shape.slots > kMaxKeys) return cudaErrorInvalidValue;
-  const auto groups = static_cast<unsigned>(std::min(shape.groups, kMaxBlocks));
+  const auto groups = static_cast<unsigned>(std::min(shape.groups, kMaxGridYZ));
 
   constexpr int kSortThreads = 32 * kSortWarps;
   int32_t *tile_counts = workspace.tile_counts, *places = workspace.places,
@@ -295,28 +294,29 @@ cudaError_t Embed<T>::backward(cudaStream_t stream, const int32_t* tokens, const
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_slot_kernel, {bucket_grid, kSortThreads},
                                        found, places, starts, shape));
 
-  return choose_vector<T>(
+  return choose_pack_size<T>(
       shape.width,
       [&](auto vector) {
         constexpr int kVector = decltype(vector)::value;
-        const unsigned slabs = divide_up(shape.width, 32 * kVector);
+        const unsigned column_blocks = divide_up(shape.width, 32 * kVector);
         if (shape.positions > 0) {
-          JAXLLM_RETURN_IF_ERROR(
-              launch_kernel(stream, embed_position_sums_kernel<kVector, T>,
-                            {dim3(shape.positions, slabs, groups), dim3(32, kPositionWarps)}, dout,
-                            dposition_table, shape));
+          JAXLLM_RETURN_IF_ERROR(launch_kernel(
+              stream, embed_position_sums_kernel<kVector, T>,
+              {dim3(shape.positions, column_blocks, groups), dim3(32, kPositionWarps)}, dout,
+              dposition_table, shape));
         }
         const int64_t chunks = shape.tokens() / kEmbedChunk;
         if (chunks > 0) {
           JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, embed_chunk_sums_kernel<kVector, T>,
-                                               {dim3(chunks, slabs, groups), 32}, tokens, places,
-                                               dout, partial, shape));
+                                               {dim3(chunks, column_blocks, groups), 32}, tokens,
+                                               places, dout, partial, shape));
         }
-        const int64_t blocks = divide_up(shape.buckets * shape.slots, kRows * kRowWarps);
+        const int64_t ctas = divide_up(shape.buckets * shape.slots, kRows * kRowWarps);
         const auto kernel = adds ? embed_backward_kernel<kVector, true, T>
                                  : embed_backward_kernel<kVector, false, T>;
-        return launch_kernel(stream, kernel, {dim3(blocks, slabs, groups), dim3(32, kRowWarps)},
-                             starts, places, dout, partial, dtoken_table, shape);
+        return launch_kernel(stream, kernel,
+                             {dim3(ctas, column_blocks, groups), dim3(32, kRowWarps)}, starts,
+                             places, dout, partial, dtoken_table, shape);
       },
       dout, dtoken_table, dposition_table);
 }

@@ -10,11 +10,8 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-// The last axes of the tables and of the embeddings give the sizes. jax.vmap gives every buffer new
-// leading axes: those of the token table count the groups.
+// The sizes of a call, from the last axes of the tables and of the embeddings. jax.vmap gives every
+// buffer new leading axes: those of the token table count the groups.
 ffi::ErrorOr<EmbedShape> shape_of(const Buffer& token_table, const char* name,
                                   const Buffer& position_table, const Buffer& embeddings) {
   const auto of_tokens = token_table.dimensions(), of_positions = position_table.dimensions();
@@ -66,7 +63,7 @@ ffi::Error EmbedForwardImpl(cudaStream_t stream, Buffer tokens, Buffer token_tab
   });
 }
 
-// dtoken_table takes the place of dtable, what it is to be added to, if that has elements.
+// If dtable has elements, the gradient is added to them, and dtoken_table replaces dtable.
 ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Buffer dtable,
                              Result dtoken_table, Result dposition_table, Result tile_counts,
                              Result pairs, Result places, Result starts, Result partial,
@@ -117,30 +114,7 @@ ffi::Error EmbedBackwardImpl(cudaStream_t stream, Buffer tokens, Buffer dout, Bu
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EmbedForward, EmbedForwardImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()   // tokens
-                                  .Arg<Buffer>()   // token_table
-                                  .Arg<Buffer>()   // position_table
-                                  .Ret<Buffer>(),  // out
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(EmbedBackward, EmbedBackwardImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()  // tokens
-                                  .Arg<Buffer>()  // dout
-                                  .Arg<Buffer>()  // dtable
-                                  .Ret<Buffer>()  // dtoken_table
-                                  .Ret<Buffer>()  // dposition_table
-                                  .Ret<Buffer>()  // tile_counts
-                                  .Ret<Buffer>()  // pairs
-                                  .Ret<Buffer>()  // places
-                                  .Ret<Buffer>()  // starts
-                                  .Ret<Buffer>()  // partial
-                                  .Attr<int64_t>("buckets")
-                                  .Attr<int64_t>("slots"),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(EmbedForward, EmbedForwardImpl);
+JAXLLM_HANDLER(EmbedBackward, EmbedBackwardImpl, "buckets", "slots");
 
 }  // namespace jaxllm

@@ -1,8 +1,8 @@
-// Embed's backward pass first groups the places of equal tokens, in order, so that each row's
-// gradient adds up in one order whatever the timing. It is a stable counting sort, first by the
-// last bits of the token (its bucket), then by the other bits (its slot). Frequent tokens stand
-// close together in a vocabulary, and the last bits spread them. Table rows then count bucket after
-// bucket: row r is slot r % slots of bucket r / slots.
+// The sort of the embedding's backward pass: it groups the places of equal tokens, in order, so
+// that each row's gradient adds up in a fixed order. A stable counting sort (LSD radix sort in two
+// passes): first by the last bits of the token (its bucket), then by the other bits (its slot).
+// Frequent tokens are close together in a vocabulary, and the last bits spread them. Rows are
+// numbered bucket after bucket: row r is slot r % slots of bucket r / slots.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,19 +21,19 @@ __device__ __forceinline__ int clamped(int token, const EmbedShape& shape) {
 inline constexpr int kSortWarps = 8;
 inline constexpr int kMaxKeys = kEmbedMaxKeys;
 
-// Sorts entries [first, first + count) by a key below `keys`: each warp has a stretch of them.
-struct BlockSort {
+// Sorts entries [first, first + count) by a key below `keys`: each warp has a range of them.
+struct CtaSort {
   int (&counts)[kSortWarps][kMaxKeys];
-  int begin, end;  // this warp's stretch
+  int begin, end;  // this warp's range
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  __device__ BlockSort(int (&counts)[kSortWarps][kMaxKeys], int first, int count) : counts(counts) {
-    const int stretch = (count + 32 * kSortWarps - 1) / (32 * kSortWarps) * 32;
-    begin = first + min(warp * stretch, count);
-    end = min(begin + stretch, first + count);
+  __device__ CtaSort(int (&counts)[kSortWarps][kMaxKeys], int first, int count) : counts(counts) {
+    const int size = (count + 32 * kSortWarps - 1) / (32 * kSortWarps) * 32;
+    begin = first + min(warp * size, count);
+    end = min(begin + size, first + count);
   }
 
-  // How often each key is in each warp's stretch.
+  // Counts the keys in each warp's range.
   template <class KeyOf>
   __device__ void count(int keys, KeyOf key_of) {
     for (int key = lane; key < keys; key += 32) counts[warp][key] = 0;
@@ -49,12 +49,12 @@ struct BlockSort {
     return sum;
   }
 
-  // Puts where each warp's entries with this key go in the place of their counts.
+  // Replaces the warps' counts of this key by the positions where their entries go.
   __device__ void place(int key, int start) {
     for (int w = 0; w < kSortWarps; ++w) {
-      const int its_count = counts[w][key];
+      const int key_count = counts[w][key];
       counts[w][key] = start;
-      start += its_count;
+      start += key_count;
     }
   }
 
@@ -73,23 +73,23 @@ struct BlockSort {
   }
 };
 
-// Turns counts into the sums of those before, plus `start`. The first warp alone calls.
+// An exclusive scan of counts, plus `start`. Only the first warp calls.
 __device__ inline void exclusive_sums(int* counts, int keys, int start) {
   for (int first = 0; first < keys; first += 32) {
     const int key = first + threadIdx.x;
-    const int its_count = key < keys ? counts[key] : 0;
-    int sum = its_count;
+    const int key_count = key < keys ? counts[key] : 0;
+    int sum = key_count;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const int other = __shfl_up_sync(kFullWarp, sum, offset);
       if (threadIdx.x >= offset) sum += other;
     }
-    if (key < keys) counts[key] = start + sum - its_count;
+    if (key < keys) counts[key] = start + sum - key_count;
     start += __shfl_sync(kFullWarp, sum, 31);
   }
 }
 
-// The tokens of tile blockIdx.x: kEmbedTiles tiles share them out.
+// The tokens of tile blockIdx.x of kEmbedTiles.
 struct Tile {
   int first, count;
   __device__ explicit Tile(const EmbedShape& shape) {
@@ -106,7 +106,7 @@ static __global__ void __launch_bounds__(32 * kSortWarps)
   const Tile tile(shape);
   for (int64_t group = blockIdx.z; group < shape.groups; group += gridDim.z) {
     const int32_t* my_tokens = tokens + group * shape.tokens();
-    BlockSort sort(counts, tile.first, tile.count);
+    CtaSort sort(counts, tile.first, tile.count);
     sort.count(shape.buckets,
                [&](int i) { return clamped(my_tokens[i], shape) & (shape.buckets - 1); });
     for (int bucket = threadIdx.x; bucket < shape.buckets; bucket += blockDim.x) {
@@ -129,7 +129,7 @@ static __global__ void __launch_bounds__(32 * kSortWarps)
     int2* my_found = found + group * shape.tokens();
     int32_t* my_starts = starts + group * (int64_t{buckets} * slots + 1);
     const auto bucket_of = [&](int i) { return clamped(my_tokens[i], shape) & (buckets - 1); };
-    BlockSort sort(counts, tile.first, tile.count);
+    CtaSort sort(counts, tile.first, tile.count);
     sort.count(buckets, bucket_of);
 
     // A tile's part of a bucket comes after the parts of the tiles before it.
@@ -176,7 +176,7 @@ static __global__ void __launch_bounds__(32 * kSortWarps)
     int32_t* my_starts = starts + group * (shape.buckets * slots + 1) + int64_t{blockIdx.x} * slots;
     const int first = my_starts[0], count = my_starts[slots] - first;
     const auto slot_of = [&](int i) { return my_found[i].x; };
-    BlockSort sort(counts, first, count);
+    CtaSort sort(counts, first, count);
     sort.count(slots, slot_of);
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
       slot_starts[slot] = sort.total(slot);

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/cp_async.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "loss/cross_entropy.h"
@@ -8,12 +9,13 @@
 namespace jaxllm {
 namespace {
 
-// The kernels need so few registers that two blocks of 512 threads fit on a multiprocessor.
+// The kernels need so few registers that two CTAs of 512 threads fit on an SM.
 constexpr int kMaxThreads = 1024;
-constexpr int kBatch = 4;  // packs that a thread takes in at once
-constexpr int kHeld = 2;   // packs that a thread holds in registers, beside those in shared memory
+constexpr int kBatch = 4;  // packs that a thread loads at once
+constexpr int kHeld = 2;   // packs that a thread keeps in registers; others are in shared memory
 
-// A run of elements: whole packs, which begin where memory is aligned, and the edges beside them.
+// Consecutive elements: whole packs, which begin where memory is aligned, and the edges around
+// them.
 template <typename Index>
 struct PackedSpan {
   // Packs cover no more than the first `packed` elements of `size`.
@@ -27,24 +29,24 @@ struct PackedSpan {
     edges = head + size - tail;
   }
 
-  // Where edge element i is.
+  // The position of edge element i.
   __device__ __forceinline__ Index edge(Index i) const { return i < head ? i : i - head + tail; }
 
   Index head, packs, tail, edges;
 };
 
-// Waits until at most `pending` of a thread's last groups of copies are on their way.
-__device__ __forceinline__ void wait_for_copies(int pending) {
-  if (pending >= 3) asm volatile("cp.async.wait_group 3;" ::: "memory");
-  if (pending == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-  if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-  if (pending == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+// Waits until at most `pending` of a thread's last groups of copies are in flight.
+__device__ __forceinline__ void cp_async_wait_at_most(int pending) {
+  if (pending >= 3) cp_async_wait<3>();
+  if (pending == 2) cp_async_wait<2>();
+  if (pending == 1) cp_async_wait<1>();
+  if (pending == 0) cp_async_wait<0>();
 }
 
 __device__ __forceinline__ float loss_of(const RowSums& sums, float label_logit,
                                          const CrossEntropyOptions& options) {
-  // Exponents relative to the offset: of two logits near 1e4, float32 keeps the difference far
-  // better than it would keep lse and logit apart.
+  // Exponents relative to the offset: for logits near 1e4 the difference of two logits is far more
+  // precise in float32 than lse - logit.
   const float log_sum = log2f(sums.exponentials);
   float target = (1.0f - options.label_smoothing) * sums.exponent(label_logit);
   if (options.label_smoothing > 0.0f) {
@@ -54,10 +56,9 @@ __device__ __forceinline__ float loss_of(const RowSums& sums, float label_logit,
   return kLn2 * (log_sum - target) + options.z_loss * lse * lse;
 }
 
-// The gradient of a row is of_exponential * 2^exponent + everywhere, and at_label more at the
-// label.
-struct Slope {
-  __device__ Slope(const RowSums& sums, float scale, const CrossEntropyOptions& options)
+// The gradient of a row is of_exponential * 2^exponent + everywhere, plus at_label at the label.
+struct LogitGradient {
+  __device__ LogitGradient(const RowSums& sums, float scale, const CrossEntropyOptions& options)
       : everywhere(-scale * options.label_smoothing / options.vocab_size),
         at_label(-scale * (1.0f - options.label_smoothing)) {
     const float lse = kLn2 * (sums.offset + log2f(sums.exponentials));
@@ -71,21 +72,21 @@ struct Slope {
   float of_exponential, everywhere, at_label;
 };
 
-// A block a row. With kGradient, the first `kept` packs stay in shared memory and kHeld more of
-// each thread in registers, so that the second pass need not read them again, and the gradient is
-// written over the logits; a thread reads again, and writes, only what it has read itself. Without
-// it, `logits` is left as it is.
+// A CTA for each row. With kGradient the gradient is stored over the logits, in a second pass. For
+// it the first `kept` packs stay in shared memory and kHeld more of each thread in registers; only
+// the rest is loaded again. A thread loads again, and stores, only what it has loaded itself, so no
+// barrier is needed. Without kGradient, `logits` is not written.
 template <bool kGradient, typename T>
 __global__ void __launch_bounds__(kMaxThreads)
     cross_entropy_forward_kernel(T* logits, const int32_t* labels, const float* scales,
                                  CrossEntropyOptions options, float* losses, int64_t width,
                                  int64_t rows_per_scale, int kept) {
   constexpr int kVector = kPackSize<T>;
-  constexpr int kGroups = 4;  // the row is taken in by quarters, while the others are on their way
-  extern __shared__ int4 memory[];
+  constexpr int kGroups = 4;  // of copies: a quarter is added up while the others are in flight
+  extern __shared__ int4 smem[];
   const int threads = blockDim.x, thread = threadIdx.x;
   const int vocab = static_cast<int>(options.vocab_size);
-  // The last rows first: of logits that a product has just made, those are in the L2 cache still.
+  // The last rows first: of the logits that a GEMM has just made, those are still in the L2 cache.
   const int64_t row = gridDim.x - 1 - int64_t{blockIdx.x};
   T* const line = logits + row * width;
   const PackedSpan<int> span(line, vocab, static_cast<int>(width));
@@ -96,37 +97,34 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     for (int p = g * group + thread; p < min((g + 1) * group, kept); p += threads) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       static_cast<unsigned>(__cvta_generic_to_shared(memory + p))),
-                   "l"(packed + int64_t{p} * kVector)
-                   : "memory");
+      cp_async_16(smem + p, packed + int64_t{p} * kVector);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
   }
-  const auto pack_in_memory = [&](int p) {
+  const auto pack_in_global = [&](int p) {
     return load<kPackSize<T>>(packed + int64_t{p} * kVector);
   };
-  // Thread by thread, what lies behind the packs in shared memory; and where the rest begins.
+  // The packs in registers follow those in shared memory; the rest begins after them.
   Pack<T> held[kHeld];
   const auto held_at = [&](int i) { return kept + i * threads + thread; };
   if constexpr (kGradient) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (held_at(i) < span.packs) held[i] = pack_in_memory(held_at(i));
+      if (held_at(i) < span.packs) held[i] = pack_in_global(held_at(i));
     }
   }
   const int rest = min(kGradient ? kept + kHeld * threads : 0, span.packs);
 
-  // Every thread reads the label's logit before anybody writes: the barrier is in merge_block.
+  // Every thread loads the label's logit before any thread stores: the barrier is in merge_cta.
   const int64_t given_label = labels[row];
   const bool is_ignored = given_label == options.ignore_index;
   const int label = min(max(static_cast<int>(given_label), 0), vocab - 1);
   const bool is_outside = given_label != label;
   const float label_logit = to_float(line[label]);
 
-  const auto kept_pack = [&](int p) {
+  const auto pack_in_smem = [&](int p) {
     Pack<T> pack;
-    reinterpret_cast<int4&>(pack) = memory[p];
+    reinterpret_cast<int4&>(pack) = smem[p];
     return pack;
   };
 
@@ -144,22 +142,22 @@ __global__ void __launch_bounds__(kMaxThreads)
   };
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    wait_for_copies(kGroups - 1 - g);
-    add(g * group, min((g + 1) * group, kept), kept_pack);
+    cp_async_wait_at_most(kGroups - 1 - g);
+    add(g * group, min((g + 1) * group, kept), pack_in_smem);
   }
   if constexpr (kGradient) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (held_at(i) < span.packs) sums.add({held[i]}, sums_logits);
     }
-    forget_unpacked(held);
+    fence_packs(held);
   }
-  add(rest, span.packs, pack_in_memory);
+  add(rest, span.packs, pack_in_global);
   for (int i = thread; i < span.edges; i += threads) {
     const int column = span.edge(i);
     if (column < vocab) sums.add(to_float(line[column]));
   }
-  sums.merge_block();
+  sums.merge_cta();
   if (thread == 0) {
     const float loss = is_outside ? nanf("") : loss_of(sums, label_logit, options);
     losses[row] = is_ignored ? 0.0f : loss;
@@ -168,41 +166,42 @@ __global__ void __launch_bounds__(kMaxThreads)
   if constexpr (kGradient) {
     const float of_label = is_outside ? nanf("") : scales[row / rows_per_scale];
     const float scale = is_ignored ? 0.0f : of_label;
-    const Slope slope(sums, scale, options);
+    const LogitGradient gradient(sums, scale, options);
     const auto write = [&](int p, const Pack<T>& pack) {
       float values[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) values[i] = slope(sums.exponent(pack[i]));
+      for (int i = 0; i < kVector; ++i) values[i] = gradient(sums.exponent(pack[i]));
       const int label_in_pack = label - span.head - p * kVector;
       if (label_in_pack >= 0 && label_in_pack < kVector) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] += i == label_in_pack ? slope.at_label : 0.0f;
+        for (int i = 0; i < kVector; ++i)
+          values[i] += i == label_in_pack ? gradient.at_label : 0.0f;
       }
       store_streaming(packed + int64_t{p} * kVector, Pack<T>::of(values));
     };
-    // What was read last is the likeliest to be in the cache still.
-    const int turns = (span.packs - rest + threads - 1) / threads;
-    for (int p = rest + (turns - 1) * threads + thread; p >= rest; p -= threads) {
-      if (p < span.packs) write(p, pack_in_memory(p));
+    // From the last pack on: what was loaded last is most likely still in the cache.
+    const int steps = (span.packs - rest + threads - 1) / threads;
+    for (int p = rest + (steps - 1) * threads + thread; p >= rest; p -= threads) {
+      if (p < span.packs) write(p, pack_in_global(p));
     }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (held_at(i) < span.packs) write(held_at(i), held[i]);
     }
 #pragma unroll kBatch
-    for (int p = thread; p < kept; p += threads) write(p, kept_pack(p));
+    for (int p = thread; p < kept; p += threads) write(p, pack_in_smem(p));
     for (int i = thread; i < span.edges; i += threads) {
       const int column = span.edge(i);
       float value = 0.0f;
-      if (column < vocab) value = slope(sums.exponent(to_float(line[column])));
-      if (column == label) value += slope.at_label;
+      if (column < vocab) value = gradient(sums.exponent(to_float(line[column])));
+      if (column == label) value += gradient.at_label;
       line[column] = from_float<T>(value);
     }
   }
 }
 
-// Blocks (x, y), (x + gridDim.x, y), ... share run y. As a rule the factor is 1, the gradient is
-// what it should be, and this costs next to nothing.
+// CTAs (0, y), (1, y), ... share run y of the elements. As a rule the factor is 1, and nothing is
+// to be done.
 template <typename T>
 __global__ void cross_entropy_backward_kernel(T* dlogits, const float* factors, int64_t groups,
                                               int64_t size) {
@@ -215,12 +214,12 @@ __global__ void cross_entropy_backward_kernel(T* dlogits, const float* factors, 
     T* const run = dlogits + group * size;
     const PackedSpan<int64_t> span(run, size, size);
     for (int64_t p = first; p < span.packs; p += stride) {
-      T* const place = run + span.head + p * kVector;
-      const Pack<T> pack = load_streaming<kVector>(place);
+      T* const target = run + span.head + p * kVector;
+      const Pack<T> pack = load_streaming<kVector>(target);
       float values[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) values[i] = pack[i] * factor;
-      store_streaming(place, Pack<T>::of(values));
+      store_streaming(target, Pack<T>::of(values));
     }
     for (int64_t i = first; i < span.edges; i += stride) {
       T& element = run[span.edge(i)];
@@ -229,7 +228,7 @@ __global__ void cross_entropy_backward_kernel(T* dlogits, const float* factors, 
   }
 }
 
-// Threads for a row, a few packs each, up to `most`.
+// Threads for a row, with a few packs each, up to `most`.
 int row_threads(int64_t width, int64_t pack_size, int most) {
   const int64_t wanted = divide_up(divide_up(width, pack_size * kBatch), 32) * 32;
   return static_cast<int>(std::clamp<int64_t>(wanted, 32, most));
@@ -260,15 +259,16 @@ cudaError_t CrossEntropy<T>::forward_with_gradient(cudaStream_t stream, T* logit
   KernelImage image;
   JAXLLM_RETURN_IF_ERROR(device.read());
   JAXLLM_RETURN_IF_ERROR(image.read(kernel));
-  const auto room = [&](int blocks) {
-    const int share = device.shared_bytes_of_sm / blocks - device.reserved_shared_bytes;
-    return std::min(share - image.static_shared_bytes, image.dynamic_shared_bytes);
+  const auto smem_of_cta = [&](int ctas_per_sm) {
+    const int available = device.shared_bytes_of_sm / ctas_per_sm - device.reserved_shared_bytes;
+    return std::min(available - image.static_shared_bytes, image.dynamic_shared_bytes);
   };
-  // Two blocks on a multiprocessor, one to compute while the other waits for memory, where both of
-  // their rows fit. Else one: more rows at a time, and what is read again has left the cache.
+  // Two CTAs on an SM, one to compute while the other waits for memory, where the rows of both fit.
+  // Else one: with more rows at a time, what is loaded again has left the cache.
   const int64_t row_bytes = divide_up(width, kPackSize<T>) * 16;
-  const bool is_pair = row_bytes <= room(2);
-  const int bytes = static_cast<int>(std::min<int64_t>(row_bytes, room(is_pair ? 2 : 1)) / 16 * 16);
+  const bool is_pair = row_bytes <= smem_of_cta(2);
+  const int bytes =
+      static_cast<int>(std::min<int64_t>(row_bytes, smem_of_cta(is_pair ? 2 : 1)) / 16 * 16);
   const int threads = row_threads(width, kPackSize<T>, is_pair ? 512 : kMaxThreads);
   return launch_kernel(stream, kernel, {rows, threads, static_cast<size_t>(bytes)}, logits, labels,
                        scales, options, losses, width, rows_per_scale, bytes / 16);
@@ -278,11 +278,11 @@ template <typename T>
 cudaError_t CrossEntropy<T>::backward(cudaStream_t stream, T* dlogits, const float* factors,
                                       int64_t groups, int64_t size) {
   if (groups * size == 0) return cudaSuccess;
-  // About a thousand blocks of 256 threads, a pack or more for each thread.
+  // About a thousand CTAs of 256 threads, with a pack or more for each thread.
   constexpr int kThreads = 256;
-  constexpr int64_t kBlocks = 1024;
+  constexpr int64_t kCtas = 1024;
   const int64_t useful = divide_up(size, kThreads * kPackSize<T>);
-  const int64_t columns = std::min(useful, std::max(kBlocks / groups, int64_t{1}));
+  const int64_t columns = std::min(useful, std::max(kCtas / groups, int64_t{1}));
   const dim3 grid(columns, std::min(groups, int64_t{65535}));
   return launch_kernel(stream, cross_entropy_backward_kernel<T>, {grid, kThreads}, dlogits, factors,
                        groups, size);

@@ -23,14 +23,14 @@ struct CrossEntropy {
                              CrossEntropyOptions options, float* losses, int64_t rows,
                              int64_t width);
 
-  // The same, and over the logits their gradient, times a scale. Each of `scales` belongs to
+  // The same, and stores the gradient times a scale over the logits. Each of `scales` belongs to
   // rows_per_scale rows.
   static cudaError_t forward_with_gradient(cudaStream_t stream, T* logits, const int32_t* labels,
                                            const float* scales, CrossEntropyOptions options,
                                            float* losses, int64_t rows, int64_t width,
                                            int64_t rows_per_scale);
 
-  // Multiplies `groups` runs of `size` elements, each by its factor, in place.
+  // Multiplies `groups` runs of `size` elements in place, each by its factor.
   static cudaError_t backward(cudaStream_t stream, T* dlogits, const float* factors, int64_t groups,
                               int64_t size);
 };

@@ -7,24 +7,21 @@
 #include "common/launch.h"
 #include "handlers.h"
 #include "loss/cross_entropy.h"
-#include "loss/head.h"
+#include "loss/lm_head.h"
 
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-struct Rows {
-  int64_t count, width;
+struct LogitShape {
+  int64_t rows, width;
 };
 
-// The rows of logits, after the checks of what all losses take.
-ffi::ErrorOr<Rows> rows_of(const Buffer& logits, const Buffer& labels, const Buffer& losses,
-                           int64_t vocab_size) {
+// The sizes of a call, after the checks of the buffers that all losses take.
+ffi::ErrorOr<LogitShape> logit_shape_of(const Buffer& logits, const Buffer& labels,
+                                        const Buffer& losses, int64_t vocab_size) {
   if (logits.dimensions().size() == 0) return ffi::Unexpected(invalid("logits", "is a scalar"));
   const int64_t width = logits.dimensions().back(), rows = count(labels);
-  // The grid has a block for each row, and columns are counted in 32 bits.
+  // The grid has a CTA for each row, and columns are counted in 32 bits.
   if (width > std::numeric_limits<int32_t>::max() - 65536)
     return ffi::Unexpected(invalid("logits", "has rows of 2^31 columns"));
   if (rows > std::numeric_limits<int32_t>::max())
@@ -40,10 +37,10 @@ ffi::ErrorOr<Rows> rows_of(const Buffer& logits, const Buffer& labels, const Buf
   });
   if (error.success()) error = check_count(logits, rows * width, "logits");
   if (error.failure()) return ffi::Unexpected(error);
-  return Rows{rows, width};
+  return LogitShape{rows, width};
 }
 
-// The elements of `array` that belong to each of `parts`: jax.vmap gives both a new leading axis.
+// The elements of `array` for each element of `parts`: jax.vmap gives both a new leading axis.
 ffi::ErrorOr<int64_t> each(const Buffer& array, const char* name, const Buffer& parts,
                            const char* parts_name) {
   ffi::Error error = check_leading_axes(array, name, parts, parts_name);
@@ -55,14 +52,14 @@ ffi::ErrorOr<int64_t> each(const Buffer& array, const char* name, const Buffer& 
 ffi::Error CrossEntropyForwardImpl(cudaStream_t stream, Buffer logits, Buffer labels,
                                    int64_t ignore_index, float label_smoothing, float z_loss,
                                    int64_t vocab_size, Result losses) {
-  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels, *losses, vocab_size);
-  if (rows.has_error()) return rows.error();
+  const ffi::ErrorOr<LogitShape> shape = logit_shape_of(logits, labels, *losses, vocab_size);
+  if (shape.has_error()) return shape.error();
   return dispatch_floating(logits, "logits", [&](auto type) {
     using T = typename decltype(type)::type;
     return to_ffi_error(
         CrossEntropy<T>::forward(stream, data<T>(logits), data<int32_t>(labels),
                                  {ignore_index, label_smoothing, z_loss, vocab_size},
-                                 data<float>(losses), rows->count, rows->width));
+                                 data<float>(losses), shape->rows, shape->width));
   });
 }
 
@@ -70,8 +67,8 @@ ffi::Error CrossEntropyForwardWithGradientImpl(cudaStream_t stream, Buffer logit
                                                Buffer scales, int64_t ignore_index,
                                                float label_smoothing, float z_loss,
                                                int64_t vocab_size, Result dlogits, Result losses) {
-  const ffi::ErrorOr<Rows> rows = rows_of(logits, labels, *losses, vocab_size);
-  if (rows.has_error()) return rows.error();
+  const ffi::ErrorOr<LogitShape> shape = logit_shape_of(logits, labels, *losses, vocab_size);
+  if (shape.has_error()) return shape.error();
   const ffi::ErrorOr<int64_t> rows_per_scale = each(labels, "labels", scales, "scales");
   if (rows_per_scale.has_error()) return rows_per_scale.error();
   return dispatch_floating(logits, "logits", [&](auto type) {
@@ -80,8 +77,8 @@ ffi::Error CrossEntropyForwardWithGradientImpl(cudaStream_t stream, Buffer logit
       JAXLLM_RETURN_IF_ERROR(copy_unless_aliased(stream, logits, dlogits));
       return CrossEntropy<T>::forward_with_gradient(
           stream, data<T>(dlogits), data<int32_t>(labels), data<float>(scales),
-          {ignore_index, label_smoothing, z_loss, vocab_size}, data<float>(losses), rows->count,
-          rows->width, *rows_per_scale);
+          {ignore_index, label_smoothing, z_loss, vocab_size}, data<float>(losses), shape->rows,
+          shape->width, *rows_per_scale);
     });
   });
 }
@@ -100,26 +97,26 @@ ffi::Error CrossEntropyBackwardImpl(cudaStream_t stream, Buffer dlogits, Buffer 
   });
 }
 
-// jax.vmap gives every buffer the same new leading axes: so many calls.
-ffi::Error HeadExponentialsImpl(cudaStream_t stream, Buffer hidden, Buffer weight, Buffer labels,
-                                Buffer scales, bool transpose_weight, int64_t ignore_index,
-                                int64_t vocab_size, Result exponentials, Result factors,
-                                Result losses, Result sums, Result statistics, Result counts) {
+// jax.vmap gives every buffer the same new leading axes: their product is the number of calls.
+ffi::Error LmHeadSoftmaxImpl(cudaStream_t stream, Buffer hidden, Buffer weight, Buffer labels,
+                             Buffer scales, bool transpose_weight, int64_t ignore_index,
+                             int64_t vocab_size, Result exponentials, Result factors, Result losses,
+                             Result sums, Result statistics, Result counts) {
   const auto of_hidden = hidden.dimensions(), of_weight = weight.dimensions();
   const size_t axes = of_hidden.size();
   if (axes < 2 || of_weight.size() != axes) {
     return invalid("weight", "has not the axes of hidden, or hidden is no matrix");
   }
   using T = __nv_bfloat16;
-  const HeadSizes sizes{of_hidden[axes - 2], of_hidden[axes - 1],
-                        of_weight[axes - (transpose_weight ? 2 : 1)]};
+  const LmHeadSizes sizes{of_hidden[axes - 2], of_hidden[axes - 1],
+                          of_weight[axes - (transpose_weight ? 2 : 1)]};
   if (vocab_size < 1 || vocab_size > sizes.columns) {
     return invalid("vocab_size", "is " + std::to_string(vocab_size) + "; weight has " +
                                      std::to_string(sizes.columns) + " columns");
   }
   int64_t calls = 1;
   for (size_t i = 0; i + 2 < axes; ++i) calls *= of_hidden[i];
-  const int64_t rows = sizes.rows, tiles = HeadLoss::sum_tiles(sizes.columns);
+  const int64_t rows = sizes.rows, tiles = LmHeadLoss::sum_tiles(sizes.columns);
   const ffi::Error error = check_buffers({
       {"hidden", hidden, ffi::BF16, calls * rows * sizes.width},
       {"weight", weight, ffi::BF16, calls * sizes.width * sizes.columns},
@@ -134,75 +131,32 @@ ffi::Error HeadExponentialsImpl(cudaStream_t stream, Buffer hidden, Buffer weigh
   });
   if (error.failure()) return error;
   for (int64_t i = 0; i < calls; ++i) {
-    const HeadLoss call{data<T>(hidden) + i * rows * sizes.width,
-                        data<T>(weight) + i * sizes.width * sizes.columns,
-                        transpose_weight,
-                        data<int32_t>(labels) + i * rows,
-                        data<float>(scales) + i,
-                        ignore_index,
-                        vocab_size,
-                        data<T>(exponentials) + i * rows * sizes.columns,
-                        data<float>(factors) + i * rows,
-                        data<float>(losses) + i * rows,
-                        data<float>(sums) + i * tiles * rows,
-                        data<float>(statistics) + i * 2 * rows,
-                        data<int32_t>(counts) + i * (2 * rows + 1)};
+    const LmHeadLoss call{data<T>(hidden) + i * rows * sizes.width,
+                          data<T>(weight) + i * sizes.width * sizes.columns,
+                          transpose_weight,
+                          data<int32_t>(labels) + i * rows,
+                          data<float>(scales) + i,
+                          ignore_index,
+                          vocab_size,
+                          data<T>(exponentials) + i * rows * sizes.columns,
+                          data<float>(factors) + i * rows,
+                          data<float>(losses) + i * rows,
+                          data<float>(sums) + i * tiles * rows,
+                          data<float>(statistics) + i * 2 * rows,
+                          data<int32_t>(counts) + i * (2 * rows + 1)};
     const cudaError_t status = call.run(stream, sizes);
     if (status != cudaSuccess) return to_ffi_error(status);
   }
   return ffi::Error::Success();
 }
 
-auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CrossEntropyForward, CrossEntropyForwardImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()  // logits
-                                  .Arg<Buffer>()  // labels
-                                  .Attr<int64_t>("ignore_index")
-                                  .Attr<float>("label_smoothing")
-                                  .Attr<float>("z_loss")
-                                  .Attr<int64_t>("vocab_size")
-                                  .Ret<Buffer>(),  // losses
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CrossEntropyForwardWithGradient, CrossEntropyForwardWithGradientImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()  // logits
-                                  .Arg<Buffer>()  // labels
-                                  .Arg<Buffer>()  // scales
-                                  .Attr<int64_t>("ignore_index")
-                                  .Attr<float>("label_smoothing")
-                                  .Attr<float>("z_loss")
-                                  .Attr<int64_t>("vocab_size")
-                                  .Ret<Buffer>()   // dlogits, over logits
-                                  .Ret<Buffer>(),  // losses
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CrossEntropyBackward, CrossEntropyBackwardImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // dlogits
-                                  .Arg<Buffer>()   // dloss
-                                  .Ret<Buffer>(),  // dlogits * dloss, over dlogits
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HeadExponentials, HeadExponentialsImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()  // hidden
-                                  .Arg<Buffer>()  // weight
-                                  .Arg<Buffer>()  // labels
-                                  .Arg<Buffer>()  // scales
-                                  .Attr<bool>("transpose_weight")
-                                  .Attr<int64_t>("ignore_index")
-                                  .Attr<int64_t>("vocab_size")
-                                  .Ret<Buffer>()   // exponentials
-                                  .Ret<Buffer>()   // factors
-                                  .Ret<Buffer>()   // losses
-                                  .Ret<Buffer>()   // sums
-                                  .Ret<Buffer>()   // statistics
-                                  .Ret<Buffer>(),  // counts
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(CrossEntropyForward, CrossEntropyForwardImpl, "ignore_index", "label_smoothing",
+               "z_loss", "vocab_size");
+JAXLLM_HANDLER(CrossEntropyForwardWithGradient, CrossEntropyForwardWithGradientImpl, "ignore_index",
+               "label_smoothing", "z_loss", "vocab_size");
+JAXLLM_HANDLER(CrossEntropyBackward, CrossEntropyBackwardImpl);
+JAXLLM_HANDLER(LmHeadSoftmax, LmHeadSoftmaxImpl, "transpose_weight", "ignore_index", "vocab_size");
 
 }  // namespace jaxllm

@@ -1,4 +1,4 @@
-// What the threads of a block learn about a row of logits in one pass.
+// Online softmax: the sums of a row of logits that the threads of a CTA make in one pass.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,9 +26,9 @@ __device__ __forceinline__ float largest_of(const Pack<T>& pack) {
 
 // The sum of the exponentials of logits, and the sum of the logits themselves.
 //
-// An exponential is a power of two, e^z = 2^(z log2(e)), and is kept relative to 2^offset, with the
-// offset at the largest exponent so far. So one instruction makes an exponent, and rounds it once;
-// what the rounding of the offset itself does is the same for all, and falls out of every quotient.
+// The exponentials are powers of two, e^z = 2^(z log2(e)), relative to 2^offset, where the offset
+// is the largest exponent so far. One instruction (an fma) makes the exponent and rounds it once.
+// The rounding of the offset is the same for all elements, and cancels in every quotient.
 struct RowSums {
   float offset = -FLT_MAX;  // finite, so that no difference of two is NaN
   float exponentials = 0.0f;
@@ -51,7 +51,7 @@ struct RowSums {
     logits += logit;
   }
 
-  // The sum of the logits is wanted by label smoothing alone.
+  // Only label smoothing needs the sum of the logits.
   template <typename T, int kPacks>
   __device__ __forceinline__ void add(const Pack<T> (&packs)[kPacks], bool sums_logits) {
     float largest = largest_of(packs[0]);
@@ -60,7 +60,8 @@ struct RowSums {
     raise_offset(largest * kLog2E);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      float of_pack = 0.0f;  // a sum of its own: the packs' additions need not wait for each other
+      float of_pack =
+          0.0f;  // a separate sum: the additions of the packs do not depend on each other
 #pragma unroll
       for (int i = 0; i < kPackSize<T>; ++i) {
         of_pack += exp2_fast(exponent(packs[p][i]));
@@ -93,9 +94,9 @@ struct RowSums {
     }
   }
 
-  // Merges those of all threads of the block, in a fixed order; every thread gets the result. A
-  // block calls it once.
-  __device__ __forceinline__ void merge_block() {
+  // Merges the sums of all threads of the CTA, in a fixed order; every thread gets the result. To
+  // be called once in a kernel.
+  __device__ __forceinline__ void merge_cta() {
     __shared__ float of_warps[3][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     merge_lanes();

@@ -8,8 +8,8 @@
 namespace jaxllm {
 namespace {
 
-// A thread has four elements of a leaf, and a block is as small as it can be without a loss: the
-// next begins as soon as one is finished.
+// A thread has four elements of a leaf. CTAs are as small as they can be without a loss: the next
+// begins as soon as one is finished.
 constexpr int kThreads = 128;
 constexpr int kElements = kThreads * 4;
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t random_bits(uint32_t position, uint32_t seed
   return bits ^ (bits >> 16);
 }
 
-// How what is stored as T is rounded.
+// How results are rounded to T: to nearest, or stochastically to bfloat16.
 struct Rounding {
   bool is_random;
   uint32_t seed;
@@ -30,8 +30,8 @@ struct Rounding {
   __device__ __forceinline__ T round(float x, int64_t position) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
       if (is_random && !isnan(x)) {
-        // A bfloat16 is the upper half of a float. The random lower half carries into it with a
-        // probability equal to the fraction that is cut off.
+        // A bfloat16 is the upper half of a float. A random number added to the lower half carries
+        // into it with a probability equal to the fraction that is cut off.
         const uint32_t low = random_bits(static_cast<uint32_t>(position), seed) & 0xffffu;
         return __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(x) + low) >> 16));
       }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
   const Scalars my_scalars{scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]};
   const Rounding rounding{seeds != nullptr,
                           seeds ? seeds[blockIdx.y * seed_count + leaf.seed] : 0u};
-  const int64_t first = int64_t{blockIdx.x - table.first_blocks[index]} * kElements;
+  const int64_t first = int64_t{blockIdx.x - table.first_ctas[index]} * kElements;
 
   if (first + kElements <= size && quads_are_aligned(param, grad, m, v, copy)) {
     const int64_t i = first + threadIdx.x * 4;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
     if (copy) store_quad(copy + i, copies);
     return;
   }
-  // The last block of a leaf, and leaves that are not aligned: one element at a time.
+  // The last CTA of a leaf, and leaves that are not aligned: one element at a time.
   const int64_t end = min(first + kElements, size);
   for (int64_t i = first + threadIdx.x; i < end; i += kThreads) {
     float value = to_float(param[i]);
@@ -112,8 +112,8 @@ cudaError_t AdamW<P, G, C>::update(cudaStream_t stream, const std::vector<AdamWL
                                    const float* scalars, const uint32_t* seeds, int64_t seed_count,
                                    AdamWConstants constants, int64_t groups) {
   if (groups == 0) return cudaSuccess;
-  return launch_tables(leaves, kElements, [&](const LeafTable<AdamWLeaf>& table, int64_t blocks) {
-    return launch_kernel(stream, adamw_update_kernel<P, G, C>, {dim3(blocks, groups), kThreads},
+  return launch_tables(leaves, kElements, [&](const LeafTable<AdamWLeaf>& table, int64_t ctas) {
+    return launch_kernel(stream, adamw_update_kernel<P, G, C>, {dim3(ctas, groups), kThreads},
                          table, scalars, seeds, seed_count, constants);
   });
 }

@@ -8,16 +8,16 @@
 
 namespace jaxllm {
 
-// One array of `groups` times `size` elements, with what belongs to it.
+// A parameter of `groups` times `size` elements, with its gradient and moments.
 struct AdamWLeaf {
   void* param;  // in and out, as m and v
   const void* grad;
   float* m;
   float* v;
-  void* copy;  // out: the parameters once more, rounded; or null
+  void* copy;  // out: a rounded copy of the parameters; or null
   int64_t size;
   float weight_decay;
-  int seed;  // where its seed is in `seeds`
+  int seed;  // the index of its seed in `seeds`
 };
 
 constexpr int kAdamWScalars = 5;
@@ -32,8 +32,8 @@ struct AdamWConstants {
 //
 // A call holds `groups` independent steps (the axis that jax.vmap adds). `scalars` is an array
 // (groups, kAdamWScalars) of lr, m_correction, v_correction, grad_scale and skip; where skip is not
-// zero, param, m and v stay as they are. `seeds` is null, or an array (groups, seed_count): then
-// what is rounded to bfloat16 is rounded up or down at random.
+// zero, param, m and v stay as they are. `seeds` is null, or an array (groups, seed_count) for
+// stochastic rounding to bfloat16.
 // P is the dtype of the parameters, G that of the gradients, C that of the copies.
 template <typename P, typename G, typename C>
 struct AdamW {

@@ -1,4 +1,4 @@
-// FFI handlers of the optimizer's kernels. Their buffers are the leaves of trees, any number.
+// FFI handlers of the optimizer's kernels. Their buffers are the leaves of pytrees, any number.
 #include "common/ffi.h"
 
 #include <type_traits>
@@ -12,24 +12,16 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
+constexpr int64_t kMaxGroups = 65535;  // the y axis of a grid
 
-constexpr int64_t kMaxGroups = 65535;  // they are the y axis of a grid
-
-ffi::Error too_many(int64_t groups) {
-  return ffi::Error::InvalidArgument("jax.vmap maps over " + std::to_string(groups) +
-                                     " calls; at most 65535 are supported");
-}
-
-// The trees of a call, as buffers one after the other: `operands` are params, grads, ms, vs and
-// perhaps one array of seeds, `results` params, ms, vs and perhaps copies.
+// The trees of a call, as lists of buffers. `operands` are params, grads, ms, vs and optionally one
+// array of seeds; `results` are params, ms, vs and optionally copies.
 struct AdamWBuffers {
   std::vector<Buffer> operands;
   std::vector<Result> results;
   size_t count;  // of the leaves of a tree
 
-  // Before ms and vs come the gradients, which no result takes the place of.
+  // Operand k that result k replaces: params, ms, vs. The gradients, which lie between, have none.
   Buffer& in(int k, size_t i) { return operands[(k == 0 ? 0 : k + 1) * count + i]; }
   Buffer& grad(size_t i) { return operands[count + i]; }
   Result& out(int k, size_t i) { return results[k * count + i]; }
@@ -57,7 +49,7 @@ ffi::ErrorOr<AdamWBuffers> adamw_buffers(ffi::RemainingArgs operands, ffi::Remai
   return buffers;
 }
 
-// Every buffer against the first leaf's dtypes, P, G and C, and its own leaf's size.
+// Checks every buffer against the dtypes of the first leaf, P, G and C, and the size of its leaf.
 template <typename P, typename G, typename C>
 ffi::Error check_adamw(AdamWBuffers& buffers, const Buffer& scalars, int64_t groups) {
   ffi::Error error = check_buffer({"scalars", scalars, ffi::F32, groups * kAdamWScalars});
@@ -86,7 +78,7 @@ ffi::Error check_adamw(AdamWBuffers& buffers, const Buffer& scalars, int64_t gro
   return error;
 }
 
-// The leaves, with what the results take the place of in them.
+// Makes the list of leaves; the results hold copies of the operands that they replace.
 cudaError_t adamw_leaves(cudaStream_t stream, AdamWBuffers& buffers,
                          ffi::Span<const float> weight_decays, int64_t groups,
                          std::vector<AdamWLeaf>* leaves) {
@@ -103,8 +95,9 @@ cudaError_t adamw_leaves(cudaStream_t stream, AdamWBuffers& buffers,
   return cudaSuccess;
 }
 
-// Calls `launch(Type<P>, Type<G>, Type<C>)` with the dtypes of the params, of the gradients (that
-// of the params or float32, beside float32 any) and of the copies (16 bits; any where none are).
+// Calls `launch(Type<P>, Type<G>, Type<C>)` with the dtypes of the params, gradients and copies.
+// Gradients of float32 params have any dtype, others the dtype of the params or float32. Copies
+// have 16 bits.
 template <class Launch>
 ffi::Error dispatch_adamw(AdamWBuffers& buffers, Launch launch) {
   const Buffer &param = buffers.in(0, 0), &grad = buffers.grad(0);
@@ -134,7 +127,7 @@ ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, ffi::RemainingAr
     return invalid("scalars", "has no last axis of 5 elements");
   }
   const int64_t groups = count(scalars) / kAdamWScalars;
-  if (groups > kMaxGroups) return too_many(groups);
+  if (groups > kMaxGroups) return too_many_groups(groups, kMaxGroups);
   ffi::ErrorOr<AdamWBuffers> buffers = adamw_buffers(operands, results, weight_decays.size());
   if (buffers.has_error()) return buffers.error();
   if (groups == 0 || buffers->count == 0) return ffi::Error::Success();
@@ -164,7 +157,7 @@ constexpr LeafType kLeafType = std::is_same_v<T, float>           ? LeafType::kF
 ffi::Error GlobalNormImpl(cudaStream_t stream, ffi::RemainingArgs operands, Result norm,
                           Result partial, int64_t chunk) {
   const int64_t groups = count(*norm);
-  if (groups > kMaxGroups) return too_many(groups);
+  if (groups > kMaxGroups) return too_many_groups(groups, kMaxGroups);
   if (chunk < kNormChunkStep || chunk % kNormChunkStep != 0) {
     return ffi::Error::InvalidArgument("chunk is no multiple of 2048");
   }
@@ -193,29 +186,10 @@ ffi::Error GlobalNormImpl(cudaStream_t stream, ffi::RemainingArgs operands, Resu
       });
 }
 
-auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AdamwUpdate, AdamwUpdateImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()    // scalars
-                                  .RemainingArgs()  // params, grads, ms, vs; perhaps seeds
-                                  .RemainingRets()  // params, ms, vs, copies
-                                  .Attr<float>("b1")
-                                  .Attr<float>("one_minus_b1")
-                                  .Attr<float>("b2")
-                                  .Attr<float>("one_minus_b2")
-                                  .Attr<float>("eps")
-                                  .Attr<ffi::Span<const float>>("weight_decays"),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GlobalNorm, GlobalNormImpl,
-                              stream_binding()
-                                  .RemainingArgs()  // the tree
-                                  .Ret<Buffer>()    // norm
-                                  .Ret<Buffer>()    // partial
-                                  .Attr<int64_t>("chunk"),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(AdamwUpdate, AdamwUpdateImpl, "b1", "one_minus_b1", "b2", "one_minus_b2", "eps",
+               "weight_decays");
+JAXLLM_HANDLER(GlobalNorm, GlobalNormImpl, "chunk");
 
 }  // namespace jaxllm

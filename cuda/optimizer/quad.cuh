@@ -1,5 +1,5 @@
-// Quads: four neighbouring elements, 16 bytes of float32 or 8 of a 16-bit type. A thread that reads
-// arrays of either kind thus reads the same elements of each, and a warp reads without gaps.
+// Quads: four neighbouring elements, 16 bytes of float32 or 8 bytes of a 16-bit type. A thread that
+// loads arrays of both kinds has the same elements of each, and the loads of a warp coalesce.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@ struct alignas(4 * sizeof(T)) Quad {
   T elements[4];
 };
 
-// One instruction's worth of bits.
+// What one instruction loads or stores.
 template <typename T>
 using QuadBits = std::conditional_t<sizeof(T) == 4, int4, int2>;
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_quad(T* target, const Quad<T>& quad) {
   __stcs(reinterpret_cast<QuadBits<T>*>(target), reinterpret_cast<const QuadBits<T>&>(quad));
 }
 
-// Whether quads may be read from every one of these pointers.
+// Whether quads can be loaded from all of these pointers.
 template <typename... Pointers>
 __device__ __forceinline__ bool quads_are_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) %

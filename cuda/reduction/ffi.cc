@@ -8,13 +8,10 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
+constexpr int64_t kMaxCtas = 0x7fffffff;  // of a grid
 
-constexpr int64_t kMaxBlocks = 0x7fffffff;  // of a grid
-
-// jax.vmap gives every buffer new leading axes: what comes out counts the groups. The workspace may
-// have any number of partial results.
+// jax.vmap gives every buffer new leading axes: the size of `out` is the number of groups. The
+// workspace may have any number of partial results.
 ffi::ErrorOr<ReduceShape> shape_of(const Buffer& x, const char* name, Result& out,
                                    Result& partial) {
   ffi::Error error = check_leading_axes(x, name, *out, "out");
@@ -26,7 +23,7 @@ ffi::ErrorOr<ReduceShape> shape_of(const Buffer& x, const char* name, Result& ou
   shape.size = count(x) / shape.groups;
   shape.partials = count(*partial) / shape.groups;
   if (shape.partials < 1) return ffi::Unexpected(invalid("partial", "has no elements"));
-  if (count(*partial) > kMaxBlocks) {
+  if (count(*partial) > kMaxCtas) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "jax.vmap maps over " + std::to_string(shape.groups) + " calls of " +
         std::to_string(shape.partials) + " blocks; a grid has at most 2147483647 blocks"));
@@ -73,7 +70,7 @@ ffi::Error DotForwardImpl(cudaStream_t stream, Buffer a, Buffer b, Result out, R
   });
 }
 
-// The last axis of the counts has the bins, so any number of them is a call.
+// The last axis of `counts` has the bins; the other axes count the groups.
 ffi::Error HistogramImpl(cudaStream_t stream, Buffer x, Result counts) {
   const auto axes = counts->dimensions();
   if (axes.size() == 0 || axes.back() == 0) return invalid("counts", "has no last axis of bins");
@@ -92,36 +89,11 @@ ffi::Error HistogramImpl(cudaStream_t stream, Buffer x, Result counts) {
       });
 }
 
-auto stream_binding() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ReduceSumForward, ReduceSumForwardImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // x
-                                  .Ret<Buffer>()   // out
-                                  .Ret<Buffer>(),  // partial
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ReduceMaxForward, ReduceMaxForwardImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // x
-                                  .Ret<Buffer>()   // out
-                                  .Ret<Buffer>(),  // partial
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DotForward, DotForwardImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // a
-                                  .Arg<Buffer>()   // b
-                                  .Ret<Buffer>()   // out
-                                  .Ret<Buffer>(),  // partial
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Histogram, HistogramImpl,
-                              stream_binding()
-                                  .Arg<Buffer>()   // x
-                                  .Ret<Buffer>(),  // counts
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(ReduceSumForward, ReduceSumForwardImpl);
+JAXLLM_HANDLER(ReduceMaxForward, ReduceMaxForwardImpl);
+JAXLLM_HANDLER(DotForward, DotForwardImpl);
+JAXLLM_HANDLER(Histogram, HistogramImpl);
 
 }  // namespace jaxllm

@@ -3,7 +3,6 @@
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
-#include "common/reduce_max.cuh"
 #include "common/vector.cuh"
 #include "reduction/reduce.h"
 
@@ -11,10 +10,10 @@ namespace jaxllm {
 namespace {
 
 constexpr int kReduceThreads = 256;
-constexpr int kReducePacks = 4;  // of each array, on their way at once in a thread
+constexpr int kReducePacks = 4;  // of each array, loads in flight in a thread
 constexpr int kFinalThreads = 1024;
 
-// How two values become one. Each has the identity for what is not there.
+// A reduction: how it combines two values, and its identity.
 struct Sum {
   static constexpr float kIdentity = 0.0f;
   __device__ __forceinline__ static float combine(float a, float b) { return a + b; }
@@ -25,10 +24,10 @@ struct Max {
   __device__ __forceinline__ static float combine(float a, float b) { return max_or_nan(a, b); }
 };
 
-// The values of all threads combined, for every thread. Once in a kernel: nothing keeps a second
-// call from writing `scratch` while the first is read.
+// A block reduce; every thread gets the result. To be called once in a kernel: a second call could
+// write `scratch` while other threads read it.
 template <class Reduction>
-__device__ __forceinline__ float reduce_over_block(float value) {
+__device__ __forceinline__ float reduce_over_cta(float value) {
   __shared__ float scratch[32];
   const auto over_warp = [](float value) {
 #pragma unroll
@@ -44,7 +43,7 @@ __device__ __forceinline__ float reduce_over_block(float value) {
   return over_warp(lane < warps ? scratch[lane] : Reduction::kIdentity);
 }
 
-// A block reduces one chunk of one group: of x, or of the products of x and y where there is a y.
+// A CTA reduces one chunk of one group: of x, or with kProduct of the products of x and y.
 template <class Reduction, bool kProduct, typename T>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_kernel(const T* x, const T* y, float* partial, int64_t partials, int64_t size,
@@ -86,22 +85,22 @@ __global__ void __launch_bounds__(kReduceThreads)
     const float element = kProduct ? to_float(x[i]) * to_float(y[i]) : to_float(x[i]);
     values[0] = Reduction::combine(values[0], element);
   }
-  const float value = reduce_over_block<Reduction>(Reduction::combine(
+  const float value = reduce_over_cta<Reduction>(Reduction::combine(
       Reduction::combine(values[0], values[1]), Reduction::combine(values[2], values[3])));
   if (threadIdx.x == 0) partial[blockIdx.x] = value;
 }
 
-// Block x reduces the partial results of group x.
+// CTA x reduces the partial results of group x.
 template <class Reduction, typename T>
 __global__ void __launch_bounds__(kFinalThreads)
     reduce_final_kernel(const float* partial, T* out, int64_t partials) {
   partial += blockIdx.x * partials;
   float value = Reduction::kIdentity;
-#pragma unroll 8  // several loads on their way at once
+#pragma unroll 8  // several loads in flight
   for (int64_t i = threadIdx.x; i < partials; i += kFinalThreads) {
     value = Reduction::combine(value, partial[i]);
   }
-  value = reduce_over_block<Reduction>(value);
+  value = reduce_over_cta<Reduction>(value);
   if (threadIdx.x == 0) out[blockIdx.x] = from_float<T>(value);
 }
 
@@ -112,9 +111,9 @@ cudaError_t reduce(cudaStream_t stream, const T* x, const T* y, Out* out, float*
   // Chunks of whole steps, so that all are aligned where the first is.
   constexpr int64_t kStep = kReducePacks * kReduceThreads * kPackSize<T>;
   const int64_t chunk = divide_up(divide_up(shape.size, shape.partials), kStep) * kStep;
-  const int64_t blocks = shape.groups * shape.partials;
+  const int64_t ctas = shape.groups * shape.partials;
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, reduce_kernel<Reduction, kProduct, T>,
-                                       {blocks, kReduceThreads}, x, y, partial, shape.partials,
+                                       {ctas, kReduceThreads}, x, y, partial, shape.partials,
                                        shape.size, chunk));
   return launch_kernel(stream, reduce_final_kernel<Reduction, Out>, {shape.groups, kFinalThreads},
                        partial, out, shape.partials);

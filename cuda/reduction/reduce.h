@@ -1,4 +1,4 @@
-// Reductions of whole arrays to one number: the sum, the largest element, the dot product.
+// Reductions of whole arrays to a scalar: the sum, the maximum, the dot product.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +8,8 @@
 namespace jaxllm {
 
 // An array holds `groups` independent problems of `size` elements (the axis that jax.vmap adds),
-// and `out` has one number for each. Blocks reduce chunks of a problem to `partial`, a workspace of
-// (groups, partials) floats, and one block reduces these: the order of the operations depends on
+// and `out` has one element for each. CTAs reduce chunks of a problem to `partial`, a workspace of
+// (groups, partials) floats, and one CTA reduces these. The order of the operations depends on
 // `size`, `partials`, T, and whether the problem's arrays are aligned to 16 bytes.
 struct ReduceShape {
   int64_t groups, size, partials;

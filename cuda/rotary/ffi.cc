@@ -9,11 +9,8 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-// The sizes of a call. The axes of the tables before the positions are the first ones of q:
-// jax.vmap gives every buffer a new leading axis, whether or not each sequence has its table.
+// The sizes of a call. The axes of the tables before the positions are the first axes of q:
+// jax.vmap gives every buffer a new leading axis, whether or not each sequence has its own table.
 ffi::ErrorOr<RopeShape> shape_of(const Buffer& q, const Buffer& k, const Buffer& cos) {
   const auto q_axes = q.dimensions(), k_axes = k.dimensions(), table_axes = cos.dimensions();
   if (q_axes.size() < 3) return ffi::Unexpected(invalid("q", "has too few axes"));
@@ -80,28 +77,7 @@ ffi::Error RopeBackwardImpl(cudaStream_t stream, Buffer dq_out, Buffer dk_out, B
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RopeForward, RopeForwardImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()              // q
-                                  .Arg<Buffer>()              // k
-                                  .Arg<Buffer>()              // cos
-                                  .Arg<Buffer>()              // sin
-                                  .Attr<bool>("interleaved")  //
-                                  .Ret<Buffer>()              // q_out
-                                  .Ret<Buffer>(),             // k_out
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RopeBackward, RopeBackwardImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()              // dq_out
-                                  .Arg<Buffer>()              // dk_out
-                                  .Arg<Buffer>()              // cos
-                                  .Arg<Buffer>()              // sin
-                                  .Attr<bool>("interleaved")  //
-                                  .Ret<Buffer>()              // dq
-                                  .Ret<Buffer>(),             // dk
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(RopeForward, RopeForwardImpl, "interleaved");
+JAXLLM_HANDLER(RopeBackward, RopeBackwardImpl, "interleaved");
 
 }  // namespace jaxllm

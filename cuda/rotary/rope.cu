@@ -8,7 +8,7 @@
 namespace jaxllm {
 namespace {
 
-// Where a head's row lies: queries and keys count through, the keys after the queries.
+// Where the row of a head is. Heads are numbered through: the key heads come after the query heads.
 template <typename T>
 struct Heads {
   HeadRows<const T> q, k;
@@ -28,7 +28,7 @@ struct Heads {
   }
 };
 
-// Reads kCount neighbouring entries of a table, which every sequence reads again.
+// Loads kCount neighbouring entries of a table, which every sequence loads again.
 template <int kCount>
 __device__ __forceinline__ void load_table(float* values, const float* table) {
   if constexpr (kCount % 4 == 0) {
@@ -41,25 +41,28 @@ __device__ __forceinline__ void load_table(float* values, const float* table) {
   }
 }
 
-// A block turns all heads of one position. A thread has two packs of a head, columns [first, ...)
-// and [second, ...), and the table entries that belong to them; with these it goes through the
-// heads threadIdx.y, threadIdx.y + blockDim.y, ..., of which it loads kUnroll before it waits.
-// The packs are half of the turning columns apart. So in the half-split layout they hold both
-// sides of the same pairs, in the interleaved one whole pairs, and accesses coalesce in both.
+// A CTA rotates all heads of one position. A thread has two packs of a head, at columns `first` and
+// `second`, and their table entries. With these it goes through heads threadIdx.y, threadIdx.y +
+// blockDim.y, ..., with the loads of kUnroll heads in flight. The packs are `pairs` columns apart:
+//
+//   half-split    first: side a of kVector pairs       second: side b of the same pairs
+//   interleaved   first: kVector / 2 pairs (a b a b)    second: kVector / 2 other pairs
+//
+// So accesses coalesce in both layouts.
 template <bool kInterleaved, int kUnroll, typename T>
 __global__ void rope_kernel(Heads<T> heads, const float* cos, const float* sin, float sign,
                             RopeShape shape) {
   constexpr int kVector = kPackSize<T>;
   const int pairs = shape.pairs, width = shape.width;
   int first = threadIdx.x * kVector, second = first + pairs;
-  const bool turns = first < pairs;
-  if (!turns) {  // packs of the columns that stay
+  const bool rotates = first < pairs;
+  if (!rotates) {  // packs of the columns that are copied
     first += pairs;
     second = first + (width - 2 * pairs) / 2;
   }
   for (int64_t sequence = blockIdx.y; sequence < shape.sequences; sequence += gridDim.y) {
     float cosines[kVector], sines[kVector];
-    if (turns) {
+    if (rotates) {
       const int64_t group = shape.tables == 1 ? 0 : sequence * shape.tables / shape.sequences;
       const int64_t row = (group * shape.length + blockIdx.x) * pairs;
       if constexpr (kInterleaved) {
@@ -86,11 +89,11 @@ __global__ void rope_kernel(Heads<T> heads, const float* cos, const float* sin, 
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (head + u * blockDim.y >= heads.count()) continue;
-        if (turns) {
+        if (rotates) {
           float values[2][kVector];
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
-            // The i-th pair: which pack, and which element of it, are its sides a and b.
+            // Pair i: the pack and the elements of its sides a and b.
             const int pack = 2 * i / kVector, element = 2 * i % kVector;
             float& out_a = kInterleaved ? values[pack][element] : values[0][i];
             float& out_b = kInterleaved ? values[pack][element + 1] : values[1][i];
@@ -110,8 +113,8 @@ __global__ void rope_kernel(Heads<T> heads, const float* cos, const float* sin, 
   }
 }
 
-// Heads of any width and alignment: threadIdx.x goes through the pairs, then through the columns
-// that stay.
+// Heads of any width and alignment: the threads along x go through the pairs, then through the
+// columns that are copied.
 template <typename T>
 __global__ void rope_any_width_kernel(Heads<T> heads, const float* cos, const float* sin,
                                       float sign, bool interleaved, RopeShape shape) {
@@ -151,8 +154,7 @@ cudaError_t Rope<T>::rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<c
   const Heads<T> heads{q, k, q_out, k_out, shape.q_heads, shape.k_heads};
   const float sign = inverse ? -1.0f : 1.0f;
 
-  // A block for each position; the sequences beside it, or one after the other where there are
-  // more than a grid holds.
+  // A CTA for each position and sequence; CTAs loop over sequences where a grid does not hold all.
   const dim3 grid(shape.length, std::min<int64_t>(shape.sequences, 65535));
   const int64_t columns = divide_up(shape.width, 2 * kVector);  // threads that share a head
   const auto rows_fit = [](const auto&... rows) {

@@ -1,4 +1,4 @@
-// Rotary position embeddings: pairs of columns turn by the angle of their position.
+// Rotary position embeddings (RoPE): pairs of columns rotate by the angle of their position.
 //
 // T is the dtype of queries and keys; the tables are float32.
 #pragma once
@@ -17,14 +17,14 @@ struct RopeShape {
   int64_t sequences, length, tables;
   int64_t q_heads, k_heads;
   int64_t width;  // columns of a head
-  int64_t pairs;  // pairs of columns that turn; the columns from 2 * pairs on stay as they are
+  int64_t pairs;  // pairs of columns that rotate; the columns from 2 * pairs on are copied
 };
 
 template <typename T>
 struct Rope {
   // out_a = a * cos - b * sin and out_b = a * sin + b * cos, where the pair (a, b) is columns i and
-  // i + pairs, or 2 * i and 2 * i + 1 if `interleaved`. `inverse` turns by the negative angle.
-  // The results may stand in the place of q and k.
+  // i + pairs, or 2 * i and 2 * i + 1 if `interleaved`. `inverse` rotates by the negative angle.
+  // The results may overwrite q and k.
   static cudaError_t rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<const T> k,
                             const float* cos, const float* sin, HeadRows<T> q_out,
                             HeadRows<T> k_out, bool interleaved, bool inverse,

@@ -7,14 +7,11 @@
 namespace jaxllm {
 namespace {
 
-using Buffer = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
 ffi::Error NmsImpl(cudaStream_t stream, Buffer boxes, Result keep, Result overlaps,
                    float iou_threshold, bool inclusive) {
   const auto axes = keep->dimensions();
   if (axes.size() == 0) return invalid("keep", "has no axis of boxes");
-  // jax.vmap gives every buffer new leading axes: what comes out counts the groups.
+  // jax.vmap gives every buffer new leading axes: those of `keep` count the groups.
   ffi::Error error = check_leading_axes(boxes, "boxes", *keep, "keep");
   if (error.failure()) return error;
   const int64_t boxes_of_group = axes.back();
@@ -37,14 +34,6 @@ ffi::Error NmsImpl(cudaStream_t stream, Buffer boxes, Result keep, Result overla
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Nms, NmsImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<Buffer>()  // boxes
-                                  .Ret<Buffer>()  // keep
-                                  .Ret<Buffer>()  // overlaps
-                                  .Attr<float>("iou_threshold")
-                                  .Attr<bool>("inclusive"),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXLLM_HANDLER(Nms, NmsImpl, "iou_threshold", "inclusive");
 
 }  // namespace jaxllm

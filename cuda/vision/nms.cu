@@ -5,19 +5,18 @@
 #include "common/dependent_launch.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
-#include "common/reduce_max.cuh"
 #include "common/vector.cuh"
 #include "vision/nms.h"
 
 namespace jaxllm {
 namespace {
 
-constexpr int kSelectThreads = 1024;  // a warp for each two boxes of a tile
-constexpr int kWords = 5;             // of a row, on their way at once in a lane
+constexpr int kSelectThreads = 1024;  // a warp for two boxes of a tile
+constexpr int kWords = 5;             // of a row, loads in flight in a lane
 constexpr int64_t kMaxGridZ = 65535;
 
-// A side, that of a box or of what two boxes share; nothing where it would be negative, and NaN
-// where a corner is: such a box overlaps nothing.
+// A side of a box or of an intersection: zero where it would be negative, and NaN where a corner is
+// NaN, so that such a box overlaps nothing.
 __device__ __forceinline__ float side(float low, float high, float pixel) {
   return max_or_nan(high - low + pixel, 0.0f);
 }
@@ -43,8 +42,9 @@ struct Box {
   }
 };
 
-// Block (x, y, z) compares the boxes of tile y with those of tile x >= y, one thread a row: bit j
-// of its word is box j of tile x. On the diagonal only the bits of the boxes before it are set.
+// CTA (x, y, z) compares the boxes of tile y with those of tile x >= y, a thread for each row: bit
+// j of its word is box j of tile x. On the diagonal it sets only the bits of the boxes before its
+// own.
 template <typename T>
 __global__ void __launch_bounds__(kNmsTile)
     nms_overlaps_kernel(const T* boxes, uint64_t* overlaps, int64_t groups, int64_t count,
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kNmsTile)
   const int width = min(int64_t{kNmsTile}, count - first_column);
   for (int64_t group = blockIdx.z; group < groups; group += gridDim.z) {
     const T* corners = boxes + group * count * 4;
-    __syncthreads();  // the columns of the last group are done with
+    __syncthreads();  // all threads are done with the columns of the last group
     if (thread < width) columns[thread] = Box(corners + (first_column + thread) * 4, pixel);
     __syncthreads();
     if (row >= count) continue;
@@ -73,19 +73,19 @@ __global__ void __launch_bounds__(kNmsTile)
   }
 }
 
-// One block walks through the tiles of a group in order. The first warp decides on the boxes of a
-// tile; then each warp takes rows of boxes that are kept, and strikes out what they overlap in the
-// tiles to come.
+// One CTA goes through the tiles of a group in order. The first warp decides which boxes of a tile
+// are kept. Then each warp takes rows of kept boxes, and removes the boxes of later tiles that they
+// overlap.
 __global__ void __launch_bounds__(kSelectThreads)
     nms_select_kernel(const uint64_t* overlaps, bool* keep, int64_t count, int tiles) {
-  extern __shared__ uint32_t struck[];  // two words for each tile: bits of boxes that are out
+  extern __shared__ uint32_t removed[];  // two words for each tile: bits of removed boxes
   __shared__ uint64_t kept_in_tile;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   overlaps += blockIdx.x * count * tiles;
   keep += blockIdx.x * count;
-  for (int i = threadIdx.x; i < 2 * tiles; i += kSelectThreads) struck[i] = 0;
+  for (int i = threadIdx.x; i < 2 * tiles; i += kSelectThreads) removed[i] = 0;
 
-  // What overlaps boxes `lane` and `lane` + 32 of a tile from within the tile, and comes before.
+  // The boxes of a tile that overlap boxes `lane` and `lane` + 32 of it and come before them.
   uint64_t before[2] = {};
   const auto fetch_before = [&](int tile) {
 #pragma unroll
@@ -100,9 +100,9 @@ __global__ void __launch_bounds__(kSelectThreads)
     const int64_t first = int64_t{tile} * kNmsTile;
     __syncthreads();
     if (warp == 0) {
-      // A box stays if nothing kept overlaps it. Take all as kept, and ask each box again until no
-      // answer changes: box i has its final answer after i + 1 turns, and most after two or three.
-      const uint64_t out = uint64_t{struck[2 * tile + 1]} << 32 | struck[2 * tile];
+      // A box is kept if no kept box before it overlaps it. Start with all kept, and decide again
+      // until nothing changes: box i is final after i + 1 iterations, and most after two or three.
+      const uint64_t out = uint64_t{removed[2 * tile + 1]} << 32 | removed[2 * tile];
       uint64_t kept = ~out, last;
       do {
         last = kept;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kSelectThreads)
         const bool high = !(out >> (lane + 32) & 1) && !(before[1] & last);
         kept = uint64_t{__ballot_sync(kFullWarp, high)} << 32 | __ballot_sync(kFullWarp, low);
       } while (kept != last);
-      fetch_before(tile + 1);  // on its way while the rows are read
+      fetch_before(tile + 1);  // in flight while the rows are loaded
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int box = half * 32 + lane;
@@ -119,16 +119,16 @@ __global__ void __launch_bounds__(kSelectThreads)
       if (lane == 0) kept_in_tile = kept;
     }
     __syncthreads();
-    // Each warp has two boxes of the tile. The words of both are on their way at once.
-    bool stays[2];
+    // Each warp has two boxes of the tile. The loads of both are in flight at once.
+    bool is_kept[2];
     const uint64_t* rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int box = half * 32 + warp;
-      stays[half] = first + box < count && (kept_in_tile >> box & 1);
+      is_kept[half] = first + box < count && (kept_in_tile >> box & 1);
       rows[half] = overlaps + (first + box) * tiles;
     }
-    if (!stays[0] && !stays[1]) continue;
+    if (!is_kept[0] && !is_kept[1]) continue;
     for (int later = tile + 1 + lane; later < tiles; later += 32 * kWords) {
       uint64_t words[2][kWords];
 #pragma unroll
@@ -136,15 +136,15 @@ __global__ void __launch_bounds__(kSelectThreads)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int column = later + 32 * w;
-          words[half][w] = stays[half] && column < tiles ? rows[half][column] : 0;
+          words[half][w] = is_kept[half] && column < tiles ? rows[half][column] : 0;
         }
       }
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         const uint64_t word = words[0][w] | words[1][w];
         const uint32_t low = word, high = word >> 32;
-        if (low) atomicOr(&struck[2 * (later + 32 * w)], low);
-        if (high) atomicOr(&struck[2 * (later + 32 * w) + 1], high);
+        if (low) atomicOr(&removed[2 * (later + 32 * w)], low);
+        if (high) atomicOr(&removed[2 * (later + 32 * w) + 1], high);
       }
     }
   }

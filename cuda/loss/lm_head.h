@@ -1,4 +1,5 @@
-// Cross entropy of the logits of a model's head, in a form that leaves no pass over the logits.
+// Softmax cross entropy of the logits of the lm_head, fused into the GEMM that makes the logits: no
+// pass over the logits is left.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +9,7 @@
 
 namespace jaxllm {
 
-struct HeadSizes {
+struct LmHeadSizes {
   int64_t rows, width, columns;
 };
 
@@ -23,11 +24,12 @@ struct HeadSizes {
 //
 //   dhidden = factor * (exponentials weight^T)        dweight = (factor * hidden)^T exponentials
 //
-// The product that makes z stores the exponentials at once, for m = z_y, which a dot product gives
-// beforehand. Then no exponential is beyond e^loss, and the label's own is 1: nothing overflows,
-// nor does all vanish, unless the loss of a row is above 50. For such rows m becomes the largest
-// logit, and the product is made again; else its second launch finds nothing to do.
-struct HeadLoss {
+// The epilogue of the GEMM that makes z stores the exponentials, for m = z_y, which a dot product
+// gives beforehand. Then no exponential exceeds e^loss, and that of the label is 1: unless the loss
+// of a row is above 50, neither do they overflow nor do all vanish. For such rows m becomes the
+// largest logit, and a second GEMM recomputes the exponentials. Without such rows the second launch
+// returns at once.
+struct LmHeadLoss {
   const __nv_bfloat16 *hidden, *weight;  // (rows, width), and (width, columns) or transposed
   bool transpose_weight;
   const int32_t* labels;
@@ -35,15 +37,15 @@ struct HeadLoss {
   int64_t ignore_index;  // the label of rows with loss, factor and exponentials zero
   int64_t vocab_size;    // columns from there on are padding
   __nv_bfloat16* exponentials;
-  float *factors, *losses;  // a row each
+  float *factors, *losses;  // one for each row
   float* sums;              // a workspace of (sum_tiles(columns), rows)
   float* statistics;        // of (2, rows)
   int32_t* counts;          // of 2 rows + 1
 
   static int64_t sum_tiles(int64_t columns);
 
-  // Returns cudaErrorNotSupported as gemm/matmul_hopper.h says.
-  cudaError_t run(cudaStream_t stream, HeadSizes sizes) const;
+  // Returns cudaErrorNotSupported as gemm/hopper/matmul_hopper.h says.
+  cudaError_t run(cudaStream_t stream, LmHeadSizes sizes) const;
 };
 
 }  // namespace jaxllm
