@@ -7,7 +7,7 @@ function(jaxllm_write_handlers header)
   set(handlers "")
   foreach(source IN LISTS ARGN)
     file(READ "${source}" text)
-    string(REGEX MATCHALL "\n *XLA_FFI_DEFINE_HANDLER_SYMBOL\\([ \n]*[A-Za-z0-9_]+" definitions
+    string(REGEX MATCHALL "\nJAXLLM_HANDLER\\([ \n]*[A-Za-z0-9_]+" definitions
            "${text}")
     foreach(definition IN LISTS definitions)
       string(REGEX MATCH "[A-Za-z0-9_]+$" handler "${definition}")

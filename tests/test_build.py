@@ -227,10 +227,10 @@ def project(tmp_path, cmake):
 
 
 def test_a_new_handler_and_a_new_file_reach_the_list_of_handlers(project):
-    forward = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(DotForward, DotForwardImpl<Half>,\n  binding());\n"
-    backward = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(\n    DotBackward, DotBackwardImpl, binding());\n"
-    commented = "\n// XLA_FFI_DEFINE_HANDLER_SYMBOL(DotTwice, DotTwiceImpl, binding());\n"
-    other = "\nXLA_FFI_DEFINE_HANDLER_SYMBOL(NmsFloat8, NmsImpl, binding());\n"
+    forward = "\nJAXLLM_HANDLER(DotForward, DotForwardImpl<Half>,\n               \"eps\");\n"
+    backward = "\nJAXLLM_HANDLER(\n    DotBackward, DotBackwardImpl);\n"
+    commented = "\n// JAXLLM_HANDLER(DotTwice, DotTwiceImpl);\n"
+    other = "\nJAXLLM_HANDLER(NmsFloat8, NmsImpl);\n"
     found = [("dot_forward", "DotForward")]
     assert project(dot=forward + commented) == found
     found.append(("dot_backward", "DotBackward"))

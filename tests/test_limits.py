@@ -71,18 +71,18 @@ def assert_launches(launch, gpu):
         assert need <= (LEAST_SHARED_BYTES if gpu is None else gpu.shared_bytes), kernel
     if launch.stem in architectures.HOPPER_STEMS:
         assert gpu is not None and gpu.capability == 90 and gpu.has_sm90a, launch.stem
-        # weight_gradients has no clusters.
-        assert gpu.clusters > 0 or launch.stem == "weight_gradients"
+        # wgrad_pair has no clusters.
+        assert gpu.clusters > 0 or launch.stem == "wgrad_pair"
     if gpu is None:
         return
-    if launch.stem in ("matmul_norm", "matmul_norm_gradient"):
+    if launch.stem in ("matmul_residual_norm", "matmul_norm_backward"):
         # The column tiles of a row run at once. The gradient has rows of partial sums for each
         # group of clusters that has a row, 16 for each of its clusters' CTAs' warps.
         columns = launch.results[0].shape[-1]
         assert tiles(1, columns, (1, 192)) <= gpu.clusters
-        if launch.stem == "matmul_norm_gradient":
+        if launch.stem == "matmul_norm_backward":
             assert launch.results[2].shape[0] >= 16
-    if launch.stem == "weight_gradients":
+    if launch.stem == "wgrad_pair":
         *weights, partial = (result.shape for result in launch.results)
         count = sum(tiles(rows, columns, (256, 192)) for rows, columns in weights)
         assert count <= min(gpu.multiprocessors, partial[0] - count)
@@ -92,7 +92,7 @@ def family_and_gpu():
     """Families with a few GPUs; with all GPUs, in bfloat16, if their kernels differ."""
     few = ("sm_80", "sm_86", "sm_90a", "sm_120", "unknown")
     for family in FAMILIES:
-        differs = family in ("attention", "decoding", "gemm", "loss")
+        differs = family in ("attention", "block", "gemm", "loss")
         for name in GPUS if differs else few:
             dtypes = ("bfloat16", "float32") if name in few else ("bfloat16",)
             yield pytest.param(family, GPUS[name], dtypes, id=f"{family}-{name}")
@@ -160,7 +160,7 @@ def test_gpt2_step_fits_every_gpu(gpu):
     for launch in launches:
         assert_launches(launch, gpu)
     runs_rows_at_once = gpu is not None and gpu.has_sm90a and gpu.clusters >= 4
-    assert ("matmul_norm_gradient" in stems) == runs_rows_at_once
+    assert ("matmul_norm_backward" in stems) == runs_rows_at_once
 
 
 def test_shared_memory_error_has_both_sizes():

@@ -222,7 +222,7 @@ def test_output_projection_dgrad_computes_delta(changed, fits, on_hopper):
     options = {"heads": sizes["N"], "kv_heads": sizes["K"], "causal": True, "backend": "cuda"}
     fn = functools.partial(block, **options)
     program = lower_for_cuda(lambda *a: with_gradients(fn, a), *arrays)
-    assert program.count("@jaxllm_matmul_head_sums(") == fits
+    assert program.count("@jaxllm_matmul_delta(") == fits
     (call,) = re.findall(r"@jaxllm_self_attention_backward\((.*)", program)
     assert ("tensor<0xf32>" in call) != fits
 

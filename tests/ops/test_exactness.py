@@ -176,8 +176,8 @@ def test_large_calls_run_the_fused_kernels():
     text = jax.jit(functools.partial(ops.mlp, backend="cuda")).lower(*arrays).as_text()
     assert "jaxllm_matmul_bias_gelu" not in text  # float32
     for op, kernels in {
-        "mlp": ["matmul_bias_gelu", "matmul_scale"],
-        "ffn_block": ["matmul_bias_gelu", "matmul_scale", "matmul_norm_gradient"],
+        "mlp": ["matmul_bias_gelu", "matmul_dgelu"],
+        "ffn_block": ["matmul_bias_gelu", "matmul_dgelu", "matmul_norm_backward"],
         "linear": ["matmul_bias_gelu"],
     }.items():
         arrays, cotangents, *_ = expectation(op, "bfloat16", 0.0, LARGE)

@@ -190,13 +190,13 @@ def kernels(program):
 def test_hopper_dgrad_gemm_applies_norm_backward_in_its_epilogue(on_hopper):
     program = block_program()
     assert kernels(program) == [
+        "fold_norm",
+        "fold_norm_backward",
         "layer_norm_forward",
-        "layer_with_norm",
-        "layer_without_norm",
         "matmul_bias_gelu",
-        "matmul_norm",
-        "matmul_norm_gradient",
-        "matmul_scale",
+        "matmul_dgelu",
+        "matmul_norm_backward",
+        "matmul_residual_norm",
     ]
     # XLA runs the two wgrads.
     assert len(re.findall("dot_general", program)) == 2
@@ -207,17 +207,17 @@ def test_hopper_dgrad_gemm_applies_norm_backward_in_its_epilogue(on_hopper):
 )
 def test_one_kernel_computes_both_wgrads_for_many_rows(on_hopper, rows, width, fits):
     program = block_program(sizes={"rows": rows, "width": width, "hidden": 4 * width})
-    assert program.count("@jaxllm_weight_gradients(") == fits
+    assert program.count("@jaxllm_wgrad_pair(") == fits
     assert program.count("dot_general") == (0 if fits else 2)
 
 
 def test_hopper_gemm_normalizes_the_residual(on_hopper):
     arrays = jax.eval_shape(lambda: ffn_block_arrays("bfloat16", **LARGE_BLOCK))
     program = lower_for_cuda(lambda *a: two_blocks(*a, backend="cuda"), *arrays)
-    assert program.count("@jaxllm_matmul_norm(") == 2
+    assert program.count("@jaxllm_matmul_residual_norm(") == 2
     # Only the first norm is a separate kernel. The residual between the blocks is not written.
     assert program.count("@jaxllm_layer_norm_forward(") == 1
-    assert "@jaxllm_matmul_residual" not in program
+    assert "@jaxllm_matmul_residual(" not in program
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,13 @@ def test_explain_tells_why_a_block_is_not_fused(on_hopper, sizes, norm_dtype, ch
 
 def test_xla_folds_a_float32_norm_into_16_bit_weights(on_hopper):
     program = block_program("bfloat16", "float32", sizes=LARGE_BLOCK)
-    assert "@jaxllm_layer_with" not in program
-    for kernel in ("matmul_bias_gelu", "matmul_scale", "matmul_norm", "matmul_norm_gradient"):
+    assert "@jaxllm_fold_norm" not in program
+    for kernel in (
+        "matmul_bias_gelu",
+        "matmul_dgelu",
+        "matmul_residual_norm",
+        "matmul_norm_backward",
+    ):
         assert f"@jaxllm_{kernel}(" in program
 
 
@@ -278,8 +283,8 @@ def test_explain_names_the_fused_block(on_hopper):
 )
 def test_other_blocks_run_a_separate_norm_backward_kernel(on_hopper, dtype, norm_dtype, changed):
     program = block_program(dtype, norm_dtype, sizes=LARGE_BLOCK | changed)
-    assert "@jaxllm_matmul_norm_gradient" not in program
-    assert "@jaxllm_layer_with" not in program
+    assert "@jaxllm_matmul_norm_backward" not in program
+    assert "@jaxllm_fold_norm" not in program
     assert program.count("@jaxllm_add_layer_norm_backward(") == 1
 
 
@@ -391,7 +396,7 @@ def test_one_kernel_computes_both_wgrads_of_any_size(
     x, hidden_rows = arrays[0], jnp.zeros((rows, hidden), dtype)
     of_both, options = (x, hidden_rows, hidden_rows, x), {"min_rows": 0, "sms_of_tile": 1}
     skip_if_declined(lambda: cuda_fused.wgrad_pair_unsupported(*of_both, **options))
-    assert "@jaxllm_weight_gradients(" in block_program(
+    assert "@jaxllm_wgrad_pair(" in block_program(
         dtype, sizes={"rows": rows, "width": width, "hidden": hidden}
     )
     check_fused(block, unfused_ops, arrays, dtype)

@@ -177,7 +177,7 @@ VALID_CHANGES = {
     "adamw_update": {("operand", 2, "dtype")},
     "global_norm": {("operand", i, what) for i in range(3) for what in ("dtype", -1, -2)},
     "matmul": {("result", 0, "dtype")},
-    "weight_gradients": {("result", 2, -3)},
+    "wgrad_pair": {("result", 2, -3)},
 }
 
 

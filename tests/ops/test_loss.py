@@ -366,7 +366,7 @@ def lm_head_kernels(arrays, **options):
 def test_hopper_makes_no_pass_over_the_logits(on_hopper, transpose_weight):
     options = {"transpose_weight": transpose_weight}
     arrays = jax.eval_shape(lambda: lm_head_arrays(**options))
-    assert lm_head_kernels(arrays, **options) == {"head_exponentials"}
+    assert lm_head_kernels(arrays, **options) == {"lm_head_softmax"}
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_ignored_rows_are_zero_and_do_not_trigger_recomputed_logits(transpose_we
 
     def run(labels):
         scale = jnp.float32(1)
-        return cuda._lm_head_exponentials(hidden, weight, labels, scale, transpose_weight, options)
+        return cuda._lm_head_softmax(hidden, weight, labels, scale, transpose_weight, options)
 
     *_, is_redone = run(jnp.where(is_padding, 0, labels))
     assert is_redone == 1  # if not ignored, these rows trigger the recomputation

@@ -92,12 +92,12 @@ def test_block_normalizes_again_what_an_adapter_has_changed(on_hopper, adapts):
     program = lower_for_cuda(run, *arrays)
     # The norm before each block: one kernel before the first block, and one after the adapter.
     assert program.count("@jaxllm_layer_norm_forward(") == 1 + adapts
-    assert program.count("@jaxllm_matmul_norm(") == 2
+    assert program.count("@jaxllm_matmul_residual_norm(") == 2
     # The up-projection reads the norm that was computed last, the result of a stablehlo.case.
     (source,) = re.findall(r"@jaxllm_matmul_bias_gelu\(%(\w+)", program)
     _, _, made = program.partition(f"%{source}:" if f"%{source}:" in program else f"%{source} = ")
     kernel, *_ = re.findall(r"@jaxllm_(\w+)", made)
-    assert kernel == ("layer_norm_forward" if adapts else "matmul_norm")
+    assert kernel == ("layer_norm_forward" if adapts else "matmul_residual_norm")
 
 
 @pytest.mark.parametrize("adapts", [False, True])
@@ -112,7 +112,7 @@ def test_backward_of_a_fused_layer_applies_each_norm_once(on_hopper, adapts):
 
     with jaxllm.use_backend("cuda"):
         program = lower_for_cuda(run, *jax.eval_shape(lambda: layer_arrays(LARGE, "bfloat16")))
-    assert program.count("@jaxllm_matmul_norm_gradient(") == 2
+    assert program.count("@jaxllm_matmul_norm_backward(") == 2
     assert program.count("@jaxllm_layer_norm_forward(") == 1 + adapts
 
 

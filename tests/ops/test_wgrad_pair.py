@@ -53,7 +53,7 @@ def test_one_kernel_computes_two_small_wgrads(on_hopper, changed, fits):
         lambda: operands_of_two_layers(sizes["dtype"], sizes["rows"], *sizes["widths"])
     )
     program = lower_for_cuda(functools.partial(wgrad_pair, "cuda", **OPTIONS), *arrays)
-    assert program.count("@jaxllm_weight_gradients(") == fits
+    assert program.count("@jaxllm_wgrad_pair(") == fits
     assert program.count("dot_general") == (0 if fits else 2)
 
 

@@ -14,7 +14,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/flash_attention_hopper.h
+_HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/hopper/launch.h
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward

@@ -1,4 +1,4 @@
-"""FFI calls to the CUDA kernels of ``decode_attention`` in ``cuda/attention/decode.cu``."""
+"""FFI calls to the CUDA kernels of ``decode_attention`` in ``cuda/attention/decode/decode.cu``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
 # of blocks puts its parts together in its shared memory; more parts take a second kernel, which
 # does not pay where half of the blocks are there. Where there are no clusters it adds up all parts.
 _BLOCKS, _ENOUGH_BLOCKS = 128, 64
-_CLUSTER = 8  # kMaxCluster of cuda/attention/decode_merge.cuh
+_CLUSTER = 8  # kMaxCluster of cuda/attention/decode/merge.cuh
 _TOKENS_PER_BLOCK = 256  # that are worth a block
 _MAX_SPLITS = 64
 

@@ -1,4 +1,4 @@
-"""FFI call to the CUDA kernels of a block in ``cuda/decoding``."""
+"""FFI call to the CUDA kernels of a block in ``cuda/block``."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from jax import lax
 from jaxllm.core import ffi
 from jaxllm.ops.gemm.tile_order import TileOrdered, shape_of
 
-_TILE = (128, 192)  # rows and columns of a CTA's tile, as in cuda/gemm/matmul_hopper.cu
+_TILE = (128, 192)  # rows and columns of a CTA's tile, as in cuda/gemm/hopper/matmul_hopper.cu
 _HEAD_WIDTH = 64  # of matmul_delta
 # With fewer tiles for each SM, XLA's GEMMs, in smaller tiles, are faster.
 _MIN_TILES_OF_SM = 1
 # The tiles of a row wait for one another, so they are no more than the clusters that run at once,
 # nor more than the most that the kernels have been tested with.
 _MAX_ROW_TILES = 48
-_NORM_PARTIAL_ROWS = 16  # as in cuda/gemm/matmul_hopper.h
+_NORM_PARTIAL_ROWS = 16  # as in cuda/gemm/hopper/matmul_hopper.h
 _MAX_SIZE = 2**31  # TMA's coordinates
-_MAX_LAYER_SIDE = 2**30  # as in cuda/gemm/norm_layer.cu
-_WGRAD_TILE = (256, 192)  # of a weight, as in cuda/gemm/weight_gradients.cuh
+_MAX_LAYER_SIDE = 2**30  # as in cuda/gemm/fold_norm.cu
+_WGRAD_TILE = (256, 192)  # of a weight, as in cuda/gemm/hopper/wgrad.h
 _MIN_FILLED = 7 / 8
 _MIN_WGRAD_ROWS = 8192
 
@@ -111,7 +111,7 @@ def matmul_bias_gelu(x, weight, bias, *, saves_derivative, out_columns):
     if saves_derivative:
         saved = jax.ShapeDtypeStruct(shape_of(math.prod(shape[:-1]), shape[-1]), x.dtype)
     arrays = (x, weight, bias)
-    out, saved = ffi.call("matmul_bias_gelu", (out, saved), *arrays, slope=saves_derivative)
+    out, saved = ffi.call("matmul_bias_gelu", (out, saved), *arrays, save_dgelu=saves_derivative)
     return out, TileOrdered(saved, shape) if saves_derivative else saved
 
 
@@ -133,7 +133,7 @@ def matmul_dgelu(dout, weight, saved, bias):
         jax.ShapeDtypeStruct((columns,), dout.dtype),
         jax.ShapeDtypeStruct((row_tiles, columns), jnp.float32),
     )
-    return tuple(ffi.call("matmul_scale", results, dout, weight, saved.array)[:2])
+    return tuple(ffi.call("matmul_dgelu", results, dout, weight, saved.array)[:2])
 
 
 def matmul_residual_unsupported(x, weight, bias, residual) -> str | None:
@@ -173,7 +173,7 @@ def matmul_residual_norm(x, weight, bias, residual, norm, *, eps):
         _row_sums(x_hat),
     )
     arrays = (x, weight, bias, *norm)
-    x_hat, mean, rstd, _ = ffi.call("matmul_norm", results, *arrays, eps=eps)
+    x_hat, mean, rstd, _ = ffi.call("matmul_residual_norm", results, *arrays, eps=eps)
     out = x_hat.astype(jnp.float32) / rstd[..., None] + mean[..., None]
     return out.astype(residual.dtype), (x_hat, mean, rstd)
 
@@ -199,7 +199,7 @@ def matmul_norm_backward(dout, weight, x_hat, rstd, dtotal):
         _row_sums(x_hat),
     )
     arrays = (dout, weight, x_hat, rstd, dtotal)
-    return tuple(ffi.call("matmul_norm_gradient", results, *arrays, aliases={4: 0})[:2])
+    return tuple(ffi.call("matmul_norm_backward", results, *arrays, aliases={4: 0})[:2])
 
 
 def _row_sums(x_hat) -> jax.ShapeDtypeStruct:
@@ -237,7 +237,7 @@ def matmul_delta(dout, weight, out, *, heads, kv_heads):
         jax.ShapeDtypeStruct((B, columns // _HEAD_WIDTH, T), jnp.float32),
         jax.ShapeDtypeStruct((B * T // _TILE[0], columns), jnp.float32),
     )
-    return tuple(ffi.call("matmul_head_sums", results, dout, weight, out))
+    return tuple(ffi.call("matmul_delta", results, dout, weight, out))
 
 
 def fold_norm_unsupported(scale, norm_bias, weight, *_) -> str | None:
@@ -257,7 +257,7 @@ def fold_norm_unsupported(scale, norm_bias, weight, *_) -> str | None:
 def fold_norm(scale, norm_bias, weight, bias):
     """Returns the weight and the bias of a layer with those of the norm before it folded in."""
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (weight, bias)]
-    return tuple(ffi.call("layer_with_norm", results, scale, norm_bias, weight, bias))
+    return tuple(ffi.call("fold_norm", results, scale, norm_bias, weight, bias))
 
 
 fold_norm_backward_unsupported = fold_norm_unsupported
@@ -267,7 +267,7 @@ def fold_norm_backward(scale, norm_bias, weight, dweight, dbias):
     """Returns ``(dscale, dnorm_bias, dweight)``."""
     arrays = (scale, norm_bias, weight)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    return tuple(ffi.call("layer_without_norm", results, *arrays, dweight, dbias))
+    return tuple(ffi.call("fold_norm_backward", results, *arrays, dweight, dbias))
 
 
 def wgrad_pair_unsupported(x, dout, other_x, other_dout, *, min_rows, sms_of_tile) -> str | None:
@@ -304,7 +304,7 @@ def wgrad_pair(x, dout, other_x, other_dout, *, min_rows, sms_of_tile):
         *(jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes),
         jax.ShapeDtypeStruct(partial, jnp.float32),
     )
-    dweight, other_dweight, _ = ffi.call("weight_gradients", results, *arrays)
+    dweight, other_dweight, _ = ffi.call("wgrad_pair", results, *arrays)
     return lax.optimization_barrier((dweight, other_dweight, dout, other_dout))
 
 

@@ -17,7 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-# As in cuda/gemm/matmul_hopper.cu: the CTA's tile of the result, and two of them side by side.
+# As in cuda/gemm/hopper/dgelu_order.cuh: the tile of a CTA, and two of them side by side.
 _TILE = (128, 192)
 _CLUSTER_COLUMNS = 2
 _ROW_PARTS = (2, 4, 2, 8)  # of 64, warp, of 8, lane / 4

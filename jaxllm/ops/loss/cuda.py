@@ -1,9 +1,9 @@
 """FFI calls to the CUDA loss kernels in ``cuda/loss``.
 
 On a Hopper GPU in bfloat16, the logits of an LM head are computed by a GEMM whose epilogue stores
-their exponentials and sums them (formulas in ``cuda/loss/head.h``). The gradient of a row is then
-its exponentials times a factor, which the dgrad and wgrad GEMMs apply: no kernel makes a pass over
-the logits.
+their exponentials and sums them. ``cuda/loss/lm_head.h`` has the formulas. The gradient of a row is
+then its exponentials times a factor, which the dgrad and wgrad GEMMs apply: no kernel makes a pass
+over the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_COLUMNS = (
     2**31 - 2**17
 )  # 32-bit indices, and the threads of a CTA reach beyond the last column
 _MAX_ROWS = 2**31 - 1  # the x axis of a grid
-_SUM_COLUMNS = 192  # kSoftmaxColumns in cuda/gemm/matmul_hopper.h
+_SUM_COLUMNS = 192  # kSoftmaxColumns in cuda/gemm/hopper/matmul_hopper.h
 
 
 def cross_entropy_unsupported(logits, *_, **__) -> str | None:
@@ -83,7 +83,7 @@ def linear_cross_entropy_with_gradients(
 ):
     """Returns ``(losses, dhidden, dweight)``."""
     arrays = (hidden, weight, labels, scale)
-    losses, exponentials, factors, _ = _lm_head_exponentials(*arrays, transpose_weight, options)
+    losses, exponentials, factors, _ = _lm_head_softmax(*arrays, transpose_weight, options)
     factors = factors[:, None]
     # The kernels clip a label outside the vocabulary to the nearest column.
     is_known = nan_outside(labels, options["ignore_index"], options["vocab_size"], jnp.float32)
@@ -96,8 +96,8 @@ def linear_cross_entropy_with_gradients(
     return losses, dhidden, dweight
 
 
-def _lm_head_exponentials(hidden, weight, labels, scale, transpose_weight, options):
-    """Returns ``(losses, exponentials, factors, is_recomputed)``; see ``cuda/loss/head.h``.
+def _lm_head_softmax(hidden, weight, labels, scale, transpose_weight, options):
+    """Returns ``(losses, exponentials, factors, is_recomputed)``; see ``cuda/loss/lm_head.h``.
 
     The kernels recompute the logits if the label of a row is far below its maximum.
     """
@@ -112,7 +112,7 @@ def _lm_head_exponentials(hidden, weight, labels, scale, transpose_weight, optio
         jax.ShapeDtypeStruct((2 * rows + 1,), jnp.int32),
     )
     exponentials, factors, losses, *_, counts = ffi.call(
-        "head_exponentials",
+        "lm_head_softmax",
         results,
         *(hidden, weight, labels, scale),
         transpose_weight=transpose_weight,
