@@ -149,14 +149,14 @@ def _is_jaxpr(value: object) -> bool:
 # Targets whose kernels have instructions of sm_90a: predicates reject them on other GPUs.
 HOPPER_STEMS = frozenset(
     {
-        "head_exponentials",
+        "lm_head_softmax",
         "matmul_bias_gelu",
-        "matmul_head_sums",
-        "matmul_norm",
-        "matmul_norm_gradient",
+        "matmul_delta",
+        "matmul_residual_norm",
+        "matmul_norm_backward",
         "matmul_residual",
-        "matmul_scale",
-        "weight_gradients",
+        "matmul_dgelu",
+        "wgrad_pair",
     }
 )
 

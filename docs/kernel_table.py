@@ -169,7 +169,7 @@ def reached_ops(function: Any) -> list[Op]:
 @functools.cache
 def handlers() -> dict[str, str]:
     """The FFI handlers by the stems of their targets, as ``cmake/handlers.cmake`` finds them."""
-    pattern = re.compile(r"^ *XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+)", re.M)
+    pattern = re.compile(r"^JAXLLM_HANDLER\(\s*(\w+)", re.M)
     names = [name for path in sources("*.cc") for name in pattern.findall(path.read_text())]
     return {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): name for name in names}
 
@@ -214,7 +214,7 @@ def targets_of(op: Op) -> list[str]:
 def included(path: Path) -> tuple[Path, ...]:
     """The headers of families that a C++ file includes, itself or through others."""
     found: dict[Path, None] = {}
-    for name in re.findall(r'^#include "((?!common/)\w+/\w+\.c?u?h)"', path.read_text(), re.M):
+    for name in re.findall(r'^#include "((?!common/)[\w/]+/\w+\.c?u?h)"', path.read_text(), re.M):
         header = ROOT / "cuda" / name
         found |= dict.fromkeys((header, *included(header)))
     return tuple(found)
@@ -230,8 +230,8 @@ def functions_of(path: Path) -> dict[str, str]:
 @functools.cache
 def kernel_files(handler: str) -> tuple[Path, ...]:
     """The handler's file, then those with the kernels that it launches."""
-    pattern = rf"HANDLER_SYMBOL\(\s*{handler},([^)]*)\)"
-    files = {path: re.search(pattern, path.read_text()) for path in sources("*.cc")}
+    pattern = rf"^JAXLLM_HANDLER\(\s*{handler},([^)]*)\)"
+    files = {path: re.search(pattern, path.read_text(), re.M) for path in sources("*.cc")}
     ((file, defined),) = [(path, match) for path, match in files.items() if match]
     headers = [header for header in included(file) if header.suffix == ".h"]
 
@@ -253,7 +253,7 @@ def kernel_files(handler: str) -> tuple[Path, ...]:
         for path in sources("*.cu", "*.cc"):
             if header in included(path) and belongs(path, header) and path not in kernels:
                 kernels[path] = None
-                near = [other for other in included(path) if other.parent == path.parent]
+                near = [other for other in included(path) if path.parent in other.parents]
                 behind += [other for other in near if other.suffix == ".h"]
     return (file, *(path for path in kernels if path.suffix == ".cu"))
 
@@ -265,7 +265,7 @@ def sources(*patterns: str) -> list[Path]:
 
 def belongs(path: Path, header: Path) -> bool:
     """Whether a file defines what a header declares: it has its name, or has no header."""
-    handler = path.suffix == ".cc" and "HANDLER_SYMBOL" in path.read_text()
+    handler = path.suffix == ".cc" and "JAXLLM_HANDLER" in path.read_text()
     return path.stem == header.stem or not (handler or path.with_suffix(".h").exists())
 
 
