@@ -1,4 +1,4 @@
-// Where a team of a forward kernel finds its row, and where it leaves what it makes of it.
+// Where the threads of a forward kernel find their row, and where they leave the results.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,33 +6,37 @@
 #include <cstdint>
 
 #include "common/tma.cuh"
+
 namespace jaxllm {
 
-// In global memory; or, with kBulk, in shared memory, where bulk copies bring all rows of the block
-// with one instruction and whence they take the results, so that no thread holds registers for
-// bytes on their way. There h takes the place of x, and the result that of the residual, or of x
-// where none is added. Whether to use kBulk is the host's decision (KernelImage::has_bulk_copies):
-// compiled for a GPU without bulk copies, a kernel with kBulk is never launched.
+// Without kBulk, in global memory. With kBulk, in shared memory: one bulk copy (TMA) loads all rows
+// of the CTA and another stores the results, so that no thread holds registers for loads in flight:
+//
+//   shared memory    before             after
+//   tile_h_          x                  h (the result where there is no residual)
+//   tile_out_        residual (kAdd)    the result
+//
+// The host decides about kBulk (KernelImage::has_bulk_copies).
 template <bool kBulk, bool kAdd, typename T>
 class ForwardRows {
  public:
-  // The dynamic shared memory of a block of so many rows.
+  // The dynamic shared memory of a CTA of so many rows.
   static constexpr int64_t shared_bytes(int64_t rows, int64_t width) {
     return kBulk ? (kAdd ? 2 : 1) * rows * width * int64_t{sizeof(T)} : 0;
   }
 
-  // The block's rows begin at `first_row` of the arrays; beyond `rows` of them there are no more.
-  // `residual` and `h` are of no account without kAdd. With kBulk all of the block calls this.
-  template <class Team>
-  __device__ __forceinline__ ForwardRows(const Team& team, const T* x, const T* residual, T* h,
-                                         T* out, int64_t first_row, int64_t rows, int width) {
+  // The CTA's rows begin at `first_row` of the arrays, in which `rows` rows are left. `residual`
+  // and `h` are not used without kAdd. With kBulk all threads of the CTA call this.
+  template <class ThreadGroup>
+  __device__ __forceinline__ ForwardRows(const ThreadGroup& threads, const T* x, const T* residual,
+                                         T* h, T* out, int64_t first_row, int64_t rows, int width) {
     const int64_t offset = first_row * width;
     x += offset, out += offset;
     if constexpr (kAdd) residual += offset, h += offset;
     if constexpr (kBulk) {
-      // At an address that is no multiple of 128 the engine is a tenth slower.
+      // At an address that is no multiple of 128 the copies are a tenth slower.
       extern __shared__ __align__(128) int4 tile[];
-      constexpr int kRows = Team::kRowsPerBlock;
+      constexpr int kRows = ThreadGroup::kRowsPerCta;
       target_h_ = h, target_out_ = out;
       tile_h_ = reinterpret_cast<T*>(tile);
       tile_out_ = kAdd ? tile_h_ + kRows * width : tile_h_;
@@ -46,13 +50,13 @@ class ForwardRows {
         if constexpr (kAdd) hopper::bulk_load(tile_out_, residual, bytes_, arrived());
       }
 #endif
-      __syncthreads();  // nobody waits at a barrier that is not there yet
+      __syncthreads();  // no thread waits at the barrier before its init
       x = tile_h_, out = tile_out_;
       if constexpr (kAdd) residual = tile_out_, h = tile_h_;
     }
-    const int64_t of_team = int64_t{team.row()} * width;
-    this->x = x + of_team, this->out = out + of_team;
-    if constexpr (kAdd) this->residual = residual + of_team, this->h = h + of_team;
+    const int64_t offset_of_row = int64_t{threads.row()} * width;
+    this->x = x + offset_of_row, this->out = out + offset_of_row;
+    if constexpr (kAdd) this->residual = residual + offset_of_row, this->h = h + offset_of_row;
   }
 
   // Waits until the row can be read.
@@ -62,8 +66,8 @@ class ForwardRows {
 #endif
   }
 
-  // Sends the results on their way. Teams that have no row may have returned.
-  __device__ __forceinline__ void finish() {
+  // Stores the results. Threads without a row may have returned.
+  __device__ __forceinline__ void store() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kBulk) {
       hopper::fence_async_proxy();
@@ -72,12 +76,12 @@ class ForwardRows {
       hopper::bulk_store(target_out_, tile_out_, bytes_);
       if constexpr (kAdd) hopper::bulk_store(target_h_, tile_h_, bytes_);
       hopper::tma_store_commit();
-      hopper::tma_store_wait_read<0>();  // with the block its shared memory ends
+      hopper::tma_store_wait_read<0>();  // the shared memory ends with the CTA
     }
 #endif
   }
 
-  // The team's row.
+  // The row of this thread's group.
   const T *x, *residual;
   T *h, *out;
 
@@ -87,7 +91,7 @@ class ForwardRows {
     return barrier;
   }
 
-  // All of the block's rows, in shared memory and in the arrays.
+  // All rows of the CTA, in shared memory and in the arrays.
   T *tile_h_, *tile_out_, *target_h_, *target_out_;
   uint32_t bytes_;
 };
