@@ -227,7 +227,7 @@ def project(tmp_path, cmake):
 
 
 def test_a_new_handler_and_a_new_file_reach_the_list_of_handlers(project):
-    forward = "\nJAXLLM_HANDLER(DotForward, DotForwardImpl<Half>,\n               \"eps\");\n"
+    forward = '\nJAXLLM_HANDLER(DotForward, DotForwardImpl<Half>,\n               "eps");\n'
     backward = "\nJAXLLM_HANDLER(\n    DotBackward, DotBackwardImpl);\n"
     commented = "\n// JAXLLM_HANDLER(DotTwice, DotTwiceImpl);\n"
     other = "\nJAXLLM_HANDLER(NmsFloat8, NmsImpl);\n"
