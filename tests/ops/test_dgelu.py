@@ -52,10 +52,13 @@ def test_packed_dgelu_gives_the_same_as_plain_dgelu(backend, shape, dtype):
     dout, weight, derivative, bias = random_arrays(
         (*shape[:-1], 16), (shape[-1], 16), shape, shape[-1:], dtype=dtype
     )
+    # Small integers and eighths: products and sums are exact, in whatever order XLA adds them up.
+    dout, weight = (jnp.clip(jnp.round(2 * x), -3, 3) for x in (dout, weight))
+    derivative = jnp.round(8 * derivative) / 8
     run = jax.jit(functools.partial(dispatch, fused.MATMUL_DGELU, Direction.INFERENCE, backend))
     dh, dbias = run(dout, weight, pack(derivative), bias)
     expected = ((dout @ weight.T) * derivative).astype(dtype)
-    assert_close(dh, expected, dtype)  # XLA may add up a product in another order under jit
+    np.testing.assert_array_equal(dh.astype("float32"), expected.astype("float32"))
     sums = expected.astype("float32").sum(range(len(shape) - 1))
     assert_close(dbias, sums, dtype)
 
