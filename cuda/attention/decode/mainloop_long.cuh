@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   if (params.overlap || params.clusters > 1) launch_dependent_grids();
   // A compiler fence on `lane`, so that what follows is computed after the loads.
   int lane = threadIdx.x % 32;
-  asm volatile("" : "+r"(lane));
+  opaque(lane);
   const int r = lane / 4, c = lane % 4;
   const int last = count_keys(params, length) - 1;
   const int step = params.splits * Traits::kWarps * kTokens;  // from a step's tokens to the next

@@ -236,7 +236,15 @@ struct BiasFragment {
     return unpack_pair<T>(__shfl_sync(0xffffffff, pairs[column_block], 4 * j + lane % 4));
   }
 
-  // Starts the accumulators with the bias: none is left for the end of a tile.
+  // Starts the accumulators with the bias of a tile: none is left for its end.
+  __device__ __forceinline__ static void load_and_fill(const T* bias, const WorkTile& work,
+                                                       int columns, int lane,
+                                                       Accumulators<Tile>& accumulators) {
+    BiasFragment fragment;
+    fragment.load(bias, work, columns, lane);
+    fragment.fill(accumulators, lane);
+  }
+
   __device__ __forceinline__ void fill(Accumulators<Tile>& accumulators, int lane) const {
 #pragma unroll
     for (int block = 0; block < Tile::kColumnBlocks; ++block) {

@@ -137,9 +137,8 @@ struct EpilogueGeluDgelu : EpilogueWarp<Tile, T> {
   }
 
   __device__ __forceinline__ void begin(const WorkTile& work, Accumulators<Tile>& accumulators) {
-    BiasFragment<Tile, T> bias;
-    bias.load(params.bias, work, params.columns, this->lane);
-    bias.fill(accumulators, this->lane);
+    BiasFragment<Tile, T>::load_and_fill(params.bias, work, params.columns, this->lane,
+                                         accumulators);
   }
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& work,
