@@ -19,12 +19,6 @@ __device__ __forceinline__ float logistic(float z) {
 
 __device__ __forceinline__ float silu(float x) { return x * logistic(x); }
 
-// d silu / dx = s (1 + x (1 - s)).
-__device__ __forceinline__ float dsilu(float x) {
-  const float s = logistic(x);
-  return s + s * x * (1.0f - s);
-}
-
 // GELU's 2u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
 inline constexpr float kGeluLinear = 1.5957691216057308f;
 inline constexpr float kGeluCubic = 0.044715f * kGeluLinear;
