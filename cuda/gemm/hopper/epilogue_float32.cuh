@@ -35,17 +35,19 @@ struct EpilogueFloat32 : EpilogueWarp<Tile, T> {
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& work,
                                         const WorkTile&, bool) {
     for_each_subtile<Tile>([&](const Subtile<Tile>& subtile) {
+      const int row = this->row(work, subtile) + this->lane / 4;
+      const int column = this->column(work, subtile) + this->lane % 4 * 2;
+      float* const out = params.out + row * int64_t{params.columns} + column;
+      float* const rows[2] = {out, out + 8 * int64_t{params.columns}};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float2 of_columns = bias.pair(subtile.column_block(), j, this->lane);
-        const int column = this->column(work, subtile) + 8 * j + this->lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = this->row(work, subtile) + this->lane / 4 + 8 * half;
           const float2 p = accumulator_pair<Tile>(accumulators, subtile, j, half);
-          if (row < params.rows && column < params.columns) {
-            float* const out = params.out + row * int64_t{params.columns} + column;
-            *reinterpret_cast<float2*>(out) = {p.x + of_columns.x, p.y + of_columns.y};
+          if (row + 8 * half < params.rows && column + 8 * j < params.columns) {
+            *reinterpret_cast<float2*>(rows[half] + 8 * j) = {p.x + of_columns.x,
+                                                              p.y + of_columns.y};
           }
         }
       }
