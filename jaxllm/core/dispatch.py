@@ -31,9 +31,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxllm.core import ffi, promotion, vma
+from jaxllm.core import ffi, partition, promotion, vma
 from jaxllm.core.backend import Backend, BackendError, Call, record, unrecorded
 from jaxllm.core.layout import pack_like, unpack
+from jaxllm.core.partition import ShardingRule
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
 
@@ -59,6 +60,8 @@ class Op:
         cuda: The FFI calls to the CUDA kernels, if there are any.
         preference: What ``auto`` tries on a GPU, in order.
         parts: Of a fusion: ``parts(backend, *arrays, **static)``, which dispatches other ops.
+        sharding: How it may be sharded, or a function of its arrays and options that returns it,
+            of an op without a derivative. None where each device must compute all of it.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Op:
     cuda: Implementation | None = None
     preference: tuple[Backend, ...] = ("cuda", "pallas", "xla")
     parts: Callable[..., Any] | None = None
+    sharding: ShardingRule | Callable[..., ShardingRule] | None = None
 
     def stem(self, direction: Direction) -> str:
         """The name of an implementation, such as ``"layer_norm_forward"``."""
@@ -94,6 +98,12 @@ def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **sta
     """
     stem = op.stem(direction)
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
+    if direction is Direction.INFERENCE and partition.is_wanted(arrays):
+        options = tuple(static.items())
+        rule = op.sharding or partition.WHOLE
+        rule = rule(*arrays, **static) if callable(rule) else rule
+        function = partition.Function(_dispatch_shard, (op, backend, options))
+        return partition.run(function, op.name, rule, arrays, is_opaque=backend != "xla")
     # In a shard_map all of one type, so that the results' types do not depend on the backend.
     arrays = vma.alike(arrays)
     on_gpu, rejected = _choose(op, stem, backend, arrays, static)
@@ -123,6 +133,15 @@ def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **sta
             static=tuple(sorted(static.items())),
             gpu=ffi.device() if on_gpu == "cuda" else None,
         )
+
+
+def serves(op: Op, backend: Backend, *arrays: Any, **static: Any) -> bool:
+    """Whether the kernel of a fusion serves a call: whether its parts do not run."""
+    return _choose(op, op.name, backend, arrays, static)[0] != PARTS
+
+
+def _dispatch_shard(op: Op, backend: Backend, static: tuple, *arrays: Any) -> Any:
+    return dispatch(op, Direction.INFERENCE, backend, *arrays, **dict(static))
 
 
 PARTS = "its parts"  # what explain calls them

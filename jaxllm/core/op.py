@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxllm.core import derivatives, vma
+from jaxllm.core import derivatives, partition, vma
 from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.partition import ShardingRule
 
 
 class _Static(NamedTuple):
@@ -35,6 +36,7 @@ def differentiable(
     op: Op,
     *,
     saves: Callable[..., Any],
+    sharding: ShardingRule,
     outputs: int = 1,
     primal: dict[str, Any] | None = None,
     arrange: Callable[..., tuple] | None = None,
@@ -51,6 +53,7 @@ def differentiable(
         op: The op. Its backward gets what ``saves`` returns, and then the cotangents.
         saves: ``saves(*arrays, *results) -> residuals``, a tuple, where ``results`` are what the
             forward implementation returns.
+        sharding: How the op may be sharded.
         outputs: How many of the results the op returns. The others are for ``saves`` alone.
         primal: Options of the forward where nothing is differentiated, such as to leave out
             results that only the backward needs.
@@ -92,7 +95,9 @@ def differentiable(
         found = found if gradients is None else gradients(*found)
         return (*found, *nothing[len(found) :])
 
-    return with_backward(op.name, forward, backward, primal=plain, outputs=outputs)
+    return with_backward(
+        op.name, forward, backward, sharding=sharding, primal=plain, outputs=outputs
+    )
 
 
 def with_backward(
@@ -100,6 +105,7 @@ def with_backward(
     forward: Callable[..., tuple[Any, Any]],
     backward: Callable[..., tuple],
     *,
+    sharding: ShardingRule | Callable[[Any], ShardingRule],
     primal: Callable[..., Any] | None = None,
     outputs: int = 1,
     reference: Callable[..., Any] | None = None,
@@ -112,6 +118,7 @@ def with_backward(
         backward: ``backward(options, backend, residuals, *cotangents)``, one gradient for each
             array. The first cotangent is an array. Any other is None where nothing depends on that
             output: JAX alone would write zeros of its size for a kernel to read and add.
+        sharding: How forward and backward may be sharded, or a function of the options.
         primal: ``primal(options, backend, *arrays) -> outputs`` where nothing is differentiated;
             None for the forward's.
         outputs: The number of outputs; 1 for a single one, which is no tuple.
@@ -121,20 +128,36 @@ def with_backward(
         ``fn(*arrays, backend=, options=None)``.
     """
 
-    def fn(static: _Static, *arrays: Any) -> Any:
+    def without_residuals(options: Any, backend: Backend, *arrays: Any) -> tuple[Any, Any]:
         if primal is not None:
-            return primal(static.options, static.backend, *arrays)
-        return forward(static.options, static.backend, *arrays)[0]
+            return primal(options, backend, *arrays), ()
+        return forward(options, backend, *arrays)[0], ()
+
+    def on_shards(static: _Static, of: Callable[..., Any], arrays: tuple) -> tuple[Any, Any]:
+        if not partition.is_wanted(arrays):
+            return of(*static, *arrays)
+        function, rule = partition.Function(of, static), rule_of(static.options)
+        is_opaque = static.backend != "xla"
+        return partition.forward(function, name, rule, arrays, is_opaque=is_opaque)
+
+    def fn(static: _Static, *arrays: Any) -> Any:
+        return on_shards(static, without_residuals, arrays)[0]
 
     def forward_of_values(static: _Static, *arrays: Any) -> Any:
-        return forward(static.options, static.backend, *jax.tree.map(_value, arrays))
+        return on_shards(static, forward, jax.tree.map(_value, arrays))
 
     def backward_of_given(static: _Static, residuals: Any, cotangents: Any) -> Any:
-        if outputs == 1:
-            return backward(static.options, static.backend, residuals, _array(cotangents))
-        first, *others = cotangents
+        first, *others = (cotangents,) if outputs == 1 else cotangents
         given = (jax.tree.map(_given, x, is_leaf=_is_zero) for x in others)
-        return backward(static.options, static.backend, residuals, _array(first), *given)
+        arrays = (_array(first), *given)
+        if not partition.is_saved(residuals):
+            return backward(*static, residuals, *arrays)
+        function, rule = partition.Function(backward, static), rule_of(static.options)
+        is_opaque = static.backend != "xla"
+        return partition.backward(function, name, rule, residuals, arrays, is_opaque=is_opaque)
+
+    def rule_of(options: Any) -> ShardingRule:
+        return sharding(options) if callable(sharding) else sharding
 
     fn.__name__ = name
     rule, zeros = derivatives.custom_vjp(fn), outputs > 1

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.activation import cuda, pallas, reference
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 
@@ -253,11 +254,20 @@ def _check_bias(x: Array, bias: Array) -> None:
     check_same_dtype("bias", bias, "x", x)
 
 
-_gelu, _swiglu_packed, _relu, _sigmoid = (
-    differentiable(op, saves=lambda x, out: (x,)) for op in (GELU, SWIGLU_PACKED, RELU, SIGMOID)
+_ELEMENTWISE = ShardingRule("... -> ...")
+_BIAS = ShardingRule("... F, F' -> ... F", "... F")
+
+_gelu, _relu, _sigmoid = (
+    differentiable(op, saves=lambda x, out: (x,), sharding=_ELEMENTWISE)
+    for op in (GELU, RELU, SIGMOID)
 )
-_bias_gelu = differentiable(BIAS_GELU, saves=lambda x, bias, out: (x, bias))
-_swiglu = differentiable(SWIGLU, saves=lambda gate, up, out: (gate, up))
+_swiglu_packed = differentiable(
+    SWIGLU_PACKED, saves=lambda x, out: (x,), sharding=ShardingRule("... _ -> ... _")
+)
+_bias_gelu = differentiable(BIAS_GELU, saves=lambda x, bias, out: (x, bias), sharding=_BIAS)
+_swiglu = differentiable(
+    SWIGLU, saves=lambda gate, up, out: (gate, up), sharding=ShardingRule("..., ... -> ...")
+)
 
 
 def _bias_add_forward(_, backend, x, bias):
@@ -279,5 +289,5 @@ def _add_backward(_, backend, saved, dout):
     return dout, dout
 
 
-_bias_add = with_backward("bias_add", _bias_add_forward, _bias_add_backward)
-_add = with_backward("add", _add_forward, _add_backward)
+_bias_add = with_backward("bias_add", _bias_add_forward, _bias_add_backward, sharding=_BIAS)
+_add = with_backward("add", _add_forward, _add_backward, sharding=ShardingRule("..., ... -> ..."))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.attention import cuda, pallas_flash, reference, xla
 from jaxllm.ops.checks import (
     as_float,
@@ -33,7 +34,12 @@ FLASH_ATTENTION = _op("flash_attention")
 FLASH_ATTENTION_PACKED = _op("flash_attention_packed")
 # The backward of packed attention with the gradient of the projection's bias.
 SELF_ATTENTION = _op("self_attention")
-FLASH_ATTENTION_FLOAT8 = Op("flash_attention_float8", reference=reference, cuda=cuda)
+FLASH_ATTENTION_FLOAT8 = Op(
+    "flash_attention_float8",
+    reference=reference,
+    cuda=cuda,
+    sharding=ShardingRule("B T N H, B S N H, B S N H, N, N, N, [B T | B S] -> B T N H", "B N"),
+)
 
 
 def flash_attention(
@@ -399,11 +405,15 @@ def _dout_first(arrays: tuple, position: int) -> tuple:
 _flash_attention = differentiable(
     FLASH_ATTENTION,
     saves=lambda q, k, v, segments, table, out, lse: (q, k, v, out, lse, segments, table),
+    sharding=ShardingRule(
+        "B T N H, B S N H, B S N H, [B T | B S], [B T R | B T R] -> B T N H; B N T", "B N"
+    ),
     arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 5),
 )
 _flash_attention_packed = differentiable(
     FLASH_ATTENTION_PACKED,
     saves=lambda qkv, segments, table, out, lse: (qkv, out, lse, segments, table),
+    sharding=ShardingRule("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B"),
     arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 3),
     name="flash_attention",
 )

@@ -7,11 +7,16 @@ from jaxtyping import Array, Float, Integer, Num
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
 from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
 
 DECODE_ATTENTION = Op(
-    "decode_attention", reference=reference_decode, pallas=pallas_decode, cuda=cuda_decode
+    "decode_attention",
+    reference=reference_decode,
+    pallas=pallas_decode,
+    cuda=cuda_decode,
+    sharding=ShardingRule("B N H, B S N H, B S N H, B, B S N, B S N -> B N H", "B N"),
 )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.attention import cuda, pallas, reference
 from jaxllm.ops.checks import as_float, as_integer, check_floating
 
@@ -108,5 +109,9 @@ class _RepeatOptions:
     groups: int
 
 
-_softmax = differentiable(SOFTMAX, saves=lambda x, out: (out,))
-_repeat_kv = differentiable(REPEAT_KV, saves=lambda x, out: ())
+_softmax = differentiable(
+    SOFTMAX, saves=lambda x, out: (out,), sharding=ShardingRule("... T S -> ... T S")
+)
+_repeat_kv = differentiable(
+    REPEAT_KV, saves=lambda x, out: (), sharding=ShardingRule("... K H -> ... K H", "... K")
+)

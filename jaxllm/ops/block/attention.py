@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.attention.api import (
     FLASH_ATTENTION_PACKED,
     SELF_ATTENTION,
@@ -292,7 +293,16 @@ def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _attention_block = with_backward(
-    "attention_block", _forward, _backward, outputs=2, reference=without_normalized
+    "attention_block",
+    _forward,
+    _backward,
+    sharding=ShardingRule(
+        "B T _, [B T _ | B T | B T], _, _, _ _, _, _ _, _, [B T | B T]"
+        " -> B T _, B T _, B T, B T; ?B T _, ?B T, B T _, B T _, B _ T",
+        "B",
+    ),
+    outputs=2,
+    reference=without_normalized,
 )
 
 
@@ -372,4 +382,9 @@ def _self_attention_backward(options, backend, residuals, dout):
     return *dgrad_and_wgrad(x, weight, dqkv), dbias, None
 
 
-_self_attention = with_backward("self_attention", _self_attention_forward, _self_attention_backward)
+_self_attention = with_backward(
+    "self_attention",
+    _self_attention_forward,
+    _self_attention_backward,
+    sharding=ShardingRule("B T _, _ _, _, [B T | B T] -> B T _; B T _, B _ T", "B"),
+)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.activation.api import swiglu_packed
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
@@ -178,4 +179,12 @@ def _parts(
     return matmul(down, activated) + hidden, k_cache, v_cache
 
 
-DECODE_BLOCK = Op("decode_block", cuda=cuda, parts=_parts)
+DECODE_BLOCK = Op(
+    "decode_block",
+    cuda=cuda,
+    parts=_parts,
+    sharding=ShardingRule(
+        "B _, _, _, _ _, _ _, _ _, _ _, B _, B _, B _ _ _, B _ _ _, B -> B _, B _ _ _, B _ _ _",
+        "B",
+    ),
+)

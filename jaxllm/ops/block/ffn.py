@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
 from jaxllm.ops.block.attention import (
     Layer,
@@ -34,6 +35,7 @@ from jaxllm.ops.gemm.fused import (
     matmul_norm_backward,
     matmul_residual_norm,
     normalize,
+    saves_derivative,
     wgrad_pair,
 )
 from jaxllm.ops.gemm.gradients import dgrad_and_wgrad, wgrad
@@ -133,7 +135,8 @@ def _fused(
     norm_bias = check_pre_norm(x, scale, "bias", norm.get("bias"))
     up_bias = jnp.zeros(up["weight"].shape[1:], x.dtype) if up_bias is None else up_bias
     arrays = (x, h.normalized, scale, norm_bias, up["weight"], up_bias, down["weight"], down_bias)
-    x, normalized = _ffn_block(*arrays, backend=backend, options=_FFNOptions(h.eps))
+    saves = saves_derivative(backend, x, up["weight"], up_bias, x.shape[-1])
+    x, normalized = _ffn_block(*arrays, backend=backend, options=_FFNOptions(h.eps, saves))
     return carry(h, x, normalized=normalized)
 
 
@@ -143,6 +146,7 @@ _BLOCK = Composition("ffn_block", _fused, _unfused, _unsupported)
 @dataclasses.dataclass(frozen=True)
 class _FFNOptions:
     eps: float
+    saves_derivative: bool
 
 
 def _forward(
@@ -151,7 +155,7 @@ def _forward(
     # Under the name of linear: a remat policy keeps the same of either.
     norm = normalized or Normalized(*checkpoint_name(normalize(backend, x, options.eps), "linear"))
     weight, bias = fold_norm(backend, scale, norm_bias, up_weight, up_bias)
-    outputs = _hidden(backend, norm.x_hat, weight, bias, down_weight)
+    outputs = _hidden(backend, norm.x_hat, weight, bias, down_weight, options.saves_derivative)
     hidden, saved = checkpoint_name(outputs, "linear")
     arrays = (hidden, down_weight, down_bias, x, norm)
     outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
@@ -160,9 +164,9 @@ def _forward(
     return (out, Normalized(*next_norm)), (norm.x_hat, norm.rstd, layers, hidden, saved)
 
 
-def _hidden(backend, x, weight, bias, down_weight):
+def _hidden(backend, x, weight, bias, down_weight, saves):
     """The hidden layer, and what the derivative of its GELU needs."""
-    options = {"saves_derivative": True, "out_columns": down_weight.shape[1]}
+    options = {"saves_derivative": saves, "out_columns": down_weight.shape[1]}
     return matmul_bias_gelu(backend, x, weight, bias, **options)
 
 
@@ -184,7 +188,15 @@ def _backward(options, backend, residuals, dout, _):
 
 
 _ffn_block = with_backward(
-    "ffn_block", _forward, _backward, outputs=2, reference=without_normalized
+    "ffn_block",
+    _forward,
+    _backward,
+    sharding=ShardingRule(
+        "... _, [... _ | ... | ...], _, _, _ _, _, _ _, _"
+        " -> ... _, ... _, ..., ...; ?... _, ?..., ... _, ... _"
+    ),
+    outputs=2,
+    reference=without_normalized,
 )
 
 
@@ -233,11 +245,19 @@ def mlp(
     check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")
     if activation != "gelu":
         raise ValueError(f"activation is {activation!r}; it must be 'gelu'")
-    return _mlp(x, up_weight, up_bias, down_weight, down_bias, backend=resolve(backend))
+    backend = resolve(backend)
+    saves = saves_derivative(backend, x, up_weight, up_bias, down_weight.shape[1])
+    arrays = (x, up_weight, up_bias, down_weight, down_bias)
+    return _mlp(*arrays, backend=backend, options=_MLPOptions(saves))
 
 
-def _mlp_forward(_: Any, backend, x, up_weight, up_bias, down_weight, down_bias):
-    hidden, saved = _hidden(backend, x, up_weight, up_bias, down_weight)
+@dataclasses.dataclass(frozen=True)
+class _MLPOptions:
+    saves_derivative: bool
+
+
+def _mlp_forward(options, backend, x, up_weight, up_bias, down_weight, down_bias):
+    hidden, saved = _hidden(backend, x, up_weight, up_bias, down_weight, options.saves_derivative)
     out = jnp.dot(hidden, down_weight)
     out = out if down_bias is None else out + down_bias
     out, hidden, saved = checkpoint_name((out, hidden, saved), "linear")
@@ -254,4 +274,9 @@ def _mlp_backward(_: Any, backend, residuals, dout):
     return *dgrad_and_wgrad(x, up_weight, dh), dup_bias, ddown_weight, ddown_bias
 
 
-_mlp = with_backward("mlp", _mlp_forward, _mlp_backward)
+_mlp = with_backward(
+    "mlp",
+    _mlp_forward,
+    _mlp_backward,
+    sharding=ShardingRule("... _, _ _, _, _ _, _ -> ... _; ... _, ... _"),
+)

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from jaxllm.core import partition
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
@@ -128,10 +130,13 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
         )
 
 
+_SHARDING = ShardingRule("... T, _ _, _ _ -> ... T _")
+
 # The backward takes the gradient of the table from the LM head last: None where there is none.
 _embed = differentiable(
     EMBED,
     saves=lambda tokens, token_table, position_table, out: (tokens, token_table, position_table),
+    sharding=_SHARDING,
     arrange=lambda *arrays: (*arrays, None),
     gradients=lambda *dtables: (None, *dtables),
 )
@@ -144,7 +149,11 @@ def _tied_embed_forward(_, backend, tokens, token_table, position_table):
 
 
 def _tied_embed_backward(_, backend, arrays, dout, dlm_head):
+    # Of the shards of the tokens one adds the gradient of the LM head: they are summed.
+    dlm_head = None if dlm_head is None else partition.in_one_shard(dlm_head)
     return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays, dout, dlm_head)
 
 
-_tied_embed = with_backward("tied_embed", _tied_embed_forward, _tied_embed_backward, outputs=2)
+_tied_embed = with_backward(
+    "tied_embed", _tied_embed_forward, _tied_embed_backward, sharding=_SHARDING, outputs=2
+)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU, GELU, gelu
 from jaxllm.ops.checks import (
     check_floating,
@@ -37,7 +38,13 @@ MATMUL = Op(
     # cuBLAS picks the fastest of many kernels for each shape: see benchmarks/results.
     preference=("xla", "cuda", "pallas"),
 )
-MATVEC = Op("matvec", reference=reference, pallas=pallas, cuda=cuda)
+MATVEC = Op(
+    "matvec",
+    reference=reference,
+    pallas=pallas,
+    cuda=cuda,
+    sharding=ShardingRule("M K', R K' -> R M +K", "M R K"),
+)
 
 FEW_ROWS = 16  # the most for which matvec reads its matrix once
 
@@ -294,7 +301,13 @@ def _activation_backward(backend, activation, h, bias, dout):
     return dispatch(BIAS_GELU, Direction.BACKWARD, backend, h, bias.astype(h.dtype), dout)
 
 
-_linear = with_backward("linear", _linear_forward, _linear_backward)
+def _linear_sharding(options: _LinearOptions) -> ShardingRule:
+    if options.activation is not None:  # it is of a whole sum
+        return ShardingRule("... D', D F, F' -> ... F; ?... F", "... F")
+    return ShardingRule("... D', D F, !F' -> ... F +D", "... D F")
+
+
+_linear = with_backward("linear", _linear_forward, _linear_backward, sharding=_linear_sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,4 +347,10 @@ def _matmul_backward(options, backend, residuals, dout):
     return da, db, dbias
 
 
-_matmul = with_backward("matmul", _matmul_forward, _matmul_backward)
+def _matmul_sharding(options: _MatmulOptions) -> ShardingRule:
+    a = "K' M" if options.transpose_a else "M K'"
+    b = "N K" if options.transpose_b else "K N"
+    return ShardingRule(f"{a}, {b}, N' -> M N; ?M N", "M N")
+
+
+_matmul = with_backward("matmul", _matmul_forward, _matmul_backward, sharding=_matmul_sharding)

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch, serves
 from jaxllm.core.layout import is_packed
 from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU
-from jaxllm.ops.gemm import cuda_fused, reference
+from jaxllm.ops.gemm import cuda_fused, reference, tile_order
 from jaxllm.ops.gemm.gradients import dgrad, wgrad
 from jaxllm.ops.norm.api import LAYER_NORM
 
@@ -78,10 +78,20 @@ def _matmul_bias(_, x, weight, bias):
     return jnp.dot(x, weight) + bias
 
 
+def saves_derivative(backend, x, weight, bias, out_columns: int) -> bool:
+    """Whether to save GELU's derivative, of a layer with so many columns after it.
+
+    That changes what the forward returns, so it is decided for the whole call and not for a shard.
+    """
+    options: dict[str, Any] = {"saves_derivative": True, "out_columns": out_columns}
+    return serves(MATMUL_BIAS_GELU, backend, x, weight, bias, **options)
+
+
 def _matmul_bias_gelu(backend, x, weight, bias, *, saves_derivative, out_columns):
-    if saves_derivative:  # perhaps the kernel serves without it
-        options: dict[str, Any] = {"saves_derivative": False, "out_columns": out_columns}
-        return matmul_bias_gelu(backend, x, weight, bias, **options)
+    if saves_derivative:  # the shard is too small for the kernel
+        options: dict[str, Any] = {"saves_derivative": True, "out_columns": out_columns}
+        out, derivative = reference.matmul_bias_gelu(x, weight, bias, **options)
+        return out, tile_order.pack(derivative)
     h = jnp.dot(x, weight)
     return dispatch(BIAS_GELU, Direction.FORWARD, backend, h, bias), h
 

@@ -47,6 +47,16 @@ class TileOrdered:
     array: jax.Array
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
+    @property
+    def whole_tiles(self) -> int:
+        """In how many equal parts of whole tiles the rows can be cut."""
+        tiles, rest = divmod(math.prod(self.shape[:-1]), _TILE[0])
+        return 1 if rest else tiles
+
+    def shard(self, array: jax.Array, parts: int) -> TileOrdered:
+        """The node of one of so many parts of the first dimension, with its elements."""
+        return TileOrdered(array, (self.shape[0] // parts, *self.shape[1:]))
+
     def unpack(self) -> jax.Array:
         """The array in the usual order."""
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
@@ -59,10 +69,15 @@ class TileOrdered:
 
     def pack(self, array: jax.Array) -> TileOrdered:
         """An array of the same shape in this layout."""
-        rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
-        down, across, _ = shape = shape_of(rows, columns)
-        height, width = _TILE
-        beyond = ((0, down * height - rows), (0, across * width - columns))
-        whole = jnp.pad(array.reshape(rows, columns), beyond)
-        parts = whole.reshape(down, *_ROW_PARTS, across, *_COLUMN_PARTS)
-        return TileOrdered(parts.transpose(_ORDER).reshape(shape), array.shape)
+        return pack(array)
+
+
+def pack(array: jax.Array) -> TileOrdered:
+    """An array in this layout."""
+    rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
+    down, across, _ = shape = shape_of(rows, columns)
+    height, width = _TILE
+    beyond = ((0, down * height - rows), (0, across * width - columns))
+    whole = jnp.pad(array.reshape(rows, columns), beyond)
+    parts = whole.reshape(down, *_ROW_PARTS, across, *_COLUMN_PARTS)
+    return TileOrdered(parts.transpose(_ORDER).reshape(shape), array.shape)

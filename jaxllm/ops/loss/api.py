@@ -19,6 +19,7 @@ from jaxllm.core import promotion, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -123,7 +124,8 @@ def cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
     labels, ignore_index = normalize_labels(labels, ignore_index, vocab_size)
     options = _make_options(reduction, ignore_index, label_smoothing, z_loss, vocab_size)
-    return _cross_entropy(logits, labels, backend=resolve(backend), options=options)
+    factor = _factor(labels, logits.dtype, options)
+    return _cross_entropy(logits, labels, factor, backend=resolve(backend), options=options)
 
 
 def linear_cross_entropy(
@@ -217,7 +219,8 @@ def linear_cross_entropy(
         accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight, is_one_chunk)),
         weight_dtype=weight.dtype,
     )
-    arrays = (hidden.reshape(labels.size, hidden.shape[-1]), weight, labels.reshape(-1))
+    factor = _factor(labels, hidden.dtype, options.loss)
+    arrays = (hidden.reshape(labels.size, hidden.shape[-1]), weight, labels.reshape(-1), factor)
     return _linear_cross_entropy(*arrays, backend=resolve(backend), options=options)
 
 
@@ -278,8 +281,12 @@ def _make_options(
     )
 
 
+@promotion.by_default
 def _factor(labels: Array, dtype: DTypeLike, options: _Options) -> Array:
-    """The factor of each row's loss: 1, or for the mean one over the rows that are not ignored."""
+    """The factor of each row's loss: 1, or for the mean one over the rows that are not ignored.
+
+    It is of all rows, so it is computed before a shard is.
+    """
     wide = jnp.promote_types(dtype, jnp.float32)
     if options.reduction != "mean":
         return jnp.ones((), wide)
@@ -300,14 +307,13 @@ def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     return (one, factor) if dtype == jnp.float16 else (factor, one)
 
 
-def _cross_entropy_loss(options, backend, logits, labels):
+def _cross_entropy_loss(options, backend, logits, labels, factor):
     op, arrays = CROSS_ENTROPY, (logits, labels)
     losses = dispatch(op, Direction.FORWARD, backend, *arrays, **options.of_rows)
-    return _reduce(losses, _factor(labels, logits.dtype, options), options.reduction)
+    return _reduce(losses, factor, options.reduction)
 
 
-def _cross_entropy_forward(options, backend, logits, labels):
-    factor = _factor(labels, logits.dtype, options)
+def _cross_entropy_forward(options, backend, logits, labels, factor):
     now, later = _split(factor, logits.dtype)
     op, arrays = CROSS_ENTROPY_WITH_GRADIENT, (logits, labels, now)
     results = dispatch(op, Direction.INFERENCE, backend, *arrays, **options.of_rows)
@@ -317,11 +323,21 @@ def _cross_entropy_forward(options, backend, logits, labels):
 
 def _cross_entropy_backward(_, backend, saved, dloss):
     dlogits, later = saved
-    return dispatch(CROSS_ENTROPY, Direction.BACKWARD, backend, dlogits, later * dloss), None
+    dlogits = dispatch(CROSS_ENTROPY, Direction.BACKWARD, backend, dlogits, later * dloss)
+    return dlogits, None, None
+
+
+def _cross_entropy_sharding(options: _Options) -> ShardingRule:
+    result = "..." if options.reduction == "none" else "+..."
+    return ShardingRule(f"... V, ..., F -> {result}; ... V, F")
 
 
 _cross_entropy = with_backward(
-    "cross_entropy", _cross_entropy_forward, _cross_entropy_backward, primal=_cross_entropy_loss
+    "cross_entropy",
+    _cross_entropy_forward,
+    _cross_entropy_backward,
+    sharding=_cross_entropy_sharding,
+    primal=_cross_entropy_loss,
 )
 
 
@@ -384,17 +400,16 @@ def _over_chunks(
     return carry
 
 
-def _linear_cross_entropy_loss(options, backend, hidden, weight, labels):
+def _linear_cross_entropy_loss(options, backend, hidden, weight, labels, factor):
     def step(x, y, _, loss):
         op, arrays = CROSS_ENTROPY, (lm_head.logits(x, weight, options.transpose_weight), y)
         return loss + dispatch(op, Direction.FORWARD, backend, *arrays, **static).sum()
 
     static = options.loss.of_rows
-    factor = _factor(labels, hidden.dtype, options.loss)
     return factor * _over_chunks(step, hidden, labels, options, jnp.zeros_like(factor))
 
 
-def _linear_cross_entropy_forward(options, backend, hidden, weight, labels):
+def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, factor):
     def step(x, y, first_row, carry):
         loss, dhidden, dweight = carry
         op, arrays = LINEAR_CROSS_ENTROPY_WITH_GRADIENTS, (x, weight, y, now)
@@ -407,7 +422,6 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels):
         "transpose_weight": options.transpose_weight,
         "accumulate_dtype": options.accumulate_dtype,
     }
-    factor = _factor(labels, hidden.dtype, options.loss)
     now, later = _split(factor, hidden.dtype)
     sums = jnp.zeros(weight.shape, options.accumulate_dtype)
     carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
@@ -422,12 +436,13 @@ def _linear_cross_entropy_backward(options, backend, saved, dloss):
     # Usually by 1, a constant: XLA removes the multiplication, but a kernel would copy the arrays.
     dloss = later * dloss
     dhidden = (dhidden * dloss).astype(dhidden.dtype)
-    return dhidden, (dweight * dloss).astype(options.weight_dtype), None
+    return dhidden, (dweight * dloss).astype(options.weight_dtype), None, None
 
 
 _linear_cross_entropy = with_backward(
     "linear_cross_entropy",
     _linear_cross_entropy_forward,
     _linear_cross_entropy_backward,
+    sharding=ShardingRule("R _, _ _, R, F -> +R; R _, _ _ +R, F", "R", sums_gradients=False),
     primal=_linear_cross_entropy_loss,
 )

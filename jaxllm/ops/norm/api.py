@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
@@ -226,11 +227,13 @@ def _options(eps: float) -> _Options:
 _layer_norm = differentiable(
     LAYER_NORM,
     saves=lambda x, scale, bias, out, mean, rstd: (x, scale, mean, rstd),
+    sharding=ShardingRule("... _, _, _ -> ... _; ..., ..."),
     primal={"statistics": False},
 )
 _rms_norm = differentiable(
     RMS_NORM,
     saves=lambda x, scale, out, rstd: (x, scale, rstd),
+    sharding=ShardingRule("... _, _ -> ... _; ..."),
     primal={"statistics": False},
 )
 _add_layer_norm = differentiable(
@@ -242,6 +245,7 @@ _add_layer_norm = differentiable(
         mean,
         rstd,
     ),
+    sharding=ShardingRule("... _, ... _, _, _, _ -> ... _, ... _; ..., ..."),
     outputs=2,
     primal={"statistics": False},
     gradients=lambda dh, dx_bias, dscale, dbias: (dh, dh, dx_bias, dscale, dbias),
@@ -249,6 +253,7 @@ _add_layer_norm = differentiable(
 _add_rms_norm = differentiable(
     ADD_RMS_NORM,
     saves=lambda x, residual, scale, out, h, rstd: (h, scale, rstd),
+    sharding=ShardingRule("... _, ... _, _ -> ... _, ... _; ..."),
     outputs=2,
     primal={"statistics": False},
     gradients=lambda dh, dscale: (dh, dh, dscale),
@@ -284,6 +289,7 @@ _layer_norm_and_x = with_backward(
     "add_layer_norm",
     _layer_norm_and_x_forward,
     _layer_norm_and_x_backward,
+    sharding=ShardingRule("... _, _, _ -> ... _; ..., ..."),
     primal=lambda options, backend, x, *weights: (
         _layer_norm(x, *weights, backend=backend, options=options),
         x,
@@ -294,6 +300,7 @@ _rms_norm_and_x = with_backward(
     "add_rms_norm",
     _rms_norm_and_x_forward,
     _rms_norm_and_x_backward,
+    sharding=ShardingRule("... _, _ -> ... _; ..."),
     primal=lambda options, backend, x, scale: (
         _rms_norm(x, scale, backend=backend, options=options),
         x,

@@ -16,8 +16,15 @@ _MIN_CHUNK = 16384
 _MAX_CHUNKS = 32768
 
 
-def adamw_update_unsupported(params, grads, ms, vs, scalars, seeds, traced, **_) -> str | None:
+def adamw_update_unsupported(
+    params, grads, ms, vs, scalars, seeds, traced, *, whole_shapes=None, **_
+) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
+    if whole_shapes is not None:
+        return (
+            "param is sharded along other dimensions than its first; the kernel numbers the "
+            "elements that it rounds stochastically one after another"
+        )
     if traced is not None:
         return "b1, b2, eps or weight_decay is traced; the kernel takes numbers"
     param, grad, m = params[0].dtype, grads[0].dtype, ms[0].dtype
@@ -30,9 +37,12 @@ def adamw_update_unsupported(params, grads, ms, vs, scalars, seeds, traced, **_)
     return None
 
 
-def adamw_update(params, grads, ms, vs, scalars, seeds, traced, *, b1, b2, eps, decays, copy_dtype):
+def adamw_update(
+    params, grads, ms, vs, scalars, seeds, traced, *,
+    b1, b2, eps, decays, copy_dtype, whole_shapes=None,
+):  # fmt: skip
     """Returns ``(params, ms, vs, copies)``; all but the copies overwrite the operands."""
-    assert traced is None
+    assert traced is None and whole_shapes is None
     count = len(params)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*params, *ms, *vs)]
     if copy_dtype is not None:

@@ -22,8 +22,13 @@ _TRACED = 4  # b1, b2, eps and weight_decay, where they are traced
 _NORM_BLOCK, _NORM_WARPS = 4096, 4  # per program of global_norm, which writes a partial sum
 
 
-def adamw_update_unsupported(params, grads, ms, *_, **__) -> str | None:
+def adamw_update_unsupported(params, grads, ms, *_, whole_shapes=None, **__) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
+    if whole_shapes is not None:
+        return (
+            "param is sharded along other dimensions than its first; the kernel numbers the "
+            "elements that it rounds stochastically one after another"
+        )
     if ms[0].dtype != jnp.float32:
         return f"m has dtype {ms[0].dtype}; the kernel takes float32"
     return _unsupported("param", params) or _unsupported("grad", grads)
@@ -58,9 +63,11 @@ def adamw_update(
     eps,
     decays,
     copy_dtype,
+    whole_shapes=None,
     interpret=False,
 ):
     """Returns ``(params, ms, vs, copies)``."""
+    assert whole_shapes is None
     if traced is not None:
         scalars = jnp.concatenate([scalars, traced])
     results = [

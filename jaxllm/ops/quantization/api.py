@@ -7,13 +7,20 @@ from jaxtyping import Array, Float, Int8
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import as_integer, check_floating, is_certain
 from jaxllm.ops.quantization import cuda, pallas, reference
 
-QUANTIZE = Op("quantize", reference=reference, pallas=pallas, cuda=cuda)
-DEQUANTIZE = Op("dequantize", reference=reference, pallas=pallas, cuda=cuda)
-QUANTIZED_MATVEC = Op("quantized_matvec", reference=reference, pallas=pallas, cuda=cuda)
-QUANTIZED_MATMUL = Op("quantized_matmul", reference=reference, pallas=pallas, cuda=cuda)
+
+def _op(name: str, sharding: ShardingRule) -> Op:
+    return Op(name, reference=reference, pallas=pallas, cuda=cuda, sharding=sharding)
+
+
+_PRODUCT = ShardingRule("M _, M _, R _ -> R M", "M R")
+QUANTIZE = _op("quantize", ShardingRule("... _ -> ... _, ... _"))
+DEQUANTIZE = _op("dequantize", ShardingRule("... _, ... _ -> ... _"))
+QUANTIZED_MATVEC = _op("quantized_matvec", _PRODUCT)
+QUANTIZED_MATMUL = _op("quantized_matmul", _PRODUCT)
 
 _MAX_ROWS = 16
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import (
     as_integer,
     check_floating,
@@ -22,7 +23,13 @@ from jaxllm.ops.reduction import cuda, pallas, reference
 REDUCE_SUM = Op("reduce_sum", reference=reference, pallas=pallas, cuda=cuda)
 REDUCE_MAX = Op("reduce_max", reference=reference, pallas=pallas, cuda=cuda)
 DOT = Op("dot", reference=reference, pallas=pallas, cuda=cuda)
-HISTOGRAM = Op("histogram", reference=reference, pallas=pallas, cuda=cuda)
+HISTOGRAM = Op(
+    "histogram",
+    reference=reference,
+    pallas=pallas,
+    cuda=cuda,
+    sharding=ShardingRule("... -> _ +..."),
+)
 
 
 def reduce_sum(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[Array, ""]:
@@ -184,6 +191,11 @@ def _dot_backward(_, backend, saved, dout):
     return (dout * b).astype(a.dtype), (dout * a).astype(b.dtype)
 
 
-_reduce_sum = with_backward("reduce_sum", _reduce_sum_forward, _reduce_sum_backward)
-_reduce_max = with_backward("reduce_max", _reduce_max_forward, _reduce_max_backward)
-_dot = with_backward("dot", _dot_forward, _dot_backward)
+_WHOLE = ShardingRule("... -> ", "")
+_reduce_sum = with_backward(
+    "reduce_sum", _reduce_sum_forward, _reduce_sum_backward, sharding=_WHOLE
+)
+_reduce_max = with_backward(
+    "reduce_max", _reduce_max_forward, _reduce_max_backward, sharding=_WHOLE
+)
+_dot = with_backward("dot", _dot_forward, _dot_backward, sharding=ShardingRule("..., ... -> +..."))

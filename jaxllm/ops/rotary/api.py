@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
+from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 from jaxllm.ops.rotary import cuda, pallas, reference
 
@@ -97,6 +98,7 @@ class _Options:
 _rope = differentiable(
     ROPE,
     saves=lambda q, k, cos, sin, *_: (cos, sin),
+    sharding=ShardingRule("B T N H, B T N H, B T R, B T R -> B T N H, B T N H", "B T N"),
     outputs=2,
     arrange=lambda cos, sin, dq, dk: (dq, dk, cos, sin),
 )
