@@ -194,9 +194,15 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The op calls of a traced function, in program order; ``str()`` of it is a table."""
+    """The op calls of a traced function, in program order; ``str()`` of it is a table.
+
+    Attributes:
+        calls: The calls.
+        gathers: What the ops cannot take in shards, and every device gathers: a sentence for each.
+    """
 
     calls: tuple[Call, ...]
+    gathers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [("op", "shapes", "on a GPU", "fallback")]
@@ -206,7 +212,7 @@ class Explanation:
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         for i, call in reversed(list(enumerate(self.calls, start=1))):
             lines[i + 1 : i + 1] = [f"    not {name}: {why}" for name, why in call.rejected]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.gathers])
 
 
 _serial = itertools.count()
@@ -229,19 +235,48 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return _recorder(None)
 
 
+# Of every call of explain that is going on. XLA asks for shards in threads of its own.
+_gathers: list[dict[str, None]] = []
+
+
+def note_gather(sentence: str) -> None:
+    """Under :func:`explain`, notes that an op gathers an operand."""
+    for found in _gathers:
+        found[sentence] = None
+
+
+@contextlib.contextmanager
+def _noting_gathers() -> Iterator[dict[str, None]]:
+    found: dict[str, None] = {}
+    _gathers.append(found)
+    try:
+        yield found
+    finally:
+        _gathers.remove(found)
+
+
+def _is_on_several_devices(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1
+
+
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Traces ``fn(*args, **kwargs)`` and tells which backend each of its op calls gets, and why.
 
-    Nothing is compiled or run, so a machine without a GPU explains what a GPU would run. A call
-    inside ``lax.scan`` is listed once; calls that the trace drops are not listed.
+    Nothing is run, so a machine without a GPU explains what a GPU would run. A call inside
+    ``lax.scan`` is listed once; calls that the trace drops are not listed. Where arguments are
+    sharded the program is compiled too, because only then XLA has chosen the shardings in between;
+    the shapes of calls are those of whole arrays on Auto axes, of shards on Explicit ones.
 
     Example:
         >>> print(jaxllm.explain(jax.grad(loss), params, tokens))
     """
     calls = _Recorder()
     # A fresh recorder is a fresh jit cache key: every inner jit is traced anew, and seen.
-    with _recorder(calls):
+    with _recorder(calls), _noting_gathers() as gathers:
         jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+        if any(map(_is_on_several_devices, jax.tree.leaves((args, kwargs)))):
+            jax.jit(fn).lower(*args, **kwargs).compile()
     # A trace visits more than it keeps (a custom_vjp's primal beside its forward rule), so the
     # final program decides, without dead code: an op call is in it where one of its equations is.
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -252,9 +287,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             kernels.setdefault(serial, [])
         if serials and target.startswith("jaxllm_"):
             kernels[serials[-1]].append(target.removeprefix("jaxllm_"))
-    return Explanation(
-        tuple(dataclasses.replace(calls[i], kernels=tuple(found)) for i, found in kernels.items())
-    )
+    listed = (dataclasses.replace(calls[i], kernels=tuple(of)) for i, of in kernels.items())
+    return Explanation(tuple(listed), tuple(gathers))
 
 
 class _Recorder(dict):

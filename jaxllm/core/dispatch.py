@@ -60,8 +60,9 @@ class Op:
         cuda: The FFI calls to the CUDA kernels, if there are any.
         preference: What ``auto`` tries on a GPU, in order.
         parts: Of a fusion: ``parts(backend, *arrays, **static)``, which dispatches other ops.
-        sharding: How it may be sharded, or a function of its arrays and options that returns it,
-            of an op without a derivative. None where each device must compute all of it.
+        sharding: How it may be sharded where it is dispatched by itself and not in the forward or
+            backward of an op: a rule, or a function of arrays and options that returns one. None
+            where each device must compute all of it.
     """
 
     name: str
@@ -98,11 +99,11 @@ def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **sta
     """
     stem = op.stem(direction)
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
-    if direction is Direction.INFERENCE and partition.is_wanted(arrays):
+    if partition.is_wanted(arrays):
         options = tuple(static.items())
         rule = op.sharding or partition.WHOLE
         rule = rule(*arrays, **static) if callable(rule) else rule
-        function = partition.Function(_dispatch_shard, (op, backend, options))
+        function = partition.Function(_dispatch_shard, (op, direction, backend, options))
         return partition.run(function, op.name, rule, arrays, is_opaque=backend != "xla")
     # In a shard_map all of one type, so that the results' types do not depend on the backend.
     arrays = vma.alike(arrays)
@@ -140,8 +141,10 @@ def serves(op: Op, backend: Backend, *arrays: Any, **static: Any) -> bool:
     return _choose(op, op.name, backend, arrays, static)[0] != PARTS
 
 
-def _dispatch_shard(op: Op, backend: Backend, static: tuple, *arrays: Any) -> Any:
-    return dispatch(op, Direction.INFERENCE, backend, *arrays, **dict(static))
+def _dispatch_shard(
+    op: Op, direction: Direction, backend: Backend, static: tuple, *arrays: Any
+) -> Any:
+    return dispatch(op, direction, backend, *arrays, **dict(static))
 
 
 PARTS = "its parts"  # what explain calls them

@@ -39,6 +39,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.core import promotion
+from jaxllm.core.backend import note_gather
 from jaxllm.core.layout import is_packed
 
 Names = tuple[str, ...]  # of an array's dimensions
@@ -273,6 +274,11 @@ def _inside(axes: tuple[str, ...] = ()) -> Iterator[None]:
             yield
     finally:
         _axes_inside.reset(token)
+
+
+def is_inside() -> bool:
+    """Whether what is traced is the function of a shard."""
+    return _axes_inside.get() is not None
 
 
 def in_one_shard(x: Any) -> Any:
@@ -967,12 +973,11 @@ def _warn_of_gathers(layout: _Layout, axes: MeshAxes, specs: Sequence[Sequence[A
     for i, spec in layout.gathered(axes, specs):
         name = layout.call.name
         shown = cast(Any, P)(*(axis or None for axis in map(_entry, spec)))
-        key = (name, i, shown)
-        if key not in _warned:
-            _warned.add(key)
-            warnings.warn(
-                f"{name} gathers operand {i}, whose sharding is {shown}: the op may be sharded "
-                f"along {layout.call.rule.sharded!r} of {layout.call.rule.dims!r}",
-                GatherWarning,
-                stacklevel=2,
-            )
+        sentence = (
+            f"{name} gathers operand {i}, whose sharding is {shown}: the op may be sharded along "
+            f"{layout.call.rule.sharded!r} of {layout.call.rule.dims!r}"
+        )
+        note_gather(sentence)
+        if sentence not in _warned:
+            _warned.add(sentence)
+            warnings.warn(sentence, GatherWarning, stacklevel=2)

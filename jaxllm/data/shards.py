@@ -115,7 +115,13 @@ def _order(windows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def batch(
-    dataset: Dataset, batch_size: int, seq_len: int, *, seed: int, step: int
+    dataset: Dataset,
+    batch_size: int,
+    seq_len: int,
+    *,
+    seed: int,
+    step: int,
+    rows: range | None = None,
 ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
     """The batch of one training step, a pure function of the seed and the step.
 
@@ -129,13 +135,17 @@ def batch(
         seq_len: T, the number of tokens in a window.
         seed: The seed of the random orders; at least 0.
         step: The number of batches before this one; at least 0.
+        rows: Read only these windows of the batch, such as ``range(4, 8)``; None for all. So each
+            of several processes can read its part of one batch.
 
     Returns:
-        ``(tokens, labels)``, int32 of shape (B, T). The labels are the tokens shifted by one.
+        ``(tokens, labels)``, int32 of shape (B, T), or (len(rows), T). The labels are the tokens
+        shifted by one.
 
     Raises:
         ValueError: The data set is shorter than one window, or an argument is out of range.
     """
+    rows = _check_rows(rows, batch_size)
     _check_at_least(
         batch_size=(batch_size, 1), seq_len=(seq_len, 1), seed=(seed, 0), step=(step, 0)
     )
@@ -147,18 +157,25 @@ def batch(
             f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; "
             f"one window of {seq_len} needs {seq_len + 1}"
         )
-    samples = np.empty((batch_size, seq_len + 1), np.int32)
-    for row in range(batch_size):
+    samples = np.empty((len(rows), seq_len + 1), np.int32)
+    for i, row in enumerate(rows):
         epoch, index = divmod(step * batch_size + row, windows)
         window = int(_order(windows, seed, epoch)[index])
         shard = int(np.searchsorted(ends, window, side="right"))
         start = (window - int(ends[shard] - counts[shard])) * seq_len
-        samples[row] = dataset.shards[shard][start : start + seq_len + 1]
+        samples[i] = dataset.shards[shard][start : start + seq_len + 1]
     return samples[:, :-1], samples[:, 1:]
 
 
 def batch_in_order(
-    dataset: Dataset, batch_size: int, seq_len: int, *, index: int, rank: int = 0, ranks: int = 1
+    dataset: Dataset,
+    batch_size: int,
+    seq_len: int,
+    *,
+    index: int,
+    rank: int = 0,
+    ranks: int = 1,
+    rows: range | None = None,
 ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
     """A batch in llm.c's sequential order, without shuffling.
 
@@ -172,15 +189,18 @@ def batch_in_order(
         index: The number of batches before this one; at least 0.
         rank: The rank of this process.
         ranks: The number of processes that share the data.
+        rows: Read only these windows of the batch; None for all.
 
     Returns:
-        ``(tokens, labels)``, int32 of shape (B, T). The labels are the tokens shifted by one.
+        ``(tokens, labels)``, int32 of shape (B, T), or (len(rows), T). The labels are the tokens
+        shifted by one.
 
     Raises:
         ValueError: No shard is long enough for a batch of all ranks, or an argument is out of
             range.
     """
     _check_at_least(batch_size=(batch_size, 1), seq_len=(seq_len, 1), index=(index, 0))
+    rows = _check_rows(rows, batch_size)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}; it must be at least 0 and less than ranks, {ranks}")
     # Python integers, because an offset may exceed 32 bits.
@@ -194,10 +214,19 @@ def batch_in_order(
     position = index % ends[-1]
     shard = bisect.bisect_right(ends, position)
     first = ends[shard - 1] if shard else 0
-    start = (position - first) * together + rank * batch_size * seq_len
-    tokens = dataset.shards[shard][start : start + batch_size * seq_len + 1].astype(np.int32)
-    shape = batch_size, seq_len
+    start = (position - first) * together + (rank * batch_size + rows.start) * seq_len
+    tokens = dataset.shards[shard][start : start + len(rows) * seq_len + 1].astype(np.int32)
+    shape = len(rows), seq_len
     return tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
+
+
+def _check_rows(rows: range | None, batch_size: int) -> range:
+    """The rows to read; ValueError if they are not consecutive rows of the batch."""
+    if rows is None:
+        return range(max(batch_size, 0))
+    if rows.step != 1 or not 0 <= rows.start <= rows.stop <= batch_size:
+        raise ValueError(f"rows is {rows}; it must be consecutive rows of a batch of {batch_size}")
+    return rows
 
 
 def _longest(dataset: Dataset) -> int:

@@ -174,6 +174,7 @@ def make_train_step(
     microbatch_weights: Literal["labels", "equal"] | Callable[[Array], Array] = "labels",
     max_loss_z: float | None = None,
     max_norm_z: float | None = None,
+    shardings: Any = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Makes the jitted function that takes one optimizer step.
 
@@ -197,6 +198,9 @@ def make_train_step(
         max_loss_z: Skip steps whose loss has a larger z-score. Needs a state made with
             ``detect_anomalies``. See :func:`jaxllm.training.anomaly.detect_anomaly`.
         max_norm_z: The same for the gradient norm.
+        shardings: The shardings of the state, from
+            :func:`jaxllm.training.parallel.state_shardings`. The returned state keeps them. None
+            for training on one device, or to let XLA choose.
 
     Returns:
         ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
@@ -267,7 +271,9 @@ def make_train_step(
         copied = copies[0] if copies else None
         return TrainState(updated, opt_state, state.step + 1, copied, anomaly), metrics
 
-    return jax.jit(train_step, donate_argnames="state")
+    if shardings is None:
+        return jax.jit(train_step, donate_argnames="state")
+    return jax.jit(train_step, donate_argnames="state", out_shardings=(shardings, None))
 
 
 def _weigher(
@@ -340,6 +346,7 @@ def mean_loss(
     batch_size: int,
     seq_len: int,
     batches: int | None = None,
+    load: Callable[..., tuple[ArrayLike, ArrayLike]] | None = None,
 ) -> float:
     """The mean loss over the labels of a data set; its exponential is the perplexity.
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import promotion, vma
+from jaxllm.core import partition, promotion, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
@@ -425,8 +425,10 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     now, later = _split(factor, hidden.dtype)
     sums = jnp.zeros(weight.shape, options.accumulate_dtype)
     carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
-    loss, *gradients = _over_chunks(step, hidden, labels, options, carry)
-    dhidden, dweight = checkpoint_name(tuple(gradients), "linear_cross_entropy")
+    loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
+    if partition.is_inside() and options.weight_dtype == jnp.bfloat16:
+        dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
+    dhidden, dweight = checkpoint_name((dhidden, dweight), "linear_cross_entropy")
     return factor * loss, (dhidden, dweight, later)
 
 

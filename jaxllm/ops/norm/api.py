@@ -15,7 +15,10 @@ from jaxllm.core.partition import ShardingRule
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
-LAYER_NORM = Op("layer_norm", reference=reference, pallas=pallas, cuda=cuda)
+_LAYER_NORM_SHARDING = ShardingRule("... _, _, _ -> ... _; ..., ...")
+LAYER_NORM = Op(
+    "layer_norm", reference=reference, pallas=pallas, cuda=cuda, sharding=_LAYER_NORM_SHARDING
+)
 RMS_NORM = Op("rms_norm", reference=reference, pallas=pallas, cuda=cuda)
 ADD_LAYER_NORM = Op("add_layer_norm", reference=reference, pallas=pallas, cuda=cuda)
 ADD_RMS_NORM = Op("add_rms_norm", reference=reference, pallas=pallas, cuda=cuda)
@@ -227,7 +230,7 @@ def _options(eps: float) -> _Options:
 _layer_norm = differentiable(
     LAYER_NORM,
     saves=lambda x, scale, bias, out, mean, rstd: (x, scale, mean, rstd),
-    sharding=ShardingRule("... _, _, _ -> ... _; ..., ..."),
+    sharding=_LAYER_NORM_SHARDING,
     primal={"statistics": False},
 )
 _rms_norm = differentiable(
@@ -289,7 +292,7 @@ _layer_norm_and_x = with_backward(
     "add_layer_norm",
     _layer_norm_and_x_forward,
     _layer_norm_and_x_backward,
-    sharding=ShardingRule("... _, _, _ -> ... _; ..., ..."),
+    sharding=_LAYER_NORM_SHARDING,
     primal=lambda options, backend, x, *weights: (
         _layer_norm(x, *weights, backend=backend, options=options),
         x,

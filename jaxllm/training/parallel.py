@@ -1,0 +1,348 @@
+"""Training on several devices and in several processes: data parallelism and FSDP.
+
+A mesh has two axes::
+
+    data    each device along it has the same parameters and another part of the batch
+    fsdp    each device along it has another shard of the parameters and another part of the batch
+
+So the batch is sharded along both axes, and the state along ``fsdp``. Parameters are gathered where
+an op uses them, and their gradients are reduce-scattered::
+
+    mesh = parallel.make_mesh(data=2, fsdp=4)
+    state = parallel.init_state(mesh, lambda: gpt2.init(key, config), optimizer)
+    shardings = parallel.state_shardings(mesh, state)
+    step = training.make_train_step(loss_fn, optimizer, shardings=shardings)
+    batch = parallel.load_batch(
+        parallel.batch_sharding(mesh),
+        (accumulate, B, T),
+        lambda rows: data.batch(dataset, accumulate * B, T, seed=0, step=0, rows=rows),
+    )
+    state, metrics = step(state, *batch)
+
+The batch, the initial parameters and checkpoints do not depend on the mesh. With a mesh of Explicit
+axes, call all of this under ``jax.set_mesh(mesh)``.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(arXiv:1910.02054), stage 3; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from jaxllm.models.common import unstack
+from jaxllm.training.optim import Optimizer
+from jaxllm.training.optim_optax import decay_mask
+from jaxllm.training.step import Params, TrainState
+from jaxllm.training.step import init_state as init_on_one_device
+
+AXES = ("data", "fsdp")
+_LATER = ("tensor", "context")  # axes that other libraries have, and this one does not have yet
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads the sizes of a mesh from a command line: ``"data=2,fsdp=4"``.
+
+    Args:
+        text: ``AXIS=SIZE`` for each axis, with commas between. A size of -1 stands for all
+            remaining devices.
+
+    Returns:
+        The arguments for :func:`make_mesh`. An axis that ``text`` does not name has size 1.
+
+    Raises:
+        ValueError: ``text`` has another form, or names an axis that is unknown, not there yet, or
+            named before.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not size.removeprefix("-").isdecimal():
+            raise ValueError(f"mesh {text!r} has {part!r}; it must be like data=2,fsdp=4")
+        if axis in _LATER:
+            raise ValueError(
+                f"mesh {text!r} has the axis {axis}; {axis} parallelism is not there yet, only "
+                f"{' and '.join(AXES)}"
+            )
+        if axis not in AXES:
+            raise ValueError(f"mesh {text!r} has the axis {axis!r}; axes are {' and '.join(AXES)}")
+        if axis in sizes:
+            raise ValueError(f"mesh {text!r} names the axis {axis} twice")
+        sizes[axis] = int(size)
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def make_mesh(
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    axis_type: Literal["auto", "explicit"] = "auto",
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Makes a mesh with the axes ``data`` and ``fsdp``.
+
+    Neighbours along ``fsdp`` are close to each other: on one host, if its devices suffice.
+
+    Args:
+        data: The number of devices along ``data``. -1 for all that remain.
+        fsdp: The number of devices along ``fsdp``. -1 for all that remain.
+        axis_type: ``"auto"``: XLA chooses the shardings of intermediate arrays. ``"explicit"``: the
+            types of arrays have their shardings; then use the mesh under ``jax.set_mesh``.
+        devices: The devices; None for all devices of all processes.
+
+    Returns:
+        The mesh. It has both axes; an axis that is not used has size 1.
+
+    Raises:
+        ValueError: The sizes do not multiply to the number of devices, a size is not -1 or at least
+            1, both are -1, or ``axis_type`` is unknown.
+    """
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    if axis_type not in types:
+        raise ValueError(f"axis_type is {axis_type!r}; it must be 'auto' or 'explicit'")
+    devices = jax.devices() if devices is None else list(devices)
+    sizes, count = {"data": data, "fsdp": fsdp}, len(devices)
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"{axis} is {size}; it must be at least 1, or -1 for what remains")
+    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(f"{shown}: only one size may be -1")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if rest and count % known == 0:
+        sizes[rest[0]] = count // known
+    elif rest:
+        raise ValueError(f"{shown}: {known} does not divide the number of devices, {count}")
+    if (product := math.prod(sizes.values())) != count:
+        raise ValueError(
+            f"{shown}: the sizes multiply to {product}, but there are {count} devices in "
+            f"{len({device.process_index for device in devices})} processes"
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(types[axis_type],) * 2, devices=devices
+    )
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """The number of parts that a batch is split into; it must divide the batch size."""
+    return math.prod(mesh.shape[axis] for axis in AXES)
+
+
+def batch_sharding(mesh: Mesh, *, accumulate: bool = True) -> NamedSharding:
+    """The sharding of tokens and labels: sequences along both axes of the mesh.
+
+    Args:
+        mesh: The mesh from :func:`make_mesh`.
+        accumulate: Whether the arrays have the shape (accumulate, B, T); otherwise (B, T).
+    """
+    return NamedSharding(mesh, P(*[None] * accumulate, AXES, None))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that each device has whole."""
+    return NamedSharding(mesh, P())
+
+
+def state_shardings(mesh: Mesh, state: Any) -> Any:
+    """The shardings of a training state, or of parameters alone.
+
+    A matrix is sharded along ``fsdp``: a weight along its input dimension, a table (``wte``,
+    ``wpe``, ``lm_head``) along its rows. If ``fsdp`` does not divide that dimension, the matrix is
+    sharded along its other dimension; if it divides neither, the matrix is replicated. The layer
+    axis of stacked blocks is never sharded, because a scan would gather all layers at once.
+
+    Biases and scales of norms are replicated. They are less than 0.1% of a model, and each would
+    cost a collective of its own. The optimizer's moments and masters and the copy in the compute
+    dtype have the shardings of their parameters. All else, such as the step, is replicated.
+
+    Args:
+        mesh: The mesh from :func:`make_mesh`.
+        state: A :class:`jaxllm.training.TrainState`, or another tree with the same names, of arrays
+            or of ``jax.ShapeDtypeStruct``.
+
+    Returns:
+        A tree of ``NamedSharding``. Each spec has an entry for each dimension, so that the results
+        of a step are the same to ``jax.jit`` as its arguments, and it compiles once.
+    """
+    size = mesh.shape["fsdp"]
+
+    def sharding(x: Any, is_matrix: bool) -> NamedSharding:
+        spec: list[Any] = [None] * np.ndim(x)
+        for dim in (-2, -1) if is_matrix else ():
+            if x.shape[dim] % size == 0:
+                spec[dim] = "fsdp"
+                break
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree.map(sharding, state, decay_mask(state))
+
+
+def init_state(
+    mesh: Mesh,
+    init: Callable[[], Params],
+    optimizer: Optimizer | optax.GradientTransformation,
+    *,
+    unroll: bool = False,
+    copy_dtype: DTypeLike | None = None,
+    detect_anomalies: bool = False,
+) -> TrainState:
+    """Creates a training state in shards: no device ever has a whole matrix.
+
+    The elements equal those of :func:`jaxllm.training.init_state` on one device, bit for bit.
+
+    Args:
+        mesh: The mesh from :func:`make_mesh`.
+        init: ``init() -> params``, such as ``lambda: gpt2.init(jax.random.key(0), config)``. It is
+            traced, so it must not close over arrays of the model's size: use :func:`put` for
+            parameters that exist.
+        optimizer: As in :func:`jaxllm.training.init_state`.
+        unroll: Whether the blocks are a list, as :func:`jaxllm.models.common.unstack` returns them.
+        copy_dtype: As in :func:`jaxllm.training.init_state`.
+        detect_anomalies: As in :func:`jaxllm.training.init_state`.
+
+    Returns:
+        The state, with the shardings of :func:`state_shardings`.
+
+    Raises:
+        TypeError: As in :func:`jaxllm.training.init_state`.
+    """
+    options: Any = {"copy_dtype": copy_dtype, "detect_anomalies": detect_anomalies}
+
+    def create() -> TrainState:
+        params = unstack(init()) if unroll else init()
+        return init_on_one_device(params, optimizer, **options)
+
+    # XLA shards the program that draws the parameters. Under Explicit axes, jax.random would draw
+    # whole arrays, so the mesh of this program has Auto axes.
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    with jax.set_mesh(auto):
+        shardings = state_shardings(auto, jax.eval_shape(create))
+        state = jax.jit(create, out_shardings=shardings)()
+    return jax.device_put(state, state_shardings(mesh, state))  # the same shards; nothing is copied
+
+
+def put(shardings: Any, tree: Any) -> Any:
+    """Shards arrays that each process has whole, such as a loaded model.
+
+    Args:
+        shardings: A tree of shardings like ``tree``, or one for all arrays.
+        tree: A tree of NumPy arrays or arrays of one device, equal in all processes.
+
+    Returns:
+        The sharded arrays.
+    """
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def shard(x: Any, sharding: Any) -> Array:
+        whole = np.asarray(x)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(shard, tree, shardings)
+
+
+def to_host(tree: Any) -> Any:
+    """Copies sharded arrays to the host, for writing them to a file.
+
+    In one process the devices' shards are copied. In several, each layer of each array is gathered
+    on the devices first, so a device needs memory for one layer's largest matrix. All processes
+    must call it.
+
+    Args:
+        tree: A tree of arrays.
+
+    Returns:
+        The tree with NumPy arrays.
+    """
+
+    def copy(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        if x.ndim > 2:
+            return np.stack([copy(_row(x, i)) for i in range(len(x))])
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(copy, tree)
+
+
+@jax.jit
+def _row(x: Array, i: int) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def load_batch(
+    sharding: NamedSharding,
+    shape: tuple[int, ...],
+    read: Callable[[range], tuple[np.ndarray, np.ndarray]],
+) -> tuple[Int[Array, "*A B T"], Int[Array, "*A B T"]]:
+    """Reads a batch in shards: each process reads only the sequences of its devices.
+
+    The global batch does not depend on the mesh or on the number of processes.
+
+    Args:
+        sharding: The sharding from :func:`batch_sharding`.
+        shape: The shape of the global tokens, (accumulate, B, T) or (B, T).
+        read: ``read(rows) -> (tokens, labels)``, the sequences with these numbers, of shape
+            (len(rows), T). The numbers count through all microbatches, from 0 to
+            accumulate * B - 1. For example :func:`jaxllm.data.batch` with its argument ``rows``.
+
+    Returns:
+        ``(tokens, labels)``, global arrays of the shape and sharding.
+
+    Raises:
+        ValueError: The mesh does not divide B.
+    """
+    *leading, size, _ = shape
+    parts = batch_parts(sharding.mesh)  # type: ignore[arg-type]
+    if size % parts:
+        raise ValueError(
+            f"the batch has {size} sequences, which the mesh's {parts} parts do not divide; the "
+            f"batch size must be a multiple of {parts}"
+        )
+    found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def shard(index: tuple[slice, ...], which: int) -> np.ndarray:
+        start, stop, _ = index[-2].indices(size)
+        if (start, stop) not in found:
+            rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
+            tokens, labels = (np.stack(of) for of in zip(*rows, strict=True))
+            found[start, stop] = (tokens, labels) if leading else (tokens[0], labels[0])
+        return found[start, stop][which]
+
+    tokens, labels = (
+        jax.make_array_from_callback(shape, sharding, lambda index, which=which: shard(index, which))
+        for which in (0, 1)
+    )
+    return tokens, labels
+
+
+@contextmanager
+def first_process_first() -> Iterator[None]:
+    """Runs the body in process 0, then in all others: for files that the first one creates.
+
+    Without several processes, it runs the body. All processes must enter it.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    if jax.process_index() != 0:
+        multihost_utils.sync_global_devices("first_process_first")
+        yield
+        return
+    try:
+        yield
+    finally:  # after an error too: the others then find it themselves
+        multihost_utils.sync_global_devices("first_process_first")
