@@ -23,6 +23,7 @@ from jaxllm.core import ffi
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
+from jaxllm.core.sharding_rule import ShardingRule
 
 SOURCE = Path(__file__).parent / "your_own_op" / "softsign.cu"
 SHAPE = (33, 257)
@@ -78,8 +79,9 @@ class Kernels:
 # In a package each class would be a module.
 SOFTSIGN = Op("softsign", reference=Reference, cuda=Kernels)
 
-# The backward gets what ``saves`` returns, and then the cotangent.
-_softsign = differentiable(SOFTSIGN, saves=lambda x, out: (x,))
+# The backward gets what ``saves`` returns, and then the cotangent. x and out have the same
+# dimensions, and the op may be sharded along each. The rule need not name x again as saved.
+_softsign = differentiable(SOFTSIGN, saves=lambda x, out: (x,), sharding=ShardingRule("... -> ..."))
 
 
 def softsign(x: jax.Array, *, backend: Backend | None = None) -> jax.Array:

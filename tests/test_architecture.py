@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
 # Each module of the core, and each family of ops, may import those before it.
 CORE = (
-    "backend", "promotion", "precision", "derivatives", "vma", "ffi", "layout", "partition",
-    "dispatch", "op",
+    "backend", "promotion", "precision", "derivatives", "vma", "ffi", "layout", "meshes",
+    "sharding_rule", "shards", "partition", "dispatch", "op",
 )  # fmt: skip
 FAMILIES = (
     "activation", "norm", "rotary", "embedding", "reduction", "optimizer", "vision",

@@ -31,10 +31,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jaxllm.core import ffi, partition, promotion, vma
+from jaxllm.core import ffi, partition, promotion, shards, vma
 from jaxllm.core.backend import Backend, BackendError, Call, record, unrecorded
 from jaxllm.core.layout import pack_like, unpack
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import WHOLE, ShardingRule
 
 Implementation = ModuleType | type  # a module of functions, or a class of static ones
 
@@ -101,9 +101,9 @@ def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **sta
     arrays = jax.tree.map(jnp.asarray, arrays)  # NumPy's too, in the dtypes that JAX has for them
     if partition.is_wanted(arrays):
         options = tuple(static.items())
-        rule = op.sharding or partition.WHOLE
+        rule = op.sharding or WHOLE
         rule = rule(*arrays, **static) if callable(rule) else rule
-        function = partition.Function(_dispatch_shard, (op, direction, backend, options))
+        function = shards.Function(_dispatch_shard, (op, direction, backend, options))
         return partition.run(function, op.name, rule, arrays, is_opaque=backend != "xla")
     # In a shard_map all of one type, so that the results' types do not depend on the backend.
     arrays = vma.alike(arrays)

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from jaxllm.core import derivatives, partition, vma
+from jaxllm.core import derivatives, partition, shards, vma
 from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 
 
 class _Static(NamedTuple):
@@ -136,7 +136,7 @@ def with_backward(
     def on_shards(static: _Static, of: Callable[..., Any], arrays: tuple) -> tuple[Any, Any]:
         if not partition.is_wanted(arrays):
             return of(*static, *arrays)
-        function, rule = partition.Function(of, static), rule_of(static.options)
+        function, rule = shards.Function(of, static), rule_of(static.options)
         is_opaque = static.backend != "xla"
         return partition.forward(function, name, rule, arrays, is_opaque=is_opaque)
 
@@ -152,7 +152,7 @@ def with_backward(
         arrays = (_array(first), *given)
         if not partition.is_saved(residuals):
             return backward(*static, residuals, *arrays)
-        function, rule = partition.Function(backward, static), rule_of(static.options)
+        function, rule = shards.Function(backward, static), rule_of(static.options)
         is_opaque = static.backend != "xla"
         return partition.backward(function, name, rule, residuals, arrays, is_opaque=is_opaque)
 

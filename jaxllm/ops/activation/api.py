@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation import cuda, pallas, reference
 from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
 

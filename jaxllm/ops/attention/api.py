@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas_flash, reference, xla
 from jaxllm.ops.checks import (
     as_float,

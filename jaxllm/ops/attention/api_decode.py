@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer, Num
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
 from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas, reference
 from jaxllm.ops.checks import as_float, as_integer, check_floating
 

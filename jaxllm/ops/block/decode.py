@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import swiglu_packed
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda

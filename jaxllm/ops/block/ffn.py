@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
 from jaxllm.ops.block.attention import (
     Layer,

@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.core import partition, promotion, vma
+from jaxllm.core import meshes, promotion, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.gemm.fused import Normalized, normalize
@@ -94,7 +94,7 @@ class Residual:
         """The same values with the fields that ``other`` has, for a carry of ``jax.lax.scan``."""
         branch, normalized = None, None
         if other.branch is not None:
-            branch = jax.tree.map(partition.zeros, other.branch)
+            branch = jax.tree.map(meshes.zeros, other.branch)
         if other.normalized is not None:
             normalized = self._normalized or self.normalize(resolve())
         found = carry(self, self.x, branch=branch, normalized=normalized)

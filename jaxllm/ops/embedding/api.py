@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import partition
+from jaxllm.core import shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
@@ -150,7 +150,7 @@ def _tied_embed_forward(_, backend, tokens, token_table, position_table):
 
 def _tied_embed_backward(_, backend, arrays, dout, dlm_head):
     # Of the shards of the tokens one adds the gradient of the LM head: they are summed.
-    dlm_head = None if dlm_head is None else partition.in_one_shard(dlm_head)
+    dlm_head = None if dlm_head is None else shards.in_one_shard(dlm_head)
     return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays, dout, dlm_head)
 
 

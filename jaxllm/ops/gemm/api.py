@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU, GELU, gelu
 from jaxllm.ops.checks import (
     check_floating,

@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import partition, promotion, vma
+from jaxllm.core import promotion, shards, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -209,13 +209,14 @@ def linear_cross_entropy(
     chunk_rows = None if chunk_rows is None else as_integer("chunk_rows", chunk_rows)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
-    chunk_rows = chunk_rows or _chunk_rows(weight, width)
+    is_given, chunk_rows = chunk_rows is not None, chunk_rows or _chunk_rows(weight, width)
     labels, ignore_index = normalize_labels(labels, ignore_index, vocab_size)
     is_one_chunk = jax.export.is_symbolic_dim(labels.size) or labels.size <= chunk_rows
     options = _LinearOptions(
         loss=_make_options(reduction, ignore_index, label_smoothing, z_loss, vocab_size),
         transpose_weight=transpose_weight,
         chunk_rows=chunk_rows,
+        whole_rows=labels.size if is_given and isinstance(labels.size, int) else None,
         accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight, is_one_chunk)),
         weight_dtype=weight.dtype,
     )
@@ -354,6 +355,7 @@ class _LinearOptions:
     loss: _Options
     transpose_weight: bool
     chunk_rows: int
+    whole_rows: int | None  # that chunk_rows is a part of; None where it is of a shard's rows
     accumulate_dtype: Any
     weight_dtype: Any
 
@@ -377,9 +379,12 @@ def _over_chunks(
         return carry
     if jax.export.is_symbolic_dim(rows):  # the number of chunks is unknown
         return step(hidden, labels, jnp.zeros((), jnp.int32), carry)
-    chunks = math.ceil(rows / options.chunk_rows)
+    chunk_rows = options.chunk_rows
+    if shards.is_inside() and options.whole_rows is not None:
+        chunk_rows = math.ceil(chunk_rows * rows / options.whole_rows)
+    chunks = math.ceil(rows / chunk_rows)
     # The smallest size for this number of chunks, as a multiple of a GEMM's tile.
-    size = min(rows, options.chunk_rows, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
+    size = min(rows, chunk_rows, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
     shared = chunks * size - rows
 
     def visit(i: Array | int, carry: Any) -> Any:
@@ -426,7 +431,7 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     sums = jnp.zeros(weight.shape, options.accumulate_dtype)
     carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
     loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
-    if partition.is_inside() and options.weight_dtype == jnp.bfloat16:
+    if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
         dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
     dhidden, dweight = checkpoint_name((dhidden, dweight), "linear_cross_entropy")
     return factor * loss, (dhidden, dweight, later)
@@ -445,6 +450,6 @@ _linear_cross_entropy = with_backward(
     "linear_cross_entropy",
     _linear_cross_entropy_forward,
     _linear_cross_entropy_backward,
-    sharding=ShardingRule("R _, _ _, R, F -> +R; R _, _ _ +R, F", "R", sums_gradients=False),
+    sharding=ShardingRule("R _, _ _, R, F -> +R; R _, _ _ +R =1, F", "R", backward_on_shards=False),
     primal=_linear_cross_entropy_loss,
 )

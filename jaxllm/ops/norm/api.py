@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_number,
     check_floating,

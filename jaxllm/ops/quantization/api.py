@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int8
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import as_integer, check_floating, is_certain
 from jaxllm.ops.quantization import cuda, pallas, reference
 

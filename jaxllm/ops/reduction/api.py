@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_integer,
     check_floating,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
-from jaxllm.core.partition import ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
 from jaxllm.ops.rotary import cuda, pallas, reference
 

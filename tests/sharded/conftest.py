@@ -1,0 +1,15 @@
+"""Tests on eight devices; tests/test_sharded.py runs them in processes that have so many."""
+
+import jax
+import pytest
+
+from jaxllm.core import partition
+
+# A process has the devices that it starts with, and the other tests start with one.
+collect_ignore_glob = ["test_*.py"] if jax.device_count() < 8 else []
+
+
+@pytest.fixture(autouse=True)
+def warn_again(monkeypatch):
+    """Each test sees the warnings that a test before it has seen."""
+    monkeypatch.setattr(partition, "_warned", set())

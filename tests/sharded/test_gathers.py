@@ -1,0 +1,147 @@
+"""What an op gathers, and how it tells."""
+
+import importlib
+import pkgutil
+import warnings
+
+import jax
+import pytest
+from calls import (
+    ALL,
+    CALLS,
+    expected,
+    make_mesh,
+    put,
+    value_and_gradients,
+)
+from jax.sharding import PartitionSpec as P
+
+import jaxllm.ops
+from jaxllm import testing
+from jaxllm.core import partition
+from jaxllm.core.dispatch import Op
+from jaxllm.core.partition import GatherWarning
+
+KINDS = ("Auto", "Explicit")
+# It sorts the boxes before the kernel compares each with all others, so XLA gathers them before.
+SILENT = ("nms",)
+UNDECLARED = {str(call): call for call in CALLS if call.undeclared is not None}
+
+
+def run_recorded(run, given):
+    """The compiled program, and the warnings of making it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        program = jax.jit(run).lower(given).compile()
+    assert all(issubclass(x.category, GatherWarning) for x in seen), list(map(str, seen))
+    return program, [str(x.message) for x in seen]
+
+
+def given_to_each(mesh):
+    return {name: put(mesh, c.arrays(), c.gathered()) for name, c in UNDECLARED.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_shardings_are_gathered_with_one_warning(kind):
+    def run(given):
+        return {name: UNDECLARED[name](arrays, "auto") for name, arrays in given.items()}
+
+    _, messages = run_recorded(run, given_to_each(make_mesh(kind)))
+    found = sorted(message.partition(":")[0] for message in messages)
+    wanted = [
+        f"{call.op} gathers operand {list(call.inputs).index(array)}, whose sharding is "
+        f"{call.gathered()[array]}"
+        for call in UNDECLARED.values()
+        if call.op not in SILENT
+        for array, _ in filter(None, [call.undeclared])
+    ]
+    assert found == sorted(wanted)
+
+
+def alternately(call):
+    """The sharding of every second array, or None where there is none."""
+    name, *_ = call.sharded.split() or [None]
+    specs = call.specs({name: ALL})
+    some = {array: specs[array] if i % 2 else P() for i, array in enumerate(specs)}
+    return some if any(ALL in spec for spec in some.values()) else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["undeclared", "of_every_second_array"])
+@pytest.mark.filterwarnings("ignore::jaxllm.core.partition.GatherWarning")
+def test_any_sharding_matches_one_device(which, kind):
+    if which == "undeclared":
+        specs = {name: call.gathered() for name, call in UNDECLARED.items()}
+    else:
+        specs = {str(call): alternately(call) for call in CALLS}
+    specs = {name: of_call for name, of_call in specs.items() if of_call is not None}
+    calls = {str(call): call for call in CALLS if str(call) in specs}
+    mesh = make_mesh(kind)
+    given = {name: put(mesh, call.arrays(), specs[name]) for name, call in calls.items()}
+
+    @jax.jit
+    def run(given):
+        return {n: value_and_gradients(calls[n], "auto", arrays) for n, arrays in given.items()}
+
+    for name, found in run(given).items():
+        call = calls[name]
+        testing.assert_close(jax.device_get(found), expected(call), call.dtype, what=name)
+
+
+# Ops that each device computes of whole arrays, each with the reason.
+WHOLE = {
+    "nms": "each box is compared with all others",
+    "reduce_sum": "its backward broadcasts to the shape of the whole array, which is an option",
+    "reduce_max": "its backward counts the largest elements of the whole array",
+}
+# Ops that other ops call: they run on the shards of those.
+_OF_LAYERS = "in linear, matmul, mlp, self_attention and the fused blocks, on their shards"
+_OF_LOSSES = "in the forward of a loss, on its shards"
+INSIDE = {
+    "cross_entropy_with_gradient": _OF_LOSSES,
+    "linear_cross_entropy_with_gradients": _OF_LOSSES,
+} | dict.fromkeys(
+    (
+        "fold_norm",
+        "fold_norm_backward",
+        "matmul_bias",
+        "matmul_bias_gelu",
+        "matmul_delta",
+        "matmul_dgelu",
+        "matmul_norm_backward",
+        "matmul_residual",
+        "matmul_residual_norm",
+        "wgrad_pair",
+    ),
+    _OF_LAYERS,
+)
+
+
+def modules():
+    for info in pkgutil.walk_packages(jaxllm.ops.__path__, "jaxllm.ops."):
+        yield importlib.import_module(info.name)
+
+
+def test_every_op_with_contract_cases_is_called_here():
+    cases = [case for module in modules() for case in getattr(module, "CASES", ())]
+    assert {case.op for case in cases} <= {call.op for call in CALLS}
+
+
+def test_every_op_declares_shardings_or_has_a_reason(monkeypatch):
+    rules = {}
+
+    def recording(original):
+        def call(function, name, rule, *args, **options):
+            rules.setdefault(name, []).append(rule)
+            return original(function, name, rule, *args, **options)
+
+        return call
+
+    for name in ("forward", "run"):
+        monkeypatch.setattr(partition, name, recording(getattr(partition, name)))
+    for call in CALLS:
+        jax.eval_shape(lambda x, call=call: call(x, "auto"), call.arrays())
+    whole = {name for name, of_op in rules.items() if not all(rule.shardable for rule in of_op)}
+    assert whole == set(WHOLE)
+    ops = {x.name for module in modules() for x in vars(module).values() if isinstance(x, Op)}
+    assert ops - rules.keys() == set(INSIDE)

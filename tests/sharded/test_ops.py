@@ -1,0 +1,78 @@
+"""Every op on sharded arrays against the same call on one device."""
+
+import jax
+import pytest
+from calls import (
+    CALLS,
+    collectives,
+    expected,
+    make_mesh,
+    put,
+    same_shardings,
+    value_and_gradients,
+)
+
+from jaxllm import testing
+from jaxllm.core import shards
+
+KINDS = ("Auto", "Explicit")
+
+
+def watch_assignments(monkeypatch, op):
+    """The names along which the arrays of an op may be sharded, and those along which they are."""
+    possible, used = set(), set()
+    assign = shards.Layout.assign
+
+    def watched(layout, *args):
+        axes = assign(layout, *args)
+        if layout.call.name == op:
+            names = {name.rstrip("'") for of_array in layout.operands for name in of_array}
+            possible.update(names & layout.shardable)
+            used.update(axes)
+        return axes
+
+    monkeypatch.setattr(shards.Layout, "assign", watched)
+    return possible, used
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", [call for call in CALLS if call.sharded], ids=str)
+def test_declared_shardings_match_one_device_without_gathers(call, kind, monkeypatch):
+    possible, used = watch_assignments(monkeypatch, call.op)
+    mesh, arrays = make_mesh(kind), call.arrays()
+    shardings = call.shardings()
+    variants = {(name, "auto"): specs for name, specs in shardings.items()}
+    last = list(shardings)[-1]
+    variants |= {(last, backend): shardings[last] for backend in call.backends}
+    given = {key: put(mesh, arrays, specs) for key, specs in variants.items()}
+    out_shardings = {
+        key: (None, same_shardings(mesh, arrays, specs) if call.has_backward else {})
+        for key, specs in variants.items()
+    }
+
+    def run(given):
+        return {
+            key: value_and_gradients(call, key[1], of_variant) for key, of_variant in given.items()
+        }
+
+    # On Explicit axes the gradients have the shardings that the types of their arguments have.
+    to_run = jax.jit(run, out_shardings=out_shardings if kind == "Auto" else None)
+    program = to_run.lower(given).compile()
+    found = program(given)
+    for key, actual in found.items():
+        testing.assert_close(
+            jax.device_get(actual), expected(call), call.dtype, what=f"{call} {key}"
+        )
+        for name, gradient in actual[1].items():
+            want = given[key][name].sharding
+            assert gradient.sharding.is_equivalent_to(want, gradient.ndim), (key, name)
+    # A bfloat16 call repeats some of the shardings of a float32 one.
+    assert used == possible or (call.dtype == "bfloat16" and used < possible)
+    of_call = collectives(program)
+    weights = {arrays[name].size for name in call.weights}
+    moved = [(k, size) for k, size in of_call if k not in ("all-reduce", "reduce-scatter")]
+    assert all(k == "all-gather" and size in weights for k, size in moved), moved
+    if call.weights and call.has_backward:
+        # The gradient of each weight is summed in shards.
+        scattered = [size for k, size in of_call if k == "reduce-scatter"]
+        assert set(scattered) >= {size // len(jax.devices()) for size in weights}, scattered

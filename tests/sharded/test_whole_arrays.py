@@ -1,0 +1,240 @@
+"""What is of whole arrays: random bits, norms and means on sharded arrays, and tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import (
+    ALL,
+    CALLS,
+    collectives,
+    expected,
+    make_mesh,
+    on_one_device,
+    put,
+    value_and_gradients,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm import ops, testing
+from jaxllm.ops.gemm import tile_order
+
+KINDS = ("Auto", "Explicit")
+LEAVES = {
+    "first": (16, 24),
+    "last": (8, 32),
+    "middle": (4, 8, 6),
+    "both": (2, 8, 8),
+    "whole": (24,),
+}
+SPECS = {"first": P(ALL), "last": P(None, ALL), "middle": P(None, ALL), "whole": P()}
+SPECS |= {"both": P("a", None, "b")}
+
+
+def drawn(dtype, mean=0.0, seed=0):
+    return {
+        name: np.asarray(
+            mean + np.random.default_rng((seed, i)).standard_normal(shape), np.float32
+        ).astype(dtype)
+        for i, (name, shape) in enumerate(LEAVES.items())
+    }
+
+
+def is_tree(node):
+    return isinstance(node, dict) and "first" in node
+
+
+def as_is(tree):
+    return jax.tree.map(lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}"), jax.device_get(tree))
+
+
+@pytest.mark.parametrize("backend", ["auto", "pallas", "xla"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stochastic_rounding_is_the_same_bits_as_on_one_device(kind, backend):
+    mesh = make_mesh(kind)
+    # The Pallas kernel numbers the elements of a shard in one sequence.
+    specs = {name: P(ALL) for name in ("first", "whole")} if backend == "pallas" else SPECS
+    options = {"step": 3, "lr": 0.01, "seed": 7}
+    masters, copies = drawn(np.float32, 1.0), {"copy_dtype": jnp.bfloat16}
+    trees = drawn(np.float32, seed=1), drawn(np.float32, seed=2), drawn(np.float32, 9.0, seed=3)
+    params = {name: x.astype(jnp.bfloat16) for name, x in masters.items()}
+    programs = {"masters": (masters, copies), "params": (params, {})}
+
+    def run(backend):
+        def update(given):
+            return {
+                name: ops.adamw_update(*given[name], **options, **more, backend=backend)
+                for name, (_, more) in programs.items()
+            }
+
+        return update
+
+    given = {name: (params, *trees) for name, (params, _) in programs.items()}
+    if backend == "pallas":
+        given = jax.tree.map(lambda tree: {n: tree[n] for n in specs}, given, is_leaf=is_tree)
+    wanted = on_one_device(run(backend), given)
+    unrounded = on_one_device(
+        lambda given: ops.adamw_update(*given, step=3, lr=0.01, **copies), given["masters"]
+    )
+    assert any(
+        (as_is(a) != as_is(b)).any()
+        for a, b in zip(wanted["masters"][3].values(), unrounded[3].values(), strict=True)
+    )
+    placed = {name: tuple(put(mesh, tree, specs) for tree in of) for name, of in given.items()}
+    found = jax.jit(run(backend))(placed)
+    jax.tree.map(np.testing.assert_array_equal, as_is(found), as_is(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_donated_state_is_updated_in_place_and_keeps_its_shardings(kind):
+    mesh = make_mesh(kind)
+    trees = [put(mesh, drawn(np.float32, 1.0, seed), SPECS) for seed in range(4)]
+    shardings = jax.tree.map(lambda x: x.sharding, trees[0])
+
+    def update(params, grads, m, v):
+        return ops.adamw_update(params, grads, m, v, step=1, lr=0.1)
+
+    wanted = on_one_device(update, *map(jax.device_get, trees))
+    out_shardings = (shardings,) * 3 if kind == "Auto" else None
+    run = jax.jit(update, donate_argnums=(0, 2, 3), out_shardings=out_shardings)
+    program = run.lower(*trees).compile()
+    assert not [kind for kind, _ in collectives(program)]
+    bytes_of_shards = sum(
+        x.addressable_shards[0].data.nbytes for tree in (0, 2, 3) for x in trees[tree].values()
+    )
+    aliased = getattr(program.memory_analysis(), "alias_size_in_bytes", None)
+    assert aliased == bytes_of_shards
+    found = program(*trees)
+    testing.assert_close(jax.device_get(found), wanted, "float32")
+    for tree in found:
+        for name, x in tree.items():
+            assert x.sharding.is_equivalent_to(shardings[name], x.ndim), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_global_norm_counts_each_element_once(kind):
+    mesh, tree = make_mesh(kind), drawn(np.float32)
+    exact = np.sqrt(sum(np.square(x.astype(np.float64)).sum() for x in tree.values()))
+    given = put(mesh, tree, SPECS)
+    stacked = {name: np.stack([x, 2 * x]) for name, x in tree.items()}
+    of_stacked = put(mesh, stacked, {name: P(None, *spec) for name, spec in SPECS.items()})
+    found = jax.jit(lambda trees: (ops.global_norm(trees[0]), jax.vmap(ops.global_norm)(trees[1])))
+    program = found.lower((given, of_stacked)).compile()
+    one, two = program((given, of_stacked))
+    np.testing.assert_allclose(one, exact, rtol=1e-6)
+    np.testing.assert_allclose(two, [exact, 2 * exact], rtol=1e-6)
+    assert {kind for kind, _ in collectives(program)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stochastic_rounding_under_vmap_is_the_same_bits(kind):
+    mesh = make_mesh(kind)
+    trees = [drawn(np.float32, mean, seed) for seed, mean in enumerate((1.0, 0.0, 0.0, 9.0))]
+    stacked = [jax.tree.map(lambda x: np.stack([x, 2 * x]), tree) for tree in trees]
+    options = {"step": 3, "lr": 0.01, "seed": 7, "copy_dtype": jnp.bfloat16}
+    update = jax.vmap(lambda *trees: ops.adamw_update(*trees, **options))
+    wanted = on_one_device(update, *stacked)
+    specs = {name: P(None, *spec) for name, spec in SPECS.items()}
+    found = jax.jit(update)(*(put(mesh, tree, specs) for tree in stacked))
+    jax.tree.map(np.testing.assert_array_equal, as_is(found), as_is(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mean_counts_labels_of_all_shards(kind):
+    mesh = make_mesh(kind)
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 24, 64).astype(np.int32)
+    labels[:13], labels[40:48] = -100, -100  # all of the first shard and one more, and of the sixth
+    hidden, weight = rng.standard_normal((64, 16)), rng.standard_normal((16, 24))
+    arrays = {"hidden": hidden.astype(np.float32), "weight": weight.astype(np.float32)}
+
+    def losses(arrays, labels, backend):
+        logits = arrays["hidden"] @ arrays["weight"]
+        return (
+            ops.cross_entropy(logits, labels, backend=backend)
+            + 2 * ops.linear_cross_entropy(
+                arrays["hidden"], arrays["weight"], labels, chunk_rows=3, backend=backend
+            )
+        )  # fmt: skip
+
+    run = jax.value_and_grad(losses)
+    wanted = on_one_device(lambda *x: run(*x, "xla"), arrays, labels)
+    given = put(mesh, arrays, {"hidden": P(ALL), "weight": P()})
+    labels = jax.device_put(labels, NamedSharding(mesh, P(ALL)))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda *x: run(*x, "auto"))(given, labels)
+    testing.assert_close(jax.device_get(found), wanted, "float32")
+
+
+@pytest.mark.parametrize("rows", [(8 * 128,), (16, 128)])
+def test_shards_of_tile_ordered_rows_are_the_rows_of_the_shards(rows):
+    mesh = make_mesh("Auto")
+    x = np.random.default_rng(0).standard_normal((*rows, 200)).astype(np.float32)
+    packed = tile_order.pack(jnp.asarray(x))
+    assert packed.whole_tiles == int(np.prod(rows)) // 128
+    # Each device has its rows, packed; together they are the whole array, packed.
+    placed = jax.device_put(x, NamedSharding(mesh, P(ALL)))
+    local = jax.shard_map(
+        lambda x: tile_order.pack(x).array, mesh=mesh, in_specs=P(ALL), out_specs=P(ALL)
+    )
+    np.testing.assert_array_equal(jax.jit(local)(placed), packed.array)
+    back = jax.shard_map(
+        lambda array: packed.shard(array, 8).unpack(), mesh=mesh, in_specs=P(ALL), out_specs=P(ALL)
+    )
+    np.testing.assert_array_equal(jax.jit(back)(packed.array), x)
+
+
+def test_rows_that_fill_no_tile_are_not_split():
+    assert tile_order.pack(jnp.zeros((100, 200))).whole_tiles == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    ["layer_norm", "linear", "flash_attention", "global_norm", "cross_entropy-none", "embed"],
+)
+def test_eager_calls_run_on_shards(name, kind):
+    mesh = make_mesh(kind)
+    (call,) = [call for call in CALLS if str(call) == name]
+    given = put(mesh, call.arrays(), call.specs({call.sharded.split()[0]: ALL}))
+    found = value_and_gradients(call, "auto", given)
+    testing.assert_close(jax.device_get(found), expected(call), call.dtype, what=name)
+    first = next(iter(given.values()))
+    if name != "global_norm":
+        assert found[0].sharding.shard_shape(found[0].shape)[0] == 1
+    assert found[0].sharding.device_set == first.sharding.device_set
+
+
+@pytest.mark.parametrize("with_mesh", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_arrays_and_numbers_mix_with_sharded_arrays(kind, with_mesh):
+    mesh = make_mesh(kind)
+    names = ("layer_norm", "linear", "flash_attention-all_options", "embed", "linear_cross_entropy")
+    calls = {str(call): call for call in CALLS if str(call) in names}
+    assert len(calls) == len(names)
+    constants = {name: call.arrays() for name, call in calls.items()}
+    given = {}
+    for name, call in calls.items():
+        spec = call.specs({call.sharded.split()[0]: ALL})
+        first = "token_table" if name == "embed" else next(iter(call.inputs))
+        spec = spec if name != "embed" else {first: P()}
+        given[name] = put(mesh, {first: constants[name].pop(first)}, spec)
+
+    def run(given):
+        def loss(some, name, backend):
+            out = calls[name](some | constants[name], backend)
+            return jnp.sum(out * out)
+
+        return {name: jax.value_and_grad(loss)(some, name, backend) for name, some in given.items()}
+
+    backend = "xla"
+    wanted = on_one_device(run, jax.device_get(given))
+    backend = "auto"
+    if with_mesh:
+        with jax.set_mesh(mesh):
+            found = jax.jit(run)(given)
+    else:
+        found = jax.jit(run)(given)
+    for name, actual in found.items():
+        testing.assert_close(jax.device_get(actual), wanted[name], "float32", what=name)
