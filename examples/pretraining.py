@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,10 +36,11 @@ from pretraining_options import (
 import jaxllm
 from jaxllm import training
 from jaxllm.convert import huggingface, llmc
+from jaxllm.core.partition import GatherWarning
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.inference.generate import generate
 from jaxllm.models.common import stack, unstack
-from jaxllm.training import checkpoint, evaluation, runlog
+from jaxllm.training import checkpoint, evaluation, parallel, runlog
 
 try:
     import matplotlib  # noqa: F401  needed for the loss curve at the end
@@ -50,15 +53,15 @@ __all__ = ["Family", "Recipe", "main"]
 PROMPT = "def "
 
 
-def train(options: argparse.Namespace) -> list[dict]:
-    """Runs the training loop and saves the model; returns the records of its log."""
+def train(options: argparse.Namespace) -> None:
+    """Runs the training loop and saves the model."""
     model, config = options.family.model, options.model_config
     if jax.default_backend() == "gpu":
         training.keep_compiled(options.out.parent / "compiled")
     tokens_per_step = options.accumulate * options.batch_size * options.seq_len
     print(
         f"{options.family.name} {options.preset}: {model.num_params(config):,} parameters on "
-        f"{jax.devices()[0].device_kind} in {options.dtype}, {tokens_per_step:,} tokens a step"
+        f"{machine(options)} in {options.dtype}, {tokens_per_step:,} tokens a step"
     )
 
     def loss_fn(params, tokens, labels):
@@ -70,6 +73,7 @@ def train(options: argparse.Namespace) -> list[dict]:
         max_grad_norm=options.max_grad_norm or None,
     )
     evaluate = training.make_eval_step(loss_fn, compute_dtype=options.dtype)
+    state, mesh = initial_state(options, optimizer), options.mesh
     train_step = training.make_train_step(
         loss_fn,
         optimizer,
@@ -78,8 +82,8 @@ def train(options: argparse.Namespace) -> list[dict]:
         microbatch_weights=options.microbatch_weights,
         max_loss_z=options.max_loss_z,
         max_norm_z=options.max_norm_z,
+        shardings=None if mesh is None else parallel.state_shardings(mesh, state),
     )
-    state = initial_state(options, optimizer)
     flops = flops_share(options)
 
     with (
@@ -95,9 +99,14 @@ def train(options: argparse.Namespace) -> list[dict]:
         train_step = train_step.lower(state, *make_batch(options.train, options, 0)).compile()
         print(f"{time.perf_counter() - began:.1f} s", flush=True)
 
-        log = runlog.open_log(options.out, after=first, tensorboard=options.tensorboard)
-        bar = tqdm(total=options.steps, initial=first, unit="step", dynamic_ncols=True)
-        with log as write, bar:
+        bar = tqdm(
+            total=options.steps,
+            initial=first,
+            unit="step",
+            dynamic_ncols=True,
+            disable=jax.process_index() > 0,
+        )
+        with open_log(options, first) as write, bar:
             upcoming = pool.submit(make_batch, options.train, options, first)
             pending = None  # (step, metrics) of a step that may still be running
             began = time.perf_counter()
@@ -157,20 +166,44 @@ def train(options: argparse.Namespace) -> list[dict]:
                 if interrupted():
                     break
     save(state, options)
-    return runlog.read_log(options.out / "log.jsonl")
+
+
+def machine(options: argparse.Namespace) -> str:
+    """The devices of the run: ``"8 NVIDIA H100 80GB HBM3 (data=2, fsdp=4; 2 processes)"``."""
+    kind = jax.devices()[0].device_kind
+    if options.mesh is None:
+        return kind
+    axes = ", ".join(f"{axis}={size}" for axis, size in options.mesh.shape.items())
+    count = jax.process_count()
+    processes = f"; {count} processes" if count > 1 else ""
+    return f"{options.mesh.size} {kind} ({axes}{processes})"
+
+
+@contextlib.contextmanager
+def open_log(options: argparse.Namespace, after: int) -> Iterator[Callable[[dict], None]]:
+    """Opens the log in process 0; in other processes, yields a function that writes nothing."""
+    if jax.process_index():
+        yield lambda record: None
+        return
+    with runlog.open_log(options.out, after=after, tensorboard=options.tensorboard) as write:
+        yield write
 
 
 def initial_state(options: argparse.Namespace, optimizer: Any) -> training.TrainState:
     """The state before the first step, from the loaded model or a random initialization."""
     params, options.params = options.params, None
-    if params is None:
-        params = options.family.model.init(jax.random.key(options.seed), options.model_config)
-    return training.init_state(
-        unstack(params) if options.unroll else params,
-        optimizer,
-        copy_dtype=None if options.dtype == "float32" else options.dtype,
-        detect_anomalies=True,
-    )
+    copy_dtype = None if options.dtype == "float32" else options.dtype
+    kept: dict[str, Any] = {"copy_dtype": copy_dtype, "detect_anomalies": True}
+
+    def init() -> dict:
+        return options.family.model.init(jax.random.key(options.seed), options.model_config)
+
+    if options.mesh is not None:
+        given, unroll = init if params is None else params, options.unroll
+        return parallel.init_state(options.mesh, given, optimizer, unroll=unroll, **kept)
+    params = init() if params is None else params
+    params = unstack(params) if options.unroll else params
+    return training.init_state(params, optimizer, **kept)
 
 
 @contextlib.contextmanager
@@ -246,7 +279,15 @@ def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> f
         batch_size=options.batch_size,
         seq_len=options.seq_len,
         batches=options.val_batches,
+        sharding=rows_sharding(options),
     )
+
+
+def rows_sharding(options: argparse.Namespace) -> Any:
+    """The sharding of tokens of shape (B, T); None without a mesh."""
+    if options.mesh is None:
+        return None
+    return parallel.batch_sharding(options.mesh, accumulate=False)
 
 
 def hellaswag_accuracy(params: dict, options: argparse.Namespace) -> float:
@@ -257,6 +298,7 @@ def hellaswag_accuracy(params: dict, options: argparse.Namespace) -> float:
         options.questions,
         config=options.model_config,
         batch_size=options.batch_size,
+        sharding=rows_sharding(options),
     )
 
 
@@ -267,23 +309,30 @@ def sample(params: dict, options: argparse.Namespace, step: int) -> str:
     prompt = np.array([tokenizer.end_of_text if tokenizer else config.vocab_size - 1])
     if tokenizer and (options.prompt or tokenizer is BYTES):
         prompt = tokenizer.encode(options.prompt or PROMPT)
-    tokens = generate(
-        options.family.model.forward,
-        training.cast(params, options.dtype),
-        prompt,
-        config=config,
-        max_new_tokens=16 if options.smoke else 200,
-        temperature=0.8,
-        top_k=40,
-        key=jax.random.fold_in(jax.random.key(options.seed), step),
-    )
+    with warnings.catch_warnings():
+        # One sequence cannot be sharded, so each device gathers the parameters and computes it.
+        warnings.simplefilter("ignore", GatherWarning)
+        tokens = generate(
+            options.family.model.forward,
+            training.cast(params, options.dtype),
+            prompt,
+            config=config,
+            max_new_tokens=16 if options.smoke else 200,
+            temperature=0.8,
+            top_k=40,
+            key=jax.random.fold_in(jax.random.key(options.seed), step),
+        )
     ids = np.asarray(tokens)
     return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
 
 def save(state: training.TrainState, options: argparse.Namespace) -> None:
     """Writes the model for examples/generate.py and transformers; overwrites an earlier model."""
-    config, params = options.model_config, stack(state.params)
+    config, params = options.model_config, state.params
+    if options.mesh is not None:
+        params = parallel.to_host(params)
+    if jax.process_index():
+        return
     huggingface.save(
         options.out / "model",
         params,
@@ -293,7 +342,7 @@ def save(state: training.TrainState, options: argparse.Namespace) -> None:
         overwrite=True,
     )
     if options.save_llmc:
-        llmc.save_gpt2(options.out / "model.bin", params, config)
+        llmc.save_gpt2(options.out / "model.bin", stack(params), config)
 
 
 def special_tokens(options: argparse.Namespace) -> huggingface.SpecialTokens | None:
@@ -314,7 +363,14 @@ def tokenizer_json(options: argparse.Namespace) -> Path | None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed. A second press quits at once."""
+    """Yields a function that returns whether Ctrl-C was pressed. A second press quits at once.
+
+    With several processes, the first press quits at once: the processes would not agree on the last
+    step. The checkpoints remain.
+    """
+    if jax.process_count() > 1:
+        yield lambda: False
+        return
     pressed = False
     previous = signal.getsignal(signal.SIGINT)
 
@@ -340,11 +396,23 @@ def main(argv: Sequence[str] | None, family: Family, description: str | None) ->
         description: The beginning of the help text.
     """
     options = parse(argv, family, description)
-    try:
-        with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
-            records = train(options)
-    except jaxllm.BackendError as error:
-        raise SystemExit(f"\n{error}") from error
+    with contextlib.ExitStack() as stack:
+        if options.backend:
+            stack.enter_context(jaxllm.use_backend(options.backend))
+        if jax.process_index():  # process 0 prints for all
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        try:
+            train(options)
+        except jaxllm.BackendError as error:
+            raise SystemExit(f"\n{error}") from error
+    if jax.process_index() == 0:
+        summarize(options)
+
+
+def summarize(options: argparse.Namespace) -> None:
+    """Writes the loss curve and prints the first and the last loss."""
+    records, family = runlog.read_log(options.out / "log.jsonl"), options.family
     curve = options.out / "loss.png"
     runlog.plot_losses(curve, {"": records}, f"{family.name} {options.preset}")
     if not records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from jaxllm.core.backend import BACKENDS
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
 from jaxllm.models.common import SAVE_GEMMS
-from jaxllm.training import evaluation, schedules
+from jaxllm.training import evaluation, loader, parallel, schedules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,29 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--max-loss-z", type=float, help="skip steps whose loss has a larger z-score")
     add("--max-norm-z", type=float, help="skip steps whose gradient norm has a larger z-score")
 
+    add = parser.add_argument_group("several devices and processes").add_argument
+    add(
+        "--mesh",
+        metavar="data=D,fsdp=F",
+        help="the batch is sharded over D * F devices, the parameters over F; default: no mesh on "
+        "one device, data=-1 on several. -1 stands for all remaining devices",
+    )
+    add("--coordinator", metavar="HOST:PORT", help="the address of process 0, for all processes")
+    add("--processes", type=int, metavar="N", help="the number of processes; with --coordinator")
+    add("--process", type=int, metavar="I", help="this process, from 0; with --coordinator")
+    add(
+        "--distributed",
+        action="store_true",
+        help="take the three from the environment: SLURM, Open MPI, or a cloud that JAX detects",
+    )
+    add(
+        "--heartbeat-timeout",
+        type=int,
+        default=100,
+        metavar="SECONDS",
+        help="end all processes if one is silent for this long (default: %(default)s)",
+    )
+
     add = parser.add_argument_group(
         "intervals in steps; 0: only at the end, and for checkpoints never"
     ).add_argument
@@ -167,6 +191,11 @@ def parse(
         except (OSError, ValueError) as error:
             parser.error(str(error))
         options = parser.parse_args(argv)
+    try:
+        start_processes(options)
+        options.mesh = open_mesh(options.mesh)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
 
     options.family = family
     on_gpu = jax.default_backend() == "gpu"
@@ -177,9 +206,12 @@ def parse(
     defaults["dtype"] = training.default_compute_dtype()
     defaults["unroll"] = on_gpu
     defaults["out"] = Path("runs", f"{family.stem}_{options.preset}")
+    given = {name for name, value in vars(options).items() if value is not None}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if options.mesh is not None and options.smoke and "batch_size" not in given:
+        options.batch_size = max(options.batch_size, options.mesh.size)
     for name in ("steps", "batch_size", "seq_len", "accumulate", "keep", "val_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be above 0")
@@ -201,6 +233,8 @@ def parse(
             final_fraction=options.final_fraction,
             decay_fraction=options.decay_fraction,
         )
+        if options.mesh is not None:
+            loader.check_batch_size(parallel.batch_sharding(options.mesh), options.batch_size)
         options.params, config = load_model(options)
         if options.vocab_size is None and config is not None:
             options.vocab_size = config.vocab_size
@@ -208,11 +242,39 @@ def parse(
         if options.vocab_size is None:
             options.vocab_size = (options.tokenizer or BYTES).vocab_size
         options.model_config = make_config(options, config)
-        options.train, options.val = open_data(options)
+        with parallel.first_process_first():
+            options.train, options.val = open_data(options)
         options.questions = open_questions(options)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return options
+
+
+def start_processes(options: argparse.Namespace) -> None:
+    """Connects the processes of the run, before JAX looks for devices.
+
+    Raises:
+        RuntimeError: The other processes cannot be reached.
+        ValueError: The flags contradict each other.
+    """
+    named = (options.coordinator, options.processes, options.process)
+    if options.distributed and any(x is not None for x in named):
+        raise ValueError("pass --distributed, or --coordinator, --processes and --process")
+    if any(x is not None for x in named) and None in named:
+        raise ValueError("--coordinator, --processes and --process must be passed together")
+    if not options.distributed and options.coordinator is None:
+        return
+    if options.process is not None and not 0 <= options.process < options.processes:
+        raise ValueError(f"--process is {options.process}, must be from 0 to --processes - 1")
+    jax.distributed.initialize(*named, heartbeat_timeout_seconds=options.heartbeat_timeout)
+
+
+def open_mesh(text: str | None) -> jax.sharding.Mesh | None:
+    """The mesh of ``--mesh``; None for one device without that flag."""
+    if text is None and jax.device_count() == 1:
+        return None
+    sizes = parallel.parse_mesh(text or "data=-1")
+    return parallel.make_mesh(data=sizes["data"], fsdp=sizes["fsdp"])
 
 
 def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
@@ -259,13 +321,14 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
     elif folder is None:
         folder = data.ensure_standard_library()
     train = data.open_split(folder, "train")
-    # Read one batch, so that a corpus that is too short is an error here.
-    make_batch(train, options, 0)
+    # Read a batch, so that a corpus that is too short is an error here.
+    read_rows(train, options, 0, range(options.batch_size))
     val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
     if val:
         data.check_vocabulary(val, options.vocab_size)
     if val is None or data.num_windows(val, options.seq_len) == 0:
-        print(f"{folder}: no validation data")
+        if jax.process_index() == 0:
+            print(f"{folder}: no validation data")
         return train, None
     return train, val
 
@@ -284,20 +347,41 @@ def open_questions(options: argparse.Namespace) -> list[evaluation.Question]:
 
 def make_batch(
     dataset: data.Dataset, options: argparse.Namespace, step: int
+) -> tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]:
+    """The tokens and labels of a step, counted from 0, of shape (accumulate, B, T).
+
+    With a mesh they are sharded, and each process reads its part.
+    """
+    A, B, T = options.accumulate, options.batch_size, options.seq_len
+    if options.mesh is not None:
+        sharding = parallel.batch_sharding(options.mesh)
+        read = functools.partial(read_rows, dataset, options, step)
+        return loader.load_batch(sharding, (A, B, T), read)
+    parts = [read_rows(dataset, options, step, range(i * B, (i + 1) * B)) for i in range(A)]
+    tokens, labels = map(np.stack, zip(*parts, strict=True))
+    return tokens, labels
+
+
+def read_rows(
+    dataset: data.Dataset, options: argparse.Namespace, step: int, rows: range
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens and labels of a step, counted from 0, of shape (accumulate, B, T)."""
+    """Some of the sequences of a step, (len(rows), T): rows of one of its microbatches.
+
+    Row i is row ``i % B`` of microbatch ``i // B``.
+    """
     A, B, T = options.accumulate, options.batch_size, options.seq_len
     if options.order == "llmc":
-        parts = [data.batch_in_order(dataset, B, T, index=step * A + i) for i in range(A)]
-        tokens, labels = map(np.stack, zip(*parts, strict=True))
+        microbatch = rows.start // B
+        rows = range(rows.start - microbatch * B, rows.stop - microbatch * B)
+        part = data.batch_in_order(dataset, B, T, index=step * A + microbatch, rows=rows)
     else:
-        tokens, labels = data.batch(dataset, A * B, T, seed=options.seed, step=step)
-    if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
+        part = data.batch(dataset, A * B, T, seed=options.seed, step=step, rows=rows)
+    if (largest := max(of.max() for of in part)) >= options.vocab_size:
         raise ValueError(
             f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
             "pass --vocab-size (50257 for GPT-2's tokens)"
         )
-    return tokens.reshape(A, B, T), labels.reshape(A, B, T)
+    return part
 
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:

@@ -278,7 +278,10 @@ class Initializer:
 
     def normal(self, *shape: int, std: float = 0.02) -> Array:
         """Normal elements."""
-        return std * jax.random.normal(next(self.keys), shape, jnp.float32)
+        drawn = jax.random.normal(next(self.keys), shape, jnp.float32)
+        # XLA would merge ``std`` with a constant of ``normal``, and round otherwise than outside of
+        # a ``jit``.
+        return std * jax.lax.optimization_barrier(drawn)
 
     def table(self, vocab_size: int, width: int) -> Array:
         """A row for each token, and the padding."""

@@ -165,13 +165,16 @@ def restore(
     _verify(name, checksums(state), _read_checksums(manager, step, name).get("state"))
     if cast_dtypes:
         state = jax.tree.map(
-            lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), state, wanted
+            lambda x, y: x if x.dtype == y.dtype else _shard_like(x.astype(y.dtype), y),
+            state,
+            wanted,
         )
     state = jax.tree.map(_with_key, state, like._replace(copy=None))
     if like.copy is None:
         return state
     dtype = jax.tree.leaves(like.copy)[0].dtype
-    return state._replace(copy=cast(state.params, dtype))
+    copy = jax.tree.map(_shard_like, cast(state.params, dtype), like.copy)
+    return state._replace(copy=copy)
 
 
 def read_record(manager: CheckpointManager, step: int | None = None) -> dict[str, Any]:
@@ -312,11 +315,20 @@ def _to_read(x: Any, dtype: Any) -> Any:
     An uncommitted array, such as the step count, is restored as a NumPy array. Orbax would commit
     it to the first device, and jit would reject it next to arrays sharded over several devices.
     """
-    sharding = getattr(x, "sharding", None)
-    is_bound = x.committed if isinstance(x, jax.Array) else sharding is not None
-    if is_bound:
+    if sharding := _bound_sharding(x):
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
     return np.broadcast_to(np.zeros((), dtype), x.shape)
+
+
+def _shard_like(x: Array, like: Any) -> Array:
+    """Gives an array the sharding of ``like``, if that has one."""
+    return jax.device_put(x, sharding) if (sharding := _bound_sharding(like)) else x
+
+
+def _bound_sharding(x: Any) -> Any:
+    """The sharding that an array must have; None for an uncommitted array."""
+    is_bound = x.committed if isinstance(x, jax.Array) else True
+    return getattr(x, "sharding", None) if is_bound else None
 
 
 def _arrays(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -25,7 +25,8 @@ def checksums(tree: object) -> dict[str, str]:
         ``"params/wte"``.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = jax.device_get([_sums(leaf) for _, leaf in leaves])
+    # One at a time: on CPUs, the collectives of programs that run at once can deadlock.
+    sums = [jax.device_get(_sums(leaf)) for _, leaf in leaves]
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
             f"{leaf.dtype}[{','.join(map(str, leaf.shape))}] {first:08x}{second:08x}"

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
 from jaxllm.data.llmc_header import HEADER_BYTES, read_header
+from jaxllm.training import parallel
 
 MAGIC, VERSION = 20240522, 1
 START = 65535  # the word before each example
@@ -68,6 +69,7 @@ def accuracy(
     *,
     config: Any,
     batch_size: int,
+    sharding: jax.NamedSharding | None = None,
 ) -> float:
     """The share of questions that a model answers correctly.
 
@@ -78,6 +80,8 @@ def accuracy(
         questions: The questions from :func:`read_questions`.
         config: The model's config.
         batch_size: The number of completions in a batch.
+        sharding: The sharding of the batches, of shape (B, T), for sharded parameters. See
+            :func:`jaxllm.training.parallel.batch_sharding`.
 
     Returns:
         The accuracy, between 0 and 1.
@@ -90,11 +94,11 @@ def accuracy(
     longest = _longest(rows)
     # One shape for all batches; rounding to 64 limits the number of shapes across files.
     seq_len = min(-(-longest // 64) * 64, config.max_seq_len)
-    means = [
-        _mean_losses(params, tokens, labels, forward=forward, config=config)
-        for tokens, labels in _batches(rows, batch_size, seq_len)
-    ]
-    losses = np.concatenate(jax.device_get(means))[: len(rows)]
+    means = []
+    for batch in _batches(rows, batch_size, seq_len):
+        tokens, labels = batch if sharding is None else parallel.put(sharding, batch)
+        means.append(_mean_losses(params, tokens, labels, forward=forward, config=config))
+    losses = np.concatenate(parallel.to_host(means))[: len(rows)]
     ends = np.cumsum([len(q.completions) for q in questions])[:-1]
     right = [
         int(np.argmin(of_one)) == q.label

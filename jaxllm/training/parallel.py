@@ -12,7 +12,7 @@ an op uses them, and their gradients are reduce-scattered::
     state = parallel.init_state(mesh, lambda: gpt2.init(key, config), optimizer)
     shardings = parallel.state_shardings(mesh, state)
     step = training.make_train_step(loss_fn, optimizer, shardings=shardings)
-    batch = parallel.load_batch(
+    batch = loader.load_batch(
         parallel.batch_sharding(mesh),
         (accumulate, B, T),
         lambda rows: data.batch(dataset, accumulate * B, T, seed=0, step=0, rows=rows),
@@ -37,10 +37,10 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxllm.models.common import unstack
 from jaxllm.training.optim import Optimizer
@@ -89,7 +89,7 @@ def make_mesh(
     data: int = -1,
     fsdp: int = 1,
     axis_type: Literal["auto", "explicit"] = "auto",
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Makes a mesh with the axes ``data`` and ``fsdp``.
 
@@ -100,7 +100,7 @@ def make_mesh(
         fsdp: The number of devices along ``fsdp``. -1 for all that remain.
         axis_type: ``"auto"``: XLA chooses the shardings of intermediate arrays. ``"explicit"``: the
             types of arrays have their shardings; then use the mesh under ``jax.set_mesh``.
-        devices: The devices; None for all devices of all processes.
+        devices: The ``jax.Device`` objects; None for all devices of all processes.
 
     Returns:
         The mesh. It has both axes; an axis that is not used has size 1.
@@ -136,11 +136,6 @@ def make_mesh(
     )
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """The number of parts that a batch is split into; it must divide the batch size."""
-    return math.prod(mesh.shape[axis] for axis in AXES)
-
-
 def batch_sharding(mesh: Mesh, *, accumulate: bool = True) -> NamedSharding:
     """The sharding of tokens and labels: sequences along both axes of the mesh.
 
@@ -156,7 +151,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def state_shardings(mesh: Mesh, state: Any) -> Any:
+def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     """The shardings of a training state, or of parameters alone.
 
     A matrix is sharded along ``fsdp``: a weight along its input dimension, a table (``wte``,
@@ -192,7 +187,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
 def init_state(
     mesh: Mesh,
-    init: Callable[[], Params],
+    params: Params | Callable[[], Params],
     optimizer: Optimizer | optax.GradientTransformation,
     *,
     unroll: bool = False,
@@ -201,13 +196,15 @@ def init_state(
 ) -> TrainState:
     """Creates a training state in shards: no device ever has a whole matrix.
 
-    The elements equal those of :func:`jaxllm.training.init_state` on one device, bit for bit.
+    The elements equal those of :func:`jaxllm.training.init_state` on one device, bit for bit, if
+    JAX draws random numbers in its default way (``jax_threefry_partitionable``).
 
     Args:
         mesh: The mesh from :func:`make_mesh`.
-        init: ``init() -> params``, such as ``lambda: gpt2.init(jax.random.key(0), config)``. It is
-            traced, so it must not close over arrays of the model's size: use :func:`put` for
-            parameters that exist.
+        params: A function that creates the parameters, such as ``lambda:
+            gpt2.init(jax.random.key(0), config)``: it is traced, and creates them in shards. Or
+            parameters that each process has whole, such as a loaded model; do not use them
+            afterwards.
         optimizer: As in :func:`jaxllm.training.init_state`.
         unroll: Whether the blocks are a list, as :func:`jaxllm.models.common.unstack` returns them.
         copy_dtype: As in :func:`jaxllm.training.init_state`.
@@ -220,18 +217,48 @@ def init_state(
         TypeError: As in :func:`jaxllm.training.init_state`.
     """
     options: Any = {"copy_dtype": copy_dtype, "detect_anomalies": detect_anomalies}
-
-    def create() -> TrainState:
-        params = unstack(init()) if unroll else init()
-        return init_on_one_device(params, optimizer, **options)
-
-    # XLA shards the program that draws the parameters. Under Explicit axes, jax.random would draw
-    # whole arrays, so the mesh of this program has Auto axes.
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    with jax.set_mesh(auto):
-        shardings = state_shardings(auto, jax.eval_shape(create))
-        state = jax.jit(create, out_shardings=shardings)()
+    create, given = _creation(mesh, params, optimizer, unroll, options)
+    with jax.set_mesh(with_auto_axes(mesh)):
+        state = create(*given)
     return jax.device_put(state, state_shardings(mesh, state))  # the same shards; nothing is copied
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with Auto axes.
+
+    To move parameters from a mesh with Explicit axes to it copies nothing::
+
+        auto = parallel.with_auto_axes(mesh)
+        params = jax.device_put(params, parallel.state_shardings(auto, params))
+
+    Sampling needs it: JAX does not slice the padding off logits that are sharded along the
+    vocabulary under Explicit axes.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _creation(
+    mesh: Mesh,
+    params: Params | Callable[[], Params],
+    optimizer: Optimizer | optax.GradientTransformation,
+    unroll: bool,
+    options: dict[str, Any],
+) -> tuple[Any, tuple[Params, ...]]:
+    """The jitted function that creates a state, and its arguments.
+
+    XLA shards the program that draws the parameters. Under Explicit axes, ``jax.random`` would draw
+    whole arrays, so the mesh of this program has Auto axes.
+    """
+
+    def create(*given: Params) -> TrainState:
+        created = given[0] if given else params()
+        return init_on_one_device(unstack(created) if unroll else created, optimizer, **options)
+
+    auto = with_auto_axes(mesh)
+    with jax.set_mesh(auto):
+        given = () if callable(params) else (put(state_shardings(auto, params), params),)
+        shardings = state_shardings(auto, jax.eval_shape(create, *given))
+    return jax.jit(create, out_shardings=shardings), given
 
 
 def put(shardings: Any, tree: Any) -> Any:
@@ -281,52 +308,6 @@ def to_host(tree: Any) -> Any:
 @jax.jit
 def _row(x: Array, i: int) -> Array:
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def load_batch(
-    sharding: NamedSharding,
-    shape: tuple[int, ...],
-    read: Callable[[range], tuple[np.ndarray, np.ndarray]],
-) -> tuple[Int[Array, "*A B T"], Int[Array, "*A B T"]]:
-    """Reads a batch in shards: each process reads only the sequences of its devices.
-
-    The global batch does not depend on the mesh or on the number of processes.
-
-    Args:
-        sharding: The sharding from :func:`batch_sharding`.
-        shape: The shape of the global tokens, (accumulate, B, T) or (B, T).
-        read: ``read(rows) -> (tokens, labels)``, the sequences with these numbers, of shape
-            (len(rows), T). The numbers count through all microbatches, from 0 to
-            accumulate * B - 1. For example :func:`jaxllm.data.batch` with its argument ``rows``.
-
-    Returns:
-        ``(tokens, labels)``, global arrays of the shape and sharding.
-
-    Raises:
-        ValueError: The mesh does not divide B.
-    """
-    *leading, size, _ = shape
-    parts = batch_parts(sharding.mesh)  # type: ignore[arg-type]
-    if size % parts:
-        raise ValueError(
-            f"the batch has {size} sequences, which the mesh's {parts} parts do not divide; the "
-            f"batch size must be a multiple of {parts}"
-        )
-    found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-
-    def shard(index: tuple[slice, ...], which: int) -> np.ndarray:
-        start, stop, _ = index[-2].indices(size)
-        if (start, stop) not in found:
-            rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
-            tokens, labels = (np.stack(of) for of in zip(*rows, strict=True))
-            found[start, stop] = (tokens, labels) if leading else (tokens[0], labels[0])
-        return found[start, stop][which]
-
-    tokens, labels = (
-        jax.make_array_from_callback(shape, sharding, lambda index, which=which: shard(index, which))
-        for which in (0, 1)
-    )
-    return tokens, labels
 
 
 @contextmanager

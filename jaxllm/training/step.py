@@ -8,6 +8,7 @@ A step uses the backend of the enclosing context::
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxllm import data, ops
 from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype, widen
 from jaxllm.training.anomaly import AnomalyState, detect_anomaly, init_anomaly_state
+from jaxllm.training.loader import load_batch
 from jaxllm.training.optim import Optimizer
 from jaxllm.training.schedules import Schedule
 
@@ -346,7 +348,7 @@ def mean_loss(
     batch_size: int,
     seq_len: int,
     batches: int | None = None,
-    load: Callable[..., tuple[ArrayLike, ArrayLike]] | None = None,
+    sharding: jax.NamedSharding | None = None,
 ) -> float:
     """The mean loss over the labels of a data set; its exponential is the perplexity.
 
@@ -360,13 +362,15 @@ def mean_loss(
         seq_len: T, the number of tokens in a window.
         batches: How many batches to read, the same ones on each call; None for all full batches. If
             the data set has less than one full batch, some windows are read twice.
+        sharding: The sharding of the batches, of shape (B, T), for sharded parameters. See
+            :func:`jaxllm.training.parallel.batch_sharding`.
 
     Returns:
         The loss in nats per token.
 
     Raises:
-        ValueError: The data set is shorter than one window, or ``batches``, ``batch_size`` or
-            ``seq_len`` is below 1.
+        ValueError: The data set is shorter than one window; ``batches``, ``batch_size`` or
+            ``seq_len`` is below 1; or the sharding does not divide ``batch_size``.
     """
     if batches is not None and batches < 1:
         raise ValueError(f"batches is {batches}; it must be at least 1, or None")
@@ -377,9 +381,26 @@ def mean_loss(
     full = max(data.num_windows(dataset, seq_len) // batch_size, 1)
     losses, counts = [], []
     for i in range(full if batches is None else min(batches, full)):
-        tokens, labels = data.batch(dataset, batch_size, seq_len, seed=0, step=i)
-        losses.append(evaluate(params, tokens, labels))
-        counts.append(np.count_nonzero(label_mask(labels)))
+        read = functools.partial(data.batch, dataset, batch_size, seq_len, seed=0, step=i)
+        if sharding is None:
+            tokens, labels = read()
+            counts.append(np.count_nonzero(label_mask(labels)))
+            losses.append(evaluate(params, tokens, labels))
+            continue
+        # One program at a time: on CPUs, the collectives of programs that run at once can deadlock.
+        tokens, labels = load_batch(sharding, (batch_size, seq_len), _by_rows(read))
+        counts.append(int(_count_labels(labels)))
+        losses.append(jax.block_until_ready(evaluate(params, tokens, labels)))
     # A batch without labels adds nothing, even if its loss is NaN.
-    losses = np.where(counts, np.asarray(jax.device_get(losses), np.float64), 0.0)
+    losses = np.asarray(jax.device_get(losses), np.float64)
+    losses = np.where(counts, losses, 0.0)
     return float(losses @ counts / max(sum(counts), 1))
+
+
+def _by_rows(read: Callable[..., Any]) -> Callable[[range], Any]:
+    return lambda rows: read(rows=rows)
+
+
+@jax.jit
+def _count_labels(labels: Int[Array, "B T"]) -> Int[Array, ""]:
+    return label_mask(labels).sum()

@@ -1,0 +1,74 @@
+"""Loads batches in shards: each process reads only the sequences of its devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+
+def check_batch_size(sharding: jax.NamedSharding, batch_size: int) -> None:
+    """Checks that a batch can be split evenly.
+
+    Args:
+        sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`.
+        batch_size: B, the sequences of a global microbatch.
+
+    Raises:
+        ValueError: The number of parts does not divide the batch size.
+    """
+    axes = sharding.spec[-2]
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    if batch_size % parts:
+        shown = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
+        raise ValueError(
+            f"the batch size is {batch_size}; it must be a multiple of {parts}, the devices of the "
+            f"mesh ({shown})"
+        )
+
+
+def load_batch(
+    sharding: jax.NamedSharding,
+    shape: tuple[int, ...],
+    read: Callable[[range], tuple[np.ndarray, np.ndarray]],
+) -> tuple[Int[Array, "*A B T"], Int[Array, "*A B T"]]:
+    """Reads a batch in shards: each process reads only the sequences of its devices.
+
+    The global batch does not depend on the mesh or on the number of processes.
+
+    Args:
+        sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`.
+        shape: The shape of the global tokens, (accumulate, B, T) or (B, T).
+        read: ``read(rows) -> (tokens, labels)``, the sequences with these numbers, of shape
+            (len(rows), T). The numbers count through all microbatches, from 0 to
+            accumulate * B - 1. For example :func:`jaxllm.data.batch` with its argument ``rows``.
+
+    Returns:
+        ``(tokens, labels)``, global arrays of the shape and sharding.
+
+    Raises:
+        ValueError: The devices of the mesh do not divide B.
+    """
+    *leading, size, _ = shape
+    check_batch_size(sharding, size)
+    found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def shard(index: Any, which: int) -> np.ndarray:
+        start, stop, _ = index[-2].indices(size)
+        if (start, stop) not in found:
+            rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
+            tokens, labels = (np.stack(of) for of in zip(*rows, strict=True))
+            found[start, stop] = (tokens, labels) if leading else (tokens[0], labels[0])
+        return found[start, stop][which]
+
+    tokens, labels = (
+        jax.make_array_from_callback(
+            shape, sharding, lambda index, which=which: shard(index, which)
+        )
+        for which in (0, 1)
+    )
+    return tokens, labels

@@ -1,0 +1,261 @@
+"""Data parallelism and FSDP on several devices, and in several processes."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pretrain_gpt2
+import pytest
+from jax.sharding import PartitionSpec as P
+from pretraining_scripts import read_log
+
+from jaxllm import data, training
+from jaxllm.models import gpt2, llama3
+from jaxllm.models.common import unstack
+from jaxllm.training import loader, optim, parallel
+
+ROOT = Path(__file__).parent.parent
+MESH = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+
+
+def environment(devices):
+    """The environment of a child process with this number of CPU devices."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "examples")),
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("data=2,fsdp=4", {"data": 2, "fsdp": 4}),
+        (" fsdp = 8 ", {"data": 1, "fsdp": 8}),
+        ("data=-1", {"data": -1, "fsdp": 1}),
+    ],
+)
+def test_parse_mesh_reads_sizes(text, sizes):
+    assert parallel.parse_mesh(text) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8", "it must be like data=2,fsdp=4"),
+        ("data=two", "has 'data=two'; it must be like"),
+        ("data=2,tensor=4", "tensor parallelism is not there yet, only data and fsdp"),
+        ("context=2", "context parallelism is not there yet"),
+        ("model=2", "has the axis 'model'; axes are data and fsdp"),
+        ("data=2,data=4", "names the axis data twice"),
+    ],
+)
+def test_parse_mesh_rejects_other_texts(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parallel.parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": 2, "fsdp": 4}, "sizes multiply to 8, but there are 1 devices in 1 processes"),
+        ({"data": -1, "fsdp": 4}, "4 does not divide the number of devices, 1"),
+        ({"data": -1, "fsdp": -1}, "only one size may be -1"),
+        ({"fsdp": 0}, "fsdp is 0; it must be at least 1, or -1"),
+        ({"axis_type": "manual"}, "it must be 'auto' or 'explicit'"),
+    ],
+)
+def test_make_mesh_rejects_wrong_sizes(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parallel.make_mesh(**options, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_matrices_are_sharded_along_their_input_dimension(unrolled):
+    sizes: dict[str, Any] = {
+        "vocab_size": 100,
+        "max_seq_len": 32,
+        "layers": 2,
+        "heads": 4,
+        "width": 64,
+    }
+    configs = [
+        (gpt2, gpt2.GPT2Config(**sizes)),
+        (llama3, llama3.Llama3Config(**sizes, kv_heads=2, mlp_width=128)),
+    ]
+    for model, config in configs:
+        for optimizer in (training.adamw(1e-3), optim.adamw(1e-3)):
+
+            def create(model=model, config=config, optimizer=optimizer):
+                params = model.init(jax.random.key(0), config)
+                params = training.cast(unstack(params) if unrolled else params, "bfloat16")
+                options = {"copy_dtype": "bfloat16", "detect_anomalies": True}
+                return training.init_state(params, optimizer, **options)
+
+            state = jax.eval_shape(create)
+            shardings = parallel.state_shardings(MESH, state)
+            kinds = set()
+            for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+                name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1]
+                spec = tuple(sharding.spec)
+                if name in ("weight", "wte", "wpe", "lm_head"):
+                    stacked = (None,) if name == "weight" and not unrolled else ()
+                    assert spec == (*stacked, "fsdp", None), path
+                else:
+                    assert spec == (None,) * len(spec), path
+                kinds.add(name)
+            assert {"weight", "scale", "wte", "step"} <= kinds
+            ranks = jax.tree.map(lambda x, sharding: x.ndim == len(sharding.spec), state, shardings)
+            assert all(jax.tree.leaves(ranks))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((6, 8), P(None, "fsdp")), ((6, 6), P(None, None)), ((8, 8), P("fsdp", None))],
+)
+def test_dimensions_that_the_axis_does_not_divide_stay_whole(shape, spec):
+    tree = {"weight": jax.ShapeDtypeStruct(shape, "float32")}
+    assert parallel.state_shardings(MESH, tree)["weight"].spec == spec
+
+
+def test_load_batch_rejects_uneven_batches():
+    sharding = jax.NamedSharding(MESH, P(None, ("data", "fsdp"), None))
+    message = "the batch size is 12; it must be a multiple of 8, the devices of the mesh (data=2 x"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        loader.load_batch(sharding, (1, 12, 4), lambda rows: (np.zeros(0), np.zeros(0)))
+
+
+@pytest.mark.parametrize("order", ["shuffled", "llmc"])
+def test_rows_of_a_batch_are_those_of_the_whole_batch(order):
+    dataset = data.Dataset((np.arange(500, dtype=np.uint16), np.arange(400, dtype=np.uint16)))
+
+    def read(rows=None):
+        if order == "llmc":
+            options = {"index": 5, "rank": 1, "ranks": 2}
+            return data.batch_in_order(dataset, 6, 7, **options, rows=rows)
+        return data.batch(dataset, 6, 7, seed=1, step=20, rows=rows)
+
+    for rows in (range(0, 2), range(2, 6), range(6)):
+        for part, whole in zip(read(rows), read(), strict=True):
+            np.testing.assert_array_equal(part, whole[rows.start : rows.stop])
+    for rows in (range(4, 7), range(0, 4, 2)):
+        with pytest.raises(ValueError, match="consecutive rows of a batch of 6"):
+            read(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gpt2", "llama3"])
+def test_training_on_a_mesh_equals_training_on_one_device(tmp_path, case):
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "parallel_training.py"), case, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(8),
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    one, mesh = found["one"], found["mesh"]
+    assert len(one["losses"]) == 3
+    np.testing.assert_allclose(mesh["losses"], one["losses"], rtol=1e-5)
+    np.testing.assert_allclose(mesh["validation"], one["validation"], rtol=1e-5)
+    assert (mesh["accuracy"], mesh["sample"]) == (one["accuracy"], one["sample"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "data=2,fsdp=4"], "data=2, fsdp=4: the sizes multiply to 8, but there are"),
+        (["--mesh", "tensor=2"], "tensor parallelism is not there yet"),
+        (["--processes", "2"], "--coordinator, --processes and --process must be passed together"),
+        (["--distributed", "--process", "1"], "pass --distributed, or --coordinator"),
+        (
+            ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
+            "--process is 2, must be from 0 to --processes - 1",
+        ),
+    ],
+)
+def test_pretrain_rejects_wrong_meshes_in_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        pretrain_gpt2.main(["--smoke", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def start(folder, name, *more):
+    """Starts a run of two processes with two devices each, under FSDP."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    arguments = ["--smoke", "--steps", "8", "--batch-size", "4", "--data", "shards", "--resume"]
+    arguments += ["--checkpoint-every", "2", "--no-tensorboard", "--heartbeat-timeout", "10"]
+    arguments += ["--out", name, "--mesh", "data=2,fsdp=2", "--coordinator", address, *more]
+    script = str(ROOT / "examples" / "pretrain_gpt2.py")
+    processes = []
+    for i in range(2):
+        with (folder / f"{name}{i}.txt").open("a") as output:
+            child = [sys.executable, script, *arguments, "--processes", "2", "--process", str(i)]
+            processes.append(
+                subprocess.Popen(
+                    child, stdout=output, stderr=output, cwd=folder, env=environment(2)
+                )
+            )
+    return processes
+
+
+def finish(folder, name, processes):
+    """Waits for a run, which must succeed."""
+    codes = [process.wait(timeout=200) for process in processes]
+    assert codes == [0, 0], (folder / f"{name}0.txt").read_text()[-5000:]
+
+
+def end(processes):
+    """Kills what still runs."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_killed_process_ends_the_run_and_the_resumed_run_is_bit_identical(tmp_path):
+    (tmp_path / "shards").mkdir()
+    tokens = np.random.default_rng(0).integers(0, 256, 20_000)
+    data.write_shard(tmp_path / "shards" / "train.bin", tokens)
+    with contextlib.ExitStack() as stack:
+        broken = start(tmp_path, "broken")
+        stack.callback(end, broken)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "broken" / "checkpoints" / "2").exists():
+            assert time.monotonic() < deadline, (tmp_path / "broken0.txt").read_text()
+            time.sleep(0.02)
+        broken[1].kill()
+        killed = time.monotonic()
+        whole = start(tmp_path, "whole")  # while the other process waits for heartbeats
+        stack.callback(end, whole)
+        assert broken[0].wait(timeout=60) != 0
+        assert time.monotonic() - killed < 45
+        named = re.compile(r"task:?\s?1\b|unhealthy \(stopped sending heartbeats\):\s+\S*1\n", re.I)
+        assert named.search((tmp_path / "broken0.txt").read_text())
+        finish(tmp_path, "whole", whole)
+        resumed = start(tmp_path, "broken")
+        stack.callback(end, resumed)
+        finish(tmp_path, "broken", resumed)
+    printed = (tmp_path / "broken0.txt").read_text()
+    assert "resuming from step" in printed and "4 cpu (data=2, fsdp=2; 2 processes)" in printed
+    assert "--- sample after step 8" in printed
+    assert "step" not in (tmp_path / "whole1.txt").read_text()  # process 0 prints for all
+    logs = [read_log(tmp_path / name / "log.jsonl") for name in ("whole", "broken")]
+    losses = [[(r["step"], r["loss"], r["grad_norm"]) for r in log] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    models = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "broken")]
+    assert models[0].read_bytes() == models[1].read_bytes()
