@@ -2,6 +2,8 @@
 
 ``python -m jaxllm info`` prints versions, devices, the CUDA extension and the selected backend.
 ``python -m jaxllm check-llmc CHECKPOINT STATE`` compares GPT-2 with a debug state of llm.c.
+``python -m jaxllm plan --model 3.1-8b --mesh fsdp=8`` predicts memory, communication and time of a
+training step, without a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import importlib.metadata
 import platform
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +76,33 @@ def _auto() -> str:
     return f"{call.on_gpu}{', ' + reasons if reasons else ', the first of its preference'}"
 
 
+def _add_plan(commands: Any) -> None:
+    """Adds the subcommand ``plan``."""
+    plan = commands.add_parser(
+        "plan", help="predict memory, communication and time of a training step"
+    )
+    plan.add_argument("--model", required=True, help="a preset: 3.1-8b, gpt2:d12, llama3:d12")
+    plan.add_argument("--mesh", default="data=1", help="such as data=2,fsdp=4; default: one GPU")
+    plan.add_argument(
+        "--batch-size", type=int, help="sequences of a microbatch, of all GPUs; default: what fits"
+    )
+    plan.add_argument("--seq-len", type=int, help="default: 1024 of GPT-2, 4096 of Llama")
+    plan.add_argument("--gpu", choices=("h100", "h200"), default="h100")
+    plan.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
+    plan.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
+    plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    plan.add_argument(
+        "--interconnect", type=float, metavar="GB/S", help="between hosts, per GPU; default: 50"
+    )
+
+
+def _plan(options: argparse.Namespace) -> str:
+    """The text of the subcommand ``plan``."""
+    from jaxllm.training.plan_report import plan_text  # needs optax; info does not
+
+    return plan_text(**{name: x for name, x in vars(options).items() if name != "command"})
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxllm")
@@ -89,9 +119,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="the largest relative error; default: by the dtype",
         metavar="SHARE",
     )
+    _add_plan(commands)
     options = parser.parse_args(argv)
     if options.command == "info":
         print(info())
+        return
+    if options.command == "plan":
+        try:
+            print(_plan(options))
+        except (ImportError, ValueError) as error:
+            parser.error(str(error))
         return
     try:
         with jaxllm.use_backend(options.backend):

@@ -1,0 +1,406 @@
+"""Memory, communication and time of a training step, predicted without a GPU.
+
+``python -m jaxllm plan`` prints what :func:`make_plan` returns. It reads shapes and shardings only;
+no array is made and no JAX backend starts.
+
+Terms of the formulas: n GPUs, ``data`` x ``fsdp`` of them; R tokens per GPU and microbatch; L
+layers of width D; Vp rows of the padded vocabulary; c bytes per element of the compute dtype; A
+microbatches per step.
+
+The blocks are assumed unrolled (:func:`jaxllm.models.common.unstack`), the optimizer
+:func:`jaxllm.training.adamw`, the parameters float32 with a copy in the compute dtype, and the
+shardings those of :func:`jaxllm.training.parallel.state_shardings`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from jaxllm.training.metrics import PEAK_FLOPS
+from jaxllm.training.parallel import AXES
+from jaxllm.training.plan_inputs import (
+    FAMILIES,
+    GPU_MEMORY,
+    Elements,
+    Model,
+    Row,
+    count_elements,
+    nearest_row,
+)
+
+# Bus bandwidth of NCCL's all-reduce between two H100s of one host over NVLink, measured, in bytes
+# per second. NCCL's bus bandwidth is bytes sent per GPU and second.
+NVLINK = 329e9
+# Between hosts, per GPU: one network card of 400 Gbit/s each, the rate of the data sheet of DGX
+# H100. Not measured; --interconnect changes it.
+INTERCONNECT = 50e9
+HOST_GPUS = 8
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Restated from jaxllm.models.common.lm_head_loss and jaxllm.ops.loss.api; tests/test_plan.py
+# compares them.
+_MANY_ROWS, _CHUNK_BYTES, _TILE_ROWS, _LARGE_SUM = 4096, 320 * 2**20, 128, 2**29
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLine:
+    """Bytes per GPU of one kind of array, at the three moments that may be the peak.
+
+    Attributes:
+        name: What the arrays are.
+        lm_head: While the LM head computes loss and gradients of a chunk.
+        backward: In the backward pass of the last layer, when all other layers' activations exist.
+        update: In the optimizer, when all gradients exist.
+    """
+
+    name: str
+    lm_head: int = 0
+    backward: int = 0
+    update: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind along the same axes of the mesh, per step.
+
+    Attributes:
+        kind: all-gather, reduce-scatter or all-reduce.
+        axes: The axes of the mesh, as ``data``, ``fsdp`` or ``data x fsdp``.
+        sent: Bytes that each GPU sends.
+        exposed: How many of them no computation of the step can overlap.
+        bandwidth: Bytes per second and GPU.
+    """
+
+    kind: str
+    axes: str
+    sent: float
+    exposed: float
+    bandwidth: float
+
+    @property
+    def seconds(self) -> float:
+        """Duration without latency: ``sent / bandwidth``."""
+        return self.sent / self.bandwidth
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The part of the duration that no computation can overlap."""
+        return self.exposed / self.bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step takes; :func:`make_plan` checks the sizes.
+
+    Attributes:
+        model: The model.
+        mesh: The sizes of the axes ``data`` and ``fsdp``.
+        batch_size: Sequences of a microbatch, of all GPUs.
+        seq_len: Tokens of each.
+        gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
+        remat: Whether each block is recomputed in the backward pass.
+        accumulate: Microbatches of a step.
+        dtype: The compute dtype.
+        interconnect: Bytes per second and GPU between hosts.
+        elements: From :func:`jaxllm.training.plan_inputs.count_elements`.
+    """
+
+    model: Model
+    mesh: dict[str, int]
+    batch_size: int
+    seq_len: int
+    gpu: str
+    remat: bool
+    accumulate: int
+    dtype: str
+    interconnect: float
+    elements: dict[str, Elements]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all GPUs."""
+        return self.accumulate * self.batch_size * self.seq_len
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return self.elements["all"].total
+
+    # ---- Memory
+
+    @functools.cached_property
+    def memory(self) -> tuple[MemoryLine, ...]:
+        """The bytes of each kind of array on a GPU.
+
+        With P elements of parameters per GPU (sharded ones divided by ``fsdp``):
+
+        - parameters ``4 P``; optimizer state, m and v, ``8 P``: the float32 parameters are the
+          master
+        - narrow copy ``c P``, none in float32
+        - gradients: of the LM head until the update ``c Vp D / fsdp``, whole while the head
+          computes them (see :func:`lm_head_bytes`); in the backward pass one layer's, whole; in the
+          update ``c P`` and the token table's gradient whole. With A > 1 in addition the float32
+          sum ``4 P``.
+        - saved activations ``c R saved_per_token``; with remat ``c R 2 L D``, since the residual
+          that goes from block to block is two arrays
+        - logits of a chunk ``c rows Vp``, and input and input gradient of the head ``2 c R D``
+        - gradients of one block's activations ``c R (columns of the MLP + 2 D)``; with remat also
+          the block's own saved activations
+        - gathered weights of FSDP: the LM head, or two layers, one in use and one under way
+        """
+        config, c, fsdp = self.model.config, ITEMSIZE[self.dtype], self.mesh["fsdp"]
+        blocks, head = self.elements["blocks"], self.elements["lm_head"]
+        local, layers = self.elements["all"].local(fsdp), config.layers
+        rows = self.batch_size * self.seq_len // self.gpus
+        saved = config.saved_per_token
+        kept = 2 * layers * config.width if self.remat else saved
+        block = self.model.mlp_columns + 2 * config.width + (saved // layers if self.remat else 0)
+        logits, head_gradient = lm_head_bytes(self)
+        head_input = c * rows * config.width
+        resident = {
+            "parameters (float32)": 4 * local,
+            "optimizer state (float32 m, v)": 8 * local,
+            f"copy in {self.dtype}": 0 if c == 4 else c * local,
+            "sum of gradients (float32)": 4 * local if self.accumulate > 1 else 0,
+        }
+        is_table_whole = self.gpus > 1 or self.model.is_tied
+        token_table = c * config.padded_vocab_size * config.width
+        return (
+            *(MemoryLine(name, size, size, size) for name, size in resident.items()),
+            MemoryLine(
+                "gradients",
+                head_gradient,
+                c * head.local(fsdp) + c * blocks.total // layers,
+                c * local + is_table_whole * token_table,
+            ),
+            MemoryLine("saved activations", *[c * rows * kept] * 2),
+            MemoryLine("logits of a chunk", logits),
+            MemoryLine("input of the LM head, gradient", 2 * head_input, head_input),
+            MemoryLine("activation gradients", 0, c * rows * block),
+            MemoryLine(
+                "gathered weights (FSDP)", c * head.sharded, 2 * c * (blocks.sharded // layers)
+            ),
+        )
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The sum of the memory lines at each moment."""
+        names = ("lm_head", "backward", "update")
+        return {name: sum(getattr(line, name) for line in self.memory) for name in names}
+
+    @property
+    def peak(self) -> int:
+        """Bytes per GPU at the worst moment."""
+        return max(self.totals.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is at most the GPU's memory."""
+        return self.peak <= GPU_MEMORY[self.gpu]
+
+    # ---- Communication
+
+    @functools.cached_property
+    def communication(self) -> tuple[Collective, ...]:
+        """The collectives of a step, of which all repeat for each microbatch.
+
+        - all-gather along ``fsdp``: each layer's weights forward and backward, once more with
+          remat; the tables for the embedding, and the LM head once, since its loss computes its
+          gradients
+        - reduce-scatter along ``fsdp``: each gradient of a sharded array; a tied token table's
+          twice, of the head and of the embedding
+        - all-reduce along ``data``: the same gradients, of each GPU's shard; along both axes those
+          of the arrays that are not sharded
+
+        In a group of g GPUs, each sends ``(g - 1) / g`` of the whole array's bytes, and in an
+        all-reduce twice that. Exposed are the gathers of the tables and the first layer, at the
+        start, and the sums of their gradients, at the end.
+        """
+        layers, fsdp = self.model.config.layers, self.mesh["fsdp"]
+        used = [self.elements[name] for name in ("blocks", "embedding", "lm_head", "norm")]
+        blocks, embedding = used[:2]
+        sharded = sum(of.sharded for of in used)
+        gathered = sharded + (2 if self.remat else 1) * blocks.sharded
+        exposed_sharded = blocks.sharded // layers + embedding.sharded
+        replicated = sum(of.replicated for of in used)
+        exposed_replicated = blocks.replicated // layers + embedding.replicated
+        found = []
+        for kind, group, elements, exposed in (
+            ("all-gather", ("fsdp",), gathered, exposed_sharded),
+            ("reduce-scatter", ("fsdp",), sharded, exposed_sharded),
+            ("all-reduce", ("data",), sharded // fsdp, exposed_sharded // fsdp),
+            ("all-reduce", AXES, replicated, exposed_replicated),
+        ):
+            axes = tuple(axis for axis in group if self.mesh[axis] > 1)
+            if not axes or not elements:
+                continue
+            size = math.prod(self.mesh[axis] for axis in axes)
+            share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
+            scale = ITEMSIZE[self.dtype] * self.accumulate * share
+            bandwidth = bus_bandwidth(self.mesh, axes, self.interconnect)
+            sent = (elements * scale, exposed * scale)
+            found.append(Collective(kind, " x ".join(axes), *sent, bandwidth))
+        return tuple(found)
+
+    # ---- Time
+
+    @property
+    def rate(self) -> Row | None:
+        """The measured row whose MFU the prediction uses; None where none applies."""
+        return nearest_row(self.model, self.gpu) if self.dtype == "bfloat16" else None
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """The step time without communication: ``A R flops / (peak MFU)``, None without a rate.
+
+        ``flops`` is the model's ``flops_per_token``; with remat plus a second forward pass of the
+        blocks, a third of it without the LM head's. ``MFU`` is that of :attr:`rate`, a whole step
+        on one GPU, optimizer included.
+        """
+        if self.rate is None:
+            return None
+        config = self.model.config
+        flops = FAMILIES[self.model.family].flops_per_token(config, self.seq_len)
+        if self.remat:
+            flops += (flops - 6 * config.padded_vocab_size * config.width) // 3
+        peak = PEAK_FLOPS[self.gpu.upper()]
+        return self.tokens // self.gpus * flops / (peak * self.rate.mfu)
+
+    def step_seconds(self, *, overlap: bool = True) -> float | None:
+        """The predicted step time, None without a measured rate.
+
+        Without overlap ``compute + communication``. With overlap ``max(compute, overlappable) +
+        exposed``: what can overlap costs only what exceeds the computation.
+
+        Args:
+            overlap: Whether XLA runs all collectives that it can at the same time as kernels.
+        """
+        if self.compute_seconds is None:
+            return None
+        total = sum(of.seconds for of in self.communication)
+        if not overlap:
+            return self.compute_seconds + total
+        exposed = sum(of.exposed_seconds for of in self.communication)
+        return max(self.compute_seconds, total - exposed) + exposed
+
+
+def make_plan(
+    model: Model,
+    mesh: dict[str, int],
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    gpu: str = "h100",
+    remat: bool = False,
+    accumulate: int = 1,
+    dtype: str = "bfloat16",
+    interconnect: float = INTERCONNECT,
+) -> Plan:
+    """Predicts memory, communication and time of a training step.
+
+    Args:
+        model: From :func:`jaxllm.training.plan_inputs.find_model`.
+        mesh: The sizes of the axes, from :func:`jaxllm.training.parallel.parse_mesh`.
+        batch_size: Sequences of a microbatch, of all GPUs. None for as many tokens per GPU as the
+            family's measured row has; for fewer sequences, by halves, if they do not fit.
+        seq_len: Tokens of each; None for that of the measured row.
+        gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
+        remat: Whether each block is recomputed in the backward pass.
+        accumulate: Microbatches of a step.
+        dtype: The compute dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        interconnect: Bytes per second and GPU between hosts.
+
+    Raises:
+        ValueError: A size is below 1, the mesh does not divide the batch, the sequence is longer
+            than the model's, or the GPU or the dtype is unknown.
+    """
+    if gpu not in GPU_MEMORY:
+        raise ValueError(f"gpu is {gpu!r}; it must be one of {', '.join(GPU_MEMORY)}")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+    row = nearest_row(model, gpu)
+    seq_len = row.seq_len if seq_len is None else seq_len
+    sizes = {**mesh, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    if not interconnect > 0:
+        raise ValueError(f"interconnect is {interconnect:g} bytes per second; it must be above 0")
+    if seq_len > model.config.max_seq_len:
+        raise ValueError(
+            f"seq_len is {seq_len}; {model.family}:{model.preset} has max_seq_len "
+            f"{model.config.max_seq_len}"
+        )
+    gpus = math.prod(mesh.values())
+    if batch_size is not None and batch_size % gpus:
+        raise ValueError(
+            f"batch_size is {batch_size}; the {gpus} GPUs of the mesh do not divide it"
+        )
+    plan = Plan(
+        model=model,
+        mesh=mesh,
+        batch_size=batch_size or gpus * max(1, row.tokens // seq_len),
+        seq_len=seq_len,
+        gpu=gpu,
+        remat=remat,
+        accumulate=accumulate,
+        dtype=dtype,
+        interconnect=interconnect,
+        elements=count_elements(model, mesh),
+    )
+    while batch_size is None and not plan.fits and plan.batch_size > gpus:
+        plan = dataclasses.replace(plan, batch_size=plan.batch_size // gpus // 2 * gpus)
+    return plan
+
+
+def lm_head_bytes(plan: Plan) -> tuple[int, int]:
+    """The bytes of a chunk's logits, and of the LM head's gradient while it is summed.
+
+    As :func:`jaxllm.models.common.lm_head_loss` and :func:`jaxllm.ops.linear_cross_entropy`. The
+    limit of a chunk's rows is computed from the tokens of all GPUs, and applied to one GPU's. So
+    each GPU may have a larger chunk than the same tokens on a single GPU.
+
+    Args:
+        plan: The plan.
+    """
+    config, c, tokens = plan.model.config, ITEMSIZE[plan.dtype], plan.batch_size * plan.seq_len
+    vocab_size, width = config.padded_vocab_size, config.width
+    limit = 0 if plan.remat else 2 * tokens * config.saved_per_token // (5 * vocab_size)
+    if limit < _MANY_ROWS:
+        limit = max(_CHUNK_BYTES, c * vocab_size * width) // (c * vocab_size)
+        limit = limit // _TILE_ROWS * _TILE_ROWS or limit
+    rows = tokens // plan.gpus
+    chunks = math.ceil(rows / limit)
+    size = min(rows, limit, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
+    is_large = 4 * vocab_size * width > _LARGE_SUM
+    is_narrow = plan.dtype == "bfloat16" and (tokens <= limit or is_large)
+    return c * size * vocab_size, (c if is_narrow else 4) * vocab_size * width
+
+
+def bus_bandwidth(mesh: dict[str, int], axes: tuple[str, ...], interconnect: float) -> float:
+    """Bytes per second that each GPU of a group sends.
+
+    :data:`NVLINK` within a host. Between hosts a group is a ring through g of a host's GPUs, with
+    their g network cards: ``min(NVLINK, g interconnect)``. Neighbours along ``fsdp`` are on one
+    host, as :func:`jaxllm.training.parallel.make_mesh` has them.
+
+    Args:
+        mesh: The sizes of the axes.
+        axes: Those of the group.
+        interconnect: Bytes per second and GPU between hosts.
+    """
+    fsdp = mesh["fsdp"]
+    reach = fsdp if axes == ("fsdp",) else math.prod(mesh.values())
+    if reach <= HOST_GPUS:
+        return NVLINK
+    on_host = min(fsdp, HOST_GPUS) if axes == ("fsdp",) else HOST_GPUS
+    if axes == ("data",):
+        on_host = max(1, HOST_GPUS // fsdp)
+    return min(NVLINK, on_host * interconnect)

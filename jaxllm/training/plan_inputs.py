@@ -1,0 +1,167 @@
+"""What a plan is made from: GPUs, measured steps, presets and the elements of their parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxllm.models import gpt2, llama3
+from jaxllm.training.parallel import AXES, state_shardings
+
+GIB = 2**30
+# Bytes that a process can allocate, besides the CUDA context. In upper case the names are keys of
+# PEAK_FLOPS.
+GPU_MEMORY = {"h100": 78 * GIB, "h200": 139 * GIB}
+
+# The modules of the families, by name.
+FAMILIES: dict[str, Any] = {"gpt2": gpt2, "llama3": llama3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A preset.
+
+    Attributes:
+        family: ``"gpt2"`` or ``"llama3"``.
+        preset: Its name in the ``PRESETS`` of :mod:`jaxllm.models.gpt2` or ``llama3``.
+        config: The shape.
+    """
+
+    family: str
+    preset: str
+    config: Any
+
+    @property
+    def params(self) -> Any:
+        """The shapes of the parameters, stacked."""
+        init: Callable[..., Any] = FAMILIES[self.family].init
+        return jax.eval_shape(lambda: init(jax.random.key(0), self.config))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head is the token table."""
+        return getattr(self.config, "tied_head", True)
+
+    @property
+    def mlp_columns(self) -> int:
+        """Columns of the MLP's hidden arrays: F for GELU, and 3F for gate, up and their product."""
+        return 3 * self.config.mlp_width if self.family == "llama3" else 4 * self.config.width
+
+
+def find_model(name: str) -> Model:
+    """Finds a preset by name: ``"3.1-8b"``, or ``"gpt2:d12"`` where both families have the name.
+
+    Args:
+        name: ``PRESET`` or ``FAMILY:PRESET``.
+
+    Raises:
+        ValueError: No preset has the name, or several have it.
+    """
+    family, colon, preset = name.rpartition(":")
+    found = [
+        Model(of, preset, module.PRESETS[preset])
+        for of, module in FAMILIES.items()
+        if preset in module.PRESETS and (not colon or of == family)
+    ]
+    if len(found) > 1:
+        choices = " or ".join(f"{model.family}:{preset}" for model in found)
+        raise ValueError(f"model {name!r} is a preset of several families; write {choices}")
+    if not found:
+        presets = (f"{of}:{key}" for of, module in FAMILIES.items() for key in module.PRESETS)
+        raise ValueError(f"model {name!r} is unknown; the presets are {', '.join(presets)}")
+    return found[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """The elements of some parameters.
+
+    Attributes:
+        total: Of all of them.
+        sharded: Of those that are sharded along ``fsdp``, counted whole.
+    """
+
+    total: int
+    sharded: int
+
+    @property
+    def replicated(self) -> int:
+        """Elements that each GPU has whole."""
+        return self.total - self.sharded
+
+    def local(self, fsdp: int) -> int:
+        """Elements that each GPU has, with this many shards."""
+        return self.replicated + self.sharded // fsdp
+
+
+def count_elements(model: Model, mesh: dict[str, int]) -> dict[str, Elements]:
+    """Counts all parameters, and those of each use; a tied LM head is in embedding and lm_head.
+
+    Args:
+        model: The model.
+        mesh: The sizes of the axes.
+    """
+    params = model.params
+    abstract = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES)
+    shardings = state_shardings(cast(Any, abstract), params)
+    uses = {
+        "all": params.keys(),
+        "blocks": {"blocks"},
+        "embedding": {"wte", "wpe"},
+        "lm_head": {"wte" if model.is_tied else "lm_head"},
+        "norm": {"ln_f", "norm_f"},
+    }
+    found = {}
+    for use, names in uses.items():
+        sizes, sharded = [], []
+        for name in params.keys() & names:
+            sizes += [x.size for x in jax.tree.leaves(params[name])]
+            sharded += ["fsdp" in of.spec for of in jax.tree.leaves(shardings[name])]
+        of_sharded = sum(n for n, is_sharded in zip(sizes, sharded, strict=True) if is_sharded)
+        found[use] = Elements(sum(sizes), of_sharded if mesh["fsdp"] > 1 else 0)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A measured training step of one GPU, a row of ``benchmarks/results/*_train.csv``.
+
+    Attributes:
+        model: Its model, as the file names it.
+        gpu: ``"h100"`` or ``"h200"``.
+        batch_size: Sequences.
+        seq_len: Tokens of each.
+        commit: The commit that was measured.
+        mfu: The share of the bfloat16 peak, optimizer and LM head included.
+        peak_gib: The peak that XLA's allocator reports.
+    """
+
+    model: str
+    gpu: str
+    batch_size: int
+    seq_len: int
+    commit: str
+    mfu: float
+    peak_gib: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.batch_size * self.seq_len
+
+
+MEASURED = (
+    Row("gpt2_d12", "h100", 32, 1024, "aacb11d", 0.5780, 12.92),
+    Row("gpt2_d12", "h200", 32, 1024, "75e4de3", 0.6002, 12.92),
+    Row("llama3_3.2-1b", "h200", 4, 4096, "05574b5", 0.6211, 39.09),
+)
+
+
+def nearest_row(model: Model, gpu: str) -> Row:
+    """The family's measured row, of the same GPU if there is one."""
+    rows = [row for row in MEASURED if row.model.startswith(f"{model.family}_")]
+    return min(rows, key=lambda row: row.gpu != gpu)
