@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import generate, ops, record, timing, train
+from benchmarks import generate, ops, record, sharded, timing, train
 from jaxllm.models import llama3
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
@@ -30,6 +30,20 @@ def test_train_smoke_run_writes_a_row(tmp_path):
     assert tuple(row) == train.COLUMNS
     assert float(row["tokens_per_s"]) > 0
     assert float(row["loss"]) == pytest.approx(5.5, abs=0.3)
+
+
+def test_sharded_smoke_run_writes_a_row_for_each_run(tmp_path, monkeypatch):
+    runs = (sharded.Run("llama3", mesh=""), sharded.Run("llama3", mesh="fsdp", axes="explicit"))
+    monkeypatch.setattr(sharded, "RUNS", runs)
+    path = tmp_path / "rows.csv"
+    command = ["--smoke", "--backend", "auto", "--steps", "1", "--csv", str(path)]
+    assert sharded.main(command) == 0
+    rows = read_csv(path)
+    assert [(row["mesh"], row["gpus"], row["batch_size"]) for row in rows] == [
+        ("", "1", "2"),
+        ("fsdp=2", "2", "4"),
+    ]
+    assert all(float(row["loss"]) == pytest.approx(5.5, abs=0.3) for row in rows)
 
 
 def test_each_backend_has_a_row(tmp_path, monkeypatch):

@@ -1,0 +1,270 @@
+"""Times a training step on several GPUs of one host: data parallelism and FSDP, beside one GPU.
+
+``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
+``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
+All compile at once; then one after another has the GPUs to itself. The batch grows with the GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from benchmarks import train
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
+
+COLUMNS = (
+    *PROVENANCE,
+    *("model", "batch_size", "seq_len", "implementation", "mesh", "axes", "processes", "gpus"),
+    *("step_ms", "tokens_per_s", "peak_gib", "state_gib", "loss", "steps", "note"),
+)
+_GROUPS = 3  # timed runs of --steps steps; the median is reported
+_WARM_UP = 3
+_REPORT = "SHARDED-REPORT "
+_READY = "SHARDED-READY"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        model: One of :data:`benchmarks.train.MODELS`.
+        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are; "" for one GPU.
+        axes: ``"auto"`` or ``"explicit"``.
+        implementation: ``"jaxllm"``, or ``"plain"`` for plain JAX.
+        processes: Whether each GPU has a process.
+    """
+
+    model: str
+    mesh: str = "data"
+    axes: Literal["auto", "explicit"] = "auto"
+    implementation: str = "jaxllm"
+    processes: bool = False
+
+
+RUNS = (
+    Run("gpt2", mesh=""),
+    Run("gpt2"),
+    Run("gpt2", axes="explicit"),
+    Run("gpt2", processes=True),
+    Run("gpt2", mesh="fsdp"),
+    Run("gpt2", implementation="plain"),
+    Run("llama3", mesh=""),
+    Run("llama3"),
+    Run("llama3", mesh="fsdp"),
+)
+
+
+# One process
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Compiles one run, waits for a line on the standard input, and times it."""
+    import jax
+
+    run = Run(**json.loads(options.worker))
+    if run.processes:
+        address = f"127.0.0.1:{options.port}"
+        local = None if options.smoke else [options.process]  # a CPU's devices are its own
+        jax.distributed.initialize(address, options.gpus, options.process, local_device_ids=local)
+
+    import jaxllm
+    from jaxllm.training import parallel
+
+    count = options.gpus if run.mesh else 1
+    devices = jax.devices()[:count]
+    sizes = {run.mesh or "data": count}
+    mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
+    preset, batch_size, seq_len = train.MODELS[run.model]
+    if options.smoke:
+        batch_size, seq_len = 2, 16
+    shape = argparse.Namespace(
+        model=run.model,
+        preset=preset,
+        batch_size=batch_size * count,
+        seq_len=seq_len,
+        dtype="bfloat16",
+        data=None,
+        smoke=options.smoke,
+        worker="plain_unrolled",
+    )
+    with jax.set_mesh(mesh), jaxllm.use_backend(options.backend):
+        compiled, create, batches = _prepare(run, shape, mesh)
+        print(_READY, flush=True)
+        sys.stdin.readline()
+        state, loss, seconds = create(), np.nan, []
+        for steps in (_WARM_UP, *[options.steps] * _GROUPS):
+            start = time.perf_counter()
+            for i in range(steps):
+                state, loss = compiled(state, *batches[i % len(batches)])
+            jax.block_until_ready((state, loss))
+            seconds.append((time.perf_counter() - start) / steps)
+    value: Any = loss["loss"] if isinstance(loss, dict) else loss
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    median = float(np.median(seconds[1:]))
+    return provenance() | {
+        "model": "smoke" if options.smoke else f"{run.model}_{preset}",
+        "batch_size": shape.batch_size,
+        "seq_len": seq_len,
+        "implementation": run.implementation,
+        "mesh": f"{run.mesh}={count}" if run.mesh else "",
+        "axes": run.axes if run.mesh else "",
+        "processes": jax.process_count(),
+        "gpus": count,
+        "step_ms": f"{median * 1e3:.3f}",
+        "tokens_per_s": f"{shape.batch_size * seq_len / median:.0f}",
+        "peak_gib": "" if peak is None else f"{peak / 2**30:.2f}",
+        "state_gib": f"{own / 2**30:.2f}",
+        "loss": f"{float(value):.4f}",
+        "steps": options.steps,
+        "note": f"groups {min(seconds[1:]) * 1e3:.2f} to {max(seconds[1:]) * 1e3:.2f} ms",
+    }
+
+
+def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, list[Any]]:
+    """The compiled step, the function that creates its state, and batches."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm import training
+    from jaxllm.models.common import unstack
+    from jaxllm.training import parallel
+
+    module, model = train._module(shape), train._model(shape)
+    is_plain = run.implementation == "plain"
+    sharding = parallel.batch_sharding(mesh, accumulate=not is_plain)
+    leading = () if is_plain else (1,)
+    if is_plain:
+        steps: list[Any] = []
+
+        def make() -> Any:
+            state, step = train._plain(shape, model)
+            steps.append(step)
+            return state
+
+        shapes = jax.eval_shape(make)
+        shardings = jax.tree.map(lambda _: parallel.replicated(mesh), shapes)
+        step, create = steps[0], jax.jit(make, out_shardings=shardings)
+    else:
+        optimizer = training.adamw(train.LEARNING_RATES[run.model])
+
+        def init() -> Any:
+            return module.init(jax.random.key(0), model)
+
+        def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+            return module.loss(params, tokens, labels, model)
+
+        def create() -> Any:
+            return parallel.init_state(mesh, init, optimizer, unroll=True, copy_dtype="bfloat16")
+
+        shapes = jax.eval_shape(
+            lambda: training.init_state(unstack(init()), optimizer, copy_dtype="bfloat16")
+        )
+        shardings = parallel.state_shardings(mesh, shapes)
+        step = training.make_train_step(
+            loss, optimizer, compute_dtype="bfloat16", shardings=shardings
+        )
+    like = jax.tree.map(
+        lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, shardings
+    )
+    size = (*leading, shape.batch_size, shape.seq_len)
+    tokens = jax.ShapeDtypeStruct(size, jnp.int32, sharding=sharding)
+    step = step if hasattr(step, "lower") else jax.jit(step, donate_argnums=0)
+    compiled = step.lower(like, tokens, tokens).compile()
+    made = train._batches(shape, model.vocab_size)
+    arrays = [tuple(x.reshape(*leading, *x.shape) for x in pair) for pair in made]
+    return compiled, create, [parallel.put(sharding, pair) for pair in arrays]
+
+
+# All of them
+
+
+def _start(run: Run, process: int, port: int, options: argparse.Namespace) -> subprocess.Popen:
+    command = [sys.executable, "-m", "benchmarks.sharded", "--worker"]
+    command += [json.dumps(dataclasses.asdict(run)), "--process", str(process)]
+    command += ["--port", str(port), "--gpus", str(options.gpus), "--steps", str(options.steps)]
+    command += ["--backend", options.backend, *(["--smoke"] if options.smoke else [])]
+    # All hold a GPU at once, so none may reserve its memory.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if options.smoke:
+        count = 1 if run.processes else options.gpus
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+        env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
+
+
+def _read(process: subprocess.Popen, word: str) -> str | None:
+    """The line of a process's output that begins with a word; None where there is none."""
+    assert process.stdout is not None
+    return next((line for line in process.stdout if line.startswith(word)), None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times the runs; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--model", nargs="+", choices=train.MODELS, default=list(train.MODELS))
+    parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="cuda")
+    parser.add_argument("--steps", type=int, default=20, help="in each of three timed groups")
+    parser.add_argument(
+        "--csv", type=Path, help="default: benchmarks/results/<gpu>_sharded.csv; none with --smoke"
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine")
+    for name in ("--worker", "--process", "--port"):
+        parser.add_argument(name, type=str if name == "--worker" else int, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker:
+        row = work(options)
+        print(_REPORT + json.dumps(row), flush=True)
+        return 0
+    runs = [run for run in RUNS if run.model in options.model]
+    started = [
+        [_start(run, i, 9911 + at, options) for i in range(options.gpus if run.processes else 1)]
+        for at, run in enumerate(runs)
+    ]
+    for processes in started:
+        for process in processes:
+            _read(process, _READY)
+    rows = []
+    for run, processes in zip(runs, started, strict=True):
+        for process in processes:
+            assert process.stdin is not None
+            if process.poll() is None:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        reports = [_read(process, _REPORT) for process in processes]
+        for process in processes:
+            process.communicate()  # to its end, which closes the pipes
+        statuses = [process.returncode for process in processes]
+        if reports[0] is None:
+            print(f"{run}: exit status {statuses}", file=sys.stderr)
+        else:
+            rows.append(json.loads(reports[0].removeprefix(_REPORT)))
+            print(*(rows[-1][x] for x in ("model", "mesh", "axes", "step_ms")), flush=True)
+    columns = ("model", "implementation", "mesh", "axes", "processes", "step_ms", "tokens_per_s")
+    columns += ("peak_gib", "state_gib", "loss")
+    print(format_table(columns, [[str(row[column]) for column in columns] for row in rows]))
+    path = options.csv
+    if path is None and not options.smoke and rows:
+        path = ROOT / "benchmarks" / "results" / f"{slug(rows[0]['gpu'])}_sharded.csv"
+    if path and rows:
+        append_rows(path, COLUMNS, rows)
+        print(f"\n{len(rows)} rows appended to {path}")
+    return 0 if len(rows) == len(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
