@@ -29,7 +29,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import eval_jaxpr  # type: ignore[attr-defined]
+from jax.core import Tracer, eval_jaxpr  # type: ignore[attr-defined]
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -99,7 +99,10 @@ def is_wanted(args: Any) -> bool:
     """Whether a call of these arrays may run on shards: whether there is more than one device."""
     if is_inside():
         return False
-    mesh = mesh_of(jax.tree.leaves(args))
+    arrays = jax.tree.leaves(args)
+    if not any(isinstance(x, Tracer) for x in arrays):
+        return is_eager(arrays)
+    mesh = mesh_of(arrays)
     if mesh.empty:
         return jax.device_count() > 1
     return mesh.size > 1 and not mesh.are_all_axes_manual
