@@ -24,6 +24,9 @@ from jaxllm.inference.generate import generate
 from jaxllm.models.common import unstack
 from jaxllm.training import checkpoint, evaluation, loader, parallel
 
+# Programs that run at once can deadlock: their collectives wait for threads of one another.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 A, B, T, STEPS = 2, 16, 32, 3
 CASES = {
     "gpt2": {"axes": {"data": 2, "fsdp": 4}, "axis_type": "auto", "unroll": False},

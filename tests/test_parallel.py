@@ -191,6 +191,17 @@ def test_pretrain_rejects_wrong_meshes_in_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+# Runs a script with one program at a time: the collectives of several can deadlock on CPUs.
+ONE_AT_A_TIME = """
+import os, runpy, sys
+import jax
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def start(folder, name, *more):
     """Starts a run of two processes with two devices each, under FSDP."""
     with socket.socket() as free:
@@ -203,7 +214,8 @@ def start(folder, name, *more):
     processes = []
     for i in range(2):
         with (folder / f"{name}{i}.txt").open("a") as output:
-            child = [sys.executable, script, *arguments, "--processes", "2", "--process", str(i)]
+            child = [sys.executable, "-c", ONE_AT_A_TIME, script, *arguments]
+            child += ["--processes", "2", "--process", str(i)]
             processes.append(
                 subprocess.Popen(
                     child, stdout=output, stderr=output, cwd=folder, env=environment(2)

@@ -36,6 +36,7 @@ def test_on_eight_devices(group):
         ],
         capture_output=True,
         text=True,
+        timeout=900,
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from op_helpers import LARGE_LINEAR, random_arrays
 import jaxllm
 from jaxllm.core.dispatch import Op
 from jaxllm.core.layout import is_packed
-from jaxllm.ops import bias_gelu, layer_norm, linear
+from jaxllm.ops import bias_gelu, gelu, layer_norm, linear
 from jaxllm.ops.gemm import cuda_fused, fused, reference
 from jaxllm.ops.gemm.tile_order import TileOrdered
 from jaxllm.testing import assert_close, error, lower_for_cuda
@@ -62,12 +62,15 @@ def test_dgrad_gemm_with_norm_backward_matches_unfused_ops(backend):
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
 def test_gelu_gemm_matches_unfused_ops(backend):
     x, weight, bias, *_ = residual_arrays()
-    for saves in (True, False):
-        options = {"saves_derivative": saves, "out_columns": 8}
-        out, saved = fused.matmul_bias_gelu(backend, x, weight, bias, **options)
-        # The parts save the input of GELU, without the bias.
-        assert_close((out, saved), (bias_gelu(x @ weight, bias), x @ weight), "float32")
-        assert not is_packed(saved)
+    h, options = x @ weight, {"out_columns": 8}
+    arrays = (backend, x, weight, bias)
+    out, saved = fused.matmul_bias_gelu(*arrays, saves_derivative=False, **options)
+    # The parts save the input of GELU, without the bias.
+    assert_close((out, saved), (bias_gelu(h, bias), h), "float32")
+    # Or, where the whole call saves that, GELU's derivative in the kernel's order.
+    out, saved = fused.matmul_bias_gelu(*arrays, saves_derivative=True, **options)
+    derivative = jax.vmap(jax.vmap(jax.grad(gelu)))(h + bias)
+    assert_close((out, saved.unpack()), (bias_gelu(h, bias), derivative), "float32")
 
 
 def test_delta_is_the_inner_product_of_an_output_and_its_gradient():

@@ -5,6 +5,9 @@ import pytest
 
 from jaxllm.core import partition
 
+# Programs that run at once can deadlock: their collectives wait for threads of one another.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
 # A process has the devices that it starts with, and the other tests start with one.
 collect_ignore_glob = ["test_*.py"] if jax.device_count() < 8 else []
 
