@@ -10,7 +10,6 @@ from op_helpers import LARGE_LINEAR, random_arrays
 
 import jaxllm
 from jaxllm.core.dispatch import Op
-from jaxllm.core.layout import is_packed
 from jaxllm.ops import bias_gelu, gelu, layer_norm, linear
 from jaxllm.ops.gemm import cuda_fused, fused, reference
 from jaxllm.ops.gemm.tile_order import TileOrdered
