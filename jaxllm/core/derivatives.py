@@ -90,6 +90,17 @@ def custom_vjp(fn: Callable[..., Any]) -> Any:
     return call
 
 
+def without_derivative(fn: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """``fn``, which raises a :class:`BackendError` where it is differentiated."""
+    refusing = jax.custom_jvp(fn)
+
+    @refusing.defjvp
+    def refuse(*_: Any) -> Any:
+        raise BackendError(why)
+
+    return refusing
+
+
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 

@@ -33,6 +33,7 @@ from jax.interpreters import batching, mlir
 
 from jaxllm.core import ffi, partition, promotion, shards, vma
 from jaxllm.core.backend import Backend, BackendError, Call, record, unrecorded
+from jaxllm.core.derivatives import without_derivative
 from jaxllm.core.layout import pack_like, unpack
 from jaxllm.core.sharding_rule import WHOLE, ShardingRule
 
@@ -378,16 +379,8 @@ def _differentiated_as(reference: Callable, fn: Callable) -> Callable:
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
     """A kernel's function, which raises an error where it is differentiated."""
-    refusing = jax.custom_jvp(fn)
-
-    @refusing.defjvp
-    def refuse(*_):
-        raise BackendError(
-            f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; "
-            "use backend 'xla'"
-        )
-
-    return refusing
+    why = f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; use backend"
+    return without_derivative(fn, f"{why} 'xla'")
 
 
 def _refuse(*arrays, like: Callable, why: str, instead: str):

@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.core.backend import note_gather
+from jaxllm.core.derivatives import without_derivative
 from jaxllm.core.layout import is_packed
 from jaxllm.core.meshes import (
     config_value,
@@ -319,7 +320,11 @@ class _Problem:
             problem = self.batched(flags, arrays)
             return tuple(problem.run(arrays)), (True,) * len(self.trace.fresh)
 
-        return _without_derivative(batched, self.layout.call.name)(*arrays)
+        why = (
+            f"{self.layout.call.name} on sharded arrays has no derivative of this kind (forward "
+            "mode, or the derivative of a derivative); use backend 'xla'"
+        )
+        return without_derivative(batched, why)(*arrays)
 
     def batched(self, flags: Sequence[bool], arrays: Sequence[Any]) -> _Problem:
         """The same under ``jax.vmap``, with one more name for what is mapped."""
@@ -457,19 +462,6 @@ def _by_custom_partitioning(problem: _Problem, arrays: Sequence[Any]) -> Sequenc
         ),
     )
     return call(*arrays, *jaxpr.consts)
-
-
-def _without_derivative(fn: Callable, name: str) -> Callable:
-    refusing = jax.custom_jvp(fn)
-
-    @refusing.defjvp
-    def refuse(*_):
-        raise NotImplementedError(
-            f"{name} on sharded arrays has no derivative of this kind (forward mode, or the "
-            "derivative of a derivative); use backend 'xla'"
-        )
-
-    return refusing
 
 
 class GatherWarning(UserWarning):
