@@ -132,11 +132,6 @@ class Shard:
         over = self.over(name)
         return jax.lax.axis_index(over) if over else 0
 
-    def sum(self, x: Any, *names: str) -> Any:
-        """The sum over the shards along the dimensions."""
-        over = self.over(*names)
-        return jax.lax.psum(x, over) if over else x
-
 
 def _rows(words: Any) -> Iterator[str]:
     """The names, with one for each dimension that ``...`` may stand for."""

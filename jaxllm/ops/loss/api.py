@@ -330,7 +330,7 @@ def _cross_entropy_backward(_, backend, saved, dloss):
 
 def _cross_entropy_sharding(options: _Options) -> ShardingRule:
     result = "..." if options.reduction == "none" else "+..."
-    return ShardingRule(f"... V, ..., F -> {result}; ... V, F")
+    return ShardingRule(f"... V, ..., _ -> {result}; ... V, _")
 
 
 _cross_entropy = with_backward(
@@ -450,6 +450,6 @@ _linear_cross_entropy = with_backward(
     "linear_cross_entropy",
     _linear_cross_entropy_forward,
     _linear_cross_entropy_backward,
-    sharding=ShardingRule("R _, _ _, R, F -> +R; R _, _ _ +R =1, F", "R", backward_on_shards=False),
+    sharding=ShardingRule("R _, _ _, R, _ -> +R; R _, _ _ +R =1, _", "R", backward_on_shards=False),
     primal=_linear_cross_entropy_loss,
 )
