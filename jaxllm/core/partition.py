@@ -295,7 +295,7 @@ class _Problem:
             mapped = {name for name in axes if name.startswith(MAPPED)}  # each has its own sums
             rows = layout.over(axes.keys() - mapped, axes)
             with inside_shard(rows), jax.default_matmul_precision(self.precision):
-                args, local = self.tree.unflatten(given), layout.call.rule.local
+                args, local = self.tree.unflatten(given), layout.call.local
                 if local is None or not axes:
                     results = layout.call.function(*args)
                 else:
@@ -333,7 +333,7 @@ class _Problem:
         name = f"{MAPPED}{sum(of.startswith(MAPPED) for of in self.layout.shardable)}"
 
         def one(shard: Shard | None, *arrays: Any) -> Any:
-            args, local = tree.unflatten(map(with_array, leaves, arrays)), call.rule.local
+            args, local = tree.unflatten(map(with_array, leaves, arrays)), call.local
             if local is None or shard is None:
                 results = call.function(*args)
             else:
@@ -345,7 +345,8 @@ class _Problem:
             return jax.vmap(functools.partial(one, shard), axes)(*arrays)
 
         function = Function(each, (None, None))
-        rule = dataclasses.replace(call.rule, local=call.rule.local and each)
+        hook = call.local and each
+        rule = dataclasses.replace(call.rule, local=hook, local_backward=hook)
         # Of what is mapped along shards, only the mapped axis is: names differ in each.
         operands = tuple(
             (name, *names) if flag else names

@@ -37,12 +37,15 @@ class ShardingRule:
             alone computes it, which XLA can split.
         local: ``local(function, shard, *args)`` is what a device computes where that is more than
             the function of its shards; ``shard`` is a :class:`Shard`.
+        local_backward: Likewise of the backward, whose arguments are the residuals and the
+            cotangents.
     """
 
     dims: str
     sharded: str = "..."
     backward_on_shards: bool = True
     local: Callable[..., Any] | None = None
+    local_backward: Callable[..., Any] | None = None
 
     def operands(self, args: Sequence[Any]) -> tuple[tuple[Names, ...], ...]:
         """The names of the dimensions of each array, by argument."""

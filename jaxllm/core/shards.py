@@ -72,6 +72,11 @@ class Call:
     is_opaque: bool = True
     once: tuple[bool, ...] = ()
 
+    @property
+    def local(self) -> Callable[..., Any] | None:
+        """What a device computes in this direction where that is more than the function."""
+        return self.rule.local if self.gradients is None else self.rule.local_backward
+
 
 class Trace(NamedTuple):
     """A function of arrays, traced.
