@@ -17,6 +17,27 @@ RopeShape rope_shape(const FlashShape& shape, const FlashRope& rope) {
           shape.kv_heads, shape.width,   rope.pairs};
 }
 
+// The query heads that stand apart in q and dq: those of one key head, where they are by parts.
+int group_of(const FlashShape& shape, const FlashRope& rope) {
+  return rope.by_parts ? static_cast<int>(shape.heads / shape.kv_heads) : 1;
+}
+
+// The parts of the workspace of the rotation: keys, queries, and gradients of the queries.
+template <typename T>
+HeadRows<T> rotated_keys(const FlashShape& s, const FlashRope& rope) {
+  return {static_cast<T*>(rope.rotated), s.kv_heads * s.width};
+}
+template <typename T>
+HeadRows<T> rotated_queries(const FlashShape& s, const FlashRope& rope) {
+  const int64_t keys = s.batch * s.keys * s.kv_heads * s.width;
+  return {static_cast<T*>(rope.rotated) + keys, s.heads * s.width};
+}
+template <typename T>
+HeadRows<T> query_gradients(const FlashShape& s, const FlashRope& rope) {
+  const HeadRows<T> queries = rotated_queries<T>(s, rope);
+  return {queries.data + s.batch * s.queries * queries.row_stride, queries.row_stride};
+}
+
 // Rotates queries and keys of a call into the workspace, or the keys alone. Many CTAs read a key:
 // to rotate it in each of them would cost more than to write it once.
 template <class Call>
@@ -26,10 +47,8 @@ cudaError_t rotate_inputs(cudaStream_t stream, Call& call, bool with_queries) {
   const FlashRope& rope = call.options.rope;
   if (rope.cos == nullptr) return cudaSuccess;
   RopeShape sizes = rope_shape(shape, rope);
-  T* rotated = static_cast<T*>(rope.rotated);
-  const HeadRows<T> k{rotated, shape.kv_heads * shape.width};
-  const HeadRows<T> q{rotated + shape.batch * shape.keys * shape.kv_heads * shape.width,
-                      shape.heads * shape.width};
+  sizes.q_group = group_of(shape, rope);
+  const HeadRows<T> k = rotated_keys<T>(shape, rope), q = rotated_queries<T>(shape, rope);
   if (!with_queries) sizes.q_heads = 0;
   JAXLLM_RETURN_IF_ERROR(Rope<T>::rotate(stream, call.q, call.k, rope.cos, rope.sin, q, k,
                                          rope.interleaved, /*inverse=*/false, sizes));
@@ -38,14 +57,16 @@ cudaError_t rotate_inputs(cudaStream_t stream, Call& call, bool with_queries) {
   return cudaSuccess;
 }
 
-// Rotates gradients in place, by the negative angles.
+// Rotates gradients by the negative angles: dk in place, and dq from where the kernels wrote it.
 template <typename T>
-cudaError_t rotate_gradients(cudaStream_t stream, const FlashBackward<T>& call) {
+cudaError_t rotate_gradients(cudaStream_t stream, const FlashBackward<T>& call, HeadRows<T> dq) {
   const FlashRope& rope = call.options.rope;
   if (rope.cos == nullptr) return cudaSuccess;
-  return Rope<T>::rotate(stream, {call.dq.data, call.dq.row_stride},
-                         {call.dk.data, call.dk.row_stride}, rope.cos, rope.sin, call.dq, call.dk,
-                         rope.interleaved, /*inverse=*/true, rope_shape(call.shape, rope));
+  RopeShape sizes = rope_shape(call.shape, rope);
+  sizes.q_out_group = group_of(call.shape, rope);
+  return Rope<T>::rotate(stream, {dq.data, dq.row_stride}, {call.dk.data, call.dk.row_stride},
+                         rope.cos, rope.sin, call.dq, call.dk, rope.interleaved,
+                         /*inverse=*/true, sizes);
 }
 
 // The gradient of the bias of a packed projection, the gradients of whose rows begin at dq.
@@ -69,6 +90,7 @@ bool is_served(const FlashShape& shape, const FlashOptions& options) {
          (!rotates ||
           (shape.queries == shape.keys && options.rope.tables > 0 &&
            shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width)) &&
+         (rotates || !options.rope.by_parts) &&
          (!has_bias || (shape.queries == shape.keys && !rotates));
 }
 
@@ -91,7 +113,10 @@ cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored>
   // long as the pass with 4096 causal tokens (4 x 32 heads of 128: 907 us and 909), and 4% longer
   // with 1024 (8 x 32 heads of 64).
   if constexpr (!kIsFloat8) {
-    JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, /*with_queries=*/kIsFloat || is_for_hopper));
+    const bool by_parts = options.rope.by_parts;
+    const bool with_queries = kIsFloat || is_for_hopper || by_parts;
+    JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, with_queries));
+    if (by_parts) call.options.rope.cos = nullptr;  // no kernel is to rotate them again
   }
   if constexpr (kIsFloat) {
     return forward_by_float32(stream, call);
@@ -111,18 +136,26 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
   if (!is_served(shape, call.options)) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(compute_segment_ranges(stream, shape, call.options));
   JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, /*with_queries=*/true));
+  FlashBackward<T> unrotated = call;  // what the kernels compute
+  const bool by_parts = call.options.rope.by_parts;
+  if (by_parts) {
+    unrotated.dq = query_gradients<T>(shape, call.options.rope);
+    unrotated.options.rope.cos = nullptr;  // no kernel is to rotate gradients
+  }
   if constexpr (std::is_same_v<T, float>) {
-    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, call));
-    JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, call));
-    JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call));
+    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
+    JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, unrotated));
+    JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
   } else {
-    if (backward_is_for_hopper(call)) {
-      JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, call));
-      return rotate_gradients(stream, call);
+    if (backward_is_for_hopper(unrotated)) {
+      JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, unrotated));
+      return rotate_gradients(stream, call, unrotated.dq);
     }
-    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, call));
-    JAXLLM_RETURN_IF_ERROR(backward_by_mma(stream, call));
-    if (shape.width > kMmaMaxRotaryWidth) JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call));
+    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
+    JAXLLM_RETURN_IF_ERROR(backward_by_mma(stream, unrotated));
+    if (by_parts || shape.width > kMmaMaxRotaryWidth) {
+      JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
+    }
   }
   return compute_bias_gradient(stream, call);
 }

@@ -33,7 +33,11 @@ struct FlashRope {
   const float *cos, *sin;
   int64_t tables, pairs;
   bool interleaved;  // as in rotary/rope.h
-  // A workspace of batch * queries * (heads + kv_heads) * width elements of q's type.
+  // Whether the heads of q and dq are in parts: the first query of each key head, then the second
+  // of each, and so on. Only a call that rotates reads them so. Then there is no bias.
+  bool by_parts;
+  // A workspace of batch * queries * (heads + kv_heads) * width elements of q's type; of the
+  // backward by parts, for dq in the usual order, batch * queries * heads * width more.
   void* rotated;
 };
 

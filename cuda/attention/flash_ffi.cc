@@ -51,7 +51,7 @@ ffi::ErrorOr<FlashShape> packed_shape_of(const Buffer& qkv, ffi::Dictionary attr
 
 // Reads the tables of cosines and sines, the first two of `extras`.
 ffi::ErrorOr<FlashRope> rope_of(const FlashShape& shape, ffi::RemainingArgs extras,
-                                bool interleaved, Result& rotated) {
+                                bool interleaved, bool by_parts, Result& rotated) {
   const auto cos = extras.get<Buffer>(0), sin = extras.get<Buffer>(1);
   if (!cos || !sin) return ffi::Unexpected(invalid("cos", "or sin is missing"));
   if (cos->dimensions().size() < 2) return ffi::Unexpected(invalid("cos", "has too few axes"));
@@ -65,8 +65,8 @@ ffi::ErrorOr<FlashRope> rope_of(const FlashShape& shape, ffi::RemainingArgs extr
       shape.batch % (elements / table) != 0 || 2 * pairs > shape.width) {
     return ffi::Unexpected(invalid("cos", "does not fit q"));
   }
-  return FlashRope{data<float>(*cos), data<float>(*sin),      elements / table, pairs,
-                   interleaved,       rotated->untyped_data()};
+  return FlashRope{data<float>(*cos), data<float>(*sin), elements / table,       pairs,
+                   interleaved,       by_parts,          rotated->untyped_data()};
 }
 
 // The workspaces of either direction.
@@ -89,12 +89,20 @@ struct FlashCall {
   FlashOptions options;
 };
 
+// What differs between the directions: the floats of the scratch, and whether there are gradients.
+struct FlashDirection {
+  int64_t (*scratch_size)(const FlashShape&);
+  bool has_gradients;
+};
+constexpr FlashDirection kForward{flash_forward_scratch, false};
+constexpr FlashDirection kBackward{flash_backward_scratch, true};
+
 // Reads the options of a call. `extras` are the tables of cosines and sines, if the attribute
 // `rope` is true, then the segments of the queries and keys, if there are segments. With the
-// attribute `hopper` the scratch has scratch_size(shape) floats.
+// attribute `hopper` the scratch has direction.scratch_size(shape) floats.
 ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
                                       ffi::Dictionary attributes, FlashWorkspaces workspaces,
-                                      int64_t (*scratch_size)(const FlashShape&)) {
+                                      FlashDirection direction) {
   const auto found_shape =
       qkv.is_packed ? packed_shape_of(qkv.q, attributes) : flash_shape_of(qkv.q, qkv.k, qkv.v);
   if (found_shape.has_error()) return ffi::Unexpected(found_shape.error());
@@ -104,9 +112,9 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   const auto scale = attributes.get<float>("scale"), softcap = attributes.get<float>("softcap");
   const auto causal = attributes.get<bool>("causal"), rope = attributes.get<bool>("rope");
   const auto interleaved = attributes.get<bool>("interleaved");
-  const auto hopper = attributes.get<bool>("hopper");
+  const auto hopper = attributes.get<bool>("hopper"), by_parts = attributes.get<bool>("by_parts");
   const auto window = attributes.get<int64_t>("window");
-  if (!scale || !softcap || !causal || !rope || !interleaved || !hopper || !window) {
+  if (!scale || !softcap || !causal || !rope || !interleaved || !hopper || !by_parts || !window) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
   }
   if (*hopper && shape.width != 64 && shape.width != 128) {
@@ -115,6 +123,7 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   options.scale = *scale;
   options.causal = *causal;
   options.window = *window;
+  if (*by_parts && !*rope) return ffi::Unexpected(invalid("by_parts", "is for calls that rotate"));
   options.softcap = *softcap;
   const size_t tables = *rope ? 2 : 0;
   const bool segments = extras.size() == tables + 2;
@@ -122,17 +131,18 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
     return ffi::Unexpected(ffi::Error::InvalidArgument("there are too few or too many arrays"));
   }
   const int64_t ranges = shape.batch * flash_segment_ranges(shape.queries, shape.keys);
-  const int64_t heads = shape.heads + shape.kv_heads;
+  const int64_t of_gradients = *by_parts && direction.has_gradients ? shape.heads : 0;
+  const int64_t heads = shape.heads + shape.kv_heads + of_gradients;
   const int64_t rotated = shape.batch * shape.queries * heads * shape.width;
   const ffi::Error error = check_buffers(
       {{"segment_ranges", *workspaces.segment_ranges, ffi::S32, segments ? 2 * ranges : 0},
        {"rotated", *workspaces.rotated, qkv.q.element_type(), *rope ? rotated : 0},
-       {"scratch", *workspaces.scratch, ffi::F32, *hopper ? scratch_size(shape) : 0}});
+       {"scratch", *workspaces.scratch, ffi::F32, *hopper ? direction.scratch_size(shape) : 0}});
   if (error.failure()) return ffi::Unexpected(error);
   options.scratch = {workspaces.scratch->untyped_data(),
                      static_cast<int64_t>(workspaces.scratch->size_bytes())};
   if (*rope) {
-    const auto found = rope_of(shape, extras, *interleaved, workspaces.rotated);
+    const auto found = rope_of(shape, extras, *interleaved, *by_parts, workspaces.rotated);
     if (found.has_error()) return ffi::Unexpected(found.error());
     options.rope = *found;
   }
@@ -213,8 +223,8 @@ ffi::Error FlashAttentionForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Bu
                                      ffi::RemainingArgs extras, ffi::Dictionary attributes,
                                      Result out, Result lse, Result segment_ranges, Result rotated,
                                      Result scratch) {
-  const auto call = flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch},
-                                  flash_forward_scratch);
+  const auto call =
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kForward);
   return launch_forward(stream, call, out, lse);
 }
 
@@ -223,8 +233,8 @@ ffi::Error FlashAttentionBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, B
                                       ffi::Dictionary attributes, Result dq, Result dk, Result dv,
                                       Result delta, Result segment_ranges, Result rotated,
                                       Result scratch) {
-  const auto call = flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch},
-                                  flash_backward_scratch);
+  const auto call =
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kBackward);
   return launch_backward(stream, call, out, lse, dout, {*dq, *dk, *dv}, delta);
 }
 
@@ -233,7 +243,7 @@ ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
                                            Result out, Result lse, Result segment_ranges,
                                            Result rotated, Result scratch) {
   const auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                                  {segment_ranges, rotated, scratch}, flash_forward_scratch);
+                                  {segment_ranges, rotated, scratch}, kForward);
   return launch_forward(stream, call, out, lse);
 }
 
@@ -242,7 +252,7 @@ ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buf
                                             ffi::Dictionary attributes, Result dqkv, Result delta,
                                             Result segment_ranges, Result rotated, Result scratch) {
   const auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                                  {segment_ranges, rotated, scratch}, flash_backward_scratch);
+                                  {segment_ranges, rotated, scratch}, kBackward);
   return launch_backward(stream, call, out, lse, dout, Qkv::packed(*dqkv), delta);
 }
 
@@ -286,7 +296,7 @@ ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out
                                      Result dqkv, Result delta, Result segment_ranges,
                                      Result rotated, Result scratch, Result dbias, Result partial) {
   auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                            {segment_ranges, rotated, scratch}, flash_backward_scratch);
+                            {segment_ranges, rotated, scratch}, kBackward);
   if (call.has_error()) return call.error();
   const auto bias = bias_of(qkv, call->shape, *attributes.get<bool>("hopper"), dbias, partial);
   if (bias.has_error()) return bias.error();
@@ -304,7 +314,7 @@ ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buf
                                     Result scratch) {
   if (q.element_type() != ffi::F8E4M3FN) return invalid("q", "has not the dtype float8_e4m3fn");
   const auto call = flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch},
-                                  [](const FlashShape&) { return int64_t{0}; });
+                                  {[](const FlashShape&) { return int64_t{0}; }, false});
   if (call.has_error()) return call.error();
   FlashForward<__nv_bfloat16, __nv_fp8_e4m3> part{call->shape, call->options};
   FlashShape& shape = part.shape;

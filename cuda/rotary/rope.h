@@ -18,6 +18,9 @@ struct RopeShape {
   int64_t q_heads, k_heads;
   int64_t width;  // columns of a head
   int64_t pairs;  // pairs of columns that rotate; the columns from 2 * pairs on are copied
+  // With g query heads a key head, query head n stands at (n % g) * k_heads + n / g in q, or in
+  // q_out, where this is g, and not 1: the first query of each key head, then the second, ...
+  int q_group = 1, q_out_group = 1;
 };
 
 template <typename T>
