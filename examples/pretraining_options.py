@@ -274,7 +274,7 @@ def open_mesh(text: str | None) -> jax.sharding.Mesh | None:
     if text is None and jax.device_count() == 1:
         return None
     sizes = parallel.parse_mesh(text or "data=-1")
-    return parallel.make_mesh(data=sizes["data"], fsdp=sizes["fsdp"])
+    return parallel.make_mesh(**sizes)
 
 
 def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:

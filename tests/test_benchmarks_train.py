@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import generate, ops, record, sharded, timing, train
 from jaxllm.models import llama3
+from jaxllm.models.common import merge_heads
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
@@ -133,8 +134,8 @@ def named_like_plain(params):
         {name: linear["weight"] for name, linear in blocks[part].items()}
         for part in ("attention", "mlp")
     )
-    q, k, v = jnp.split(attention["qkv"], (64, 80), axis=-1)
-    gate, up = jnp.split(mlp["gate_up"], 2, axis=-1)
+    q, k, v = jnp.split(merge_heads(attention["qkv"]), (64, 80), axis=-1)
+    gate, up = jnp.moveaxis(mlp["gate_up"], -2, 0)
     named = {"q": q, "k": k, "v": v, "out": attention["out"]}
     named |= {"gate": gate, "up": up, "down": mlp["down"]}
     norms = {f"{norm}_scale": blocks[norm]["scale"] for norm in ("norm1", "norm2")}

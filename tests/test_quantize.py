@@ -12,7 +12,7 @@ from jaxllm import data, ops, training
 from jaxllm.inference.generate import complete
 from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.common import unstack
+from jaxllm.models.common import in_usual_order, unstack
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=32, layers=2, heads=2, width=128)
 LLAMA3 = llama3.Llama3Config(
@@ -72,6 +72,7 @@ def test_no_weight_is_off_by_more_than_half_its_scale(model, config):
     params = model.init(jax.random.key(0), config)
     int8 = quantize_params(params)
     wide = widened(int8)
+    params = {**params, "blocks": in_usual_order(params["blocks"], is_stacked=True)}
     pairs = [(wide["lm_head"].T, params["wte"].T, int8["lm_head"])]
     for part in ("attention", "mlp"):
         pairs += [

@@ -104,8 +104,10 @@ def _gpt2_mapping(config: GPT2Config) -> dict[str, ParamSlice]:
         for names, weight in ((norms, "scale"), (linears, "weight")):
             for module, path in names.items():
                 name = f"transformer.h.{layer}.{module}"
-                mapping[f"{name}.weight"] = ParamSlice(f"blocks/{path}/{weight}", (layer,))
-                mapping[f"{name}.bias"] = ParamSlice(f"blocks/{path}/bias", (layer,))
+                columns = 3 if path == "attention/qkv" else 1
+                for kind, parameter in (("weight", weight), ("bias", "bias")):
+                    target = ParamSlice(f"blocks/{path}/{parameter}", (layer,), columns=columns)
+                    mapping[f"{name}.{kind}"] = target
     return mapping
 
 
@@ -153,17 +155,17 @@ def _llama_mapping(config: Llama3Config) -> dict[str, ParamSlice]:
     }
     if not config.tied_head:
         mapping[LM_HEAD] = ParamSlice("lm_head", rows)
-    q, k, v = _column_slices(*config.qkv_widths)
-    gate, up = _column_slices(config.mlp_width, config.mlp_width)
-    everything = slice(None)
+    # A part of the columns, and its dimensions.
+    queries, keys, values = slice(-2), -2, -1
+    gate, up = 0, 1
     linears = {
-        "self_attn.q_proj": ("attention/qkv", q),
-        "self_attn.k_proj": ("attention/qkv", k),
-        "self_attn.v_proj": ("attention/qkv", v),
-        "self_attn.o_proj": ("attention/out", everything),
-        "mlp.gate_proj": ("mlp/gate_up", gate),
-        "mlp.up_proj": ("mlp/gate_up", up),
-        "mlp.down_proj": ("mlp/down", everything),
+        "self_attn.q_proj": ("attention/qkv", queries, 3),
+        "self_attn.k_proj": ("attention/qkv", keys, 2),
+        "self_attn.v_proj": ("attention/qkv", values, 2),
+        "self_attn.o_proj": ("attention/out", slice(None), 1),
+        "mlp.gate_proj": ("mlp/gate_up", gate, 1),
+        "mlp.up_proj": ("mlp/gate_up", up, 1),
+        "mlp.down_proj": ("mlp/down", slice(None), 1),
     }
     for layer in range(config.layers):
         name = f"model.layers.{layer}"
@@ -171,17 +173,15 @@ def _llama_mapping(config: Llama3Config) -> dict[str, ParamSlice]:
         mapping[f"{name}.post_attention_layernorm.weight"] = ParamSlice(
             "blocks/norm2/scale", (layer,)
         )
-        for module, (path, columns) in linears.items():
-            index = (layer, slice(None), columns)
-            target = ParamSlice(f"blocks/{path}/weight", index, transposed=True)
-            mapping[f"{name}.{module}.weight"] = target
+        for module, (path, part, columns) in linears.items():
+            mapping[f"{name}.{module}.weight"] = ParamSlice(
+                f"blocks/{path}/weight",
+                (layer, slice(None), part),
+                transposed=True,
+                columns=columns,
+                is_grouped=module == "self_attn.q_proj",
+            )
     return mapping
-
-
-def _column_slices(*widths: int) -> list[slice]:
-    """The column slices of arrays that are concatenated along their columns."""
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    return [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
 
 def _llama_from_dict(config: Mapping[str, Any]) -> Llama3Config:

@@ -50,9 +50,10 @@ from jaxllm.models.common import Params
 from jaxllm.models.llama3 import Llama3Config
 
 # The arrays in file order, by Hugging Face's names.
-_QUERY, _KEY = "self_attn.q_proj", "self_attn.k_proj"
-_ATTENTION = (_QUERY, _KEY, "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.down_proj", "mlp.up_proj")
+_QUERY, _KEY, _VALUE = (f"self_attn.{name}_proj" for name in "qkv")
+_ATTENTION = (_QUERY, _KEY, _VALUE, "self_attn.o_proj")
+_GATE, _UP = "mlp.gate_proj", "mlp.up_proj"
+_MLP = (_GATE, "mlp.down_proj", _UP)
 _NORM1, _NORM2, _LAST_NORM = "input_layernorm", "post_attention_layernorm", "model.norm"
 _TABLE, _LM_HEAD = "model.embed_tokens", "lm_head"
 _COS, _SIN = "rotary cosines", "rotary sines"
@@ -291,15 +292,23 @@ def _parts(
             target = mapping[name]
             is_int8 = group_size is not None and module in _MATRICES
             for kind, dtype in (("q", "|i1"), ("scales", "<f4")) if is_int8 else (("", "<f4"),):
-                part = _int8_slice(target, kind) if kind else target
+                part = _int8_slice(target, kind, _int8_rows(config, module)) if kind else target
                 shape = part.shape(params[part.path].shape)
                 yield _Part(f"{name} {kind}", shape, dtype, part, rope_heads.get(module))
 
 
-def _int8_slice(target: ParamSlice, kind: str) -> ParamSlice:
+def _int8_slice(target: ParamSlice, kind: str, rows: slice) -> ParamSlice:
     """The slice of a matrix's int8 elements or scales. Int8 matrices are (out, in) in jaxllm."""
-    index = (target.index[0], target.index[-1]) if target.transposed else target.index
+    index = (target.index[0], rows) if target.transposed else target.index
     return ParamSlice(f"{target.path}/{kind}", index)
+
+
+def _int8_rows(config: Llama3Config, module: str) -> slice:
+    """The rows of a module in an int8 matrix: queries, keys and values; gate and up."""
+    (q, k, v), F = config.qkv_widths, config.mlp_width
+    rows = {_QUERY: (0, q), _KEY: (q, q + k), _VALUE: (q + k, q + k + v)}
+    rows |= {_GATE: (0, F), _UP: (F, 2 * F)}
+    return slice(*rows.get(module, (None, None)))
 
 
 def _param_structs(

@@ -255,15 +255,20 @@ def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
 
 
 def _transpose_weight(name: str, array: np.ndarray) -> np.ndarray:
-    """Converts a tensor between jaxllm's and llm.c's layout; its own inverse."""
-    return array.swapaxes(-1, -2) if name.endswith("/weight") else array
+    """Converts a tensor between jaxllm's and llm.c's layout, the columns as one dimension."""
+    if not name.endswith("/weight"):
+        return array
+    return array.reshape(*array.shape[:2], -1).swapaxes(-1, -2)
 
 
 def _params_from(elements: np.ndarray, config: GPT2Config, dtype: DTypeLike) -> Params:
     """The parameters from the concatenated elements of all tensors."""
+    shapes = _shapes(config)
     return unflatten(
         {
-            name: jnp.asarray(_transpose_weight(name, part).astype(dtype, order="C"))
+            name: jnp.asarray(
+                _transpose_weight(name, part).astype(dtype, order="C").reshape(shapes[name])
+            )
             for name, part in _parts(elements, config)
         }
     )
@@ -275,7 +280,7 @@ def _parts(elements: np.ndarray, config: GPT2Config) -> Iterator[tuple[str, np.n
     for name in TENSORS:
         shape = shapes[name]
         if name.endswith("/weight"):
-            shape = (*shape[:-2], shape[-1], shape[-2])
+            shape = (shape[0], math.prod(shape[2:]), shape[1])
         size = math.prod(shape)
         yield name, elements[start : start + size].reshape(shape)
         start += size

@@ -25,20 +25,32 @@ class ParamSlice:
         path: The parameter's path, such as ``"blocks/mlp/down/weight"``.
         index: The slice: a layer, rows, columns.
         transposed: Whether the tensor is the transpose of the slice.
+        columns: The number of the slice's last dimensions that are one dimension of the tensor.
+        is_grouped: Whether the columns are queries, (N/K, K, H), which the tensor has in the usual
+            order, (K, N/K, H).
     """
 
     path: str
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
+    columns: int = 1
+    is_grouped: bool = False
 
     def view(self, param: Any) -> Any:
-        """The slice in the tensor's layout. A view if ``param`` is a NumPy array."""
+        """The slice in the order of the tensor. A view if ``param`` is a NumPy array."""
         part = param[self.index]
-        return part.T if self.transposed else part
+        part = part.swapaxes(-3, -2) if self.is_grouped else part
+        return np.moveaxis(part, 0, -1) if self.transposed else part
 
     def shape(self, param_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor, for a parameter of shape ``param_shape``."""
-        return self.view(np.broadcast_to(np.float32(0), param_shape)).shape
+        return self._merge(self.view(np.broadcast_to(np.float32(0), param_shape)).shape)
+
+    def _merge(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with the columns as one dimension."""
+        end = len(shape) - self.transposed
+        start = end - self.columns
+        return (*shape[:start], math.prod(shape[start:end]), *shape[end:])
 
     def nbytes(self, param: Any) -> int:
         """The size of the tensor in bytes, in the dtype of the parameter."""
@@ -46,8 +58,9 @@ class ParamSlice:
 
     def copy(self, param: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
         """Copies the tensor to host memory, contiguous. Only the slice leaves the device."""
-        part = np.asarray(jnp.asarray(param)[self.index])
-        return np.array(part.T if self.transposed else part, dtype, order="C")
+        whole = dataclasses.replace(self, index=())
+        part = whole.view(np.asarray(jnp.asarray(param)[self.index]))
+        return np.array(part, dtype, order="C").reshape(self._merge(part.shape))
 
 
 def check_shapes(found: Shapes, wanted: Shapes) -> None:
@@ -96,7 +109,8 @@ def assemble(
     for path, shape in shapes.items():
         array = np.zeros(shape, dtype)
         for name in names[path]:
-            mapping[name].view(array)[...] = read(name)
+            part = mapping[name].view(array)
+            part[...] = read(name).reshape(part.shape)
         flat[path] = jnp.asarray(array)
     return unflatten(flat)
 

@@ -3,7 +3,7 @@
 A kernel may save an array for the backward pass in the order of its own tiles. Such an array is a
 pytree node of a class with two methods: ``unpack()`` returns the plain array, and ``pack(array)``
 the same in this layout. Dispatch converts at the border of the CUDA implementations. On sharded
-arrays each device has whole tiles of rows.
+arrays each device has whole tiles.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class PrivateLayout(Protocol):
     """A pytree node that holds one array in a kernel's own order.
 
     Attributes:
-        array: The elements; its first dimension counts tiles of rows.
+        array: The elements; its first two dimensions count tiles down and across.
         shape: The shape of the plain array.
-        whole_tiles: In how many equal parts of whole tiles the rows can be cut.
+        whole_tiles: In how many equal parts of whole tiles rows and columns can be cut.
     """
 
     array: Any
     shape: tuple[int, ...]
 
     @property
-    def whole_tiles(self) -> int:
-        """In how many equal parts of whole tiles the rows can be cut."""
+    def whole_tiles(self) -> tuple[int, int]:
+        """In how many equal parts of whole tiles rows and columns can be cut."""
         ...
 
-    def shard(self, array: Any, parts: int) -> Any:
-        """The node of one of so many parts of the first dimension, with its elements."""
+    def shard(self, array: Any, parts: tuple[int, int]) -> Any:
+        """The node of one of so many parts of the first and the last dimension."""
         ...
 
     def unpack(self) -> jax.Array:

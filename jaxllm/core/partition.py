@@ -261,7 +261,8 @@ def _plain_names(leaf: Any, names: Names) -> Names:
     """The names of a leaf's dimensions; of one in a private layout those of the plain array."""
     if not is_packed(leaf):
         return names
-    return (names[0], *(whole_name(names[1], dim) for dim in range(1, len(leaf.shape))))
+    middle = (whole_name(names[2], dim) for dim in range(1, len(leaf.shape) - 1))
+    return (names[0], *middle, names[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,12 +290,13 @@ class _Problem:
             given = []
             of_operands = zip(self.leaves, layout.operands, once, arrays, strict=True)
             for leaf, names, is_once, array in of_operands:
-                parts = math.prod(sizes[a] for a in axes.get(names[0], ())) if names else 1
+                down, across = (
+                    math.prod(sizes[a] for name in of for a in axes.get(base_name(name), ()))
+                    for of in (names[:1], names[1:2])
+                )
                 array = only_first(array, over) if is_once and over else array
-                given.append(with_array(leaf, array, parts))
-            mapped = {name for name in axes if name.startswith(MAPPED)}  # each has its own sums
-            rows = layout.over(axes.keys() - mapped, axes)
-            with inside_shard(rows), jax.default_matmul_precision(self.precision):
+                given.append(with_array(leaf, array, (down, across)))
+            with inside_shard(axes), jax.default_matmul_precision(self.precision):
                 args, local = self.tree.unflatten(given), layout.call.local
                 if local is None or not axes:
                     results = layout.call.function(*args)

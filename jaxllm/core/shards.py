@@ -104,32 +104,49 @@ class Trace(NamedTuple):
         return [i for i, (source, first) in pairs if source is None and first == i]
 
 
-# What is traced is one shard's: the mesh axes along which the rows are sharded. None outside.
-_axes_inside: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
-    "axes inside a shard", default=None
+# What is traced is one shard's: the mesh axes of each name. None outside.
+_inside: contextvars.ContextVar[MeshAxes | None] = contextvars.ContextVar(
+    "the shard that is traced", default=None
 )
 
 
 def is_inside() -> bool:
     """Whether what is traced is the function of a shard."""
-    return _axes_inside.get() is not None
+    return _inside.get() is not None
 
 
 @contextlib.contextmanager
-def inside_shard(axes: tuple[str, ...] = ()) -> Iterator[None]:
+def inside_shard(axes: MeshAxes | None = None) -> Iterator[None]:
     """Calls of ops are those of one shard."""
-    token = _axes_inside.set(axes)
+    token = _inside.set(axes or {})
     try:
         with promotion.defaults():
             yield
     finally:
-        _axes_inside.reset(token)
+        _inside.reset(token)
 
 
-def in_one_shard(x: Any) -> Any:
-    """In the function of a shard: the array in the first one, zeros in the others."""
-    axes = _axes_inside.get()
-    return only_first(x, axes) if axes else x
+def axes_along(*names: str) -> tuple[str, ...]:
+    """In the function of a shard: the mesh axes along which any of the dimensions is sharded.
+
+    Without names, those of all dimensions but what ``jax.vmap`` maps: each of that has its own
+    sums.
+    """
+    axes = _inside.get() or {}
+    names = names or tuple(name for name in axes if not name.startswith(MAPPED))
+    return tuple(axis for name in names for axis in axes.get(name, ()))
+
+
+def in_one_shard(x: Any, *names: str) -> Any:
+    """In the function of a shard: the array in the first one along these names, zeros elsewhere."""
+    over = axes_along(*names)
+    return only_first(x, over) if over else x
+
+
+def sum_over(x: Any, *names: str) -> Any:
+    """In the function of a shard: the sum over the shards along these names."""
+    over = axes_along(*names)
+    return jax.lax.psum(x, over) if over else x
 
 
 def only_first(x: Any, over: tuple[str, ...]) -> Any:
@@ -175,8 +192,8 @@ def array_of(leaf: Any) -> Any:
     return leaf.array if is_packed(leaf) else leaf
 
 
-def with_array(leaf: Any, array: Any, parts: int = 1) -> Any:
-    """A leaf with another array; one in a private layout with 1/parts of its rows."""
+def with_array(leaf: Any, array: Any, parts: tuple[int, int] = (1, 1)) -> Any:
+    """A leaf with another array; one in a private layout with one of so many parts."""
     return leaf.shard(array, parts) if is_packed(leaf) else array
 
 
@@ -309,12 +326,12 @@ def make_layout(call: Call, leaves: Sequence[Any], trace: Trace) -> Layout:
         for i, leaf in enumerate(arrays):
             extents += zip(map(base_name, of[i]), leaf.shape, strict=True)
             if is_packed(leaf):
-                # Only along the first rows, and by whole tiles.
-                shardable -= set(map(base_name, of[i][1:]))
-                extents.append((of[i][0], leaf.whole_tiles))
-                others = tuple(whole_name(f"{kind}{i}", j) for j in (1, 2))
-                of[i] = (of[i][0], *others)
-                extents += zip(others, leaf.array.shape[1:], strict=True)
+                # Only along the first rows and the columns, and by whole tiles.
+                shardable -= set(map(base_name, of[i][1:-1]))
+                of[i] = (of[i][0], of[i][-1], whole_name(f"{kind}{i}", 2))
+                tiles = dict(zip(map(base_name, of[i]), leaf.whole_tiles, strict=False))
+                shardable -= {name for name, parts in tiles.items() if parts == 1}
+                extents += tiles.items()
     # What is broadcast along a dimension, with the size 1, each device has whole.
     sizes: dict[str, int] = {}
     for name, size in extents:

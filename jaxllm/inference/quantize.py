@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 from jaxllm import ops
-from jaxllm.models.common import Params, lm_head, map_weights
+from jaxllm.models.common import Params, in_usual_order, lm_head, map_weights
 
 
 def quantize_params(params: Params, *, group_size: int = 64) -> Params:
@@ -46,9 +46,10 @@ def quantize_params(params: Params, *, group_size: int = 64) -> Params:
 
     blocks = params["blocks"]
     if isinstance(blocks, list):
-        blocks = [map_weights(rounded, layer, f"blocks.{i}") for i, layer in enumerate(blocks)]
+        layers = enumerate(map(in_usual_order, blocks))
+        blocks = [map_weights(rounded, layer, f"blocks.{i}") for i, layer in layers]
     else:
-        blocks = map_weights(rounded, blocks, "blocks")
+        blocks = map_weights(rounded, in_usual_order(blocks, is_stacked=True), "blocks")
     return {**params, "blocks": blocks, "lm_head": rounded("lm_head", ops.Transposed(head))}
 
 

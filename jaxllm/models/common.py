@@ -135,6 +135,8 @@ def lm_head_loss(
 def for_decoding(params: Params) -> Params:
     """The parameters as decoding reads them fastest: each layer apart, each weight by its outputs.
 
+    The heads of ``qkv`` are in the usual order then, queries of one key head side by side.
+
     :func:`jaxllm.inference.generate.complete` does this itself; do it before, to do it once for
     many calls.
 
@@ -145,8 +147,38 @@ def for_decoding(params: Params) -> Params:
         Parameters for :mod:`jaxllm.inference`, with a list of layers under ``"blocks"``, in which
         each plain ``weight`` is a :class:`jaxllm.ops.Transposed`.
     """
-    layers = [map_weights(_transposed, layer) for layer in layers_of(params)]
+    layers = [map_weights(_transposed, in_usual_order(layer)) for layer in layers_of(params)]
     return {**params, "blocks": layers}
+
+
+def in_usual_order(blocks: Params, *, is_stacked: bool = False) -> Params:
+    """Parameters of a block whose layers all have a matrix as weight, and a vector as bias.
+
+    Args:
+        blocks: Those of one block, or with ``is_stacked`` of all.
+        is_stacked: Whether the arrays have a leading layer axis.
+    """
+
+    def of_layer(layer: Params, merge: Callable[[Array], Array], ndim: int) -> Params:
+        ranks = {"weight": ndim + is_stacked, "bias": ndim - 1 + is_stacked}
+        return {
+            name: merge(x) if isinstance(x, jax.Array) and x.ndim == ranks[name] else x
+            for name, x in layer.items()
+        }
+
+    attention = {**blocks["attention"]}
+    attention["qkv"] = of_layer(attention["qkv"], merge_heads, 4)
+    mlp = {**blocks["mlp"]}
+    if "gate_up" in mlp:
+        mlp["gate_up"] = of_layer(mlp["gate_up"], lambda x: jax.lax.collapse(x, x.ndim - 2), 3)
+    return {**blocks, "attention": attention, "mlp": mlp}
+
+
+def merge_heads(x: Array) -> Array:
+    """(..., N/K + 2, K, H) as (..., (N + 2K) H) in the usual order: queries, keys, values."""
+    queries, rest = x[..., :-2, :, :].swapaxes(-3, -2), x[..., -2:, :, :]
+    parts = [jax.lax.collapse(part, x.ndim - 3) for part in (queries, rest)]
+    return jnp.concatenate(parts, axis=-1)
 
 
 def is_for_decoding(params: Params) -> bool:
@@ -288,11 +320,12 @@ class Initializer:
         padding = pad_vocab(vocab_size) - vocab_size
         return jnp.pad(self.normal(vocab_size, width), ((0, padding), (0, 0)))
 
-    def linear(self, d_in: int, d_out: int, *, residual: bool = False) -> Params:
+    def linear(self, d_in: int, d_out: int | tuple[int, ...], *, residual: bool = False) -> Params:
         """A layer of each block; ``residual`` where its output is added to the residual."""
         std = 0.02 / math.sqrt(2 * self.layers) if residual else 0.02
-        weight = self.normal(self.layers, d_in, d_out, std=std)
-        bias = {"bias": jnp.zeros((self.layers, d_out), jnp.float32)} if self.bias else {}
+        columns = d_out if isinstance(d_out, tuple) else (d_out,)
+        weight = self.normal(self.layers, d_in, *columns, std=std)
+        bias = {"bias": jnp.zeros((self.layers, *columns), jnp.float32)} if self.bias else {}
         return {"weight": weight, **bias}
 
     def norm(self, *shape: int) -> Params:

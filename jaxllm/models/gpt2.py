@@ -3,12 +3,14 @@
 Parameters are a nested dict of arrays, weights ``(in, out)``, layers stacked on a leading axis::
 
     wte (Vp, D)  wpe (P, D)
-    blocks   ln1, ln2          scale (L, D)         bias (L, D)
-             attention   qkv   weight (L, D, 3D)    bias (L, 3D)
-                         out   weight (L, D, D)     bias (L, D)
-             mlp         up    weight (L, D, 4D)    bias (L, 4D)
-                         down  weight (L, 4D, D)    bias (L, D)
+    blocks   ln1, ln2          scale (L, D)              bias (L, D)
+             attention   qkv   weight (L, D, 3, N, H)    bias (L, 3, N, H)
+                         out   weight (L, N H, D)        bias (L, D)
+             mlp         up    weight (L, D, 4D)         bias (L, 4D)
+                         down  weight (L, 4D, D)         bias (L, D)
     ln_f     scale (D)  bias (D)
+
+for N heads of width H: ``qkv`` can be sharded along its heads.
 
 The model computes in the dtype of its parameters; cast them first to compute in another. The
 vocabulary is padded to Vp, a multiple of 128, for the GEMM that makes the
@@ -99,14 +101,14 @@ def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
         key: A JAX random key.
         config: The shape.
     """
-    L, D = config.layers, config.width
+    L, D, qkv = config.layers, config.width, (3, config.heads, config.head_width)
     draw = common.Initializer(key, 6, L, bias=True)
     return {
         "wte": draw.table(config.vocab_size, D),
         "wpe": draw.normal(config.max_seq_len, D),
         "blocks": {
             "ln1": draw.norm(L, D),
-            "attention": {"qkv": draw.linear(D, 3 * D), "out": draw.linear(D, D, residual=True)},
+            "attention": {"qkv": draw.linear(D, qkv), "out": draw.linear(D, D, residual=True)},
             "ln2": draw.norm(L, D),
             "mlp": {"up": draw.linear(D, 4 * D), "down": draw.linear(4 * D, D, residual=True)},
         },

@@ -6,16 +6,18 @@ N query heads and K key heads of width H::
 
     wte (Vp, D)
     blocks   norm1, norm2          scale (L, D)
-             attention   qkv       weight (L, D, (N + 2K) H)    queries, keys, values
+             attention   qkv       weight (L, D, N/K + 2, K, H)    queries, keys, values
                          out       weight (L, N H, D)
-             mlp         gate_up   weight (L, D, 2F)            gate, up
+             mlp         gate_up   weight (L, D, 2, F)             gate, up
                          down      weight (L, F, D)
     norm_f   scale (D)
     lm_head (Vp, D)   where it is not tied to wte
 
-One GEMM computes queries, keys and values, and one computes gate and up. The model computes in the
-dtype of its parameters; cast them first to compute in another. The vocabulary is padded to Vp as in
-:mod:`jaxllm.models.gpt2`.
+One GEMM computes queries, keys and values, and one computes gate and up. The columns of ``qkv``
+are in parts of K heads, the first query of each key head, the second of each, ..., the keys and the
+values: so ``qkv`` can be sharded along its key heads, and ``gate_up`` along F. The model computes
+in the dtype of its parameters; cast them first to compute in another. The vocabulary is padded to
+Vp as in :mod:`jaxllm.models.gpt2`.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); llama3.cuda.
 """
@@ -138,15 +140,16 @@ def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
         key: A JAX random key.
         config: The shape.
     """
-    L, D, F, QKV = config.layers, config.width, config.mlp_width, sum(config.qkv_widths)
+    L, D, F = config.layers, config.width, config.mlp_width
+    qkv = (config.heads // config.kv_heads + 2, config.kv_heads, config.head_width)
     draw = common.Initializer(key, 6, L, bias=False)
     params = {
         "wte": draw.table(config.vocab_size, D),
         "blocks": {
             "norm1": draw.norm(L, D),
-            "attention": {"qkv": draw.linear(D, QKV), "out": draw.linear(D, D, residual=True)},
+            "attention": {"qkv": draw.linear(D, qkv), "out": draw.linear(D, D, residual=True)},
             "norm2": draw.norm(L, D),
-            "mlp": {"gate_up": draw.linear(D, 2 * F), "down": draw.linear(F, D, residual=True)},
+            "mlp": {"gate_up": draw.linear(D, (2, F)), "down": draw.linear(F, D, residual=True)},
         },
         "norm_f": draw.norm(D),
     }

@@ -198,12 +198,18 @@ def check_layer(
     x: Any,
     x_name: str = "x",
     columns: str = "D_out",
+    *,
+    in_parts: bool = False,
 ) -> None:
-    """Checks a linear layer that is applied to ``x``, or to what has its shape and dtype."""
+    """Checks a linear layer that is applied to ``x``, or to what has its shape and dtype.
+
+    With ``in_parts`` the columns may have several dimensions.
+    """
     check_floating(**{x_name: x, weight_name: weight})
     if x.ndim == 0:
         raise ValueError(f"{x_name} has shape (); it must have a last axis to multiply along")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+    fits = 2 <= weight.ndim <= 4 if in_parts else weight.ndim == 2
+    if not fits or weight.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{weight_name} has shape {weight.shape}; it must be ({x.shape[-1]}, {columns}), with "
             f"as many rows as {x_name} {x.shape} has columns"

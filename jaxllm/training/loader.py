@@ -51,10 +51,16 @@ def load_batch(
         ``(tokens, labels)``, global arrays of the shape and sharding.
 
     Raises:
-        ValueError: The devices of the mesh do not divide B.
+        ValueError: The devices of the mesh do not divide B, or those along ``context`` T.
     """
-    *leading, size, _ = shape
+    *leading, size, length = shape
     check_batch_size(sharding, size)
+    context = sharding.mesh.shape["context"] if sharding.spec[-1] == "context" else 1
+    if length % context:
+        raise ValueError(
+            f"sequences have {length} tokens; it must be a multiple of {context}, the devices of "
+            f"the mesh along context"
+        )
     found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def shard(index: Any, which: int) -> np.ndarray:
@@ -63,7 +69,7 @@ def load_batch(
             rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
             tokens, labels = (np.stack(of) for of in zip(*rows, strict=True))
             found[start, stop] = (tokens, labels) if leading else (tokens[0], labels[0])
-        return found[start, stop][which]
+        return found[start, stop][which][..., index[-1]]  # with context, a part of each sequence
 
     tokens, labels = (
         jax.make_array_from_callback(

@@ -24,8 +24,9 @@ def decay_mask(params: Params) -> Any:
     """Which parameters weight decay applies to: matrices, but not biases and norm scales.
 
     Arrays under a key or an attribute ``blocks`` are stacked over layers. Their first axis does not
-    count, so a bias of shape (L, D) is a vector. If ``blocks`` holds a list of layers, or a dict
-    with numbers as keys, all axes count.
+    count, so a scale of shape (L, D) is a vector. If ``blocks`` holds a list of layers, or a dict
+    with numbers as keys, all axes count. An array under a key ``bias`` that stands beside a
+    ``weight`` with one dimension more is a bias, whatever its dimensions.
 
     Args:
         params: The parameters.
@@ -33,14 +34,27 @@ def decay_mask(params: Params) -> Any:
     Returns:
         A tree of the same structure, with a bool for each array.
     """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    ranks = {tuple(names_of(path)): np.ndim(x) for path, x in paths}
 
     def is_matrix(path: tuple, x: ArrayLike) -> bool:
-        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        inside = names[names.index("blocks") :] if "blocks" in names else ()
-        is_layer = any(name.isdigit() for name in inside)
-        return np.ndim(x) - (bool(inside) and not is_layer) >= 2
+        names = names_of(path)
+        if names and names[-1] == "bias" and ranks.get((*names[:-1], "weight")) == np.ndim(x) + 1:
+            return False
+        return np.ndim(x) - is_stacked(names) >= 2
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def names_of(path: tuple) -> list[str]:
+    """The names in the path of a leaf."""
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def is_stacked(names: list[str]) -> bool:
+    """Whether the arrays at a path have a leading layer axis."""
+    inside = names[names.index("blocks") :] if "blocks" in names else []
+    return bool(inside) and not any(name.isdigit() for name in inside)
 
 
 def adamw(

@@ -1,12 +1,17 @@
-"""Training on several devices and in several processes: data parallelism and FSDP.
+"""Training on several devices and in several processes: parameters and batch in shards.
 
-A mesh has two axes::
+A mesh has four axes::
 
-    data    each device along it has the same parameters and another part of the batch
-    fsdp    each device along it has another shard of the parameters and another part of the batch
+    data      each device along it has the same parameters and another part of the batch
+    fsdp      each device along it has another shard of the parameters and another part of the batch
+    context   each device along it has the same parameters and another part of each sequence
+    tensor    each device along it has other heads, columns of the MLP and tokens of the vocabulary,
+              and the same part of the batch
 
-So the batch is sharded along both axes, and the state along ``fsdp``. Parameters are gathered where
-an op uses them, and their gradients are reduce-scattered::
+So sequences are sharded along ``data`` and ``fsdp``, and their tokens along ``context``. The state
+is sharded along ``fsdp`` and ``tensor``. Along ``fsdp`` parameters are gathered where an op uses
+them, and their gradients are reduce-scattered. Along ``tensor`` no parameter moves: the outputs of
+attention and of the MLP are summed::
 
     mesh = parallel.make_mesh(data=2, fsdp=4)
     state = parallel.init_state(mesh, lambda: gpt2.init(key, config), optimizer)
@@ -23,7 +28,8 @@ The batch, the initial parameters and checkpoints do not depend on the mesh. Wit
 axes, call all of this under ``jax.set_mesh(mesh)``.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(arXiv:1910.02054), stage 3; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
+(arXiv:1910.02054), stage 3; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277); Shoeybi et al.,
+"Megatron-LM" (arXiv:1909.08053) for ``tensor``.
 """
 
 from __future__ import annotations
@@ -44,11 +50,18 @@ from jaxtyping import Array
 
 from jaxllm.models.common import unstack
 from jaxllm.training.optim import Optimizer
-from jaxllm.training.optim_optax import decay_mask
+from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
 from jaxllm.training.step import Params, TrainState
 from jaxllm.training.step import init_state as init_on_one_device
 
-AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "context", "tensor")
+_OF_BATCH = ("data", "fsdp")
+# The dimension of a layer's weight or of a table that is sharded along tensor, from the last; and
+# of the layers whose columns are, the number of dimensions that the columns have.
+_ALONG_TENSOR = {"qkv": -2, "gate_up": -1, "up": -1, "out": -2, "down": -2}
+_ALONG_TENSOR |= {"wte": -2, "lm_head": -2}
+_COLUMNS = {"qkv": 3, "gate_up": 2, "up": 1}
+_GATHERED_BYTES = 2**28  # arrays up to this size are gathered as a whole
 _LATER = ("tensor", "context")  # axes that other libraries have, and this one does not have yet
 
 
@@ -63,21 +76,15 @@ def parse_mesh(text: str) -> dict[str, int]:
         The arguments for :func:`make_mesh`. An axis that ``text`` does not name has size 1.
 
     Raises:
-        ValueError: ``text`` has another form, or names an axis that is unknown, not there yet, or
-            named before.
+        ValueError: ``text`` has another form, or names an axis that is unknown or named before.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = (word.strip() for word in part.partition("="))
         if not equals or not size.removeprefix("-").isdecimal():
             raise ValueError(f"mesh {text!r} has {part!r}; it must be like data=2,fsdp=4")
-        if axis in _LATER:
-            raise ValueError(
-                f"mesh {text!r} has the axis {axis}; {axis} parallelism is not there yet, only "
-                f"{' and '.join(AXES)}"
-            )
         if axis not in AXES:
-            raise ValueError(f"mesh {text!r} has the axis {axis!r}; axes are {' and '.join(AXES)}")
+            raise ValueError(f"mesh {text!r} has the axis {axis!r}; axes are {', '.join(AXES)}")
         if axis in sizes:
             raise ValueError(f"mesh {text!r} names the axis {axis} twice")
         sizes[axis] = int(size)
@@ -88,36 +95,42 @@ def make_mesh(
     *,
     data: int = -1,
     fsdp: int = 1,
+    context: int = 1,
+    tensor: int = 1,
     axis_type: Literal["auto", "explicit"] = "auto",
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh with the axes ``data`` and ``fsdp``.
+    """Makes a mesh with the axes ``data``, ``fsdp``, ``context`` and ``tensor``.
 
-    Neighbours along ``fsdp`` are close to each other: on one host, if its devices suffice.
+    Neighbours along ``tensor`` are the closest to each other, then those along ``context`` and
+    ``fsdp``: on one host, if its devices suffice.
 
     Args:
         data: The number of devices along ``data``. -1 for all that remain.
         fsdp: The number of devices along ``fsdp``. -1 for all that remain.
+        context: Likewise.
+        tensor: Likewise.
         axis_type: ``"auto"``: XLA chooses the shardings of intermediate arrays. ``"explicit"``: the
             types of arrays have their shardings; then use the mesh under ``jax.set_mesh``.
         devices: The ``jax.Device`` objects; None for all devices of all processes.
 
     Returns:
-        The mesh. It has both axes; an axis that is not used has size 1.
+        The mesh. It has all axes; an axis that is not used has size 1.
 
     Raises:
         ValueError: The sizes do not multiply to the number of devices, a size is not -1 or at least
-            1, both are -1, or ``axis_type`` is unknown.
+            1, several are -1, or ``axis_type`` is unknown.
     """
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     if axis_type not in types:
         raise ValueError(f"axis_type is {axis_type!r}; it must be 'auto' or 'explicit'")
     devices = jax.devices() if devices is None else list(devices)
-    sizes, count = {"data": data, "fsdp": fsdp}, len(devices)
+    count = len(devices)
+    sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             raise ValueError(f"{axis} is {size}; it must be at least 1, or -1 for what remains")
-    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
     rest = [axis for axis, size in sizes.items() if size == -1]
     if len(rest) > 1:
         raise ValueError(f"{shown}: only one size may be -1")
@@ -132,18 +145,21 @@ def make_mesh(
             f"{len({device.process_index for device in devices})} processes"
         )
     return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(types[axis_type],) * 2, devices=devices
+        tuple(sizes.values()), AXES, axis_types=(types[axis_type],) * len(AXES), devices=devices
     )
 
 
 def batch_sharding(mesh: Mesh, *, accumulate: bool = True) -> NamedSharding:
-    """The sharding of tokens and labels: sequences along both axes of the mesh.
+    """The sharding of tokens and labels.
+
+    Sequences are sharded along ``data`` and ``fsdp``, and their tokens along ``context``.
 
     Args:
         mesh: The mesh from :func:`make_mesh`.
         accumulate: Whether the arrays have the shape (accumulate, B, T); otherwise (B, T).
     """
-    return NamedSharding(mesh, P(*[None] * accumulate, AXES, None))
+    context = "context" if mesh.shape["context"] > 1 else None
+    return NamedSharding(mesh, P(*[None] * accumulate, _OF_BATCH, context))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -159,8 +175,12 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     sharded along its other dimension; if it divides neither, the matrix is replicated. The layer
     axis of stacked blocks is never sharded, because a scan would gather all layers at once.
 
-    Biases and scales of norms are replicated. They are less than 0.1% of a model, and each would
-    cost a collective of its own. The optimizer's moments and masters and the copy in the compute
+    Along ``tensor``, ``qkv`` is sharded by whole heads, ``gate_up`` and ``up`` along their columns
+    with their biases, ``out`` and ``down`` along their rows, and ``wte`` and ``lm_head`` along the
+    vocabulary. What ``tensor`` does not divide is replicated along it.
+
+    Biases and scales of norms are replicated otherwise. They are less than 0.1% of a model, and
+    each would cost a collective of its own. The optimizer's moments and masters and the copy in the compute
     dtype have the shardings of their parameters. All else, such as the step, is replicated.
 
     Args:
@@ -172,17 +192,25 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
         A tree of ``NamedSharding``. Each spec has an entry for each dimension, so that the results
         of a step are the same to ``jax.jit`` as its arguments, and it compiles once.
     """
-    size = mesh.shape["fsdp"]
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
 
-    def sharding(x: Any, is_matrix: bool) -> NamedSharding:
-        spec: list[Any] = [None] * np.ndim(x)
-        for dim in (-2, -1) if is_matrix else ():
-            if x.shape[dim] % size == 0:
-                spec[dim] = "fsdp"
+    def sharding(path: tuple, x: Any, is_matrix: bool) -> NamedSharding:
+        names = names_of(path)
+        layer = next((name for name in names[:-3:-1] if name in _ALONG_TENSOR), "")
+        axes: list[tuple[str, ...]] = [()] * np.ndim(x)
+        along = _ALONG_TENSOR.get(layer, 0) if is_matrix or layer in _COLUMNS else 0
+        if along and tensor > 1 and np.ndim(x) >= -along and x.shape[along] % tensor == 0:
+            axes[along] = ("tensor",)
+        # The input dimension of a matrix, before the columns, which may be in parts; or the last.
+        columns = min(_COLUMNS.get(layer, 1), np.ndim(x) - is_stacked(names) - 1)
+        for dim in (-1 - columns, -1) if is_matrix else ():
+            shards = math.prod(mesh.shape[axis] for axis in axes[dim]) * fsdp
+            if x.shape[dim] % shards == 0:
+                axes[dim] = (*axes[dim], "fsdp")
                 break
-        return NamedSharding(mesh, P(*spec))
+        return NamedSharding(mesh, P(*(of if len(of) > 1 else (*of, None)[0] for of in axes)))
 
-    return jax.tree.map(sharding, state, decay_mask(state))
+    return jax.tree_util.tree_map_with_path(sharding, state, decay_mask(state))
 
 
 def init_state(
@@ -284,9 +312,9 @@ def put(shardings: Any, tree: Any) -> Any:
 def to_host(tree: Any) -> Any:
     """Copies sharded arrays to the host, for writing them to a file.
 
-    In one process the devices' shards are copied. In several, each layer of each array is gathered
-    on the devices first, so a device needs memory for one layer's largest matrix. All processes
-    must call it.
+    In one process the devices' shards are copied. In several, each array, or each layer of a large
+    one, is gathered on the devices first, so a device needs memory for one layer's largest matrix.
+    All processes must call it.
 
     Args:
         tree: A tree of arrays.
@@ -298,9 +326,9 @@ def to_host(tree: Any) -> Any:
     def copy(x: Any) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
-        if x.ndim > 2:
-            return np.stack([copy(_row(x, i)) for i in range(len(x))])
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        if x.ndim < 3 or x.nbytes <= _GATHERED_BYTES:
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return np.stack([copy(_row(x, i)) for i in range(len(x))])
 
     return jax.tree.map(copy, tree)
 

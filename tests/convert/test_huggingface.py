@@ -103,6 +103,7 @@ def test_llama_names_and_shapes_match_transformers(llama_state_dict):
 
 
 def test_layers_keep_their_order(all_params, gpt2_state_dict, llama_state_dict):
+    qkv = all_params["llama"]["blocks"]["attention"]["qkv"]["weight"]
     for layer in range(3):
         np.testing.assert_array_equal(
             gpt2_state_dict[f"transformer.h.{layer}.mlp.c_fc.bias"],
@@ -110,7 +111,7 @@ def test_layers_keep_their_order(all_params, gpt2_state_dict, llama_state_dict):
         )
         np.testing.assert_array_equal(
             llama_state_dict[f"model.layers.{layer}.self_attn.v_proj.weight"].T,
-            all_params["llama"]["blocks"]["attention"]["qkv"]["weight"][layer, :, 48:],
+            qkv[layer, :, -1].reshape(32, 16),
         )
 
 

@@ -67,7 +67,10 @@ def jaxllm_params(tensors):
         "blocks": {
             "ln1": {"scale": t["ln1w"], "bias": t["ln1b"]},
             "attention": {
-                "qkv": {"weight": transpose("qkvw"), "bias": t["qkvb"]},
+                "qkv": {
+                    "weight": transpose("qkvw").reshape(L, D, 3, N, -1),
+                    "bias": t["qkvb"].reshape(L, 3, N, -1),
+                },
                 "out": {"weight": transpose("attprojw"), "bias": t["attprojb"]},
             },
             "ln2": {"scale": t["ln2w"], "bias": t["ln2b"]},

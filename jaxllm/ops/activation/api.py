@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -146,7 +147,10 @@ def swiglu(
 
 
 def swiglu_packed(
-    x: Float[Array, "*rows 2F"], *, backend: Backend | None = None
+    x: Float[Array, "*rows 2F"] | Float[Array, "*rows 2 F"],
+    *,
+    by_parts: bool = False,
+    backend: Backend | None = None,
 ) -> Float[Array, "*rows F"]:
     """:func:`swiglu` of the halves of each row: gate is ``x[..., :F]``, up is ``x[..., F:]``.
 
@@ -155,19 +159,26 @@ def swiglu_packed(
 
     Args:
         x: The rows, of an even width; float32, bfloat16 or float16 for the kernels.
+        by_parts: Whether gate and up have a dimension of their own, (..., 2, F). The elements are
+            in the same order, and can be sharded along F.
         backend: As in :func:`gelu`.
 
     Returns:
-        The activations, half as wide as ``x``, in its dtype.
+        The activations, (..., F), in the dtype of ``x``.
 
     Raises:
         TypeError: ``x`` is not floating-point.
-        ValueError: ``x`` has no last axis of an even width, or the backend is unknown.
+        ValueError: ``x`` has no last axis of an even width, or with ``by_parts`` is not (..., 2,
+            F), or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: As for :func:`swiglu`.
     """
     check_floating(x=x)
+    if by_parts:
+        if x.ndim < 2 or x.shape[-2] != 2:
+            raise ValueError(f"x has shape {x.shape}; it must be (..., 2, F), as by_parts says")
+        return _swiglu_by_parts(x, backend=resolve(backend))
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {x.shape}; it must have a last axis of an even width, 2F")
     return _swiglu_packed(x, backend=resolve(backend))
@@ -267,6 +278,25 @@ _swiglu_packed = differentiable(
 _bias_gelu = differentiable(BIAS_GELU, saves=lambda x, bias, out: (x, bias), sharding=_BIAS)
 _swiglu = differentiable(
     SWIGLU, saves=lambda gate, up, out: (gate, up), sharding=ShardingRule("..., ... -> ...")
+)
+
+
+def _swiglu_by_parts_forward(_, backend, x):
+    rows = lax.collapse(x, x.ndim - 2)
+    out = dispatch(SWIGLU_PACKED, Direction.FORWARD, backend, rows)
+    return checkpoint_name(out, "swiglu_packed"), x
+
+
+def _swiglu_by_parts_backward(_, backend, x, dout):
+    rows = lax.collapse(x, x.ndim - 2)
+    return (dispatch(SWIGLU_PACKED, Direction.BACKWARD, backend, rows, dout).reshape(x.shape),)
+
+
+_swiglu_by_parts = with_backward(
+    "swiglu_packed",
+    _swiglu_by_parts_forward,
+    _swiglu_by_parts_backward,
+    sharding=ShardingRule("... _ F -> ... F", "... F"),
 )
 
 

@@ -14,6 +14,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas_flash, reference, xla
+from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -111,7 +112,7 @@ def flash_attention(
 
 
 def flash_attention_packed(
-    qkv: Float[Array, "B T (N+2*K)*H"],
+    qkv: Float[Array, "B T (N+2*K)*H"] | Float[Array, "B T N/K+2 K H"],
     heads: int,
     kv_heads: int | None = None,
     *,
@@ -131,7 +132,10 @@ def flash_attention_packed(
 
     Args:
         qkv: For each token the N queries, then the K keys, then the K values, each of width H;
-            float32, bfloat16 or float16 for the kernels.
+            float32, bfloat16 or float16 for the kernels. Or in N/K + 2 parts of K heads: the first
+            query of each key head, the second of each, ..., the keys, the values; it can be sharded
+            along K. Where N is not K, the kernels read it in parts only as they rotate queries; in
+            other calls XLA copies the queries first.
         heads: N.
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
@@ -162,10 +166,11 @@ def flash_attention_packed(
         qkv, heads, kv_heads, segment_ids,
         causal=causal, scale=scale, window=window, softcap=softcap, interleaved=interleaved,
     )  # fmt: skip
-    H = qkv.shape[-1] // (options.heads + 2 * options.kv_heads)
+    H = head_width(qkv, options)
     q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, H), qkv.dtype)
     arrays = (qkv, segments, check_rope_table(q, q, rope_table))
-    return _flash_attention_packed(*arrays, backend=resolve(backend), options=options)
+    attend = _flash_attention_by_parts if is_by_parts(qkv) else _flash_attention_packed
+    return attend(*arrays, backend=resolve(backend), options=options)
 
 
 def flash_attention_float8(
@@ -285,6 +290,14 @@ def _check_projection(qkv: Array, heads: int, kv_heads: int) -> None:
             f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}, above 0"
         )
     parts = heads + 2 * kv_heads
+    if is_by_parts(qkv):
+        wanted = (heads // kv_heads + 2, kv_heads)
+        if qkv.shape[2:4] != wanted or qkv.shape[-1] == 0:
+            raise ValueError(
+                f"qkv has shape {qkv.shape}; it must be (B, T, {wanted[0]}, {wanted[1]}, H), with "
+                f"H at least 1, of {heads} queries and {kv_heads} keys and values in parts"
+            )
+        return
     if qkv.ndim != 3 or qkv.shape[-1] % parts or qkv.shape[-1] == 0:
         raise ValueError(
             f"qkv has shape {qkv.shape}; it must be (B, T, {parts}*H), with H at least 1, of "
@@ -370,7 +383,7 @@ def check_packed(
     softcap: float | None,
     interleaved: bool,
 ) -> tuple[tuple[Array, Array] | None, PackedOptions]:
-    """Checks a projection (B, T, (N + 2K) H) and the options of its attention.
+    """Checks a projection, in either shape, and the options of its attention.
 
     Args:
         qkv: The projection, or what has its shape and dtype.
@@ -389,10 +402,18 @@ def check_packed(
     heads = as_integer("heads", heads)
     kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
     _check_projection(qkv, heads, kv_heads)
-    H = qkv.shape[-1] // (heads + 2 * kv_heads)
     segments = check_segment_ids(qkv, qkv, segment_ids)
-    options = _options(causal, scale, window, softcap, H, interleaved)
-    return segments, PackedOptions(**dataclasses.asdict(options), heads=heads, kv_heads=kv_heads)
+    options = _options(causal, scale, window, softcap, 1, interleaved)
+    packed = PackedOptions(**dataclasses.asdict(options), heads=heads, kv_heads=kv_heads)
+    if scale is None:
+        packed = dataclasses.replace(packed, scale=head_width(qkv, packed) ** -0.5)
+    return segments, packed
+
+
+def head_width(qkv: Any, options: PackedOptions) -> int:
+    """H of a projection."""
+    columns = qkv.shape[-1]
+    return columns if is_by_parts(qkv) else columns // (options.heads + 2 * options.kv_heads)
 
 
 def _dout_first(arrays: tuple, position: int) -> tuple:
@@ -410,10 +431,16 @@ _flash_attention = differentiable(
     ),
     arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 5),
 )
-_flash_attention_packed = differentiable(
-    FLASH_ATTENTION_PACKED,
-    saves=lambda qkv, segments, table, out, lse: (qkv, out, lse, segments, table),
-    sharding=ShardingRule("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B"),
-    arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 3),
-    name="flash_attention",
+_flash_attention_packed, _flash_attention_by_parts = (
+    differentiable(
+        FLASH_ATTENTION_PACKED,
+        saves=lambda qkv, segments, table, out, lse: (qkv, out, lse, segments, table),
+        sharding=rule,
+        arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 3),
+        name="flash_attention",
+    )
+    for rule in (
+        ShardingRule("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B"),
+        ShardingRule("B T _ N _, [B T | B T], [B T R | B T R] -> B T N; B N T", "B N"),
+    )
 )

@@ -52,17 +52,21 @@ def _projection(
     width: int,
     *,
     kv_heads: int | None = None,
+    by_parts: bool = False,
     large: bool = False,
     timed_only: bool = False,
     **static: Any,
 ) -> Case:
     kv_heads = kv_heads or heads
     of_q, of_qkv = batch * length * heads * width, batch * length * (heads + 2 * kv_heads) * width
+    columns = ((heads + 2 * kv_heads) * width,)
+    if by_parts:
+        columns = (heads // kv_heads + 2, kv_heads, width)
     matmul = 2 * of_q * length // (2 if static.get("causal") else 1)
     return Case(
         "flash_attention_packed",
         name,
-        {"qkv": Normal((batch, length, (heads + 2 * kv_heads) * width))},
+        {"qkv": Normal((batch, length, *columns))},
         {"heads": heads, "kv_heads": kv_heads, **static},
         # Forward: qkv in, out out. Backward: those and dout in, dqkv out.
         forward_elements=of_qkv + of_q,
@@ -337,6 +341,63 @@ CASES = (
         interleaved=True,
     ),
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
+    _projection(
+        "by_parts_64",
+        2,
+        1000,
+        12,
+        64,
+        kv_heads=4,
+        by_parts=True,
+        causal=True,
+        large=True,
+        rope_table=_angles(1000, 32),
+    ),
+    _projection(
+        "by_parts_128",
+        1,
+        2048,
+        8,
+        128,
+        kv_heads=2,
+        by_parts=True,
+        causal=True,
+        large=True,
+        rope_table=_angles(2048, 64),
+        window=700,
+    ),
+    _projection(
+        "by_parts",
+        2,
+        70,
+        6,
+        64,
+        kv_heads=2,
+        by_parts=True,
+        causal=True,
+        rope_table=_angles(70, 32),
+    ),
+    _projection(
+        "by_parts_all_options",
+        2,
+        150,
+        6,
+        32,
+        kv_heads=2,
+        by_parts=True,
+        causal=True,
+        window=67,
+        softcap=5.0,
+        scale=0.3,
+        segment_ids=_packed(2, 3, 70, 1, 64, 12),
+        rope_table=_angles(2, 150, 8),
+        interleaved=True,
+    ),
+    _projection(
+        "by_parts_wide", 1, 20, 4, 192, kv_heads=1, by_parts=True, rope_table=_angles(20, 96)
+    ),
+    _projection("by_parts_unrotated", 2, 33, 4, 64, kv_heads=2, by_parts=True, causal=True),
+    _projection("by_parts_no_groups", 2, 33, 3, 8, by_parts=True, causal=True),
     _projection("no_batch", 0, 8, 2, 8, causal=True),
     _projection("no_tokens", 2, 0, 2, 8, causal=True, rope_table=_angles(0, 4)),
     _softmax(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import packing
@@ -157,17 +159,25 @@ def flash_attention_packed_forward(
     """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
     q, k = _unpacked(qkv, heads, kv_heads)
     B, T, N, H = q.shape
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": _has_apart(qkv)}
+    if options["by_parts"] and rope_table is None:
+        return _split_forward(
+            qkv, segment_ids, None, heads=heads, kv_heads=kv_heads,
+            causal=causal, scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
-    options |= {"heads": heads, "kv_heads": kv_heads}
     extras = (*(rope_table or ()), *(segment_ids or ()))
+    qkv = lax.collapse(qkv, 2)
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
 
 
 def flash_attention_packed_backward(qkv, out, lse, dout, *extras, **options):
     """Returns ``dqkv``."""
+    if _has_apart(qkv) and extras[-1] is None:
+        return _split_backward(qkv, out, lse, dout, *extras, **options)
     arrays = (qkv, out, lse, dout)
     return _packed_backward("flash_attention_packed_backward", (), arrays, *extras, **options)[0]
 
@@ -176,15 +186,18 @@ def self_attention_backward(
     qkv, out, lse, dout, delta, row_sums, *extras, heads, kv_heads, **options
 ):
     """Returns ``(dqkv, dbias)``; ``delta`` and ``row_sums`` are known of ``dout``, or both None."""
+    options |= {"heads": heads, "kv_heads": kv_heads}
+    if _has_apart(qkv):
+        return _with_bias(qkv, out, lse, dout, delta, row_sums, *extras, **options)
     q, _ = _unpacked(qkv, heads, kv_heads)
     nothing = jnp.zeros(0, jnp.float32)
     known = (nothing, nothing) if delta is None else (delta, row_sums)
-    dbias = jax.ShapeDtypeStruct(qkv.shape[-1:], qkv.dtype)
-    more = (dbias, _bias_partial(q, qkv.shape[-1], options["softcap"]))
-    options |= {"heads": heads, "kv_heads": kv_heads}
+    columns = math.prod(qkv.shape[2:])
+    dbias = jax.ShapeDtypeStruct((columns,), qkv.dtype)
+    more = (dbias, _bias_partial(q, columns, options["softcap"]))
     arrays = (qkv, out, lse, dout, *known)
     results = _packed_backward("self_attention_backward", more, arrays, *extras, **options)
-    return results[0], results[-2]
+    return results[0], results[-2].reshape(qkv.shape[2:])
 
 
 def flash_attention_float8(
@@ -196,6 +209,11 @@ def flash_attention_float8(
     results = (out, *_workspaces(q, k, segment_ids, None), _scratch(q, 0))
     arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
+
+
+_split_forward = packing.forward(flash_attention_forward)
+_split_backward = packing.backward(flash_attention_backward)
+_with_bias = packing.backward_with_bias(flash_attention_packed_backward)
 
 
 def softmax_forward(x, *, scale, causal):
@@ -231,14 +249,23 @@ def _packed_backward(
     *, heads, kv_heads, causal, scale, window, softcap, interleaved,
 ):  # fmt: skip
     """Returns ``dqkv``, workspaces, and ``more`` results."""
-    qkv, *_ = arrays
+    qkv, *others = arrays
     q, k = _unpacked(qkv, heads, kv_heads)
-    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    by_parts = _has_apart(qkv)
+    workspaces = _workspaces(q, k, segment_ids, rope_table, has_gradients=by_parts)
     extras = (*(rope_table or ()), *(segment_ids or ()))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
-    options |= {"heads": heads, "kv_heads": kv_heads}
-    results = (_like(qkv), *workspaces, _backward_scratch(q, k, softcap), *more)
-    return ffi.call(stem, results, *arrays, *extras, **options)
+    options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
+    flat = lax.collapse(qkv, 2)
+    scratch = _backward_scratch(q, k, softcap)
+    results = (_like(flat), _query_statistic(q), *workspaces, scratch, *more)
+    dqkv, *rest = ffi.call(stem, results, flat, *others, *extras, **options)
+    return dqkv.reshape(qkv.shape), *rest
+
+
+def _has_apart(qkv: jax.Array) -> bool:
+    """Whether the queries of a key head stand apart; the kernels read them so as they rotate."""
+    return packing.is_by_parts(qkv) and qkv.shape[2] > 3
 
 
 def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
@@ -251,6 +278,7 @@ def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -
         "softcap": 0.0 if softcap is None else float(softcap),
         "rope": rope_table is not None,
         "interleaved": interleaved,
+        "by_parts": False,
     }
 
 
@@ -264,13 +292,18 @@ def _query_statistic(q: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((B, N, T), jnp.float32)
 
 
-def _workspaces(q, k, segment_ids, rope_table) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The least and largest segment of every few queries and keys, and the rotated heads."""
+def _workspaces(
+    q, k, segment_ids, rope_table, *, has_gradients: bool = False
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The least and largest segment of every few queries and keys, and the rotated heads.
+
+    With ``has_gradients`` also the gradients of the queries, before they rotate.
+    """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     lengths = (T, S) if segment_ids is not None else ()
     granules = sum(-(-length // _SEGMENT_GRANULE) for length in lengths)
-    rotated = 0 if rope_table is None else N + K
+    rotated = 0 if rope_table is None else N + K + has_gradients * N
     return (
         jax.ShapeDtypeStruct((B, granules, 2), jnp.int32),
         jax.ShapeDtypeStruct((B, T, rotated, H), q.dtype),

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
+from jaxllm.core import shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
@@ -21,8 +23,9 @@ from jaxllm.ops.attention.api import (
     PackedOptions,
     check_packed,
     flash_attention_packed,
+    head_width,
 )
-from jaxllm.ops.attention.packing import rows, split
+from jaxllm.ops.attention.packing import is_by_parts, rows, split
 from jaxllm.ops.block.residual import Residual, carry, check_keys, check_residual, pre_norm
 from jaxllm.ops.checks import (
     check_floating,
@@ -31,7 +34,7 @@ from jaxllm.ops.checks import (
     check_shape,
     check_way_back,
 )
-from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.api import in_rows, linear
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -40,6 +43,7 @@ from jaxllm.ops.gemm.fused import (
     matmul_bias,
     matmul_delta,
     matmul_norm_backward,
+    matmul_residual,
     matmul_residual_norm,
     normalize,
     wgrad_pair,
@@ -80,7 +84,8 @@ def attention_block(
         norm: The norm's ``scale``, (D,), and of a layer norm ``bias``.
         weights: ``qkv``, a layer from D to (N + 2K) H columns (queries, keys, values), and ``out``,
             one from N H to D. Each has a ``weight`` (array, ``Transposed`` or ``Quantized``) and
-            may have a ``bias``.
+            may have a ``bias``. A ``qkv`` weight (D, N/K + 2, K, H) has its columns in parts, as in
+            :func:`jaxllm.ops.flash_attention_packed`, and can be sharded along K.
         heads: N, query heads.
         kv_heads: K, key heads, which divide N; None for N.
         causal: As in :func:`jaxllm.ops.flash_attention`, as are the options that follow.
@@ -156,7 +161,11 @@ def _unsupported(h, norm, qkv, out, segment_ids, rope_table, *, attend, **_) -> 
     del segment_ids
     if attend is not None or rope_table is not None:
         return "attention rotates queries and keys, or is the caller's; the fused block has neither"
-    return unsupported_by_layers(h, qkv, out)
+    if reason := unsupported_by_layers(h, qkv, out):
+        return reason
+    if qkv["weight"].ndim == 4 and qkv["weight"].shape[1] != 3:
+        return "several queries share a key head, and the columns of qkv are in parts"
+    return None
 
 
 def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
@@ -165,7 +174,7 @@ def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
         return f"the block begins with the norm {h.kind!r}; the fused block has a layer norm"
     if is_weight(first["weight"]) or is_weight(last["weight"]):
         return "a weight is transposed or in int8"
-    return gemm_unsupported(h.x, first["weight"])
+    return gemm_unsupported(h.x, jax.eval_shape(lambda w: in_rows(w, None)[0], first["weight"]))
 
 
 def leave_to_next_norm(
@@ -202,11 +211,12 @@ def _fused(
     if x.ndim != 3:
         raise ValueError(f"h has shape {x.shape}; it must be (B, T, D)")
     weight, bias = qkv["weight"], qkv.get("bias")
-    check_layer("the weight of qkv", weight, "the bias of qkv", bias, x, columns="P")
-    of_qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], weight.shape[1]), x.dtype)
+    names = ("the weight of qkv", weight, "the bias of qkv", bias)
+    check_layer(*names, x, columns="P", in_parts=True)
+    of_qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], *weight.shape[1:]), x.dtype)
     attention = {"softcap": None, "interleaved": False, **options}
     segments, packed = check_packed(of_qkv, heads, kv_heads, segment_ids, **attention)
-    columns = weight.shape[1] // (packed.heads + 2 * packed.kv_heads) * packed.heads
+    columns = packed.heads * head_width(of_qkv, packed)
     attended = jax.ShapeDtypeStruct((*x.shape[:2], columns), x.dtype)
     names = ("the weight of out", out["weight"], "the bias of out", out.get("bias"))
     check_layer(*names, attended, "what attention reads")
@@ -215,7 +225,7 @@ def _fused(
     norm_bias = check_pre_norm(x, scale, "bias", norm.get("bias"))
     bias = jnp.zeros(weight.shape[1:], x.dtype) if bias is None else bias
     arrays = (x, h.normalized, scale, norm_bias, weight, bias, out["weight"], out.get("bias"))
-    block_options = _BlockOptions(packed, h.eps)
+    block_options = _BlockOptions(packed, h.eps, is_by_parts(of_qkv))
     x, normalized = _attention_block(*arrays, segments, backend=backend, options=block_options)
     return carry(h, x, normalized=normalized)
 
@@ -227,6 +237,7 @@ _BLOCK = Composition("attention_block", _fused, _unfused, _unsupported)
 class _BlockOptions:
     attention: PackedOptions
     eps: float
+    by_parts: bool
 
 
 def _forward(
@@ -234,14 +245,28 @@ def _forward(
 ):
     # Under the names of the ops that it is made of: a remat policy keeps the same of either.
     norm = normalized or Normalized(*checkpoint_name(normalize(backend, x, options.eps), "linear"))
-    folded = fold_norm(backend, scale, norm_bias, weight, bias)
-    qkv = matmul_bias(backend, norm.x_hat, *folded)
+    folded = fold_norm(backend, scale, norm_bias, *in_rows(weight, bias))
+    qkv = matmul_bias(backend, norm.x_hat, *folded).reshape(*x.shape[:2], *weight.shape[1:])
     attended, saved = _attend(backend, qkv, segments, options.attention)
     arrays = (attended, out_weight, out_bias, x, norm)
-    outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
+    outputs = add_and_normalize(backend, *arrays, eps=options.eps, inner="K")
     out, next_norm = checkpoint_name(outputs, "linear")
     layers = (scale, norm_bias, weight, bias, out_weight, out_bias)
     return (out, Normalized(*next_norm)), (norm.x_hat, norm.rstd, layers, saved)
+
+
+def add_and_normalize(backend, x, weight, bias, residual, norm, *, eps: float, inner: str):
+    """``residual`` plus a layer of ``x``, and the layer norm of the sum.
+
+    One kernel, but where ``x`` is sharded along the dimension ``inner`` that is summed over: the
+    norm is of the whole sum.
+    """
+    if not shards.axes_along(inner):
+        return matmul_residual_norm(backend, x, weight, bias, residual, norm, eps=eps)
+    bias = None if bias is None else shards.in_one_shard(bias, inner)
+    term = matmul_residual(backend, x, weight, bias, shards.in_one_shard(residual, inner))
+    out = shards.sum_over(term, inner)
+    return out, tuple(normalize(backend, out, eps))
 
 
 def _attend(backend, qkv, segments, options):
@@ -266,18 +291,24 @@ def _backward(options, backend, residuals, dout, _):
     x_hat, rstd, layers, saved = residuals
     scale, norm_bias, weight, bias, out_weight, out_bias = layers
     _, attended, *_ = saved
-    attention = options.attention
+    attention, columns = options.attention, weight.shape[1:]
     heads = {"heads": attention.heads, "kv_heads": attention.kv_heads}
+    if options.by_parts:  # of a shard
+        heads = {"heads": (columns[0] - 2) * columns[1], "kv_heads": columns[1]}
+    weight, bias = in_rows(weight, bias)
     dattended, delta, row_sums = matmul_delta(backend, dout, out_weight, attended, **heads)
     dqkv, dbias = _attend_backward(backend, saved, dattended, delta, row_sums, attention)
+    dqkv, dbias = lax.collapse(dqkv, 2), dbias.ravel()
     arrays = (x_hat, dqkv, attended, dout)
     gradients = wgrad_pair(backend, *arrays, min_rows=0, sms_of_tile=2)
     dfolded, dout_weight, dqkv, dout = gradients
     folded, _ = fold_norm(backend, scale, norm_bias, weight, bias)  # XLA reuses the forward's
+    dout = shards.in_one_shard(dout, "K")  # each shard along K has a term of dx
     dx, dout_bias = matmul_norm_backward(backend, dqkv, folded, x_hat, rstd, dout)
     of_norm = fold_norm_backward(backend, scale, norm_bias, weight, dfolded, dbias)
     dscale, dnorm_bias, dweight = of_norm
     dout_bias = None if out_bias is None else dout_bias
+    dweight, dbias = dweight.reshape(x_hat.shape[-1], *columns), dbias.reshape(columns)
     return dx, None, dscale, dnorm_bias, dweight, dbias, dout_weight, dout_bias, None
 
 
@@ -292,15 +323,20 @@ def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
     return of_x
 
 
+def _block_sharding(options: _BlockOptions) -> ShardingRule:
+    columns, heads = ("_ K _", "K") if options.by_parts else ("_", "_")
+    return ShardingRule(
+        f"B T _, [B T _ | B T | B T], _, _, _ {columns}, {columns}, {heads} _, _, [B T | B T]"
+        f" -> B T _, B T _, B T, B T; ?B T _, ?B T, B T {columns}, B T {heads}, B {heads} T",
+        "B K" if options.by_parts else "B",
+    )
+
+
 _attention_block = with_backward(
     "attention_block",
     _forward,
     _backward,
-    sharding=ShardingRule(
-        "B T _, [B T _ | B T | B T], _, _, _ _, _, _ _, _, [B T | B T]"
-        " -> B T _, B T _, B T, B T; ?B T _, ?B T, B T _, B T _, B _ T",
-        "B",
-    ),
+    sharding=_block_sharding,
     outputs=2,
     reference=without_normalized,
 )
@@ -308,8 +344,8 @@ _attention_block = with_backward(
 
 def self_attention(
     x: Float[Array, "B T D"],
-    weight: Float[Array, "D P"],
-    bias: Float[Array, " P"],
+    weight: Float[Array, "D P"] | Float[Array, "D N/K+2 K H"],
+    bias: Float[Array, " P"] | Float[Array, "N/K+2 K H"],
     heads: int,
     kv_heads: int | None = None,
     *,
@@ -333,7 +369,7 @@ def self_attention(
     Args:
         x: The tokens; float32, bfloat16 or float16 for the kernels.
         weight: The matrix, in the dtype of ``x``; its ``P = (N + 2K) H`` columns are the N queries,
-            then the K keys, then the K values.
+            then the K keys, then the K values; or in parts, as in :func:`flash_attention_packed`.
         bias: One offset a column of ``weight``, in the dtype of ``x``.
         heads: N.
         kv_heads: K, which divides N; None for N.
@@ -362,29 +398,49 @@ def self_attention(
     check_floating(x=x, bias=bias)
     if x.ndim != 3:
         raise ValueError(f"x has shape {x.shape}; it must be (B, T, D)")
-    check_layer("weight", weight, "bias", bias, x, columns="P")
-    qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], weight.shape[1]), x.dtype)
+    check_layer("weight", weight, "bias", bias, x, columns="P", in_parts=True)
+    qkv: Any = jax.ShapeDtypeStruct((*x.shape[:2], *weight.shape[1:]), x.dtype)
     segments, options = check_packed(
         qkv, heads, kv_heads, segment_ids,
         causal=causal, scale=scale, window=window, softcap=None, interleaved=False,
     )  # fmt: skip
-    return _self_attention(x, weight, bias, segments, backend=resolve(backend), options=options)
+    arrays, by_parts = (x, weight, bias, segments), is_by_parts(qkv)
+    options = _SelfAttentionOptions(options, by_parts)
+    return _self_attention(*arrays, backend=resolve(backend), options=options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SelfAttentionOptions:
+    attention: PackedOptions
+    by_parts: bool
 
 
 def _self_attention_forward(options, backend, x, weight, bias, segments):
-    out, saved = _attend(backend, jnp.dot(x, weight) + bias, segments, options)
+    matrix, offsets = in_rows(weight, bias)
+    qkv = (jnp.dot(x, matrix) + offsets).reshape(*x.shape[:2], *weight.shape[1:])
+    out, saved = _attend(backend, qkv, segments, options.attention)
     return out, (x, weight, saved)
 
 
 def _self_attention_backward(options, backend, residuals, dout):
     x, weight, saved = residuals
-    dqkv, dbias = _attend_backward(backend, saved, dout, None, None, options)
-    return *dgrad_and_wgrad(x, weight, dqkv), dbias, None
+    dqkv, dbias = _attend_backward(backend, saved, dout, None, None, options.attention)
+    matrix, _ = in_rows(weight, None)
+    dx, dweight = dgrad_and_wgrad(x, matrix, lax.collapse(dqkv, 2))
+    return dx, dweight.reshape(weight.shape), dbias, None
+
+
+def _self_attention_sharding(options: _SelfAttentionOptions) -> ShardingRule:
+    columns, heads = ("_ K _", "K") if options.by_parts else ("_", "_")
+    return ShardingRule(
+        f"B T _, _ {columns}, {columns}, [B T | B T] -> B T {heads}; B T {columns}, B {heads} T",
+        "B K" if options.by_parts else "B",
+    )
 
 
 _self_attention = with_backward(
     "self_attention",
     _self_attention_forward,
     _self_attention_backward,
-    sharding=ShardingRule("B T _, _ _, _, [B T | B T] -> B T _; B T _, B _ T", "B"),
+    sharding=_self_attention_sharding,
 )

@@ -23,6 +23,7 @@ def _self_attention(
     *,
     model_width: int | None = None,
     kv_heads: int | None = None,
+    by_parts: bool = False,
     inexact_under: tuple[tuple[str, str], ...] = (),
     large: bool = False,
     **static: Any,
@@ -31,14 +32,15 @@ def _self_attention(
     D, columns = model_width or heads * width, (heads + 2 * kv_heads) * width
     of_x, of_qkv, of_q = (batch * length * size for size in (D, columns, heads * width))
     of_weight, projection = D * columns, of_x * columns
+    shape = (heads // kv_heads + 2, kv_heads, width) if by_parts else (columns,)
     attention = 2 * of_q * length // (2 if static.get("causal") else 1)
     return Case(
         "self_attention",
         name,
         {
             "x": Normal((batch, length, D)),
-            "weight": Normal((D, columns), std=D**-0.5),
-            "bias": Normal((columns,)),
+            "weight": Normal((D, *shape), std=D**-0.5),
+            "bias": Normal(shape),
         },
         {"heads": heads, "kv_heads": kv_heads, **static},
         # Forward: x and weight in, qkv and out out. Backward: those and dout in, dqkv, dx and
@@ -242,6 +244,10 @@ CASES = (
         large=True,
         segment_ids=_packed(3, 100, 300, 77, 250, 50),
     ),
+    _self_attention("by_parts", 2, 70, 2, 64, model_width=48, by_parts=True, causal=True),
+    _self_attention(
+        "grouped_by_parts", 2, 21, 4, 16, model_width=24, kv_heads=2, by_parts=True, causal=True
+    ),
     _self_attention("causal", 2, 7, 3, 8, causal=True),
     _self_attention("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
     _self_attention("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
@@ -290,6 +296,11 @@ CASES = (
     _attention_block(
         "wide_heads", 2, 70, 2, 128, model_width=40, kv_heads=1, causal=True, scale=0.1
     ),
+    _attention_block("by_parts", 2, 7, 3, 8, by_parts=True, causal=True),
+    _attention_block(
+        "grouped_by_parts", 2, 21, 4, 16, model_width=24, kv_heads=2, by_parts=True, causal=True
+    ),
+    _attention_block("gpt2_124m_by_parts", 24, 512, 12, 64, by_parts=True, causal=True, large=True),
     _attention_block("one_token", 2, 1, 2, 64, model_width=16, causal=True),
     _attention_block("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
     _attention_block("no_norm_yet", 2, 9, 3, 8, causal=True, normalized=False),

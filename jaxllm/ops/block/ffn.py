@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxllm.core import shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
@@ -18,6 +19,7 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
 from jaxllm.ops.block.attention import (
     Layer,
+    add_and_normalize,
     check_parameters,
     leave_to_next_norm,
     unsupported_by_layers,
@@ -33,7 +35,6 @@ from jaxllm.ops.gemm.fused import (
     matmul_bias_gelu,
     matmul_dgelu,
     matmul_norm_backward,
-    matmul_residual_norm,
     normalize,
     saves_derivative,
     wgrad_pair,
@@ -65,9 +66,9 @@ def ffn_block(
         h: The residual, (..., D).
         norm: The norm's ``scale``, (D,), and of a layer norm ``bias``.
         weights: With ``"gelu"`` the layers ``up``, from D to F columns, and ``down``, from F to D.
-            With ``"swiglu"`` the layers ``gate_up``, from D to 2F (the gates, then what they gate),
-            and ``down``. Each has a ``weight`` (array, ``Transposed`` or ``Quantized``) and may
-            have a ``bias``.
+            With ``"swiglu"`` the layers ``gate_up``, from D to 2F (the gates, then what they gate;
+            a weight (D, 2, F) can be sharded along F), and ``down``. Each has a ``weight`` (array,
+            ``Transposed`` or ``Quantized``) and may have a ``bias``.
         activation: ``"gelu"``, the tanh form, or ``"swiglu"``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -104,7 +105,9 @@ def _unfused(
     if activation == "gelu":
         hidden = linear(x, **up, activation="gelu", backend=backend)
     else:
-        hidden = swiglu_packed(linear(x, **up, backend=backend), backend=backend)
+        gate_up = linear(x, **up, backend=backend)
+        by_parts = gate_up.ndim > x.ndim
+        hidden = swiglu_packed(gate_up, by_parts=by_parts, backend=backend)
     return leave_to_next_norm(h, hidden, "down", down, backend)
 
 
@@ -158,7 +161,7 @@ def _forward(
     outputs = _hidden(backend, norm.x_hat, weight, bias, down_weight, options.saves_derivative)
     hidden, saved = checkpoint_name(outputs, "linear")
     arrays = (hidden, down_weight, down_bias, x, norm)
-    outputs = matmul_residual_norm(backend, *arrays, eps=options.eps)
+    outputs = add_and_normalize(backend, *arrays, eps=options.eps, inner="F")
     out, next_norm = checkpoint_name(outputs, "linear")
     layers = (scale, norm_bias, up_weight, up_bias, down_weight, down_bias)
     return (out, Normalized(*next_norm)), (norm.x_hat, norm.rstd, layers, hidden, saved)
@@ -180,6 +183,7 @@ def _backward(options, backend, residuals, dout, _):
     arrays = (x_hat, dh, hidden, dout)
     gradients = wgrad_pair(backend, *arrays, min_rows=_MIN_PAIR_ROWS, sms_of_tile=1)
     dfolded, ddown_weight, dh, dout = gradients
+    dout = shards.in_one_shard(dout, "F")  # each shard along F has a term of dx
     dx, ddown_bias = matmul_norm_backward(backend, dh, folded, x_hat, rstd, dout)
     of_norm = fold_norm_backward(backend, scale, norm_bias, up_weight, dfolded, dup_bias)
     dscale, dnorm_bias, dup_weight = of_norm
@@ -192,8 +196,9 @@ _ffn_block = with_backward(
     _forward,
     _backward,
     sharding=ShardingRule(
-        "... _, [... _ | ... | ...], _, _, _ _, _, _ _, _"
-        " -> ... _, ... _, ..., ...; ?... _, ?..., ... _, ... _"
+        "... _, [... _ | ... | ...], _, _, _ F, F, F _, _"
+        " -> ... _, ... _, ..., ...; ?... _, ?..., ... F, ... F",
+        "... F",
     ),
     outputs=2,
     reference=without_normalized,
@@ -278,5 +283,5 @@ _mlp = with_backward(
     "mlp",
     _mlp_forward,
     _mlp_backward,
-    sharding=ShardingRule("... _, _ _, _, _ _, _ -> ... _; ... _, ... _"),
+    sharding=ShardingRule("... _, _ F, F, F _, !_ -> ... _ +F; ... F, ... F", "... F"),
 )

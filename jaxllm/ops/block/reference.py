@@ -45,7 +45,7 @@ def _add(x, branch, layer):
 
 def self_attention(x, weight, bias, *, heads, kv_heads=None, **options):
     """Attention of the columns of ``x @ weight + bias``."""
-    qkv = jnp.dot(x, weight) + bias
+    qkv = linear(x, weight, bias)
     return flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -153,7 +154,9 @@ def linear(
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
         weight: The matrix, ``(in, out)``, in the dtype of ``x``; or a :class:`Transposed` or
-            :class:`Quantized` of ``(out, in)``.
+            :class:`Quantized` of ``(out, in)``. Columns in parts, ``(in, parts, columns)`` or
+            ``(in, parts, heads, width)``, may be sharded along each part's columns or heads; the
+            output then has these dimensions.
         bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
         activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
@@ -177,8 +180,8 @@ def linear(
     _check_option("activation", activation, None, "gelu")
     if isinstance(weight, Transposed | Quantized):
         return _inference_linear(x, weight, bias, activation, backend)
-    check_layer("weight", weight, "bias", bias, x)
-    options = _LinearOptions(activation)
+    check_layer("weight", weight, "bias", bias, x, in_parts=True)
+    options = _LinearOptions(activation, weight.ndim)
     return _linear(x, weight, bias, backend=resolve(backend), options=options)
 
 
@@ -267,9 +270,22 @@ def _check_option(name: str, value: object, *known: object) -> None:
 @dataclasses.dataclass(frozen=True)
 class _LinearOptions:
     activation: str | None
+    weight_ndim: int  # above 2 where the columns are in parts
+
+    @property
+    def columns(self) -> str:
+        """The names of the dimensions of the columns; they are sharded along F."""
+        return {2: "F", 3: "_ F", 4: "_ F _"}[self.weight_ndim]
+
+
+def in_rows(weight: Array, bias: Array | None) -> tuple[Array, Array | None]:
+    """A layer whose columns may be in parts as a matrix and a vector."""
+    return lax.collapse(weight, 1), None if bias is None else bias.ravel()
 
 
 def _linear_forward(options, backend, x, weight, bias):
+    columns, arrays = weight.shape[1:], (x, weight, bias)
+    weight, bias = in_rows(weight, bias)
     if options.activation is None:
         h = jnp.dot(x, weight)
         # XLA adds a bias in the GEMM's epilogue where it is an argument of the program.
@@ -280,14 +296,21 @@ def _linear_forward(options, backend, x, weight, bias):
     else:
         more = {"saves_derivative": False, "out_columns": 0}
         out, saved = matmul_bias_gelu(backend, x, weight, bias, **more)
-    out, saved = checkpoint_name((out, saved), "linear")
-    return out, (x, weight, bias, saved)
+    shape = (*x.shape[:-1], *columns)
+    outputs = jax.tree.map(lambda y: y.reshape(shape), (out, saved))
+    out, saved = checkpoint_name(outputs, "linear")
+    return out, (*arrays, saved)
 
 
 def _linear_backward(options, backend, residuals, dout):
     x, weight, bias, h = residuals
+    columns, rows = weight.shape[1:], x.ndim - 1
+    weight, bias = in_rows(weight, bias)
+    h, dout = None if h is None else lax.collapse(h, rows), lax.collapse(dout, rows)
     dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
-    return *dgrad_and_wgrad(x, weight, dh), dbias
+    dx, dweight = dgrad_and_wgrad(x, weight, dh)
+    dbias = None if dbias is None else dbias.reshape(columns)
+    return dx, dweight.reshape(x.shape[-1], *columns), dbias
 
 
 def _activation_backward(backend, activation, h, bias, dout):
@@ -302,9 +325,12 @@ def _activation_backward(backend, activation, h, bias, dout):
 
 
 def _linear_sharding(options: _LinearOptions) -> ShardingRule:
+    columns, bias = options.columns, options.columns.replace("F", "F'")
     if options.activation is not None:  # it is of a whole sum
-        return ShardingRule("... D', D F, F' -> ... F; ?... F", "... F")
-    return ShardingRule("... D', D F, !F' -> ... F +D", "... D F")
+        return ShardingRule(
+            f"... D', D {columns}, {bias} -> ... {columns}; ?... {columns}", "... F"
+        )
+    return ShardingRule(f"... D', D {columns}, !{bias} -> ... {columns} +D", "... D F")
 
 
 _linear = with_backward("linear", _linear_forward, _linear_backward, sharding=_linear_sharding)

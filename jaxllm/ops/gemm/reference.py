@@ -10,7 +10,7 @@ from jaxllm.ops.activation import reference as activations
 
 def linear(x, weight, bias=None, *, activation=None):
     """The reference implementation of ``linear``, for JAX to differentiate."""
-    h = jnp.dot(x, weight)
+    h = jnp.tensordot(x, weight, 1)  # the columns may be in parts
     if activation is None:
         return h if bias is None else h + bias
     return activations.gelu_forward(h) if bias is None else activations.bias_gelu_forward(h, bias)

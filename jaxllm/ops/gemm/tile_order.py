@@ -48,14 +48,17 @@ class TileOrdered:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
-    def whole_tiles(self) -> int:
-        """In how many equal parts of whole tiles the rows can be cut."""
-        tiles, rest = divmod(math.prod(self.shape[:-1]), _TILE[0])
-        return 1 if rest else tiles
+    def whole_tiles(self) -> tuple[int, int]:
+        """In how many equal parts of whole tiles rows and columns can be cut."""
+        height, width = _TILE[0], _TILE[1] * _CLUSTER_COLUMNS
+        down, below = divmod(math.prod(self.shape[:-1]), height)
+        across, beyond = divmod(self.shape[-1], width)
+        return 1 if below else down, 1 if beyond else across
 
-    def shard(self, array: jax.Array, parts: int) -> TileOrdered:
-        """The node of one of so many parts of the first dimension, with its elements."""
-        return TileOrdered(array, (self.shape[0] // parts, *self.shape[1:]))
+    def shard(self, array: jax.Array, parts: tuple[int, int]) -> TileOrdered:
+        """The node of one of so many parts of the first and the last dimension."""
+        first, *middle, last = self.shape
+        return TileOrdered(array, (first // parts[0], *middle, last // parts[1]))
 
     def unpack(self) -> jax.Array:
         """The array in the usual order."""
