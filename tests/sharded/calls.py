@@ -380,11 +380,11 @@ CALLS = [
         kinds={"lengths": integers(8)}, undeclared=("k_cache", "S"), has_backward=False,
     ),
     Call(
-        "embed", _of("embed"), _EMBED, "B", kinds={"tokens": integers(24)},
+        "embed", _of("embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
         weights={"token_table": "V", "position_table": "D"}, undeclared=("tokens", "T"),
     ),
     Call(
-        "tied_embed", _of("tied_embed"), _EMBED, "B", kinds={"tokens": integers(24)},
+        "tied_embed", _of("tied_embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
         weights={"token_table": "V"}, undeclared=("tokens", "T"),
     ),
     Call(
@@ -409,20 +409,20 @@ CALLS = [
         Call(
             "cross_entropy",
             _of("cross_entropy", reduction=reduction, label_smoothing=0.1, vocab_size=21),
-            {"logits": "B T V", "labels": "B T"}, "B T", kinds={"labels": integers(21, low=-21)},
-            undeclared=("logits", "V") if reduction == "mean" else None, name=reduction,
+            {"logits": "B T V", "labels": "B T"}, "B T V", kinds={"labels": integers(21, low=-21)},
+            name=reduction,
         )
         for reduction in ("mean", "sum", "none")
     ),
     Call(
         "linear_cross_entropy", _of("linear_cross_entropy", chunk_rows=2),
-        {"hidden": "M D", "weight": "D V", "labels": "M"}, "M",
+        {"hidden": "M D", "weight": "D V", "labels": "M"}, "M V",
         kinds={"weight": small, "labels": _LABELS}, weights={"weight": "V"},
         undeclared=("hidden", "D"),
     ),
     Call(
         "linear_cross_entropy", _of("linear_cross_entropy", transpose_weight=True, z_loss=0.1),
-        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B",
+        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B V",
         kinds={"weight": small, "labels": _LABELS}, weights={"weight": "D"}, name="tied",
     ),
     Call(
