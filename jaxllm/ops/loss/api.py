@@ -309,9 +309,10 @@ def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def _losses(options, backend, logits, labels):
-    if options.shard is not None:
-        return vocabulary.cross_entropy(logits, labels, options.shard, **options.of_rows)
     op, arrays = CROSS_ENTROPY, (logits, labels)
+    if options.shard is not None:
+        with vocabulary.recorded(op.stem(Direction.FORWARD), backend, arrays):
+            return vocabulary.cross_entropy(*arrays, options.shard, **options.of_rows)
     return dispatch(op, Direction.FORWARD, backend, *arrays, **options.of_rows)
 
 
@@ -325,7 +326,8 @@ def _cross_entropy_forward(options, backend, logits, labels, factor):
     op, arrays = CROSS_ENTROPY_WITH_GRADIENT, (logits, labels, now)
     if options.shard is not None:
         on_shard = vocabulary.cross_entropy_with_gradient
-        results = on_shard(*arrays, options.shard, **options.of_rows)
+        with vocabulary.recorded(op.name, backend, arrays):
+            results = on_shard(*arrays, options.shard, **options.of_rows)
     else:
         results = dispatch(op, Direction.INFERENCE, backend, *arrays, **options.of_rows)
     losses, dlogits = checkpoint_name(results, "cross_entropy")
@@ -437,7 +439,8 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
         op, arrays = LINEAR_CROSS_ENTROPY_WITH_GRADIENTS, (x, weight, y, now)
         if shard is not None:
             on_shard = vocabulary.linear_cross_entropy_with_gradients
-            losses, dx, dw = on_shard(*arrays, shard, **static)
+            with vocabulary.recorded(op.name, backend, arrays):
+                losses, dx, dw = on_shard(*arrays, shard, **static)
         else:
             losses, dx, dw = dispatch(op, Direction.INFERENCE, backend, *arrays, **static)
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, dx, first_row, axis=0)
@@ -473,9 +476,9 @@ def _linear_cross_entropy_backward(options, backend, saved, dloss):
 def _linear_on_shard(function, shard, hidden, weight, labels, factor):
     if shard.over("V"):
         options, backend = function.static
-        if options.whole_rows is None:  # logits of the default size, which is of a shard's weight
-            columns = weight.shape[0 if options.transpose_weight else 1]
-            options = dataclasses.replace(options, chunk_rows=_chunk_rows(weight, columns))
+        if options.whole_rows is None:  # the logits of a chunk are as large as on one device
+            chunk_rows = options.chunk_rows * shard.count("V")
+            options = dataclasses.replace(options, chunk_rows=chunk_rows)
         of_loss = dataclasses.replace(options.loss, shard=shard)
         options = dataclasses.replace(options, loss=of_loss)
         function = function._replace(static=(options, backend))

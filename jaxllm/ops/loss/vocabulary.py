@@ -15,14 +15,31 @@ compiles each pass to one kernel.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxllm.core.backend import Backend, Call, record
+from jaxllm.core.dispatch import describe
 from jaxllm.core.sharding_rule import Shard
 from jaxllm.ops.loss import lm_head
 from jaxllm.ops.loss.labels import nan_outside
+
+
+def recorded(
+    stem: str, backend: Backend, arrays: tuple[Array, ...]
+) -> contextlib.AbstractContextManager[None]:
+    """Notes for :func:`jaxllm.explain` that no kernel computes what the functions here do."""
+    reason = "a kernel needs the logits of the whole vocabulary, which is in shards"
+    kernels = {"auto": ("cuda", "pallas"), "xla": ()}.get(backend, (backend,))
+
+    def call() -> Call:
+        shapes = " ".join(map(describe, arrays))
+        return Call(stem, shapes, "xla", "xla", tuple((name, reason) for name in kernels))
+
+    return record(call, f"{stem}[xla]")
 
 
 def cross_entropy(logits: Array, labels: Array, shard: Shard, **options: Any) -> Array:
