@@ -471,8 +471,8 @@ CALLS = [
             ("quantized_matmul", {"x": "R K"}, "M R"),
         )
     ),
-    Call("reduce_sum", _of("reduce_sum"), {"x": "B T D"}, "", undeclared=("x", "B")),
-    Call("reduce_max", _of("reduce_max"), {"x": "B T D"}, "", undeclared=("x", "B")),
+    Call("reduce_sum", _of("reduce_sum"), {"x": "B T D"}, "B T D", backends=("auto", "xla")),
+    Call("reduce_max", _of("reduce_max"), {"x": "B T D"}, "B T D", backends=("auto", "xla")),
     Call("dot", _of("dot"), {"a": "B T D", "b": "B T D"}, "B T D"),
     Call("histogram", _of("histogram", bins=7), {"x": "B T"}, "B T",
          kinds={"x": integers(9, low=-2)}, has_backward=False),

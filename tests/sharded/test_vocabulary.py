@@ -1,4 +1,4 @@
-"""Token tables, LM heads and logits in shards of the vocabulary: every option, beside one device."""
+"""Token tables, LM heads and logits in shards of the vocabulary, with every option."""
 
 import functools
 import math

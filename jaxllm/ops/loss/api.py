@@ -486,7 +486,7 @@ def _linear_on_shard(function, shard, hidden, weight, labels, factor):
 
 
 def _linear_sharding(options: _LinearOptions) -> ShardingRule:
-    """The sum of ``dhidden`` over the vocabulary follows the loop over chunks: once, of all rows."""
+    """``dhidden`` is summed over the vocabulary once, after the loop over chunks."""
     weight = "V _" if options.transpose_weight else "_ V"
     return ShardingRule(
         f"R _, {weight}, R, _ -> +R; R _ +V, {weight} +R =1, _",

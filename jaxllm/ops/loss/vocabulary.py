@@ -97,20 +97,17 @@ def _statistics(
     vocab_size: int,
 ) -> _Statistics:
     del ignore_index, z_loss
-    width, count, index = logits.shape[-1], shard.count("V"), shard.index("V")
-    first = index * width
+    width = logits.shape[-1]
+    first = shard.index("V") * width
     columns = first + lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    is_padded = vocab_size < width * count
+    is_padded = vocab_size < width * shard.count("V")
     of_shard = _reduce(_wide(logits), columns < vocab_size if is_padded else None, label_smoothing)
     label = jnp.clip(labels, 0, vocab_size - 1) - first
     nearest = jnp.clip(label, 0, width - 1)[..., None]
     target = _wide(jnp.take_along_axis(logits, nearest, axis=-1)[..., 0])
     is_here = (label >= 0) & (label < width)
     of_shard = jnp.stack([jnp.where(is_here, target, 0), *of_shard])
-    # Each shard fills its place in an array of zeros: the sum holds what all shards have.
-    every = jnp.zeros((count, *of_shard.shape), of_shard.dtype)
-    every = lax.dynamic_update_index_in_dim(every, of_shard, index, 0)
-    targets, largests, totals, *sums = jnp.moveaxis(lax.psum(every, shard.over("V")), 1, 0)
+    targets, largests, totals, *sums = jnp.moveaxis(shard.of_each(of_shard, "V"), 1, 0)
     largest = largests.max(axis=0)
     total = (totals * jnp.exp(largests - largest)).sum(axis=0)
     mean = sums[0].sum(axis=0) / vocab_size if sums else None
