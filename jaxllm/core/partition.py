@@ -478,8 +478,9 @@ def gathered(name: str, reason: str, *arrays: Any) -> tuple[Any, ...]:
     for i, x in enumerate(arrays):
         sharding = explicit_sharding(x)
         if sharding is not None:
-            if any(map(axes_of_entry, sharding.spec)):
-                _warn_of_gather(name, i, sharding.spec, reason)
+            spec = tuple(sharding.spec)
+            if any(map(axes_of_entry, spec)):
+                _warn_of_gather(name, i, spec, reason)
             x = reshard(x, sharding.mesh, P())
         found.append(x)
     return tuple(found)

@@ -146,15 +146,17 @@ def _embed_backward(shard, backend, arrays, dout, dlm_head=None):
         tokens, is_here = _rows_of_shard(shard, tokens, token_table)
         dout = jnp.where(is_here[..., None], dout, 0)
     if dlm_head is not None:
-        # Of the shards of the tokens one adds the gradient of the LM head: they are summed.
-        rows = None if shard is None else [name for name in shard.axes if name.startswith("row")]
-        dlm_head = (
-            shards.in_one_shard(dlm_head)
-            if rows is None
-            else shards.only_first(dlm_head, shard.over(*rows))
-        )
+        dlm_head = _in_one_shard(shard, dlm_head)
     arrays = (tokens, token_table, position_table, dout, dlm_head)
     return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays)
+
+
+def _in_one_shard(shard, dlm_head):
+    """Of the shards of the tokens one adds the gradient of the LM head: they are summed."""
+    if shard is None:
+        return shards.in_one_shard(dlm_head)
+    rows = [name for name in shard.axes if name.startswith("row")]
+    return shards.only_first(dlm_head, shard.over(*rows)) if rows else dlm_head
 
 
 def _tied_embed_forward(shard, backend, tokens, token_table, position_table):
