@@ -35,9 +35,7 @@ _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
 _REPORT = "SHARDED-REPORT "
 _READY = "SHARDED-READY"
-LM_HEAD = (
-    "lm_head"  # linear_cross_entropy of 32 sequences of 1024, with the gradients of both arrays
-)
+LM_HEAD = "lm_head"  # linear_cross_entropy of 32 sequences of 1024, with both gradients
 _LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
 MODELS = [*train.MODELS, LM_HEAD]
 

@@ -150,7 +150,8 @@ def linear_cross_entropy(
     ``weight``. So the forward pass computes all gradients, and the backward pass only multiplies
     them by the gradient of the loss. In bfloat16 on a Hopper GPU, without label smoothing and
     z-loss, a CUDA GEMM stores exponentials instead of logits in its epilogue and sums them, so that
-    no kernel makes a pass over the logits.
+    no kernel makes a pass over the logits. Where ``weight`` is sharded along V, each device
+    computes the logits of its columns; XLA's kernels then read them once and overwrite them once.
 
     Args:
         hidden: The input of the LM head; float32, bfloat16 or float16 for the kernels.
@@ -162,9 +163,9 @@ def linear_cross_entropy(
         z_loss: As in :func:`cross_entropy`.
         vocab_size: As in :func:`cross_entropy`; the gradients of the weights of padding are zero.
         reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
-        chunk_rows: The maximum number of rows per chunk. With None the logits of a chunk are as
-            large as the weight, or 320 MiB if that is more. A symbolic number of rows, of
-            ``jax.export``, is one chunk.
+        chunk_rows: The maximum number of rows per chunk. With None the logits of a chunk are, on
+            each device, as large as the whole weight, or 320 MiB if that is more. A symbolic number
+            of rows, of ``jax.export``, is one chunk.
         accumulate_dtype: The dtype in which the gradient of the weight is summed over chunks;
             within a chunk it is always float32. None for float32, with one exception: bfloat16 for
             a bfloat16 weight if there is one chunk only, or if the sum would take more than half a
