@@ -142,9 +142,8 @@ def place(mesh, x, spec):
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_match_one_device_and_nothing_is_gathered(kind, sharding):
     mesh, given, out_shardings = make_mesh(kind), {}, {}
-    names = list(CASES)
-    if sharding == "V over all":
-        names = names[:: 3 if kind == "Auto" else 4]
+    # Some for what one sharding shows of the other.
+    names = list(CASES)[:: {"rows x V": 1, "V": 2, "V over all": 4}[sharding]]
     for name in names:
         _, arrays, specs, which = make(name, sharding)
         given[name] = [place(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
@@ -220,3 +219,47 @@ def test_a_model_with_its_tied_table_in_shards_gathers_nothing(kind):
     testing.assert_close(jax.device_get(found), want, "float32", what="model")
     moved = {kind for kind, _ in collectives(program)}
     assert moved <= {"all-reduce", "reduce-scatter"}, moved
+
+
+def test_derivatives_of_derivatives_match_one_device():
+    mesh = make_mesh("Explicit")
+    options = {**LOSSES["all"], "reduction": "mean"}
+    fn, arrays, specs, _ = linear_case(options, "a", "b")
+
+    def second(hidden, weight, labels):
+        def gradient(hidden):
+            return jax.grad(fn)(hidden, weight, labels, backend="xla")
+
+        return jax.jvp(gradient, (hidden,), (hidden,))[1]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(second)(*map(functools.partial(place, mesh), arrays, specs))
+    want = on_one_device(second, *arrays)
+    testing.assert_close(jax.device_get(found), want, "float32", what="second derivative")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_rows_on_manual_axes_match_one_device(check_vma):
+    mesh = make_mesh("Explicit")
+    fn, arrays, specs, which = linear_case({"reduction": "sum", "chunk_rows": 3}, "a", "b")
+
+    def run(*arrays):
+        return jax.value_and_grad(fn, which)(*arrays)
+
+    def of_shard(*arrays):
+        loss, (dhidden, dweight) = run(*arrays)
+        if not check_vma:  # else JAX sums the gradient of what all shards share
+            dweight = jax.lax.psum(dweight, "a")
+        return jax.lax.psum(loss, "a"), (dhidden, dweight)
+
+    mapped = jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(P("a"), P(), P("a")),
+        out_specs=(P(), (P("a"), P())),
+        axis_names=frozenset("a"),
+        check_vma=check_vma,
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(*map(functools.partial(place, mesh), arrays, specs))
+    testing.assert_close(jax.device_get(found), on_one_device(run, *arrays), "float32", what="")

@@ -16,8 +16,10 @@ compiles each pass to one kernel.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -114,6 +116,7 @@ def _statistics(
     return _Statistics(largest, total, targets.sum(axis=0), mean, columns, is_padded)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _reduce(logits: Array, is_real: Array | None, label_smoothing: float) -> tuple[Array, ...]:
     """The largest logit of each row, the sum of exponentials, and with smoothing of logits."""
     zero = jnp.zeros((), logits.dtype)
@@ -132,7 +135,24 @@ def _reduce(logits: Array, is_real: Array | None, label_smoothing: float) -> tup
         total = jnp.where(m1 >= m2, s1 + s2 * decay, s1 * decay + s2)
         return (jnp.maximum(m1, m2), total, *(x + y for x, y in zip(sums1, sums2, strict=True)))
 
-    return lax.reduce(operands, start, add, (logits.ndim - 1,))
+    return tuple(lax.reduce(operands, start, add, (logits.ndim - 1,)))
+
+
+@_reduce.defjvp
+def _reduce_jvp(label_smoothing: float, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    """The derivative of the same in several passes; JAX has none of a reduction of tuples."""
+    logits, is_real = primals
+
+    def reduce(logits: Array) -> tuple[Array, ...]:
+        real = logits if is_real is None else jnp.where(is_real, logits, -jnp.inf)
+        lowest = jnp.finfo(logits.dtype).min
+        largest = lax.stop_gradient(jnp.maximum(real.max(axis=-1), lowest))
+        found = (largest, jnp.exp(real - largest[..., None]).sum(axis=-1))
+        if label_smoothing:
+            found += (logits.sum(axis=-1, where=is_real),)
+        return found
+
+    return jax.jvp(reduce, (logits,), tangents[:1])
 
 
 def _losses(
