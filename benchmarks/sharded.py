@@ -1,8 +1,11 @@
 """Times a training step on several GPUs of one host: data parallelism and FSDP, beside one GPU.
 
+And the loss of an LM head, forward and backward, whose vocabulary is sharded over the GPUs.
+
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-All compile at once; then one after another has the GPUs to itself. The batch grows with the GPUs.
+All compile at once; then one after another has the GPUs to itself. The batch grows with the GPUs;
+that of the LM head does not.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
 _REPORT = "SHARDED-REPORT "
 _READY = "SHARDED-READY"
+LM_HEAD = "lm_head"  # linear_cross_entropy of 32 sequences of 1024, with both gradients
+_LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
+MODELS = [*train.MODELS, LM_HEAD]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +45,9 @@ class Run:
     """One run.
 
     Attributes:
-        model: One of :data:`benchmarks.train.MODELS`.
-        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are; "" for one GPU.
+        model: One of :data:`benchmarks.train.MODELS`, or :data:`LM_HEAD`.
+        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are; ``"tensor"`` for the vocabulary of
+            :data:`LM_HEAD`; "" for one GPU.
         axes: ``"auto"`` or ``"explicit"``.
         implementation: ``"jaxllm"``, or ``"plain"`` for plain JAX.
         processes: Whether each GPU has a process.
@@ -63,6 +70,9 @@ RUNS = (
     Run("llama3", mesh=""),
     Run("llama3"),
     Run("llama3", mesh="fsdp"),
+    Run(LM_HEAD, mesh=""),
+    Run(LM_HEAD, mesh="tensor"),
+    Run(LM_HEAD, mesh="tensor", axes="explicit"),
 )
 
 
@@ -72,6 +82,7 @@ RUNS = (
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles one run, waits for a line on the standard input, and times it."""
     import jax
+    from jax.sharding import AxisType
 
     run = Run(**json.loads(options.worker))
     if run.processes:
@@ -84,15 +95,22 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
     count = options.gpus if run.mesh else 1
     devices = jax.devices()[:count]
-    sizes = {run.mesh or "data": count}
-    mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
-    preset, batch_size, seq_len = train.MODELS[run.model]
+    if run.model == LM_HEAD:
+        prepare, times = _prepare_lm_head, 1
+        types = (AxisType.Explicit if run.axes == "explicit" else AxisType.Auto,)
+        mesh = jax.make_mesh((count,), ("tensor",), axis_types=types, devices=devices)
+        preset, batch_size, seq_len = "x".join(map(str, _LM_HEAD_SIZES)), 32, 1024
+    else:
+        prepare, times = _prepare, count
+        sizes = {run.mesh or "data": count}
+        mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
+        preset, batch_size, seq_len = train.MODELS[run.model]
     if options.smoke:
         batch_size, seq_len = 2, 16
     shape = argparse.Namespace(
         model=run.model,
         preset=preset,
-        batch_size=batch_size * count,
+        batch_size=batch_size * times,
         seq_len=seq_len,
         dtype="bfloat16",
         data=None,
@@ -100,7 +118,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         worker="plain_unrolled",
     )
     with jax.set_mesh(mesh), jaxllm.use_backend(options.backend):
-        compiled, create, batches = _prepare(run, shape, mesh)
+        compiled, create, batches = prepare(run, shape, mesh)
         print(_READY, flush=True)
         sys.stdin.readline()
         state, loss, seconds = create(), np.nan, []
@@ -188,6 +206,47 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
     return compiled, create, [parallel.put(sharding, pair) for pair in arrays]
 
 
+def _prepare_lm_head(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, list[Any]]:
+    """Likewise of the LM head; the state is its input and its weight."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxllm import ops
+
+    width, vocab_size = (32, 256) if shape.smoke else _LM_HEAD_SIZES
+    rows = shape.batch_size * shape.seq_len
+    whole, in_shards = NamedSharding(mesh, P()), NamedSharding(mesh, P("tensor", None))
+
+    def create() -> tuple[jax.Array, jax.Array]:
+        keys = jax.random.split(jax.random.key(0))
+        hidden, weight = (
+            0.02 * jax.random.normal(key, (size, width), jnp.bfloat16)
+            for key, size in zip(keys, (rows, vocab_size), strict=True)
+        )
+        return hidden * 50, weight
+
+    def step(state: Any, labels: jax.Array) -> tuple[Any, dict[str, Any]]:
+        def loss(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+            return ops.linear_cross_entropy(hidden, weight, labels, transpose_weight=True)
+
+        value, gradients = jax.value_and_grad(loss, (0, 1))(*state)
+        return state, {"loss": value, "gradients": gradients}
+
+    shardings = whole, in_shards
+    like = jax.tree.map(
+        lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of),
+        jax.eval_shape(create),
+        shardings,
+    )
+    labels = np.random.default_rng(0).integers(0, vocab_size, rows).astype(np.int32)
+    labels = jax.device_put(labels, whole)
+    out = (shardings, {"loss": whole, "gradients": shardings}) if run.axes == "auto" else None
+    compiled = jax.jit(step, out_shardings=out).lower(like, labels).compile()
+    return compiled, jax.jit(create, out_shardings=shardings), [(labels,)]
+
+
 # All of them
 
 
@@ -216,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Times the runs; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--model", nargs="+", choices=train.MODELS, default=list(train.MODELS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="cuda")
     parser.add_argument("--steps", type=int, default=20, help="in each of three timed groups")
     parser.add_argument(

@@ -34,7 +34,11 @@ def test_train_smoke_run_writes_a_row(tmp_path):
 
 
 def test_sharded_smoke_run_writes_a_row_for_each_run(tmp_path, monkeypatch):
-    runs = (sharded.Run("llama3", mesh=""), sharded.Run("llama3", mesh="fsdp", axes="explicit"))
+    runs = (
+        sharded.Run("llama3", mesh=""),
+        sharded.Run("llama3", mesh="fsdp", axes="explicit"),
+        sharded.Run(sharded.LM_HEAD, mesh="tensor"),
+    )
     monkeypatch.setattr(sharded, "RUNS", runs)
     path = tmp_path / "rows.csv"
     command = ["--smoke", "--backend", "auto", "--steps", "1", "--csv", str(path)]
@@ -43,6 +47,7 @@ def test_sharded_smoke_run_writes_a_row_for_each_run(tmp_path, monkeypatch):
     assert [(row["mesh"], row["gpus"], row["batch_size"]) for row in rows] == [
         ("", "1", "2"),
         ("fsdp=2", "2", "4"),
+        ("tensor=2", "2", "2"),
     ]
     assert all(float(row["loss"]) == pytest.approx(5.5, abs=0.3) for row in rows)
 

@@ -16,6 +16,7 @@ GROUPS = {
     "transforms": ("test_transforms.py", ""),
     "manual": ("test_manual.py", ""),
     "whole_arrays": ("test_whole_arrays.py", ""),
+    "vocabulary": ("test_vocabulary.py", ""),
 }
 
 

@@ -116,7 +116,7 @@ def dispatch(op: Op, direction: Direction, backend: Backend, *arrays: Any, **sta
     def call() -> Call:
         return Call(
             stem=stem,
-            shapes=" ".join(_describe(array) for array in arrays if array is not None),
+            shapes=" ".join(describe(array) for array in arrays if array is not None),
             on_gpu=on_gpu,
             fallback="error: needs a GPU" if fallback == "cuda" else fallback,
             rejected=rejected,
@@ -185,7 +185,7 @@ def compose(composition: Composition, backend: Backend, *arrays: Any, **static: 
     form = FUSED if reason is None else PARTS
 
     def call() -> Call:
-        shapes = " ".join(map(_describe, filter(jax.tree.leaves, arrays)))
+        shapes = " ".join(map(describe, filter(jax.tree.leaves, arrays)))
         rejected = ((FUSED, reason),) if reason else ()
         return Call(composition.name, shapes, form, PARTS, rejected)
 
@@ -416,11 +416,11 @@ mlir.register_lowering(_refuse_p, _refuse_lowering)
 batching.primitive_batchers[_refuse_p] = _refuse_batching
 
 
-def _describe(array: Any) -> str:
+def describe(array: Any) -> str:
     """An array's dtype and shape in one word, such as ``bf16[8,768]``; of many, the first's."""
     if not hasattr(array, "dtype"):  # a tuple, or another node of a pytree
         first, *others = jax.tree.leaves(array)
-        return _describe(first) + (f"+{len(others)}" if others else "")
+        return describe(first) + (f"+{len(others)}" if others else "")
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
     dtype = short.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     return f"{dtype}[{','.join(map(str, array.shape))}]"

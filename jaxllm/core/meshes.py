@@ -62,12 +62,6 @@ def reshard(x: Any, mesh: Any, spec: P) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, full))
 
 
-def replicated(x: Any) -> Any:
-    """The whole array on each device, where the type has a sharding; XLA decides elsewhere."""
-    sharding = explicit_sharding(x)
-    return x if sharding is None else reshard(x, sharding.mesh, P())
-
-
 def decode(sharding: Any, shape: Sequence[int], mesh: Any) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each dimension, of a sharding that XLA chose.
 

@@ -471,18 +471,37 @@ class GatherWarning(UserWarning):
     """An op gathers an operand that it cannot take in shards."""
 
 
+def gathered(name: str, reason: str, *arrays: Any) -> tuple[Any, ...]:
+    """Arrays of an op that are gathered before it is dispatched, where their types say how.
+
+    On Auto axes XLA decides when it compiles.
+    """
+    found = []
+    for i, x in enumerate(arrays):
+        sharding = explicit_sharding(x)
+        if sharding is not None:
+            spec = tuple(sharding.spec)
+            if any(map(axes_of_entry, spec)):
+                _warn_of_gather(name, i, spec, reason)
+            x = reshard(x, sharding.mesh, P())
+        found.append(x)
+    return tuple(found)
+
+
 _warned: set[Any] = set()
 
 
 def _warn_of_gathers(layout: Layout, axes: MeshAxes, specs: Sequence[Sequence[Any]]) -> None:
+    rule = layout.call.rule
+    why = f"the op may be sharded along {rule.sharded!r} of {rule.dims!r}"
     for i, spec in layout.gathered(axes, specs):
-        name = layout.call.name
-        shown = cast(Any, P)(*(axis or None for axis in map(axes_of_entry, spec)))
-        sentence = (
-            f"{name} gathers operand {i}, whose sharding is {shown}: the op may be sharded along "
-            f"{layout.call.rule.sharded!r} of {layout.call.rule.dims!r}"
-        )
-        note_gather(sentence)
-        if sentence not in _warned:
-            _warned.add(sentence)
-            warnings.warn(sentence, GatherWarning, stacklevel=2)
+        _warn_of_gather(layout.call.name, i, spec, why)
+
+
+def _warn_of_gather(name: str, i: int, spec: Sequence[Any], why: str) -> None:
+    shown = cast(Any, P)(*(axis or None for axis in map(axes_of_entry, spec)))
+    sentence = f"{name} gathers operand {i}, whose sharding is {shown}: {why}"
+    note_gather(sentence)
+    if sentence not in _warned:
+        _warned.add(sentence)
+        warnings.warn(sentence, GatherWarning, stacklevel=2)

@@ -380,11 +380,11 @@ CALLS = [
         kinds={"lengths": integers(8)}, undeclared=("k_cache", "S"), has_backward=False,
     ),
     Call(
-        "embed", _of("embed"), _EMBED, "B", kinds={"tokens": integers(24)},
+        "embed", _of("embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
         weights={"token_table": "V", "position_table": "D"}, undeclared=("tokens", "T"),
     ),
     Call(
-        "tied_embed", _of("tied_embed"), _EMBED, "B", kinds={"tokens": integers(24)},
+        "tied_embed", _of("tied_embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
         weights={"token_table": "V"}, undeclared=("tokens", "T"),
     ),
     Call(
@@ -409,20 +409,20 @@ CALLS = [
         Call(
             "cross_entropy",
             _of("cross_entropy", reduction=reduction, label_smoothing=0.1, vocab_size=21),
-            {"logits": "B T V", "labels": "B T"}, "B T", kinds={"labels": integers(21, low=-21)},
-            undeclared=("logits", "V") if reduction == "mean" else None, name=reduction,
+            {"logits": "B T V", "labels": "B T"}, "B T V", kinds={"labels": integers(21, low=-21)},
+            name=reduction,
         )
         for reduction in ("mean", "sum", "none")
     ),
     Call(
         "linear_cross_entropy", _of("linear_cross_entropy", chunk_rows=2),
-        {"hidden": "M D", "weight": "D V", "labels": "M"}, "M",
+        {"hidden": "M D", "weight": "D V", "labels": "M"}, "M V",
         kinds={"weight": small, "labels": _LABELS}, weights={"weight": "V"},
         undeclared=("hidden", "D"),
     ),
     Call(
         "linear_cross_entropy", _of("linear_cross_entropy", transpose_weight=True, z_loss=0.1),
-        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B",
+        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B V",
         kinds={"weight": small, "labels": _LABELS}, weights={"weight": "D"}, name="tied",
     ),
     Call(
@@ -471,8 +471,8 @@ CALLS = [
             ("quantized_matmul", {"x": "R K"}, "M R"),
         )
     ),
-    Call("reduce_sum", _of("reduce_sum"), {"x": "B T D"}, "", undeclared=("x", "B")),
-    Call("reduce_max", _of("reduce_max"), {"x": "B T D"}, "", undeclared=("x", "B")),
+    Call("reduce_sum", _of("reduce_sum"), {"x": "B T D"}, "B T D", backends=("auto", "xla")),
+    Call("reduce_max", _of("reduce_max"), {"x": "B T D"}, "B T D", backends=("auto", "xla")),
     Call("dot", _of("dot"), {"a": "B T D", "b": "B T D"}, "B T D"),
     Call("histogram", _of("histogram", bins=7), {"x": "B T"}, "B T",
          kinds={"x": integers(9, low=-2)}, has_backward=False),

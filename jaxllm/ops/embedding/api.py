@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 from jaxllm.core import shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.op import differentiable, with_backward
+from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
@@ -130,30 +130,75 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
         )
 
 
-_SHARDING = ShardingRule("... T, _ _, _ _ -> ... T _")
-
-# The backward takes the gradient of the table from the LM head last: None where there is none.
-_embed = differentiable(
-    EMBED,
-    saves=lambda tokens, token_table, position_table, out: (tokens, token_table, position_table),
-    sharding=_SHARDING,
-    arrange=lambda *arrays: (*arrays, None),
-    gradients=lambda *dtables: (None, *dtables),
-)
-
-
-def _tied_embed_forward(_, backend, tokens, token_table, position_table):
+def _embed_forward(shard, backend, tokens, token_table, position_table):
     arrays = (tokens, token_table, position_table)
-    out = checkpoint_name(dispatch(EMBED, Direction.FORWARD, backend, *arrays), "embed")
+    if shard is None:
+        out = dispatch(EMBED, Direction.FORWARD, backend, *arrays)
+    else:
+        out = _embed_of_shard(shard, backend, *arrays)
+    return checkpoint_name(out, "embed"), arrays
+
+
+def _embed_backward(shard, backend, arrays, dout, dlm_head=None):
+    tokens, token_table, position_table = arrays
+    if shard is not None:
+        # The kernels read all of dout: what belongs to other shards is zero.
+        tokens, is_here = _rows_of_shard(shard, tokens, token_table)
+        dout = jnp.where(is_here[..., None], dout, 0)
+    if dlm_head is not None:
+        dlm_head = _in_one_shard(shard, dlm_head)
+    arrays = (tokens, token_table, position_table, dout, dlm_head)
+    return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays)
+
+
+def _in_one_shard(shard, dlm_head):
+    """Of the shards of the tokens one adds the gradient of the LM head: they are summed."""
+    if shard is None:
+        return shards.in_one_shard(dlm_head)
+    rows = [name for name in shard.axes if name.startswith("row")]
+    return shards.only_first(dlm_head, shard.over(*rows)) if rows else dlm_head
+
+
+def _tied_embed_forward(shard, backend, tokens, token_table, position_table):
+    out, arrays = _embed_forward(shard, backend, tokens, token_table, position_table)
     return (out, token_table), arrays
 
 
-def _tied_embed_backward(_, backend, arrays, dout, dlm_head):
-    # Of the shards of the tokens one adds the gradient of the LM head: they are summed.
-    dlm_head = None if dlm_head is None else shards.in_one_shard(dlm_head)
-    return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays, dout, dlm_head)
+def _embed_of_shard(shard, backend, tokens, token_table, position_table):
+    """Of the tokens of other shards zeros; the first shard adds the positions."""
+    tokens, is_here = _rows_of_shard(shard, tokens, token_table)
+    out = dispatch(EMBED, Direction.FORWARD, backend, tokens, token_table, None)
+    out = jnp.where(is_here[..., None], out, 0)
+    if position_table is None:
+        return out
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    positions = jnp.where(shard.index("V") == 0, position_table[: tokens.shape[-1]], 0)
+    return (out.astype(wide) + positions.astype(wide)).astype(out.dtype)
 
 
+def _rows_of_shard(shard, tokens, token_table):
+    """The row of each token in the shard of the table that has it, and whether it is this shard.
+
+    The tokens of other shards are spread over the rows of this one as they are over those of
+    theirs: the backward kernels are slower where many tokens share a row.
+    """
+    rows = token_table.shape[0]
+    tokens = jnp.clip(tokens, 0, rows * shard.count("V") - 1)
+    return tokens % rows, tokens // rows == shard.index("V")
+
+
+def _on_shard(function, shard, *arrays):
+    if shard.over("V"):
+        _, backend = function.static
+        function = function._replace(static=(shard, backend))
+    return function(*arrays)
+
+
+# The gradient of the positions is a sum over V: each token is in one shard.
+_SHARDING = ShardingRule(
+    "... T, V _, _ _ -> ... T _ +V", "... V", local=_on_shard, local_backward=_on_shard
+)
+_embed = with_backward("embed", _embed_forward, _embed_backward, sharding=_SHARDING)
 _tied_embed = with_backward(
-    "tied_embed", _tied_embed_forward, _tied_embed_backward, sharding=_SHARDING, outputs=2
+    "tied_embed", _tied_embed_forward, _embed_backward, sharding=_SHARDING, outputs=2
 )

@@ -19,7 +19,7 @@ from jaxllm.core import promotion, shards, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.core.sharding_rule import Shard, ShardingRule
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -27,7 +27,7 @@ from jaxllm.ops.checks import (
     check_same_dtype,
     check_shape,
 )
-from jaxllm.ops.loss import cuda, lm_head, pallas, reference
+from jaxllm.ops.loss import cuda, lm_head, pallas, reference, vocabulary
 from jaxllm.ops.loss.labels import check_labels, normalize_labels
 
 Reduction = Literal["mean", "sum", "none"]
@@ -150,7 +150,8 @@ def linear_cross_entropy(
     ``weight``. So the forward pass computes all gradients, and the backward pass only multiplies
     them by the gradient of the loss. In bfloat16 on a Hopper GPU, without label smoothing and
     z-loss, a CUDA GEMM stores exponentials instead of logits in its epilogue and sums them, so that
-    no kernel makes a pass over the logits.
+    no kernel makes a pass over the logits. Where ``weight`` is sharded along V, each device
+    computes the logits of its columns; XLA's kernels then read them once and overwrite them once.
 
     Args:
         hidden: The input of the LM head; float32, bfloat16 or float16 for the kernels.
@@ -162,9 +163,9 @@ def linear_cross_entropy(
         z_loss: As in :func:`cross_entropy`.
         vocab_size: As in :func:`cross_entropy`; the gradients of the weights of padding are zero.
         reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
-        chunk_rows: The maximum number of rows per chunk. With None the logits of a chunk are as
-            large as the weight, or 320 MiB if that is more. A symbolic number of rows, of
-            ``jax.export``, is one chunk.
+        chunk_rows: The maximum number of rows per chunk. With None the logits of a chunk are, on
+            each device, as large as the whole weight, or 320 MiB if that is more. A symbolic number
+            of rows, of ``jax.export``, is one chunk.
         accumulate_dtype: The dtype in which the gradient of the weight is summed over chunks;
             within a chunk it is always float32. None for float32, with one exception: bfloat16 for
             a bfloat16 weight if there is one chunk only, or if the sum would take more than half a
@@ -261,13 +262,13 @@ class _Options:
     label_smoothing: float
     z_loss: float
     vocab_size: int
+    shard: Shard | None = None  # where the vocabulary is in shards: the one to compute
 
     @property
     def of_rows(self) -> dict[str, Any]:
         """The options of the implementations, which return one loss per row."""
-        options = dataclasses.asdict(self)
-        del options["reduction"]
-        return options
+        names = ("ignore_index", "label_smoothing", "z_loss", "vocab_size")
+        return {name: getattr(self, name) for name in names}
 
 
 def _make_options(
@@ -308,16 +309,28 @@ def _split(factor: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     return (one, factor) if dtype == jnp.float16 else (factor, one)
 
 
-def _cross_entropy_loss(options, backend, logits, labels, factor):
+def _losses(options, backend, logits, labels):
     op, arrays = CROSS_ENTROPY, (logits, labels)
-    losses = dispatch(op, Direction.FORWARD, backend, *arrays, **options.of_rows)
+    if options.shard is not None:
+        with vocabulary.recorded(op.stem(Direction.FORWARD), backend, arrays):
+            return vocabulary.cross_entropy(*arrays, options.shard, **options.of_rows)
+    return dispatch(op, Direction.FORWARD, backend, *arrays, **options.of_rows)
+
+
+def _cross_entropy_loss(options, backend, logits, labels, factor):
+    losses = _losses(options, backend, logits, labels)
     return _reduce(losses, factor, options.reduction)
 
 
 def _cross_entropy_forward(options, backend, logits, labels, factor):
     now, later = _split(factor, logits.dtype)
     op, arrays = CROSS_ENTROPY_WITH_GRADIENT, (logits, labels, now)
-    results = dispatch(op, Direction.INFERENCE, backend, *arrays, **options.of_rows)
+    if options.shard is not None:
+        on_shard = vocabulary.cross_entropy_with_gradient
+        with vocabulary.recorded(op.name, backend, arrays):
+            results = on_shard(*arrays, options.shard, **options.of_rows)
+    else:
+        results = dispatch(op, Direction.INFERENCE, backend, *arrays, **options.of_rows)
     losses, dlogits = checkpoint_name(results, "cross_entropy")
     return _reduce(losses, factor, options.reduction), (dlogits, later)
 
@@ -328,9 +341,17 @@ def _cross_entropy_backward(_, backend, saved, dloss):
     return dlogits, None, None
 
 
+def _cross_entropy_on_shard(function, shard, logits, labels, factor):
+    if shard.over("V"):
+        options, backend = function.static
+        function = function._replace(static=(dataclasses.replace(options, shard=shard), backend))
+    return function(logits, labels, factor)
+
+
 def _cross_entropy_sharding(options: _Options) -> ShardingRule:
     result = "..." if options.reduction == "none" else "+..."
-    return ShardingRule(f"... V, ..., _ -> {result}; ... V, _")
+    dims = f"... V, ..., _ -> {result}; ... V, _"
+    return ShardingRule(dims, "... V", local=_cross_entropy_on_shard)
 
 
 _cross_entropy = with_backward(
@@ -407,10 +428,9 @@ def _over_chunks(
 
 def _linear_cross_entropy_loss(options, backend, hidden, weight, labels, factor):
     def step(x, y, _, loss):
-        op, arrays = CROSS_ENTROPY, (lm_head.logits(x, weight, options.transpose_weight), y)
-        return loss + dispatch(op, Direction.FORWARD, backend, *arrays, **static).sum()
+        logits = lm_head.logits(x, weight, options.transpose_weight)
+        return loss + _losses(options.loss, backend, logits, y).sum()
 
-    static = options.loss.of_rows
     return factor * _over_chunks(step, hidden, labels, options, jnp.zeros_like(factor))
 
 
@@ -418,18 +438,26 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     def step(x, y, first_row, carry):
         loss, dhidden, dweight = carry
         op, arrays = LINEAR_CROSS_ENTROPY_WITH_GRADIENTS, (x, weight, y, now)
-        losses, dx, dw = dispatch(op, Direction.INFERENCE, backend, *arrays, **static)
+        if shard is not None:
+            on_shard = vocabulary.linear_cross_entropy_with_gradients
+            with vocabulary.recorded(op.name, backend, arrays):
+                losses, dx, dw = on_shard(*arrays, shard, **static)
+        else:
+            losses, dx, dw = dispatch(op, Direction.INFERENCE, backend, *arrays, **static)
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, dx, first_row, axis=0)
         # XLA adds in the epilogue of the GEMM, in place.
         return loss + losses.sum(), dhidden, dweight + dw
 
+    shard = options.loss.shard
     static = options.loss.of_rows | {
         "transpose_weight": options.transpose_weight,
         "accumulate_dtype": options.accumulate_dtype,
     }
     now, later = _split(factor, hidden.dtype)
     sums = jnp.zeros(weight.shape, options.accumulate_dtype)
-    carry = (jnp.zeros_like(factor), jnp.zeros_like(hidden), sums)
+    # Of a shard of the vocabulary the loss is that of all shards; the gradients are its own.
+    gradients = vma.vary((jnp.zeros_like(hidden), sums), vma.axes_of((hidden, weight, labels)))
+    carry = (jnp.zeros_like(factor), *gradients)
     loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
     if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
         dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
@@ -446,10 +474,33 @@ def _linear_cross_entropy_backward(options, backend, saved, dloss):
     return dhidden, (dweight * dloss).astype(options.weight_dtype), None, None
 
 
+def _linear_on_shard(function, shard, hidden, weight, labels, factor):
+    if shard.over("V"):
+        options, backend = function.static
+        if options.whole_rows is None:  # the logits of a chunk are as large as on one device
+            chunk_rows = options.chunk_rows * shard.count("V")
+            options = dataclasses.replace(options, chunk_rows=chunk_rows)
+        of_loss = dataclasses.replace(options.loss, shard=shard)
+        options = dataclasses.replace(options, loss=of_loss)
+        function = function._replace(static=(options, backend))
+    return function(hidden, weight, labels, factor)
+
+
+def _linear_sharding(options: _LinearOptions) -> ShardingRule:
+    """``dhidden`` is summed over the vocabulary once, after the loop over chunks."""
+    weight = "V _" if options.transpose_weight else "_ V"
+    return ShardingRule(
+        f"R _, {weight}, R, _ -> +R; R _ +V, {weight} +R =1, _",
+        "R V",
+        backward_on_shards=False,
+        local=_linear_on_shard,
+    )
+
+
 _linear_cross_entropy = with_backward(
     "linear_cross_entropy",
     _linear_cross_entropy_forward,
     _linear_cross_entropy_backward,
-    sharding=ShardingRule("R _, _ _, R, _ -> +R; R _, _ _ +R =1, _", "R", backward_on_shards=False),
+    sharding=_linear_sharding,
     primal=_linear_cross_entropy_loss,
 )

@@ -191,11 +191,24 @@ def _dot_backward(_, backend, saved, dout):
     return (dout * b).astype(a.dtype), (dout * a).astype(b.dtype)
 
 
-_WHOLE = ShardingRule("... -> ", "")
+def _reduce_max_on_shard(function, shard, x):
+    out, saved = function(x)
+    names = [name for name in shard.axes if name.startswith("row")]
+    # No pmax: NCCL does not promise that the maximum of a NaN is NaN.
+    return shard.of_each(out, *names).max() if shard.over(*names) else out, saved
+
+
+# The backwards are of whole arrays: XLA splits them.
 _reduce_sum = with_backward(
-    "reduce_sum", _reduce_sum_forward, _reduce_sum_backward, sharding=_WHOLE
+    "reduce_sum",
+    _reduce_sum_forward,
+    _reduce_sum_backward,
+    sharding=ShardingRule("... -> +...", backward_on_shards=False),
 )
 _reduce_max = with_backward(
-    "reduce_max", _reduce_max_forward, _reduce_max_backward, sharding=_WHOLE
+    "reduce_max",
+    _reduce_max_forward,
+    _reduce_max_backward,
+    sharding=ShardingRule("... -> ", backward_on_shards=False, local=_reduce_max_on_shard),
 )
 _dot = with_backward("dot", _dot_forward, _dot_backward, sharding=ShardingRule("..., ... -> +..."))
