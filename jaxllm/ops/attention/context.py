@@ -188,6 +188,8 @@ def backward(
     Returns:
         ``(dq, dk, dv)`` of the shard.
     """
+    # XLA would keep the forward's gathered keys until the backward.
+    (q, k, v, segments), dout = jax.lax.optimization_barrier(((q, k, v, segments), dout))
     q, k = _rotate(Direction.FORWARD, backend, q, k, table, interleaved)
     pieces, options = _plan(shard, q, k, **options)
     of_queries, of_keys = segments or (None, None)
