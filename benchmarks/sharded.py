@@ -1,8 +1,11 @@
 """Times a training step on several GPUs of one host: data parallelism and FSDP, beside one GPU.
 
+And attention of one long sequence in shards: context parallelism. There the work does not grow.
+
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-All compile at once; then one after another has the GPUs to itself. The batch grows with the GPUs.
+All compile at once; then one after another has the GPUs to itself. The batch of a training step
+grows with the GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ COLUMNS = (
     *("model", "batch_size", "seq_len", "implementation", "mesh", "axes", "processes", "gpus"),
     *("step_ms", "tokens_per_s", "peak_gib", "state_gib", "loss", "steps", "note"),
 )
+# With the backward, and without. The shape is that of Llama 3.1 8B.
+ATTENTION = ("attention", "attention_forward")
+MODELS = (*train.MODELS, *ATTENTION)
+_LENGTH, _HEADS, _KV_HEADS, _WIDTH = 65_536, 32, 8, 128
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
 _REPORT = "SHARDED-REPORT "
@@ -39,8 +46,9 @@ class Run:
     """One run.
 
     Attributes:
-        model: One of :data:`benchmarks.train.MODELS`.
-        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are; "" for one GPU.
+        model: One of :data:`benchmarks.train.MODELS`, or of :data:`ATTENTION`.
+        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are, and ``"context"`` of attention; ""
+            for one GPU.
         axes: ``"auto"`` or ``"explicit"``.
         implementation: ``"jaxllm"``, or ``"plain"`` for plain JAX.
         processes: Whether each GPU has a process.
@@ -63,6 +71,7 @@ RUNS = (
     Run("llama3", mesh=""),
     Run("llama3"),
     Run("llama3", mesh="fsdp"),
+    *(Run(model, mesh=mesh) for model in ATTENTION for mesh in ("", "context")),
 )
 
 
@@ -84,15 +93,22 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
     count = options.gpus if run.mesh else 1
     devices = jax.devices()[:count]
-    sizes = {run.mesh or "data": count}
-    mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
-    preset, batch_size, seq_len = train.MODELS[run.model]
+    is_attention = run.model in ATTENTION
+    if is_attention:
+        kind = getattr(jax.sharding.AxisType, run.axes.title())
+        mesh = jax.make_mesh((count,), ("context",), axis_types=(kind,), devices=devices)
+        preset, batch_size, seq_len = f"{_HEADS}x{_KV_HEADS}x{_WIDTH}", 1, _LENGTH
+    else:
+        sizes = {run.mesh or "data": count}
+        mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
+        preset, batch_size, seq_len = train.MODELS[run.model]
+        batch_size *= count
     if options.smoke:
-        batch_size, seq_len = 2, 16
+        batch_size, seq_len = 1 if is_attention else 2 * count, 16
     shape = argparse.Namespace(
         model=run.model,
         preset=preset,
-        batch_size=batch_size * count,
+        batch_size=batch_size,
         seq_len=seq_len,
         dtype="bfloat16",
         data=None,
@@ -100,7 +116,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         worker="plain_unrolled",
     )
     with jax.set_mesh(mesh), jaxllm.use_backend(options.backend):
-        compiled, create, batches = _prepare(run, shape, mesh)
+        prepare = _prepare_attention if is_attention else _prepare
+        compiled, create, batches = prepare(run, shape, mesh)
         print(_READY, flush=True)
         sys.stdin.readline()
         state, loss, seconds = create(), np.nan, []
@@ -188,6 +205,41 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
     return compiled, create, [parallel.put(sharding, pair) for pair in arrays]
 
 
+def _prepare_attention(
+    run: Run, shape: argparse.Namespace, mesh: Any
+) -> tuple[Any, Any, list[Any]]:
+    """Likewise of attention: its state is q, k, v and the gradient of its output."""
+    import jax
+
+    from jaxllm import ops
+
+    sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
+    heads = (_HEADS, _KV_HEADS, _KV_HEADS, _HEADS)
+    sizes = [(shape.batch_size, shape.seq_len, count, _WIDTH) for count in heads]
+
+    def create() -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(0), len(sizes))
+        pairs = zip(keys, sizes, strict=True)
+        return [jax.random.normal(key, size, shape.dtype) for key, size in pairs]
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return ops.flash_attention(*qkv, causal=True)
+
+        if run.model == "attention_forward":
+            out, gradients = attend(q, k, v), ()
+        else:
+            out, pull = jax.vjp(attend, q, k, v)
+            gradients = pull(dout)
+        # The number in the row's "loss": of the first query, which sees the first key alone.
+        return {"loss": out[0, 0, 0, 0], "out": out, "gradients": gradients}
+
+    create = jax.jit(create, out_shardings=[sharding] * len(sizes))
+    like = [jax.ShapeDtypeStruct(size, shape.dtype, sharding=sharding) for size in sizes]
+    compiled = jax.jit(step).lower(*like).compile()
+    return lambda state: (state, compiled(*state)), create, [()]
+
+
 # All of them
 
 
@@ -216,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Times the runs; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--model", nargs="+", choices=train.MODELS, default=list(train.MODELS))
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="cuda")
     parser.add_argument("--steps", type=int, default=20, help="in each of three timed groups")
     parser.add_argument(
