@@ -15,7 +15,8 @@ from jaxllm.core import ffi
 from jaxllm.ops.attention import context
 
 KINDS = ("Auto", "Explicit")
-CHUNKS, BATCH, HEADS, BOTH = P(None, "b"), P("a", "b"), P(None, "b", "a"), P(None, ("a", "b"))
+FOUR, TWO, EIGHT = P(None, "b"), P(None, "a"), P(None, ("a", "b"))
+BATCH, HEADS = P("a", "b"), P(None, "b", "a")
 
 
 def draw(i, shape):
@@ -31,28 +32,28 @@ def table(length, shape=()):
     return np.cos(angles), np.sin(angles)
 
 
-# The lengths of queries and keys, the sharding, and the options. Of a length of 16 four devices
-# have four queries each, which they exchange, and eight devices two; of 12 they have three.
+# The lengths of queries and keys, the sharding, and the options. Of 12 queries four devices have
+# three each, and swap no halves.
 VARIANTS = {
-    "causal": (16, 16, BOTH, {"causal": True}),
+    "causal": (16, 16, EIGHT, {"causal": True}),
     "batch": (16, 16, BATCH, {"causal": True}),
     "heads": (16, 16, HEADS, {"causal": True}),
-    "odd_shards": (12, 12, CHUNKS, {"causal": True}),
-    "more_keys": (16, 32, CHUNKS, {"causal": True, "softcap": 2.0}),
-    "more_queries": (32, 16, CHUNKS, {"causal": True}),
+    "odd_shards": (12, 12, FOUR, {"causal": True}),
+    "more_keys": (16, 32, FOUR, {"causal": True, "softcap": 2.0}),
+    "more_queries": (32, 16, FOUR, {"causal": True}),
     "narrow_window": (16, 16, BATCH, {"causal": True, "window": 3}),
-    "wide_window": (16, 24, CHUNKS, {"causal": True, "window": 7}),
-    "window_of_all": (16, 24, CHUNKS, {"window": 24}),
+    "wide_window": (16, 24, FOUR, {"causal": True, "window": 7}),
+    "window_of_all": (16, 24, FOUR, {"window": 24}),
     "full": (16, 24, BATCH, {}),
-    "full_window": (16, 24, CHUNKS, {"window": 3}),
-    "full_window_more_queries": (40, 16, CHUNKS, {"window": 4, "softcap": 2.0}),
-    "segments": (16, 16, BATCH, {"causal": True, "segment_ids": ids(1, 16)}),
+    "full_window": (16, 24, FOUR, {"window": 3}),
+    "full_window_more_queries": (40, 16, FOUR, {"window": 4, "softcap": 2.0}),
+    "segments": (16, 16, TWO, {"causal": True, "segment_ids": ids(1, 16)}),
     "full_segments": (16, 24, BATCH, {"segment_ids": (ids(1, 16), ids(2, 24))}),
-    "full_window_segments": (16, 16, CHUNKS, {"window": 6, "segment_ids": ids(1, 16)}),
-    "rope": (16, 16, BATCH, {"causal": True, "rope_table": table(16), "interleaved": True}),
-    "rope_of_each": (12, 12, CHUNKS, {"window": 3, "rope_table": table(12, (2,))}),
-    "packed": (16, 16, BATCH, {"causal": True, "rope_table": table(16, (2,))}),
-    "packed_window": (16, 16, CHUNKS, {"window": 3, "segment_ids": ids(1, 16)}),
+    "full_window_segments": (16, 16, FOUR, {"window": 6, "segment_ids": ids(1, 16)}),
+    "rope": (16, 16, TWO, {"causal": True, "rope_table": table(16), "interleaved": True}),
+    "rope_of_each": (12, 12, FOUR, {"window": 3, "rope_table": table(12, (2,))}),
+    "packed": (16, 16, TWO, {"causal": True, "rope_table": table(16, (2,))}),
+    "packed_window": (16, 16, TWO, {"window": 3, "segment_ids": ids(1, 16)}),
 }
 
 
@@ -115,7 +116,7 @@ def test_bfloat16_is_as_exact_as_on_one_device(kind):
     arrays = {name: x.astype("bfloat16") for name, x in arrays.items()}
     run = functools.partial(results, "causal", extras={})
     with jax.set_mesh(mesh):
-        given = {name: jax.device_put(x, NamedSharding(mesh, BOTH)) for name, x in arrays.items()}
+        given = {name: jax.device_put(x, NamedSharding(mesh, EIGHT)) for name, x in arrays.items()}
         found = jax.jit(run)(given)
     testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "bfloat16")
 
@@ -125,7 +126,7 @@ def test_collectives_are_of_keys_and_of_halves_of_queries(kind):
     mesh = make_mesh(kind)
     q, k = (jax.ShapeDtypeStruct((2, 64, heads, 8), "float32") for heads in (6, 2))
     arrays = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, BOTH))
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, EIGHT))
         for name, x in (("q", q), ("k", k), ("v", k))
     }
     with jax.set_mesh(mesh):
@@ -136,10 +137,33 @@ def test_collectives_are_of_keys_and_of_halves_of_queries(kind):
         # Keys and values, in the forward and again in the backward.
         ("all-gather", k.size): 4,
         ("reduce-scatter", k.size // 8): 2,
-        # Of both halves q and out; and q, out, dout and dq.
-        ("collective-permute", heads): 2 * (2 + 4),
-        ("collective-permute", statistic): 2 * (1 + 1),
+        # Of one half of the queries q and out; and q, out, dout and dq.
+        ("collective-permute", heads): 2 + 4,
+        ("collective-permute", statistic): 1 + 1,
     }
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_partly_manual_axes_match_one_device(check_vma):
+    mesh, (arrays, _) = make_mesh("Explicit"), arrays_of("more_queries")
+    run = functools.partial(results, "more_queries", extras={})
+    mapped = jax.shard_map(
+        run, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}, check_vma=check_vma
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)({name: jax.device_put(x, BATCH) for name, x in arrays.items()})
+    testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "float32")
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_every_backend_matches_one_device(backend):
+    mesh = make_mesh("Explicit")
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(results, "packed_window", backend=backend))
+        found = run(*put(mesh, "packed_window"))
+    run = functools.partial(results, "packed_window", backend="xla")
+    wanted = on_one_device(run, *arrays_of("packed_window"))
+    testing.assert_close(jax.device_get(found), wanted, "float32")
 
 
 def visible_pairs(piece, T, S, window):
@@ -155,8 +179,8 @@ def test_zigzag_gives_each_device_as_many_pairs(shards):
     pairs = [sum(visible_pairs(piece, T, T, None) for piece in of) for of in pieces]
     assert len(set(pairs)) == 1
     assert sum(pairs) == T * (T + 1) // 2
-    # The first piece of a device is an even chunk: what it sends and receives is one permutation.
-    assert all(first.queries.start // 4 % 2 == 0 for first, _ in pieces)
+    # What a device holds first, it computes itself.
+    assert [piece.queries.start for piece, _ in pieces] == [8 * i for i in range(shards)]
 
 
 @pytest.mark.parametrize("window", [None, 3, 9, 30])
@@ -177,7 +201,7 @@ def test_cuda_kernels_serve_every_piece(monkeypatch):
     with jax.set_mesh(mesh):
         run = jax.jit(functools.partial(results, "rope", backend="cuda"))
         text = run.trace(arrays, extras).lower(lowering_platforms=("cuda",)).as_text()
-    # In a branch for each of four devices, two chunks.
+    # In a branch for each of two devices, two chunks.
     for direction in ("forward", "backward"):
-        assert text.count(f"@jaxllm_flash_attention_{direction}") == 8
+        assert text.count(f"@jaxllm_flash_attention_{direction}") == 4
         assert text.count(f"@jaxllm_rope_{direction}") > 0

@@ -4,16 +4,14 @@ Each of c devices has T/c queries and S/c keys and values. It gathers all keys a
 few where several query heads share a key head, and attends to those that its queries may see. The
 gradients of keys and values are summed by a reduce-scatter.
 
-In causal attention later queries see more keys. So the sequence is cut into 2c chunks, and devices
-exchange one half of their queries before, and of the results after (zigzag). Device i computes
-chunks i and 2c - 1 - i, which together see as many keys as on any other device::
+In causal attention later queries see more keys. So the sequence is cut into 2c chunks of queries,
+and devices swap their second halves before, and those of the results after (zigzag). All then
+attend to equally many keys::
 
                  device 0   device 1   device 2   device 3
     holds         0   1      2   3      4   5      6   7     chunks of queries
-    computes      0   7      6   1      2   5      4   3
-    attends to    1 + 8      7 + 2      3 + 6      5 + 4     chunks of keys, 9 each
-
-The first of the two is always even and the second odd, so that each exchange is one permutation.
+    computes      0   7      2   5      4   3      6   1     i keeps 2i, and swaps with c - 1 - i
+    attends to    1 + 8      3 + 6      5 + 4      7 + 2     chunks of keys, 9 each
 
 The kernels count positions from the end of both sequences. A chunk of queries with the keys up to
 the position of its last query is therefore a call like any other. The sizes differ by device:
@@ -69,7 +67,7 @@ def make_piece(queries: range, T: int, S: int, *, causal: bool, window: int | No
 
 
 def is_zigzag(queries: int, *, causal: bool, window: int | None) -> bool:
-    """Whether devices with so many queries exchange halves of them.
+    """Whether devices with so many queries swap halves of them.
 
     They do where the mask is causal and a window is wider than a shard: else all devices but the
     first see about as many keys.
@@ -81,15 +79,14 @@ def make_pieces(
     shards: int, T: int, S: int, *, causal: bool, window: int | None
 ) -> list[tuple[Piece, ...]]:
     """The one or two pieces that each device computes."""
-    piece = functools.partial(make_piece, T=T, S=S, causal=causal, window=window)
-    count = shards
-    chunks = [(i,) for i in range(shards)]
-    if is_zigzag(T // shards, causal=causal, window=window):
-        count = 2 * shards
-        pairs = [(i, count - 1 - i) for i in range(shards)]
-        chunks = [tuple(sorted(pair, key=lambda chunk: chunk % 2)) for pair in pairs]
+    mask: dict[str, Any] = {"causal": causal, "window": window}
+    if is_zigzag(T // shards, **mask):
+        count, chunks = 2 * shards, [(2 * i, 2 * (shards - i) - 1) for i in range(shards)]
+    else:
+        count, chunks = shards, [(i,) for i in range(shards)]
     size = T // count
-    return [tuple(piece(range(i * size, (i + 1) * size)) for i in of) for of in chunks]
+    ranges = [[range(i * size, (i + 1) * size) for i in of_device] for of_device in chunks]
+    return [tuple(make_piece(x, T, S, **mask) for x in of_device) for of_device in ranges]
 
 
 def is_needed(shard: Shard, q: Array, k: Array) -> bool:
@@ -265,26 +262,23 @@ def _send(shard: Shard, pieces: list[tuple[Piece, ...]], arrays: Any) -> list[An
     """The chunks of queries that a device computes, of those that it holds."""
     if len(pieces[0]) == 1:
         return [arrays]
-    half = jax.tree.leaves(arrays)[0].shape[1] // 2
-    halves = [_cut(arrays, range(half)), _cut(arrays, range(half, 2 * half))]
-    return [_permute(shard, x, odd, False) for odd, x in enumerate(halves)]
+    size = len(pieces[0][0].queries)
+    return [_cut(arrays, range(size)), _swap(shard, _cut(arrays, range(size, 2 * size)))]
 
 
 def _send_back(shard: Shard, chunks: Sequence[Any]) -> Any:
     """Likewise of results: those of the queries that a device holds."""
-    if len(chunks) == 1:
-        return chunks[0]
-    halves = [_permute(shard, x, odd, True) for odd, x in enumerate(chunks)]
+    first, *others = chunks
+    if not others:
+        return first
+    halves = first, _swap(shard, *others)
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=_AXIS[x[0].ndim]), *halves)
 
 
-def _permute(shard: Shard, arrays: Any, odd: int, is_back: bool) -> Any:
-    """Sends the even chunks, or the odd ones, to the devices that compute them, or back."""
+def _swap(shard: Shard, arrays: Any) -> Any:
+    """What the device at the same distance from the other end has."""
     count = shard.count("T")
-    chunks = [2 * device + odd for device in range(count)]
-    pairs = [(held, min(i, 2 * count - 1 - i)) for held, i in enumerate(chunks)]
-    if is_back:
-        pairs = [(held, computes) for computes, held in pairs]
+    pairs = [(i, count - 1 - i) for i in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, shard.over("T"), pairs), arrays)
 
 
@@ -314,7 +308,6 @@ def _pair(of_queries: Array | None, of_keys: Array | None) -> Pair:
 
 def _total(terms: Sequence[Array]) -> Array:
     """The sum, rounded once."""
-    if len(terms) == 1:
-        return terms[0]
-    wide = jnp.promote_types(terms[0].dtype, jnp.float32)
-    return sum(x.astype(wide) for x in terms).astype(terms[0].dtype)
+    first, *others = terms
+    wide = jnp.promote_types(first.dtype, jnp.float32)
+    return sum((x.astype(wide) for x in others), first.astype(wide)).astype(first.dtype)
