@@ -94,12 +94,14 @@ def put(mesh, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_sequences_match_one_device(kind):
     mesh = make_mesh(kind)
-    given = {name: put(mesh, name) for name in VARIANTS}
+    # What a device computes is the same on both; Auto axes have every second variant, to save time.
+    names = list(VARIANTS)[:: 2 if kind == "Auto" else 1]
+    given = {name: put(mesh, name) for name in names}
 
     def run(given):
         return {name: results(name, *arrays) for name, arrays in given.items()}
 
-    wanted = on_one_device(run, {name: arrays_of(name) for name in VARIANTS})
+    wanted = on_one_device(run, {name: arrays_of(name) for name in names})
     with jax.set_mesh(mesh):
         found = jax.jit(run)(given)
     for name, actual in found.items():
@@ -116,7 +118,7 @@ def test_bfloat16_is_as_exact_as_on_one_device(kind):
     arrays = {name: x.astype("bfloat16") for name, x in arrays.items()}
     run = functools.partial(results, "causal", extras={})
     with jax.set_mesh(mesh):
-        given = {name: jax.device_put(x, NamedSharding(mesh, EIGHT)) for name, x in arrays.items()}
+        given = {name: jax.device_put(x, NamedSharding(mesh, FOUR)) for name, x in arrays.items()}
         found = jax.jit(run)(given)
     testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "bfloat16")
 
