@@ -1,11 +1,12 @@
 """Times a training step on several GPUs of one host: data parallelism and FSDP, beside one GPU.
 
-And the loss of an LM head, forward and backward, whose vocabulary is sharded over the GPUs.
+And the loss of an LM head whose vocabulary is sharded over the GPUs, and attention of one long
+sequence in shards, forward and backward.
 
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-All compile at once; then one after another has the GPUs to itself. The batch grows with the GPUs;
-that of the LM head does not.
+All compile at once; then one after another has the GPUs to itself. The batch of a training step
+grows with the GPUs, but along ``tensor`` and ``context``; that of an op does not.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ COLUMNS = (
     *("model", "batch_size", "seq_len", "implementation", "mesh", "axes", "processes", "gpus"),
     *("step_ms", "tokens_per_s", "peak_gib", "state_gib", "loss", "steps", "note"),
 )
+LM_HEAD = "lm_head"  # linear_cross_entropy of 32 sequences of 1024, with both gradients
+_LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
+# With the backward, and without. The shape is that of Llama 3.1 8B.
+ATTENTION = ("attention", "attention_forward")
+_LENGTH, _HEADS, _KV_HEADS, _WIDTH = 65_536, 32, 8, 128
+OPS = (LM_HEAD, *ATTENTION)
+MODELS = (*train.MODELS, *OPS)
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
 _REPORT = "SHARDED-REPORT "
 _READY = "SHARDED-READY"
-LM_HEAD = "lm_head"  # linear_cross_entropy of 32 sequences of 1024, with both gradients
-_LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
-MODELS = [*train.MODELS, LM_HEAD]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +50,9 @@ class Run:
     """One run.
 
     Attributes:
-        model: One of :data:`benchmarks.train.MODELS`, or :data:`LM_HEAD`.
-        mesh: ``"data"`` or ``"fsdp"``, along which all GPUs are; ``"tensor"`` for the vocabulary of
-            :data:`LM_HEAD`; "" for one GPU.
+        model: One of :data:`benchmarks.train.MODELS`, or of :data:`OPS`.
+        mesh: The axis along which all GPUs are: ``"data"`` or ``"fsdp"``, ``"tensor"``, for
+            :data:`LM_HEAD` the vocabulary's, or ``"context"``; "" for one GPU.
         axes: ``"auto"`` or ``"explicit"``.
         implementation: ``"jaxllm"``, or ``"plain"`` for plain JAX.
         processes: Whether each GPU has a process.
@@ -70,9 +75,12 @@ RUNS = (
     Run("llama3", mesh=""),
     Run("llama3"),
     Run("llama3", mesh="fsdp"),
+    Run("llama3", mesh="tensor"),
+    Run("llama3", mesh="tensor", axes="explicit"),
     Run(LM_HEAD, mesh=""),
     Run(LM_HEAD, mesh="tensor"),
     Run(LM_HEAD, mesh="tensor", axes="explicit"),
+    *(Run(model, mesh=mesh) for model in ATTENTION for mesh in ("", "context")),
 )
 
 
@@ -82,7 +90,6 @@ RUNS = (
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """Compiles one run, waits for a line on the standard input, and times it."""
     import jax
-    from jax.sharding import AxisType
 
     run = Run(**json.loads(options.worker))
     if run.processes:
@@ -95,22 +102,23 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
     count = options.gpus if run.mesh else 1
     devices = jax.devices()[:count]
+    sizes = {"data": 1, run.mesh or "data": count}
+    mesh = parallel.make_mesh(**sizes, axis_type=run.axes, devices=devices)
+    prepare, parts = _prepare, count if run.mesh in ("data", "fsdp") else 1
     if run.model == LM_HEAD:
-        prepare, times = _prepare_lm_head, 1
-        types = (AxisType.Explicit if run.axes == "explicit" else AxisType.Auto,)
-        mesh = jax.make_mesh((count,), ("tensor",), axis_types=types, devices=devices)
+        prepare = _prepare_lm_head
         preset, batch_size, seq_len = "x".join(map(str, _LM_HEAD_SIZES)), 32, 1024
+    elif run.model in ATTENTION:
+        prepare = _prepare_attention
+        preset, batch_size, seq_len = f"{_HEADS}x{_KV_HEADS}x{_WIDTH}", 1, _LENGTH
     else:
-        prepare, times = _prepare, count
-        sizes = {run.mesh or "data": count}
-        mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=run.axes, devices=devices)
         preset, batch_size, seq_len = train.MODELS[run.model]
     if options.smoke:
-        batch_size, seq_len = 2, 16
+        batch_size, seq_len = 1 if run.model in ATTENTION else 2, 16
     shape = argparse.Namespace(
         model=run.model,
         preset=preset,
-        batch_size=batch_size * times,
+        batch_size=batch_size * parts,
         seq_len=seq_len,
         dtype="bfloat16",
         data=None,
@@ -247,6 +255,41 @@ def _prepare_lm_head(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[An
     return compiled, jax.jit(create, out_shardings=shardings), [(labels,)]
 
 
+def _prepare_attention(
+    run: Run, shape: argparse.Namespace, mesh: Any
+) -> tuple[Any, Any, list[Any]]:
+    """Likewise of attention: its state is q, k, v and the gradient of its output."""
+    import jax
+
+    from jaxllm import ops
+
+    sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
+    heads = (_HEADS, _KV_HEADS, _KV_HEADS, _HEADS)
+    sizes = [(shape.batch_size, shape.seq_len, count, _WIDTH) for count in heads]
+
+    def create() -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(0), len(sizes))
+        pairs = zip(keys, sizes, strict=True)
+        return [jax.random.normal(key, size, shape.dtype) for key, size in pairs]
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return ops.flash_attention(*qkv, causal=True)
+
+        if run.model == "attention_forward":
+            out, gradients = attend(q, k, v), ()
+        else:
+            out, pull = jax.vjp(attend, q, k, v)
+            gradients = pull(dout)
+        # The number in the row's "loss": of the first query, which sees the first key alone.
+        return {"loss": out[0, 0, 0, 0], "out": out, "gradients": gradients}
+
+    create = jax.jit(create, out_shardings=[sharding] * len(sizes))
+    like = [jax.ShapeDtypeStruct(size, shape.dtype, sharding=sharding) for size in sizes]
+    compiled = jax.jit(step).lower(*like).compile()
+    return lambda state: (state, compiled(*state)), create, [()]
+
+
 # All of them
 
 
@@ -275,7 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Times the runs; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--mesh", nargs="+", help="runs on these meshes alone, one GPU's as well")
     parser.add_argument("--backend", choices=("auto", "cuda", "pallas", "xla"), default="cuda")
     parser.add_argument("--steps", type=int, default=20, help="in each of three timed groups")
     parser.add_argument(
@@ -289,7 +333,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = work(options)
         print(_REPORT + json.dumps(row), flush=True)
         return 0
-    runs = [run for run in RUNS if run.model in options.model]
+    meshes = options.mesh and ["", *options.mesh]
+    runs = [
+        run for run in RUNS if run.model in options.model and (not meshes or run.mesh in meshes)
+    ]
     started = [
         [_start(run, i, 9911 + at, options) for i in range(options.gpus if run.processes else 1)]
         for at, run in enumerate(runs)

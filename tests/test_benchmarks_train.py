@@ -52,6 +52,18 @@ def test_sharded_smoke_run_writes_a_row_for_each_run(tmp_path, monkeypatch):
     assert all(float(row["loss"]) == pytest.approx(5.5, abs=0.3) for row in rows)
 
 
+def test_sharded_smoke_run_times_attention_of_a_sequence_in_shards(tmp_path, monkeypatch):
+    runs = tuple(run for run in sharded.RUNS if run.model == "attention")
+    monkeypatch.setattr(sharded, "RUNS", runs)
+    path = tmp_path / "rows.csv"
+    command = ["--smoke", "--backend", "auto", "--steps", "1", "--csv", str(path)]
+    assert sharded.main(command) == 0
+    rows = read_csv(path)
+    found = [(row["mesh"], row["gpus"], row["batch_size"], row["seq_len"]) for row in rows]
+    assert found == [("", "1", "1", "16"), ("context=2", "2", "1", "16")]
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
 def test_each_backend_has_a_row(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     report = {"row": dict.fromkeys(train.PROVENANCE, "-"), "profile": ""}

@@ -12,6 +12,7 @@ GROUPS = {
     "ops-auto": ("test_ops.py", "Auto"),
     "ops-explicit": ("test_ops.py", "Explicit"),
     "gathers": ("test_gathers.py", ""),
+    "context": ("test_context.py", ""),
     "models": ("test_models.py", ""),
     "transforms": ("test_transforms.py", ""),
     "manual": ("test_manual.py", ""),

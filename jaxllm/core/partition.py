@@ -296,12 +296,13 @@ class _Problem:
                 )
                 array = only_first(array, over) if is_once and over else array
                 given.append(with_array(leaf, array, (down, across)))
-            with inside_shard(axes), jax.default_matmul_precision(self.precision):
+            shard = Shard(axes, sizes)
+            with inside_shard(shard), jax.default_matmul_precision(self.precision):
                 args, local = self.tree.unflatten(given), layout.call.local
                 if local is None or not axes:
                     results = layout.call.function(*args)
                 else:
-                    results = local(layout.call.function, Shard(axes, sizes), *args)
+                    results = local(layout.call.function, shard, *args)
             found = list(map(array_of, jax.tree.leaves(results, is_leaf=is_packed)))
             return [found[i] for i in self.trace.fresh]
 

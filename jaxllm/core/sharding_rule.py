@@ -107,6 +107,7 @@ class ShardingRule:
 
 
 _MAX_ROWS = 8
+ROWS = tuple(f"row{i}" for i in range(_MAX_ROWS))  # the names that ``...`` stands for
 _ALL_WHOLE = "whole"
 WHOLE = ShardingRule(_ALL_WHOLE, sharded="")  # of an op that each device computes alone
 
@@ -152,14 +153,14 @@ class Shard:
 def _rows(words: Any) -> Iterator[str]:
     """The names, with one for each dimension that ``...`` may stand for."""
     for word in words:
-        yield from (f"row{i}" for i in range(_MAX_ROWS)) if word == "..." else (word,)
+        yield from ROWS if word == "..." else (word,)
 
 
 def _names(words: Sequence[str], leaf: Any, place: str) -> Names:
     rank = len(leaf.shape)
     if words[:1] == ["..."]:
         count = rank - len(words) + 1
-        words = [*(f"row{i}" for i in range(count)), *words[1:]]
+        words = [*ROWS[:count], *words[1:]]
     # Of fewer dimensions, the last; before all that are named, whole ones.
     words = [WHOLE_DIM] * (rank - len(words)) + list(words)[max(len(words) - rank, 0) :]
     return tuple(

@@ -25,6 +25,7 @@ from jaxllm.core.sharding_rule import (
     WHOLE_DIM,
     MeshAxes,
     Names,
+    Shard,
     ShardingRule,
     axes_of_entry,
     base_name,
@@ -104,10 +105,11 @@ class Trace(NamedTuple):
         return [i for i, (source, first) in pairs if source is None and first == i]
 
 
-# What is traced is one shard's: the mesh axes of each name. None outside.
-_inside: contextvars.ContextVar[MeshAxes | None] = contextvars.ContextVar(
+# The shard whose function is traced; None outside.
+_inside: contextvars.ContextVar[Shard | None] = contextvars.ContextVar(
     "the shard that is traced", default=None
 )
+_WHOLE = Shard({}, {})
 
 
 def is_inside() -> bool:
@@ -116,9 +118,9 @@ def is_inside() -> bool:
 
 
 @contextlib.contextmanager
-def inside_shard(axes: MeshAxes | None = None) -> Iterator[None]:
+def inside_shard(shard: Shard = _WHOLE) -> Iterator[None]:
     """Calls of ops are those of one shard."""
-    token = _inside.set(axes or {})
+    token = _inside.set(shard)
     try:
         with promotion.defaults():
             yield
@@ -126,26 +128,20 @@ def inside_shard(axes: MeshAxes | None = None) -> Iterator[None]:
         _inside.reset(token)
 
 
-def axes_along(*names: str) -> tuple[str, ...]:
-    """In the function of a shard: the mesh axes along which any of the dimensions is sharded.
-
-    Without names, those of all dimensions but what ``jax.vmap`` maps: each of that has its own
-    sums.
-    """
-    axes = _inside.get() or {}
-    names = names or tuple(name for name in axes if not name.startswith(MAPPED))
-    return tuple(axis for name in names for axis in axes.get(name, ()))
+def current_shard() -> Shard:
+    """The shard whose function is traced; one of a whole call outside."""
+    return _inside.get() or _WHOLE
 
 
 def in_one_shard(x: Any, *names: str) -> Any:
     """In the function of a shard: the array in the first one along these names, zeros elsewhere."""
-    over = axes_along(*names)
+    over = current_shard().over(*names)
     return only_first(x, over) if over else x
 
 
 def sum_over(x: Any, *names: str) -> Any:
     """In the function of a shard: the sum over the shards along these names."""
-    over = axes_along(*names)
+    over = current_shard().over(*names)
     return jax.lax.psum(x, over) if over else x
 
 

@@ -180,8 +180,8 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     vocabulary. What ``tensor`` does not divide is replicated along it.
 
     Biases and scales of norms are replicated otherwise. They are less than 0.1% of a model, and
-    each would cost a collective of its own. The optimizer's moments and masters and the copy in the compute
-    dtype have the shardings of their parameters. All else, such as the step, is replicated.
+    each would cost a collective of its own. The optimizer's moments and masters and the copy in the
+    compute dtype have the shardings of their parameters. All else, such as the step, is replicated.
 
     Args:
         mesh: The mesh from :func:`make_mesh`.

@@ -44,6 +44,7 @@ class Call:
         undeclared: An array, and the name of a dimension along which it cannot be sharded.
         kinds: How to draw an array that is not normally distributed.
         name: The name of the call, where an op has several.
+        context: The dimensions of what is gathered where a sequence is sharded, as in ``inputs``.
         backends: The backends to call it with.
         has_backward: Whether the op has a derivative.
         dtype: The dtype of the floating arrays.
@@ -57,6 +58,7 @@ class Call:
     undeclared: tuple[str, str] | None = None
     kinds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
+    context: tuple[str, ...] = ()
     backends: tuple[str, ...] = ("auto",)
     has_backward: bool = True
     dtype: str = "float32"
@@ -97,6 +99,12 @@ class Call:
             names = _names(self.inputs[name])
             specs[name] = P(*(ALL if other == dim else None for other in names))
         return specs
+
+    def is_moved_in_context(self, kind: str, size: int) -> bool:
+        """Whether a collective is one of a sequence in shards: keys, or halves of queries."""
+        sizes = [math.prod(map(_size, dims.split())) for dims in self.context]
+        is_keys = size in [whole // shards for whole in sizes for shards in (1, 2, 4)]
+        return bool(sizes) and (kind == "collective-permute" or (kind == "all-gather" and is_keys))
 
     def gathered(self) -> dict[str, P]:
         """A sharding that the op does not declare."""
@@ -158,7 +166,7 @@ def _attention(arrays, backend):
 def _attention_packed(arrays, backend):
     qkv, segments, cos, sin = arrays.values()
     options = {"segment_ids": segments, "rope_table": (cos, sin)}
-    return ops.flash_attention_packed(qkv, 2, 2, causal=True, **options, backend=backend)
+    return ops.flash_attention_packed(qkv, 10, 1, causal=True, **options, backend=backend)
 
 
 def _self_attention(arrays, backend):
@@ -260,7 +268,9 @@ def _norm_inputs(kind, **more):
     return {"x": "B T D", **more, "scale": "D", **({"bias": "D"} if kind == "layer" else {})}
 
 
-_QKV = {"q": "B T 2N H", "k": "B S N H", "v": "B S N H"}
+# Of no number of shards the queries are as many elements as the keys.
+_QKV = {"q": "B T 3N H", "k": "B T N H", "v": "B T N H"}
+_LONGER_KEYS = {"q": "B T 3N 2H", "k": "B 2T N 2H", "v": "B 2T N 2H"}
 _TREE = _adamw_inputs(matrix="M F", vector="F", deep="B T D")
 _ACTIVATIONS = ("gelu", "relu", "sigmoid")
 _LAYER = {"x": "B T D", "weight": "D F", "bias": "F"}
@@ -287,16 +297,16 @@ CALLS = [
     Call("swiglu_packed", _of("swiglu_packed"), {"x": "B T D"}, "B T", undeclared=("x", "D")),
     Call("add", _of("add"), {"x": "B T D", "y": "B T D"}, "B T D"),
     Call(
-        "flash_attention", _of("flash_attention", causal=True), _QKV, "B N",
-        undeclared=("q", "T"), backends=_EVERY,
+        "flash_attention", _of("flash_attention", causal=True), _LONGER_KEYS, "T B N",
+        undeclared=("q", "H"), context=("B 2T N 2H",), backends=_EVERY,
     ),
     Call(
         "flash_attention",
         _attention,
         {**_QKV, "segments": "B T", "cos": "B T G", "sin": "B T G"},
-        "B N",
+        "T B N",
         kinds={"segments": integers(3), "cos": constant, "sin": constant},
-        undeclared=("k", "S"),
+        context=("B T N H", "B T"),
         name="all_options",
     ),
     # Eight devices divide the heads of the queries and not those of the keys.
@@ -307,13 +317,14 @@ CALLS = [
     ),
     Call(
         "flash_attention_packed", _attention_packed,
-        {"qkv": "B T 3M", "segments": "B T", "cos": "T C", "sin": "T C"}, "B",
-        kinds={"segments": integers(3), "cos": constant, "sin": constant}, undeclared=("qkv", "T"),
+        {"qkv": "B T 3M", "segments": "B T", "cos": "T G", "sin": "T G"}, "B T",
+        kinds={"segments": integers(3), "cos": constant, "sin": constant}, undeclared=("qkv", "M"),
+        context=("B T C", "B T"),
     ),
     Call(
         "flash_attention_float8",
         _of("flash_attention_float8", causal=True),
-        {**_QKV, "q_scale": "2N", "k_scale": "N", "v_scale": "N"},
+        {**_QKV, "q_scale": "3N", "k_scale": "N", "v_scale": "N"},
         "B N",
         kinds={"q": _float8, "k": _float8, "v": _float8}
         | dict.fromkeys(("q_scale", "k_scale", "v_scale"), about(1.0)),

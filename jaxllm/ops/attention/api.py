@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.attention import cuda, pallas_flash, reference, xla
+from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, xla
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import (
     as_float,
@@ -108,7 +109,8 @@ def flash_attention(
     _check_arrays(q, k, v)
     arrays = (q, k, v, check_segment_ids(q, k, segment_ids), check_rope_table(q, k, rope_table))
     options = _options(causal, scale, window, softcap, q.shape[-1], interleaved)
-    return _flash_attention(*arrays, backend=resolve(backend), options=options)
+    attend = _flash_attention_of_one if 1 in (q.shape[1], k.shape[1]) else _flash_attention
+    return attend(*arrays, backend=resolve(backend), options=options)
 
 
 def flash_attention_packed(
@@ -422,25 +424,76 @@ def _dout_first(arrays: tuple, position: int) -> tuple:
     return (*saved[:position], dout, *saved[position:])
 
 
-# Segments and rotation tables have no gradient.
-_flash_attention = differentiable(
-    FLASH_ATTENTION,
-    saves=lambda q, k, v, segments, table, out, lse: (q, k, v, out, lse, segments, table),
-    sharding=ShardingRule(
-        "B T N H, B S N H, B S N H, [B T | B S], [B T R | B T R] -> B T N H; B N T", "B N"
-    ),
-    arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 5),
+def _forward_on_shards(function, shard, q, k, v, segments, table):
+    if not context.is_needed(shard, q, k):
+        return function(q, k, v, segments, table)
+    options, backend = function.static
+    attend = functools.partial(context.forward, FLASH_ATTENTION, backend, shard)
+    out, lse = attend(q, k, v, segments, table, **dataclasses.asdict(options))
+    return out, (q, k, v, out, lse, segments, table)
+
+
+def _backward_on_shards(function, shard, residuals, dout):
+    (q, k, v, out, lse, segments, table), _ = residuals
+    if not context.is_needed(shard, q, k):
+        return function(residuals, dout)
+    options, backend = function.static
+    attend = functools.partial(context.backward, FLASH_ATTENTION, backend, shard)
+    return attend(q, k, v, out, lse, dout, segments, table, **dataclasses.asdict(options))
+
+
+def _packed_forward_on_shards(function, shard, qkv, segments, table):
+    if not context.is_needed(shard, qkv, qkv):
+        return function(qkv, segments, table)
+    options, backend = function.static
+    attend = functools.partial(context.forward, FLASH_ATTENTION, backend, shard)
+    found = packing.forward(attend)(qkv, segments, table, **dataclasses.asdict(options))
+    return found[0], (qkv, *found, segments, table)
+
+
+def _packed_backward_on_shards(function, shard, residuals, dout):
+    (qkv, out, lse, segments, table), _ = residuals
+    if not context.is_needed(shard, qkv, qkv):
+        return function(residuals, dout)
+    options, backend = function.static
+    attend = functools.partial(context.backward, FLASH_ATTENTION, backend, shard)
+    arrays = (qkv, out, lse, dout, segments, table)
+    return (packing.backward(attend)(*arrays, **dataclasses.asdict(options)),)
+
+
+# T is the name of both sequences, so that one mesh axis may shard queries and keys. Segments and
+# rotation tables have no gradient.
+_SHARDING = ShardingRule(
+    "B T N H, B T N H, B T N H, [B T | B T], [B T R | B T R] -> B T N H; B N T",
+    "B T N",
+    local=_forward_on_shards,
+    local_backward=_backward_on_shards,
+)
+_flash_attention, _flash_attention_of_one = (
+    differentiable(
+        FLASH_ATTENTION,
+        saves=lambda q, k, v, segments, table, out, lse: (q, k, v, out, lse, segments, table),
+        sharding=sharding,
+        arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 5),
+    )
+    # One query or one key is no sequence to shard, whatever the other's length.
+    for sharding in (_SHARDING, dataclasses.replace(_SHARDING, sharded="B N"))
 )
 _flash_attention_packed, _flash_attention_by_parts = (
     differentiable(
         FLASH_ATTENTION_PACKED,
         saves=lambda qkv, segments, table, out, lse: (qkv, out, lse, segments, table),
-        sharding=rule,
+        sharding=ShardingRule(
+            dims,
+            sharded,
+            local=_packed_forward_on_shards,
+            local_backward=_packed_backward_on_shards,
+        ),
         arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 3),
         name="flash_attention",
     )
-    for rule in (
-        ShardingRule("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B"),
-        ShardingRule("B T _ N _, [B T | B T], [B T R | B T R] -> B T N; B N T", "B N"),
+    for dims, sharded in (
+        ("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B T"),
+        ("B T _ N _, [B T | B T], [B T R | B T R] -> B T N; B N T", "B T N"),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Composition, Direction, compose, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.attention import context, packing
 from jaxllm.ops.attention.api import (
+    FLASH_ATTENTION,
     FLASH_ATTENTION_PACKED,
     SELF_ATTENTION,
     PackedOptions,
@@ -261,7 +264,7 @@ def add_and_normalize(backend, x, weight, bias, residual, norm, *, eps: float, i
     One kernel, but where ``x`` is sharded along the dimension ``inner`` that is summed over: the
     norm is of the whole sum.
     """
-    if not shards.axes_along(inner):
+    if not shards.current_shard().over(inner):
         return matmul_residual_norm(backend, x, weight, bias, residual, norm, eps=eps)
     bias = None if bias is None else shards.in_one_shard(bias, inner)
     term = matmul_residual(backend, x, weight, bias, shards.in_one_shard(residual, inner))
@@ -274,7 +277,11 @@ def _attend(backend, qkv, segments, options):
     qkv = checkpoint_name(qkv, "linear")
     static = dataclasses.asdict(options)
     arrays = (qkv, segments, None)
-    outputs = dispatch(FLASH_ATTENTION_PACKED, Direction.FORWARD, backend, *arrays, **static)
+    if context.is_needed(shard := shards.current_shard(), qkv, qkv):
+        attend = functools.partial(context.forward, FLASH_ATTENTION, backend, shard)
+        outputs = packing.forward(attend)(*arrays, **static)
+    else:
+        outputs = dispatch(FLASH_ATTENTION_PACKED, Direction.FORWARD, backend, *arrays, **static)
     out, lse = checkpoint_name(outputs, "flash_attention")
     return out, (qkv, out, lse, segments)
 
@@ -284,6 +291,9 @@ def _attend_backward(backend, saved, dout, delta, row_sums, options):
     qkv, out, lse, segments = saved
     static = dataclasses.asdict(options)
     arrays = (qkv, out, lse, dout, delta, row_sums, segments, None)
+    if context.is_needed(shard := shards.current_shard(), qkv, qkv):
+        attend = functools.partial(context.backward, FLASH_ATTENTION, backend, shard)
+        return packing.backward_with_bias(packing.backward(attend))(*arrays, **static)
     return dispatch(SELF_ATTENTION, Direction.BACKWARD, backend, *arrays, **static)
 
 
@@ -328,7 +338,7 @@ def _block_sharding(options: _BlockOptions) -> ShardingRule:
     return ShardingRule(
         f"B T _, [B T _ | B T | B T], _, _, _ {columns}, {columns}, {heads} _, _, [B T | B T]"
         f" -> B T _, B T _, B T, B T; ?B T _, ?B T, B T {columns}, B T {heads}, B {heads} T",
-        "B K" if options.by_parts else "B",
+        "B T K" if options.by_parts else "B T",
     )
 
 
@@ -416,8 +426,8 @@ class _SelfAttentionOptions:
 
 
 def _self_attention_forward(options, backend, x, weight, bias, segments):
-    matrix, offsets = in_rows(weight, bias)
-    qkv = (jnp.dot(x, matrix) + offsets).reshape(*x.shape[:2], *weight.shape[1:])
+    matrix, _ = in_rows(weight, None)
+    qkv = (jnp.dot(x, matrix) + bias.ravel()).reshape(*x.shape[:2], *weight.shape[1:])
     out, saved = _attend(backend, qkv, segments, options.attention)
     return out, (x, weight, saved)
 
@@ -434,7 +444,7 @@ def _self_attention_sharding(options: _SelfAttentionOptions) -> ShardingRule:
     columns, heads = ("_ K _", "K") if options.by_parts else ("_", "_")
     return ShardingRule(
         f"B T _, _ {columns}, {columns}, [B T | B T] -> B T {heads}; B T {columns}, B {heads} T",
-        "B K" if options.by_parts else "B",
+        "B T K" if options.by_parts else "B T",
     )
 
 

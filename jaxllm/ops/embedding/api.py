@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
@@ -10,7 +11,7 @@ from jaxllm.core import shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.core.sharding_rule import ROWS, ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
@@ -132,31 +133,43 @@ def _check_position_table(tokens: Array, token_table: Array, position_table: Arr
 
 def _embed_forward(shard, backend, tokens, token_table, position_table):
     arrays = (tokens, token_table, position_table)
-    if shard is None:
-        out = dispatch(EMBED, Direction.FORWARD, backend, *arrays)
+    positions = _positions_of_shard(shard, tokens, position_table)
+    if shard is None or not shard.over("V"):
+        out = dispatch(EMBED, Direction.FORWARD, backend, tokens, token_table, positions)
     else:
-        out = _embed_of_shard(shard, backend, *arrays)
+        out = _embed_of_shard(shard, backend, tokens, token_table, positions)
     return checkpoint_name(out, "embed"), arrays
 
 
 def _embed_backward(shard, backend, arrays, dout, dlm_head=None):
     tokens, token_table, position_table = arrays
-    if shard is not None:
+    positions = _positions_of_shard(shard, tokens, position_table)
+    if shard is not None and shard.over("V"):
         # The kernels read all of dout: what belongs to other shards is zero.
         tokens, is_here = _rows_of_shard(shard, tokens, token_table)
         dout = jnp.where(is_here[..., None], dout, 0)
     if dlm_head is not None:
-        dlm_head = _in_one_shard(shard, dlm_head)
-    arrays = (tokens, token_table, position_table, dout, dlm_head)
-    return None, *dispatch(EMBED, Direction.BACKWARD, backend, *arrays)
+        # Of the shards of the tokens one adds it: they are summed.
+        dlm_head = shards.in_one_shard(dlm_head, *ROWS, "T")
+    arrays = (tokens, token_table, positions, dout, dlm_head)
+    dtable, dpositions = dispatch(EMBED, Direction.BACKWARD, backend, *arrays)
+    if dpositions is not None and positions is not position_table:
+        whole = jnp.zeros_like(position_table)
+        first = _first_position(shard, tokens)
+        dpositions = lax.dynamic_update_slice_in_dim(whole, dpositions, first, axis=0)
+    return None, dtable, dpositions
 
 
-def _in_one_shard(shard, dlm_head):
-    """Of the shards of the tokens one adds the gradient of the LM head: they are summed."""
-    if shard is None:
-        return shards.in_one_shard(dlm_head)
-    rows = [name for name in shard.axes if name.startswith("row")]
-    return shards.only_first(dlm_head, shard.over(*rows)) if rows else dlm_head
+def _first_position(shard, tokens):
+    return shard.index("T") * tokens.shape[-1]
+
+
+def _positions_of_shard(shard, tokens, position_table):
+    """The rows of the positions that a shard of the sequence has."""
+    if shard is None or position_table is None or not shard.over("T"):
+        return position_table
+    first, count = _first_position(shard, tokens), tokens.shape[-1]
+    return lax.dynamic_slice_in_dim(position_table, first, count, axis=0)
 
 
 def _tied_embed_forward(shard, backend, tokens, token_table, position_table):
@@ -188,7 +201,7 @@ def _rows_of_shard(shard, tokens, token_table):
 
 
 def _on_shard(function, shard, *arrays):
-    if shard.over("V"):
+    if shard.over("V", "T"):
         _, backend = function.static
         function = function._replace(static=(shard, backend))
     return function(*arrays)
@@ -196,7 +209,7 @@ def _on_shard(function, shard, *arrays):
 
 # The gradient of the positions is a sum over V: each token is in one shard.
 _SHARDING = ShardingRule(
-    "... T, V _, _ _ -> ... T _ +V", "... V", local=_on_shard, local_backward=_on_shard
+    "... T, V _, _ _ -> ... T _ +V", "... T V", local=_on_shard, local_backward=_on_shard
 )
 _embed = with_backward("embed", _embed_forward, _embed_backward, sharding=_SHARDING)
 _tied_embed = with_backward(

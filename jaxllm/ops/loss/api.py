@@ -222,7 +222,7 @@ def linear_cross_entropy(
         weight_dtype=weight.dtype,
     )
     factor = _factor(labels, hidden.dtype, options.loss)
-    arrays = (hidden.reshape(labels.size, hidden.shape[-1]), weight, labels.reshape(-1), factor)
+    arrays = (hidden, weight, labels, factor)
     return _linear_cross_entropy(*arrays, backend=resolve(backend), options=options)
 
 
@@ -427,6 +427,8 @@ def _over_chunks(
 
 
 def _linear_cross_entropy_loss(options, backend, hidden, weight, labels, factor):
+    hidden, labels = _flat(hidden, labels)
+
     def step(x, y, _, loss):
         logits = lm_head.logits(x, weight, options.transpose_weight)
         return loss + _losses(options.loss, backend, logits, y).sum()
@@ -434,7 +436,15 @@ def _linear_cross_entropy_loss(options, backend, hidden, weight, labels, factor)
     return factor * _over_chunks(step, hidden, labels, options, jnp.zeros_like(factor))
 
 
+def _flat(hidden: Array, labels: Array) -> tuple[Array, Array]:
+    """The rows in one dimension."""
+    return hidden.reshape(labels.size, hidden.shape[-1]), labels.reshape(-1)
+
+
 def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, factor):
+    shape = hidden.shape
+    hidden, labels = _flat(hidden, labels)
+
     def step(x, y, first_row, carry):
         loss, dhidden, dweight = carry
         op, arrays = LINEAR_CROSS_ENTROPY_WITH_GRADIENTS, (x, weight, y, now)
@@ -461,7 +471,8 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
     if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
         dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
-    dhidden, dweight = checkpoint_name((dhidden, dweight), "linear_cross_entropy")
+    gradients = (dhidden.reshape(shape), dweight)
+    dhidden, dweight = checkpoint_name(gradients, "linear_cross_entropy")
     return factor * loss, (dhidden, dweight, later)
 
 
@@ -490,8 +501,8 @@ def _linear_sharding(options: _LinearOptions) -> ShardingRule:
     """``dhidden`` is summed over the vocabulary once, after the loop over chunks."""
     weight = "V _" if options.transpose_weight else "_ V"
     return ShardingRule(
-        f"R _, {weight}, R, _ -> +R; R _ +V, {weight} +R =1, _",
-        "R V",
+        f"... _, {weight}, ..., _ -> +...; ... _ +V, {weight} +... =1, _",
+        "... V",
         backward_on_shards=False,
         local=_linear_on_shard,
     )
