@@ -18,12 +18,14 @@ one device, and without a mesh, nothing of this happens.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -147,7 +149,7 @@ def backward(
         return _like_arguments(function(kept, *cotangents), saved.shardings)
     given = jax.tree.leaves(cotangents, is_leaf=lambda x: x is None)
     of_cotangents = [n for n, x in zip(saved.outputs, given, strict=True) if x is not None]
-    kept = _gather_again(kept, saved.residuals, rule, cotangents)
+    kept = _gather_again(kept, saved, cotangents)
     call = Call(
         function,
         name,
@@ -177,13 +179,32 @@ def run(
     return _run(Call(function, name, rule, operands, is_opaque=is_opaque), args)[0]
 
 
-def _gather_again(kept: Any, names: Sequence[Names], rule: ShardingRule, cotangents: Any) -> Any:
+_are_weights_whole: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "each device has all weights", default=False
+)
+
+
+@contextlib.contextmanager
+def whole_weights() -> Iterator[None]:
+    """Says of the program that is traced that no weight is sharded, so that none is gathered."""
+    token = _are_weights_whole.set(True)
+    try:
+        yield
+    finally:
+        _are_weights_whole.reset(token)
+
+
+def _gather_again(kept: Any, saved: Saved, cotangents: Any) -> Any:
     """The residuals, with weights that the forward's gathers do not serve.
 
-    XLA would keep a gathered weight from the forward until the backward, on every device.
+    XLA would keep a gathered weight from the forward until the backward, on every device. What
+    lacks the first dimension of the output, rows or a batch, is a weight, and what it was made of
+    by an operation of the forward, such as a folded norm, is computed again.
     """
+    if _are_weights_whole.get() or not saved.outputs[0]:
+        return kept
     leaves, tree = jax.tree.flatten(kept, is_leaf=is_packed)
-    weights = [i for i, of in enumerate(names) if not rule.shardable & set(of)]
+    weights = [i for i, of in enumerate(saved.residuals) if saved.outputs[0][0] not in of]
     some = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0][:1]
     if not weights or not some:
         return kept
