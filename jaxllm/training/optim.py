@@ -26,7 +26,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
-from jaxllm.core import promotion
+from jaxllm.core import partition, promotion
 from jaxllm.core.precision import is_floating, wide_dtype
 from jaxllm.ops.checks import as_number, check_floating, leaf_names, leaves_like, mask_leaves
 
@@ -223,10 +223,16 @@ def update_in_place(
     lr, decay = (_at_step(value, count) for value in (learning_rate, weight_decay))
     copies: list[Any] = [None] * len(leaves)
 
-    # One kernel launch per dtype. Most models have one dtype.
-    kinds = [(leaf.dtype, of is not None) for leaf, of in zip(leaves, masters, strict=True)]
-    for dtype, has_master in dict.fromkeys(kinds):
-        is_next = [kind == (dtype, has_master) for kind in kinds]
+    # One call per dtype. Most models have one dtype. On several devices one for each part of the
+    # model, so that it does not wait for the gradients of all to be summed.
+    parts = [name.split("/")[0] for name in names]
+    if seed is not None or len(set(parts)) > _MAX_PARTS or not partition.is_wanted(leaves):
+        parts = [""] * len(names)
+    pairs = zip(leaves, masters, parts, strict=True)
+    kinds = [(leaf.dtype, of is not None, part) for leaf, of, part in pairs]
+    for kind in dict.fromkeys(kinds):
+        dtype, has_master, _ = kind
+        is_next = [other == kind for other in kinds]
         indices = [i for i in range(len(leaves)) if is_next[i] and gradients[i] is not None]
         sources = (masters if has_master else leaves, gradients, ms, vs)
         outputs = ops.adamw_update(
@@ -251,6 +257,9 @@ def update_in_place(
         if copies[i] is None:  # a narrow parameter, or one without a gradient
             copies[i] = leaf.astype(copy_dtype) if is_floating(leaf) else leaf
     return params, master, m, v, structure.unflatten(copies)
+
+
+_MAX_PARTS = 8  # of a model; more calls than these would cost more launches than they save
 
 
 @promotion.by_default
