@@ -65,7 +65,9 @@ def _memory_text(plan: Plan) -> str:
     if not plan.fits:
         verdict = f"does not fit: {shown}"
         if not plan.remat:
-            verdict += "; --remat, fewer sequences per GPU or a larger fsdp take less"
+            verdict += (
+                "; --remat, fewer sequences per GPU or a larger fsdp, context or tensor take less"
+            )
     elif peak > CERTAIN_FRACTION * capacity:
         verdict = f"may not fit: {shown}, within the 10% that a plan may be off"
     else:

@@ -34,7 +34,7 @@ def moved(program, kind, shape):
 @pytest.mark.parametrize(("name", "remat"), [("gpt2", True), ("llama3", False), ("llama3", True)])
 def test_activations_move_as_planned(name, remat):
     module, config = MODELS[name]
-    sizes = {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
+    sizes: Any = {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
     mesh = parallel.make_mesh(**sizes, devices=jax.devices()[:4])
     optimizer = training.adamw(1e-3)
 
