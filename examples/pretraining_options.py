@@ -132,9 +132,10 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add = parser.add_argument_group("several devices and processes").add_argument
     add(
         "--mesh",
-        metavar="data=D,fsdp=F",
-        help="the batch is sharded over D * F devices, the parameters over F; default: no mesh on "
-        "one device, data=-1 on several. -1 stands for all remaining devices",
+        metavar="data=D,fsdp=F,context=C,tensor=T",
+        help="the batch is sharded over D * F devices, its sequences over C, the parameters over "
+        "F * T; axes that are not named are 1. Default: no mesh on one device, data=-1 on several. "
+        "-1 stands for all remaining devices",
     )
     add("--coordinator", metavar="HOST:PORT", help="the address of process 0, for all processes")
     add("--processes", type=int, metavar="N", help="the number of processes; with --coordinator")

@@ -82,7 +82,11 @@ def _add_plan(commands: Any) -> None:
         "plan", help="predict memory, communication and time of a training step"
     )
     plan.add_argument("--model", required=True, help="a preset: 3.1-8b, gpt2:d12, llama3:d12")
-    plan.add_argument("--mesh", default="data=1", help="such as data=2,fsdp=4; default: one GPU")
+    plan.add_argument(
+        "--mesh",
+        default="data=1",
+        help="such as fsdp=4,tensor=2; axes: data, fsdp, context, tensor; default: one GPU",
+    )
     plan.add_argument(
         "--batch-size", type=int, help="sequences of a microbatch, of all GPUs; default: what fits"
     )

@@ -189,6 +189,90 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients():
         assert 0 < of.exposed < of.sent
 
 
+# One layer: qkv of two key heads for two queries, out, gate_up, down.
+SPLIT = Model("llama3", "small", llama3.Llama3Config(**SIZES, kv_heads=2, mlp_width=128))
+SPLIT_WEIGHTS = 64 * 192 + 64 * 64 + 64 * 256 + 128 * 64
+
+
+def test_tensor_divides_heads_columns_and_vocabulary_but_not_the_residual():
+    one, two = small_plan(SPLIT), small_plan(SPLIT, {"data": 1, "fsdp": 1, "tensor": 2})
+    R, norms = 16 * 32, 5 * 64
+    assert two.num_params == one.num_params and two.rows == one.rows == R
+    local = norms + (2 * SPLIT_WEIGHTS + 2 * TABLE) // 2
+    assert line(two, "parameters")[0] == 4 * local
+    saved = 2 * (4 * 64 + (64 + 192 + 3 * 128) // 2)
+    assert line(two, "saved") == (2 * R * saved, 2 * R * saved, 0)
+    assert line(two, "logits") == (2 * R * 128 // 2, 0, 0)
+    assert line(two, "input of the LM head") == line(one, "input of the LM head")
+    assert line(two, "activation gradients")[1] == 2 * R * (3 * 128 // 2 + 2 * 64)
+    assert compute_of(two) == compute_of(one) / 2
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_tensor_sums_four_activations_per_layer_the_embedding_and_the_heads_gradient(remat):
+    plan = small_plan(SPLIT, {"data": 1, "fsdp": 1, "tensor": 2}, remat=remat)
+    sums = 2 * (4 + remat) + 2
+    assert sent(plan) == {("all-reduce", "tensor"): 2 * 1 / 2 * 2 * sums * 16 * 32 * 64}
+    (found,) = plan.communication
+    assert found.exposed == found.sent
+
+
+def test_fsdp_gathers_the_weights_of_a_shard_along_tensor():
+    whole = sent(small_plan(SPLIT, {"data": 1, "fsdp": 4}))
+    half = sent(small_plan(SPLIT, {"data": 1, "fsdp": 4, "tensor": 2}))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert half[kind, "fsdp"] == whole[kind, "fsdp"] / 2
+    assert half["all-reduce", "fsdp"] == whole["all-reduce", "fsdp"]  # of norms
+
+
+def test_heads_that_tensor_does_not_divide_are_whole():
+    plan = small_plan(mesh={"data": 1, "fsdp": 1, "tensor": 2})  # one key head
+    assert "tensor=2 does not divide the 1 key heads: qkv and attention" in describe(plan)
+    R, qkv = 16 * 32, 2 * 64 * 128
+    local = 5 * 64 + qkv + (2 * WEIGHTS - qkv + 2 * TABLE) // 2
+    assert line(plan, "parameters")[0] == 4 * local
+    assert line(plan, "saved")[0] == 2 * R * 2 * (4 * 64 + 64 + 128 + 3 * 128 // 2)
+    assert sent(plan) == {
+        ("all-reduce", "tensor"): 2 * (2 * 3 + 2) * R * 64,
+        ("all-gather", "tensor"): 2 * 2 * R * 64 / 2,
+    }
+    one = compute_of(small_plan())
+    assert one / 2 < compute_of(plan) < one
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_context_divides_activations_and_gathers_keys(tensor):
+    c, B, T, H = 4, 16, 32, 32
+    N = K = 2 // tensor
+    plan = small_plan(SPLIT, {"data": 1, "fsdp": 1, "context": c, "tensor": tensor})
+    one = small_plan(SPLIT, {"data": 1, "fsdp": 1, "tensor": tensor})
+    assert plan.rows == one.rows / c and compute_of(plan) == compute_of(one) / c
+    assert line(plan, "saved")[0] == line(one, "saved")[0] / c
+    assert line(plan, "parameters") == line(one, "parameters")
+    assert line(plan, "keys, values") == (0, 2 * 2 * B * T * K * H * 2, 0)
+    found = sent(plan)
+    of_attention = [
+        found.pop((kind, "context")) for kind in ("all-gather", "reduce-scatter", "permute")
+    ]
+    assert of_attention[0] == 2 * of_attention[1]
+    # The sum in docs/sharding.md.
+    assert sum(of_attention) == 2 * (3 * B * T * H * 2 * (2 * (c - 1) * K + N) / c)
+    gradients = 2 * 3 / 4 * 2 * plan.elements["all"].total
+    assert found.pop(("all-reduce", "context")) == gradients
+    assert len(found) == (tensor > 1)
+
+
+def test_queries_of_an_odd_number_per_gpu_do_not_change_places():
+    plan = small_plan(mesh={"data": 1, "fsdp": 1, "context": 4}, seq_len=28)
+    assert ("permute", "context") not in sent(plan)
+    remat, plan = (
+        sent(small_plan(mesh={"data": 1, "fsdp": 1, "context": 4}, remat=on))
+        for on in (True, False)
+    )
+    assert remat["permute", "context"] == plan["permute", "context"] * 8 / 6
+    assert remat["all-gather", "context"] == plan["all-gather", "context"] * 3 / 2
+
+
 def test_bandwidth_is_the_networks_where_a_group_spans_hosts():
     network = 10e9
     within, across = {"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 8}
@@ -198,6 +282,9 @@ def test_bandwidth_is_the_networks_where_a_group_spans_hosts():
     assert bus_bandwidth({"data": 8, "fsdp": 4}, ("data",), network) == 2 * network
     wide = {"data": 1, "fsdp": 16}
     assert bus_bandwidth(wide, ("fsdp",), network) == HOST_GPUS * network
+    four = {"data": 2, "fsdp": 4, "context": 2, "tensor": 4}
+    for axes, cards in {("context",): None, ("fsdp",): 1, ("fsdp", "context"): 2}.items():
+        assert bus_bandwidth(four, axes, network) == (cards * network if cards else NVLINK)
 
 
 def compute_of(plan):
@@ -226,9 +313,9 @@ def test_slow_networks_cost_time_and_remat_computes_more():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": "tensor=2"}, "tensor parallelism is not there yet"),
-        ({"mesh": "data=2,context=2"}, "context parallelism is not there yet"),
-        ({"mesh": "pipe=2"}, "axes are data and fsdp"),
+        ({"mesh": "tensor=0"}, "tensor is 0; it must be at least 1"),
+        ({"mesh": "context=3"}, "seq_len is 1024; context=3 does not divide it"),
+        ({"mesh": "pipe=2"}, "axes are data, fsdp, context, tensor"),
         ({"mesh": "data=0"}, "data is 0; it must be at least 1"),
         ({"mesh": "fsdp=-1"}, "fsdp is -1; it must be at least 1"),
         ({"batch_size": 0}, "batch_size is 0"),
@@ -236,7 +323,7 @@ def test_slow_networks_cost_time_and_remat_computes_more():
         ({"accumulate": 0}, "accumulate is 0"),
         ({"interconnect": 0.0}, "interconnect is 0"),
         ({"seq_len": 2048}, "gpt2:d12 has max_seq_len 1024"),
-        ({"mesh": "data=3", "batch_size": 4}, "the 3 GPUs of the mesh do not divide it"),
+        ({"mesh": "data=3", "batch_size": 4}, "data x fsdp = 3 does not divide"),
         ({"model": "13b"}, "presets are gpt2:d6, .*llama3:3.1-405b"),
         ({"model": "gpt2:3.1-8b"}, "is unknown"),
         ({"model": "d12"}, "write gpt2:d12 or llama3:d12"),
@@ -261,8 +348,9 @@ def test_default_batch_is_the_measured_rows_or_what_fits():
 @pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_every_preset_has_a_plan(family):
     for preset in {"gpt2": gpt2, "llama3": llama3}[family].PRESETS:
-        text = plan_text(f"{family}:{preset}", "data=2,fsdp=64", gpu="h200")
-        assert text.startswith(f"{family}:{preset}, ")
+        for mesh in ("data=2,fsdp=64", "fsdp=8,context=2,tensor=2"):
+            text = plan_text(f"{family}:{preset}", mesh, gpu="h200")
+            assert text.startswith(f"{family}:{preset}, ")
 
 
 def test_command_prints_the_tables(capsys):
@@ -277,6 +365,9 @@ def test_command_prints_the_tables(capsys):
     )
     for beginning in lines:
         assert any(of.startswith(beginning) for of in printed.splitlines()), beginning
+    main(["plan", "--model", "3.1-8b", "--mesh", "fsdp=2,context=2,tensor=2"])
+    printed = capsys.readouterr().out
+    assert "8 H100, data=1 fsdp=2 context=2 tensor=2; 16 x 4096 tokens, 8 x 2048 per" in printed
     main(["plan", "--model", "gpt2:d12", "--gpu", "h200"])
     printed = capsys.readouterr().out
     assert "communication: none" in printed and "not measured" not in printed
@@ -284,9 +375,9 @@ def test_command_prints_the_tables(capsys):
 
 def test_command_exits_with_the_error(capsys):
     with pytest.raises(SystemExit) as error:
-        main(["plan", "--model", "3.1-8b", "--mesh", "tensor=8"])
+        main(["plan", "--model", "3.1-8b", "--mesh", "context=3"])
     assert error.value.code == 2
-    assert "tensor parallelism is not there yet" in capsys.readouterr().err
+    assert "context=3 does not divide it" in capsys.readouterr().err
 
 
 def test_a_plan_starts_no_backend_and_info_imports_no_optax():

@@ -18,6 +18,7 @@ GROUPS = {
     "manual": ("test_manual.py", ""),
     "whole_arrays": ("test_whole_arrays.py", ""),
     "vocabulary": ("test_vocabulary.py", ""),
+    "planned_moves": ("test_planned_moves.py", ""),
 }
 
 

@@ -3,9 +3,9 @@
 ``python -m jaxllm plan`` prints what :func:`make_plan` returns. It reads shapes and shardings only;
 no array is made and no JAX backend starts.
 
-Terms of the formulas: n GPUs, ``data`` x ``fsdp`` of them; R tokens per GPU and microbatch; L
-layers of width D; Vp rows of the padded vocabulary; c bytes per element of the compute dtype; A
-microbatches per step.
+Terms of the formulas: n GPUs; R tokens per GPU and microbatch, those of all GPUs divided by
+``data`` x ``fsdp`` x ``context``; L layers of width D; Vp rows of the padded vocabulary, of which a
+GPU has Vt = Vp / ``tensor``; c bytes per element of the compute dtype; A microbatches per step.
 
 The blocks are assumed unrolled (:func:`jaxllm.models.common.unstack`), the optimizer
 :func:`jaxllm.training.adamw`, the parameters float32 with a copy in the compute dtype, and the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from fractions import Fraction
 
 from jaxllm.training.metrics import PEAK_FLOPS
 from jaxllm.training.parallel import AXES
@@ -26,6 +27,7 @@ from jaxllm.training.plan_inputs import (
     Elements,
     Model,
     Row,
+    Split,
     count_elements,
     nearest_row,
 )
@@ -39,6 +41,7 @@ INTERCONNECT = 50e9
 HOST_GPUS = 8
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+BLOCK_LAYERS = ("qkv", "out", "gate_up", "up", "down")
 # Restated from jaxllm.models.common.lm_head_loss and jaxllm.ops.loss.api; tests/test_plan.py
 # compares them.
 _MANY_ROWS, _CHUNK_BYTES, _TILE_ROWS, _LARGE_SUM = 4096, 320 * 2**20, 128, 2**29
@@ -66,7 +69,7 @@ class Collective:
     """Collectives of one kind along the same axes of the mesh, per step.
 
     Attributes:
-        kind: all-gather, reduce-scatter or all-reduce.
+        kind: all-gather, reduce-scatter, all-reduce or permute.
         axes: The axes of the mesh, as ``data``, ``fsdp`` or ``data x fsdp``.
         sent: Bytes that each GPU sends.
         exposed: How many of them no computation of the step can overlap.
@@ -96,7 +99,7 @@ class Plan:
 
     Attributes:
         model: The model.
-        mesh: The sizes of the axes ``data`` and ``fsdp``.
+        mesh: The sizes of the axes ``data``, ``fsdp``, ``context`` and ``tensor``.
         batch_size: Sequences of a microbatch, of all GPUs.
         seq_len: Tokens of each.
         gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
@@ -105,6 +108,7 @@ class Plan:
         dtype: The compute dtype.
         interconnect: Bytes per second and GPU between hosts.
         elements: From :func:`jaxllm.training.plan_inputs.count_elements`.
+        split: Likewise.
     """
 
     model: Model
@@ -117,11 +121,22 @@ class Plan:
     dtype: str
     interconnect: float
     elements: dict[str, Elements]
+    split: Split
 
     @property
     def gpus(self) -> int:
         """GPUs of the mesh."""
         return math.prod(self.mesh.values())
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a microbatch that a GPU has, or has a part of."""
+        return self.batch_size // (self.mesh["data"] * self.mesh["fsdp"])
+
+    @property
+    def rows(self) -> int:
+        """R, tokens of a microbatch that a GPU has; those along ``tensor`` have the same."""
+        return self.sequences * (self.seq_len // self.mesh["context"])
 
     @property
     def tokens(self) -> int:
@@ -131,7 +146,7 @@ class Plan:
     @property
     def num_params(self) -> int:
         """Elements of all parameters."""
-        return self.elements["all"].total
+        return FAMILIES[self.model.family].num_params(self.model.config)
 
     # ---- Memory
 
@@ -139,29 +154,32 @@ class Plan:
     def memory(self) -> tuple[MemoryLine, ...]:
         """The bytes of each kind of array on a GPU.
 
-        With P elements of parameters per GPU (sharded ones divided by ``fsdp``):
+        With P elements of parameters per GPU (sharded ones divided by ``fsdp`` and ``tensor``):
 
         - parameters ``4 P``; optimizer state, m and v, ``8 P``: the float32 parameters are the
           master
         - narrow copy ``c P``, none in float32
-        - gradients: of the LM head until the update ``c Vp D / fsdp``, whole while the head
-          computes them (see :func:`lm_head_bytes`); in the backward pass one layer's, whole; in the
-          update ``c P`` and the token table's gradient whole. With A > 1 in addition the float32
-          sum ``4 P``.
-        - saved activations ``c R saved_per_token``; with remat ``c R 2 L D``, since the residual
-          that goes from block to block is two arrays
-        - logits of a chunk ``c rows Vp``, and input and input gradient of the head ``2 c R D``
-        - gradients of one block's activations ``c R (columns of the MLP + 2 D)``; with remat also
-          the block's own saved activations
+        - gradients: of the LM head until the update ``c Vt D / fsdp``, whole along ``fsdp`` while
+          the head computes them (see :func:`lm_head_bytes`); in the backward pass one layer's; in
+          the update ``c P`` and the token table's gradient ``c Vt D``. With A > 1 in addition the
+          float32 sum ``4 P``.
+        - saved activations ``c R saved_per_token``, where the residual and the norms' outputs are
+          whole along ``tensor``, and heads and MLP columns are divided; with remat ``c R 2 L D``,
+          since the residual that goes from block to block is two arrays
+        - logits of a chunk ``c rows Vt``, and input and input gradient of the head ``2 c R D``
+        - gradients of one block's activations ``c R (columns of the MLP / tensor + 2 D)``; with
+          remat also the block's own saved activations
         - gathered weights of FSDP: the LM head, or two layers, one in use and one under way
+        - keys and values of one layer gathered along ``context``, and their gradients before the
+          reduce-scatter, each ``c context R (columns of keys and values) / tensor``
         """
         config, c, fsdp = self.model.config, ITEMSIZE[self.dtype], self.mesh["fsdp"]
         blocks, head = self.elements["blocks"], self.elements["lm_head"]
         local, layers = self.elements["all"].local(fsdp), config.layers
-        rows = self.batch_size * self.seq_len // self.gpus
-        saved = config.saved_per_token
+        rows, saved = self.rows, self.model.saved_per_token(self.split)
         kept = 2 * layers * config.width if self.remat else saved
-        block = self.model.mlp_columns + 2 * config.width + (saved // layers if self.remat else 0)
+        columns = self.split.divide(self.model.mlp_columns, "up", "gate_up")
+        block = columns + 2 * config.width + (saved // layers if self.remat else 0)
         logits, head_gradient = lm_head_bytes(self)
         head_input = c * rows * config.width
         resident = {
@@ -171,7 +189,8 @@ class Plan:
             "sum of gradients (float32)": 4 * local if self.accumulate > 1 else 0,
         }
         is_table_whole = self.gpus > 1 or self.model.is_tied
-        token_table = c * config.padded_vocab_size * config.width
+        token_table = c * self.split.divide(config.padded_vocab_size, "wte") * config.width
+        keys = 2 * c * self.gathered_keys if self.mesh["context"] > 1 else 0
         return (
             *(MemoryLine(name, size, size, size) for name, size in resident.items()),
             MemoryLine(
@@ -187,7 +206,14 @@ class Plan:
             MemoryLine(
                 "gathered weights (FSDP)", c * head.sharded, 2 * c * (blocks.sharded // layers)
             ),
+            MemoryLine("keys, values, gradients (context)", 0, keys),
         )
+
+    @property
+    def gathered_keys(self) -> int:
+        """Elements of one layer's keys and values, of whole sequences and a GPU's heads."""
+        columns = 2 * self.model.config.kv_heads * self.model.config.head_width
+        return self.sequences * self.seq_len * self.split.divide(columns, "qkv")
 
     @property
     def totals(self) -> dict[str, int]:
@@ -216,12 +242,14 @@ class Plan:
           gradients
         - reduce-scatter along ``fsdp``: each gradient of a sharded array; a tied token table's
           twice, of the head and of the embedding
-        - all-reduce along ``data``: the same gradients, of each GPU's shard; along both axes those
-          of the arrays that are not sharded
+        - all-reduce along ``data`` and ``context``: the same gradients, of each GPU's shard; along
+          ``fsdp`` too those of the arrays that it does not shard
+        - along ``tensor`` and ``context``: :meth:`_of_activations`
 
         In a group of g GPUs, each sends ``(g - 1) / g`` of the whole array's bytes, and in an
-        all-reduce twice that. Exposed are the gathers of the tables and the first layer, at the
-        start, and the sums of their gradients, at the end.
+        all-reduce twice that; in a permute all that it has. Of the first three, exposed are the
+        gathers of the tables and the first layer, at the start, and the sums of their gradients, at
+        the end. Those of activations are all exposed: the next op waits for them.
         """
         layers, fsdp = self.model.config.layers, self.mesh["fsdp"]
         used = [self.elements[name] for name in ("blocks", "embedding", "lm_head", "norm")]
@@ -235,19 +263,55 @@ class Plan:
         for kind, group, elements, exposed in (
             ("all-gather", ("fsdp",), gathered, exposed_sharded),
             ("reduce-scatter", ("fsdp",), sharded, exposed_sharded),
-            ("all-reduce", ("data",), sharded // fsdp, exposed_sharded // fsdp),
-            ("all-reduce", AXES, replicated, exposed_replicated),
+            ("all-reduce", ("data", "context"), sharded // fsdp, exposed_sharded // fsdp),
+            ("all-reduce", ("data", "fsdp", "context"), replicated, exposed_replicated),
+            *((kind, (axis,), count, count) for kind, axis, count in self._of_activations()),
         ):
             axes = tuple(axis for axis in group if self.mesh[axis] > 1)
             if not axes or not elements:
                 continue
             size = math.prod(self.mesh[axis] for axis in axes)
             share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
-            scale = ITEMSIZE[self.dtype] * self.accumulate * share
+            scale = ITEMSIZE[self.dtype] * self.accumulate * (1 if kind == "permute" else share)
             bandwidth = bus_bandwidth(self.mesh, axes, self.interconnect)
             sent = (elements * scale, exposed * scale)
             found.append(Collective(kind, " x ".join(axes), *sent, bandwidth))
         return tuple(found)
+
+    def _of_activations(self) -> tuple[tuple[str, str, int], ...]:
+        """Kind, axis and elements of the collectives of a microbatch's activations.
+
+        - all-reduce along ``tensor``, R D each: the outputs of ``out`` and ``down`` forward, the
+          input gradients of ``qkv`` and ``gate_up`` or ``up`` backward, the output of ``out`` once
+          more with remat, the embedding, and the input gradient of the LM head. Not counted: the
+          LM head's statistics, a few numbers per row.
+        - all-gather along ``tensor``, only if it shards ``out`` but not ``qkv``: the gradient of
+          attention's output
+        - all-gather along ``context``: keys and values forward and backward, once more with remat;
+          reduce-scatter: their gradients
+        - permute along ``context``, half of a GPU's rows each, if that is a whole number: queries
+          and outputs forward, once more with remat; both and their gradients backward
+        """
+        config, split, again = self.model.config, self.split, int(self.remat)
+        layers, context = config.layers, self.mesh["context"]
+        sums = layers * (
+            ("out" in split) * (1 + again)
+            + ("down" in split)
+            + ("qkv" in split)
+            + ("up" in split or "gate_up" in split)
+        )
+        sums += ("wte" in split) + (("wte" if self.model.is_tied else "lm_head") in split)
+        gathers = layers * ("out" in split and "qkv" not in split)
+        is_zigzag = context > 1 and self.seq_len // context % 2 == 0
+        swaps = layers * (6 + 2 * again) * is_zigzag
+        query_columns = split.divide(config.width, "qkv")
+        return (
+            ("all-reduce", "tensor", sums * self.rows * config.width),
+            ("all-gather", "tensor", gathers * self.rows * config.width),
+            ("all-gather", "context", layers * (2 + again) * self.gathered_keys),
+            ("reduce-scatter", "context", layers * self.gathered_keys),
+            ("permute", "context", swaps * self.rows * query_columns // 2),
+        )
 
     # ---- Time
 
@@ -260,18 +324,24 @@ class Plan:
     def compute_seconds(self) -> float | None:
         """The step time without communication: ``A R flops / (peak MFU)``, None without a rate.
 
-        ``flops`` is the model's ``flops_per_token``; with remat plus a second forward pass of the
-        blocks, a third of it without the LM head's. ``MFU`` is that of :attr:`rate`, a whole step
-        on one GPU, optimizer included.
+        ``flops`` is the model's ``flops_per_token``, divided by ``tensor`` but for layers that are
+        not sharded; with remat plus a second forward pass of the blocks, a third of it without the
+        LM head's. ``MFU`` is that of :attr:`rate`, a whole step on one GPU, optimizer included. So
+        norms are assumed to be divided by ``tensor`` too, and narrower GEMMs to be as fast.
         """
         if self.rate is None:
             return None
-        config = self.model.config
+        config, split = self.model.config, self.split
         flops = FAMILIES[self.model.family].flops_per_token(config, self.seq_len)
-        if self.remat:
-            flops += (flops - 6 * config.padded_vocab_size * config.width) // 3
+        head = "wte" if self.model.is_tied else "lm_head"
+        of_head = 6 * config.padded_vocab_size * config.width
+        # What tensor divides: GEMMs, and attention with the heads of qkv.
+        divided = 6 * sum(n for layer, n in split.weights.items() if layer in BLOCK_LAYERS)
+        divided += 12 * config.layers * self.seq_len * config.width * ("qkv" in split)
+        blocks = flops - of_head - divided + divided // split.tensor
+        flops = blocks * (4 if self.remat else 3) // 3 + split.divide(of_head, head)
         peak = PEAK_FLOPS[self.gpu.upper()]
-        return self.tokens // self.gpus * flops / (peak * self.rate.mfu)
+        return self.accumulate * self.rows * flops / (peak * self.rate.mfu)
 
     def step_seconds(self, *, overlap: bool = True) -> float | None:
         """The predicted step time, None without a measured rate.
@@ -307,9 +377,11 @@ def make_plan(
 
     Args:
         model: From :func:`jaxllm.training.plan_inputs.find_model`.
-        mesh: The sizes of the axes, from :func:`jaxllm.training.parallel.parse_mesh`.
+        mesh: The sizes of the axes, as of :func:`jaxllm.training.parallel.parse_mesh`; 1 for those
+            that are not in it.
         batch_size: Sequences of a microbatch, of all GPUs. None for as many tokens per GPU as the
-            family's measured row has; for fewer sequences, by halves, if they do not fit.
+            family's measured row has (those along ``tensor`` have the same ones); for fewer
+            sequences, by halves, if they do not fit.
         seq_len: Tokens of each; None for that of the measured row.
         gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
         remat: Whether each block is recomputed in the backward pass.
@@ -318,8 +390,9 @@ def make_plan(
         interconnect: Bytes per second and GPU between hosts.
 
     Raises:
-        ValueError: A size is below 1, the mesh does not divide the batch, the sequence is longer
-            than the model's, or the GPU or the dtype is unknown.
+        ValueError: A size is below 1, ``data`` x ``fsdp`` does not divide the batch or ``context``
+            the sequence, the sequence is longer than the model's, or the GPU or the dtype is
+            unknown.
     """
     if gpu not in GPU_MEMORY:
         raise ValueError(f"gpu is {gpu!r}; it must be one of {', '.join(GPU_MEMORY)}")
@@ -327,6 +400,7 @@ def make_plan(
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
     row = nearest_row(model, gpu)
     seq_len = row.seq_len if seq_len is None else seq_len
+    mesh = {axis: mesh.get(axis, 1) for axis in AXES}
     sizes = {**mesh, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -338,25 +412,29 @@ def make_plan(
             f"seq_len is {seq_len}; {model.family}:{model.preset} has max_seq_len "
             f"{model.config.max_seq_len}"
         )
-    gpus = math.prod(mesh.values())
-    if batch_size is not None and batch_size % gpus:
+    if seq_len % mesh["context"]:
+        raise ValueError(f"seq_len is {seq_len}; context={mesh['context']} does not divide it")
+    shards = mesh["data"] * mesh["fsdp"]
+    if batch_size is not None and batch_size % shards:
         raise ValueError(
-            f"batch_size is {batch_size}; the {gpus} GPUs of the mesh do not divide it"
+            f"batch_size is {batch_size}; data x fsdp = {shards} does not divide the sequences"
         )
+    elements, split = count_elements(model, mesh)
     plan = Plan(
         model=model,
         mesh=mesh,
-        batch_size=batch_size or gpus * max(1, row.tokens // seq_len),
+        batch_size=batch_size or shards * max(1, row.tokens * mesh["context"] // seq_len),
         seq_len=seq_len,
         gpu=gpu,
         remat=remat,
         accumulate=accumulate,
         dtype=dtype,
         interconnect=interconnect,
-        elements=count_elements(model, mesh),
+        elements=elements,
+        split=split,
     )
-    while batch_size is None and not plan.fits and plan.batch_size > gpus:
-        plan = dataclasses.replace(plan, batch_size=plan.batch_size // gpus // 2 * gpus)
+    while batch_size is None and not plan.fits and plan.batch_size > shards:
+        plan = dataclasses.replace(plan, batch_size=plan.batch_size // shards // 2 * shards)
     return plan
 
 
@@ -365,7 +443,8 @@ def lm_head_bytes(plan: Plan) -> tuple[int, int]:
 
     As :func:`jaxllm.models.common.lm_head_loss` and :func:`jaxllm.ops.linear_cross_entropy`. The
     limit of a chunk's rows is computed from the tokens of all GPUs, and applied to one GPU's. So
-    each GPU may have a larger chunk than the same tokens on a single GPU.
+    each GPU may have a larger chunk than the same tokens on a single GPU. Along ``tensor`` a GPU
+    has the logits of its part of the vocabulary, and the default limit of rows is as much larger.
 
     Args:
         plan: The plan.
@@ -373,34 +452,42 @@ def lm_head_bytes(plan: Plan) -> tuple[int, int]:
     config, c, tokens = plan.model.config, ITEMSIZE[plan.dtype], plan.batch_size * plan.seq_len
     vocab_size, width = config.padded_vocab_size, config.width
     limit = 0 if plan.remat else 2 * tokens * config.saved_per_token // (5 * vocab_size)
-    if limit < _MANY_ROWS:
+    local = plan.split.divide(vocab_size, "wte" if plan.model.is_tied else "lm_head")
+    is_default = limit < _MANY_ROWS
+    if is_default:
         limit = max(_CHUNK_BYTES, c * vocab_size * width) // (c * vocab_size)
         limit = limit // _TILE_ROWS * _TILE_ROWS or limit
-    rows = tokens // plan.gpus
+    is_one_chunk = tokens <= limit
+    limit *= vocab_size // local if is_default else 1
+    rows = plan.rows
     chunks = math.ceil(rows / limit)
     size = min(rows, limit, math.ceil(rows / chunks / _TILE_ROWS) * _TILE_ROWS)
     is_large = 4 * vocab_size * width > _LARGE_SUM
-    is_narrow = plan.dtype == "bfloat16" and (tokens <= limit or is_large)
-    return c * size * vocab_size, (c if is_narrow else 4) * vocab_size * width
+    is_narrow = plan.dtype == "bfloat16" and (is_one_chunk or is_large)
+    return c * size * local, (c if is_narrow else 4) * local * width
 
 
 def bus_bandwidth(mesh: dict[str, int], axes: tuple[str, ...], interconnect: float) -> float:
     """Bytes per second that each GPU of a group sends.
 
     :data:`NVLINK` within a host. Between hosts a group is a ring through g of a host's GPUs, with
-    their g network cards: ``min(NVLINK, g interconnect)``. Neighbours along ``fsdp`` are on one
-    host, as :func:`jaxllm.training.parallel.make_mesh` has them.
+    their g network cards: ``min(NVLINK, g interconnect)``. Neighbours along ``tensor`` are the
+    closest, then those along ``context`` and ``fsdp``, as
+    :func:`jaxllm.training.parallel.make_mesh` has them.
 
     Args:
-        mesh: The sizes of the axes.
+        mesh: The sizes of the axes; 1 for those that are not in it.
         axes: Those of the group.
         interconnect: Bytes per second and GPU between hosts.
     """
-    fsdp = mesh["fsdp"]
-    reach = fsdp if axes == ("fsdp",) else math.prod(mesh.values())
+    reach, on_host, free = 1, Fraction(1), Fraction(HOST_GPUS)
+    outermost = min(AXES.index(axis) for axis in axes)
+    for axis in reversed(AXES[outermost:]):  # the nearest GPUs first
+        size = mesh.get(axis, 1)
+        reach *= size
+        if axis in axes:
+            on_host *= max(1, min(size, free))
+        free /= size
     if reach <= HOST_GPUS:
         return NVLINK
-    on_host = min(fsdp, HOST_GPUS) if axes == ("fsdp",) else HOST_GPUS
-    if axes == ("data",):
-        on_host = max(1, HOST_GPUS // fsdp)
-    return min(NVLINK, on_host * interconnect)
+    return min(NVLINK, int(on_host) * interconnect)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxllm.models import gpt2, llama3
+from jaxllm.training.optim_optax import names_of
 from jaxllm.training.parallel import AXES, state_shardings
 
 GIB = 2**30
@@ -51,6 +52,26 @@ class Model:
         """Columns of the MLP's hidden arrays: F for GELU, and 3F for gate, up and their product."""
         return 3 * self.config.mlp_width if self.family == "llama3" else 4 * self.config.width
 
+    @property
+    def qkv_columns(self) -> int:
+        """Columns of all queries, keys and values of a token."""
+        return (self.config.heads + 2 * self.config.kv_heads) * self.config.head_width
+
+    def saved_per_token(self, split: Split) -> int:
+        """Elements saved per token on each GPU along ``tensor``.
+
+        Attention's projection and output are divided if its heads are split, and the hidden arrays
+        of the MLP (GPT-2: GELU's value and derivative) if its columns are. The inputs of norms and
+        of the GEMMs after them are whole.
+        """
+        config = self.config
+        attention = config.width + self.qkv_columns
+        mlp = (1 if self.family == "llama3" else 2) * self.mlp_columns
+        whole = config.saved_per_token // config.layers - attention - mlp
+        return config.layers * (
+            whole + split.divide(attention, "qkv") + split.divide(mlp, "up", "gate_up")
+        )
+
 
 def find_model(name: str) -> Model:
     """Finds a preset by name: ``"3.1-8b"``, or ``"gpt2:d12"`` where both families have the name.
@@ -77,12 +98,33 @@ def find_model(name: str) -> Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Split:
+    """What is sharded along ``tensor``.
+
+    Attributes:
+        tensor: The size of the axis.
+        weights: The elements of the weights that are sharded, counted whole, of all blocks: of
+            ``qkv``, ``out``, ``gate_up`` or ``up``, ``down``, ``wte`` and ``lm_head``.
+    """
+
+    tensor: int
+    weights: dict[str, int]
+
+    def __contains__(self, layer: str) -> bool:
+        return layer in self.weights
+
+    def divide(self, count: int, *layers: str) -> int:
+        """A GPU's part of what is divided as the columns or rows of one of these layers are."""
+        return count // self.tensor if self.weights.keys() & set(layers) else count
+
+
+@dataclasses.dataclass(frozen=True)
 class Elements:
-    """The elements of some parameters.
+    """The elements of some parameters, of those sharded along ``tensor`` one GPU's part.
 
     Attributes:
         total: Of all of them.
-        sharded: Of those that are sharded along ``fsdp``, counted whole.
+        sharded: Of those that are sharded along ``fsdp``, before that axis divides them.
     """
 
     total: int
@@ -90,7 +132,7 @@ class Elements:
 
     @property
     def replicated(self) -> int:
-        """Elements that each GPU has whole."""
+        """Elements that each GPU along ``fsdp`` has."""
         return self.total - self.sharded
 
     def local(self, fsdp: int) -> int:
@@ -98,14 +140,16 @@ class Elements:
         return self.replicated + self.sharded // fsdp
 
 
-def count_elements(model: Model, mesh: dict[str, int]) -> dict[str, Elements]:
-    """Counts all parameters, and those of each use; a tied LM head is in embedding and lm_head.
+def count_elements(model: Model, mesh: dict[str, int]) -> tuple[dict[str, Elements], Split]:
+    """Counts all parameters, those of each use, and what is sharded along ``tensor``.
+
+    A tied LM head is in both ``embedding`` and ``lm_head``.
 
     Args:
         model: The model.
         mesh: The sizes of the axes.
     """
-    params = model.params
+    params, tensor = model.params, mesh["tensor"]
     abstract = AbstractMesh(tuple(mesh[axis] for axis in AXES), AXES)
     shardings = state_shardings(cast(Any, abstract), params)
     uses = {
@@ -115,15 +159,22 @@ def count_elements(model: Model, mesh: dict[str, int]) -> dict[str, Elements]:
         "lm_head": {"wte" if model.is_tied else "lm_head"},
         "norm": {"ln_f", "norm_f"},
     }
-    found = {}
-    for use, names in uses.items():
-        sizes, sharded = [], []
-        for name in params.keys() & names:
-            sizes += [x.size for x in jax.tree.leaves(params[name])]
-            sharded += ["fsdp" in of.spec for of in jax.tree.leaves(shardings[name])]
-        of_sharded = sum(n for n, is_sharded in zip(sizes, sharded, strict=True) if is_sharded)
-        found[use] = Elements(sum(sizes), of_sharded if mesh["fsdp"] > 1 else 0)
-    return found
+    found = {use: [0, 0] for use in uses}
+    split: dict[str, int] = {}
+    for (path, x), of in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+    ):
+        names = names_of(path)
+        axes = jax.tree.leaves(tuple(of.spec))  # an entry of the spec may have several
+        size = x.size
+        if "tensor" in axes:
+            if names[-1] != "bias":
+                split[names[-2] if names[-1] == "weight" else names[-1]] = size
+            size //= tensor
+        for use in (use for use, keys in uses.items() if names[0] in keys):
+            found[use][0] += size
+            found[use][1] += size if "fsdp" in axes and mesh["fsdp"] > 1 else 0
+    return {use: Elements(*counts) for use, counts in found.items()}, Split(tensor, split)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,37 @@ def describe(plan: Plan) -> str:
 
 def _heading(plan: Plan) -> str:
     name, mesh = f"{plan.model.family}:{plan.model.preset}", plan.mesh
-    per_gpu = plan.batch_size // plan.gpus
+    axes = " ".join(
+        f"{axis}={size}" for axis, size in mesh.items() if size > 1 or axis in ("data", "fsdp")
+    )
     microbatches = f"{plan.accumulate} microbatches of " if plan.accumulate > 1 else ""
     return (
         f"{name}, {plan.num_params / 1e9:.3f} billion parameters with padding; "
         f"{plan.dtype}{', remat' if plan.remat else ''}\n"
-        f"{plan.gpus} {plan.gpu.upper()}, data={mesh['data']} fsdp={mesh['fsdp']}; "
-        f"{microbatches}{plan.batch_size} x {plan.seq_len} tokens, {per_gpu} x {plan.seq_len} per "
-        f"GPU; {plan.tokens} per step"
+        f"{plan.gpus} {plan.gpu.upper()}, {axes}; "
+        f"{microbatches}{plan.batch_size} x {plan.seq_len} tokens, {plan.sequences} x "
+        f"{plan.seq_len // mesh['context']} per GPU; {plan.tokens} per step"
+        f"{''.join(f'{chr(10)}{note}' for note in _not_split(plan))}"
     )
+
+
+def _not_split(plan: Plan) -> list[str]:
+    """What the axis ``tensor`` does not divide, and each GPU along it therefore has whole."""
+    tensor, config = plan.mesh["tensor"], plan.model.config
+    if tensor == 1:
+        return []
+    mlp = getattr(config, "mlp_width", 4 * config.width)
+    rows = config.padded_vocab_size
+    checks = (
+        ("qkv", config.kv_heads, "key heads", "qkv and attention are"),
+        ("down", mlp, "columns of the MLP", "the MLP is"),
+        ("wte", rows, "rows of the vocabulary", "the token table and the LM head are"),
+    )
+    return [
+        f"tensor={tensor} does not divide the {count} {what}: {layers} replicated along it"
+        for layer, count, what, layers in checks
+        if layer not in plan.split
+    ]
 
 
 def _memory_text(plan: Plan) -> str:
@@ -43,7 +65,9 @@ def _memory_text(plan: Plan) -> str:
     if not plan.fits:
         verdict = f"does not fit: {shown}"
         if not plan.remat:
-            verdict += "; --remat, fewer sequences per GPU or a larger fsdp take less"
+            verdict += (
+                "; --remat, fewer sequences per GPU or a larger fsdp, context or tensor take less"
+            )
     elif peak > CERTAIN_FRACTION * capacity:
         verdict = f"may not fit: {shown}, within the 10% that a plan may be off"
     else:
@@ -91,6 +115,8 @@ def _time(plan: Plan) -> str:
         unmeasured.append("batch")
     if unmeasured:
         source += f"\nthis {', '.join(unmeasured)} was not measured; the row is the nearest one"
+    if plan.mesh["tensor"] > 1:
+        source += "\nthe narrower GEMMs of a shard along tensor are assumed to have the same MFU"
     return f"{_format(table)}\n{source}"
 
 
