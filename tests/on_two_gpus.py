@@ -100,7 +100,7 @@ def test_the_loss_of_a_vocabulary_in_shards(kind):
     wanted = jax.jit(run)(hidden, weight, labels)
     mesh = mesh_of("tensor", kind)
     specs = (P(None, None), P("tensor", None), P(None))
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     with jax.set_mesh(mesh):
         found = jax.jit(run)(*jax.device_put((hidden, weight, labels), shardings))
     testing.assert_close(*map(jax.device_get, (found, wanted)), "bfloat16")
