@@ -62,7 +62,6 @@ _ALONG_TENSOR = {"qkv": -2, "gate_up": -1, "up": -1, "out": -2, "down": -2}
 _ALONG_TENSOR |= {"wte": -2, "lm_head": -2}
 _COLUMNS = {"qkv": 3, "gate_up": 2, "up": 1}
 _GATHERED_BYTES = 2**28  # arrays up to this size are gathered as a whole
-_LATER = ("tensor", "context")  # axes that other libraries have, and this one does not have yet
 
 
 def parse_mesh(text: str) -> dict[str, int]:
