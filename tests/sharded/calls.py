@@ -328,9 +328,9 @@ CALLS = [
         Call(
             "flash_attention_packed",
             functools.partial(_attention_packed, heads=heads, kv_heads=8),
-            {"qkv": f"B T {parts} N H", "segments": "B T", "cos": "T G", "sin": "T G"}, "B T N",
+            {"qkv": f"B T {parts} N 2H", "segments": "B T", "cos": "T C", "sin": "T C"}, "B T N",
             kinds={"segments": integers(3), "cos": constant, "sin": constant},
-            undeclared=undeclared, context=("B T N H", "B T"), name=name,
+            undeclared=undeclared, context=("B T N 2H", "B T"), name=name,
         )
         for name, parts, heads, undeclared in (
             ("by_parts", "E", 8, None),

@@ -218,7 +218,7 @@ def test_rows_and_columns_that_fill_no_tile_are_not_sharded(shape, tiles, sharda
     packed = tile_order.pack(jnp.zeros(shape))
     assert packed.whole_tiles == tiles
     rule = ShardingRule("... F -> ... F", "... F")
-    call = shards.Call(shards.Function(lambda x: x, ()), "", rule, rule.operands([packed]))
+    call = shards.Call(shards.Function(lambda x: x, ()), "", rule, *rule.operands([packed]))
     layout = shards.make_layout(call, [packed], shards.trace_call(lambda x: x, [packed]))
     assert layout.shardable & set(layout.operands[0]) == set(shardable.split())
 
