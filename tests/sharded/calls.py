@@ -48,6 +48,7 @@ class Call:
         backends: The backends to call it with.
         has_backward: Whether the op has a derivative.
         dtype: The dtype of the floating arrays.
+        is_large: Whether its program is large, and sharded along two names at a time alone.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Call:
     backends: tuple[str, ...] = ("auto",)
     has_backward: bool = True
     dtype: str = "float32"
+    is_large: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}" if self.name else self.op
@@ -85,7 +87,7 @@ class Call:
     def shardings(self) -> dict[str, dict[str, P]]:
         """Each declared sharding: along one name over all devices, and along two."""
         names = self.sharded.split()
-        found = {name: self.specs({name: ALL}) for name in names}
+        found = {} if self.is_large else {name: self.specs({name: ALL}) for name in names}
         for one, other in itertools.pairwise(names):
             found[f"{one} {other}"] = self.specs({one: "a", other: "b"})
         if self.weights:
@@ -301,7 +303,7 @@ CALLS = [
     Call("add", _of("add"), {"x": "B T D", "y": "B T D"}, "B T D"),
     Call(
         "flash_attention", _of("flash_attention", causal=True), _LONGER_KEYS, "T B N",
-        undeclared=("q", "H"), context=("B 2T N 2H",), backends=_EVERY,
+        undeclared=("q", "H"), context=("B 2T N 2H",), backends=_EVERY, is_large=True,
     ),
     Call(
         "flash_attention",
@@ -311,6 +313,7 @@ CALLS = [
         kinds={"segments": integers(3), "cos": constant, "sin": constant},
         context=("B T N H", "B T"),
         name="all_options",
+        is_large=True,
     ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
@@ -322,7 +325,7 @@ CALLS = [
         "flash_attention_packed", _attention_packed,
         {"qkv": "B T 3M", "segments": "B T", "cos": "T G", "sin": "T G"}, "B T",
         kinds={"segments": integers(3), "cos": constant, "sin": constant}, undeclared=("qkv", "M"),
-        context=("B T C", "B T"),
+        context=("B T C", "B T"), is_large=True,
     ),
     *(
         Call(
@@ -330,7 +333,7 @@ CALLS = [
             functools.partial(_attention_packed, heads=heads, kv_heads=8),
             {"qkv": f"B T {parts} N 2H", "segments": "B T", "cos": "T C", "sin": "T C"}, "B T N",
             kinds={"segments": integers(3), "cos": constant, "sin": constant},
-            undeclared=undeclared, context=("B T N 2H", "B T"), name=name,
+            undeclared=undeclared, context=("B T N 2H", "B T"), name=name, is_large=True,
         )
         for name, parts, heads, undeclared in (
             ("by_parts", "E", 8, None),
@@ -366,33 +369,34 @@ CALLS = [
         "self_attention", _self_attention,
         {"x": "B T D", "weight": "D 2P", "bias": "2P", "segments": "B T"}, "B T",
         kinds={"weight": small, "segments": integers(3)}, weights={"weight": "D", "bias": "P"},
-        undeclared=("x", "D"), context=("B T K", "B T"),
+        undeclared=("x", "D"), context=("B T K", "B T"), is_large=True,
     ),
     Call(
         "self_attention", functools.partial(_self_attention, heads=8),
         {"x": "B T D", "weight": "D E N C", "bias": "E N C", "segments": "B T"}, "B T N",
         kinds={"weight": small, "segments": integers(3)}, weights={"weight": "D", "bias": "N"},
-        undeclared=("weight", "D"), context=("B T N C", "B T"), name="by_parts",
+        undeclared=("weight", "D"), context=("B T N C", "B T"), name="by_parts", is_large=True,
     ),
     Call(
         "attention_block", _attention_block, _ATTENTION_BLOCK, "B T", kinds=_OF_BLOCK,
-        weights={"qkv_weight": "P", "out_weight": "D"}, context=("B T K",),
+        weights={"qkv_weight": "P", "out_weight": "D"}, context=("B T K",), is_large=True,
     ),
     Call(
         "attention_block", functools.partial(_attention_block, heads=8),
         _ATTENTION_BLOCK | _BY_PARTS, "B T N", kinds=_OF_BLOCK,
         weights={"qkv_weight": "D", "out_weight": "D"}, context=("B T N C",), name="by_parts",
+        is_large=True,
     ),
     Call(
         "attention_block", _attention_block_fused, {**_ATTENTION_BLOCK, "segments": "B T"}, "B T",
         kinds={**_OF_BLOCK, "segments": integers(3)}, name="fused",
-        weights={"qkv_weight": "D", "qkv_bias": "P"}, context=("B T K", "B T"),
+        weights={"qkv_weight": "D", "qkv_bias": "P"}, context=("B T K", "B T"), is_large=True,
     ),
     Call(
         "attention_block", functools.partial(_attention_block_fused, heads=8),
         {**_ATTENTION_BLOCK, **_BY_PARTS, "segments": "B T"}, "B T N",
         kinds={**_OF_BLOCK, "segments": integers(3)}, name="fused_by_parts",
-        weights={"qkv_weight": "D", "out_weight": "N"}, context=("B T N C", "B T"),
+        weights={"qkv_weight": "D", "out_weight": "N"}, context=("B T N C", "B T"), is_large=True,
     ),
     Call(
         "attention_block", functools.partial(_attention_block_fused, blocks=1),
@@ -407,11 +411,11 @@ CALLS = [
     ),
     Call(
         "ffn_block", _ffn_block, _FFN_BLOCK, "B T F", kinds=_OF_BLOCK,
-        weights={"up_weight": "F", "out_weight": "D"},
+        weights={"up_weight": "F", "out_weight": "D"}, is_large=True,
     ),
     Call(
         "ffn_block", _ffn_block_fused, _FFN_BLOCK, "B T F", kinds=_OF_BLOCK, undeclared=("x", "D"),
-        weights={"up_weight": "D", "out_weight": "F", "up_bias": "F"}, name="fused",
+        weights={"up_weight": "D", "out_weight": "F", "up_bias": "F"}, name="fused", is_large=True,
     ),
     Call(
         "decode_block", _decode_block,
