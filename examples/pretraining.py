@@ -173,7 +173,8 @@ def machine(options: argparse.Namespace) -> str:
     kind = jax.devices()[0].device_kind
     if options.mesh is None:
         return kind
-    axes = ", ".join(f"{axis}={size}" for axis, size in options.mesh.shape.items())
+    sizes = options.mesh.shape
+    axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "data=1"
     count = jax.process_count()
     processes = f"; {count} processes" if count > 1 else ""
     return f"{options.mesh.size} {kind} ({axes}{processes})"
