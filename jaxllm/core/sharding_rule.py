@@ -102,7 +102,7 @@ class ShardingRule:
 
     @property
     def joined(self) -> tuple[frozenset[str], ...]:
-        """For each result and saved array, of this call or not, its names and those of its sum."""
+        """For each result and each array that is saved, its names and those that it sums over."""
         entries = self.dims.partition("->")[2].replace(";", ",").split(",")
         words = [[base_name(word.lstrip("?+")) for word in entry.split()] for entry in entries]
         return tuple(frozenset(_rows(w for w in of if w[0] not in "=_")) for of in words)

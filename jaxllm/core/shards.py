@@ -234,8 +234,9 @@ class Layout:
         """The mesh axes of each name: those of the first operand that is sharded along it.
 
         A mesh axis shards one name only of those that some array joins, and the number of shards
-        divides every size of the name. A result that is a sum over a name joins it. So does an
-        array that the forward saves where gradients are wanted: without them it is there too.
+        divides every size of the name. A result that is a sum over a name joins it. The arrays
+        that a forward saves for gradients join their names in every call: without gradients they
+        are intermediate arrays of its function.
         """
         group = {name: {name} for name, _ in self.extents}
         arrays = [set(map(base_name, names)) for names in (*self.operands, *self.results)]
