@@ -186,10 +186,10 @@ def _block(arrays, first):
     return ops.residual(arrays["x"], "layer"), norm, weights
 
 
-def _attention_block(arrays, backend, heads=2):
+def _attention_block(arrays, backend):
     h, norm, weights = _block(arrays, ("qkv",))
-    h = ops.attention_block(h, norm, weights, heads=heads, causal=True, backend=backend)
-    return ops.attention_block(h, norm, weights, heads=heads, causal=True, backend=backend).x
+    h = ops.attention_block(h, norm, weights, heads=8, causal=True, backend=backend)
+    return ops.attention_block(h, norm, weights, heads=8, causal=True, backend=backend).x
 
 
 def _attention_block_fused(arrays, backend, heads=2, blocks=2):
@@ -378,11 +378,7 @@ CALLS = [
         undeclared=("weight", "D"), context=("B T N C", "B T"), name="by_parts", is_large=True,
     ),
     Call(
-        "attention_block", _attention_block, _ATTENTION_BLOCK, "B T", kinds=_OF_BLOCK,
-        weights={"qkv_weight": "P", "out_weight": "D"}, context=("B T K",), is_large=True,
-    ),
-    Call(
-        "attention_block", functools.partial(_attention_block, heads=8),
+        "attention_block", _attention_block,
         _ATTENTION_BLOCK | _BY_PARTS, "B T N", kinds=_OF_BLOCK,
         weights={"qkv_weight": "D", "out_weight": "D"}, context=("B T N C",), name="by_parts",
         is_large=True,
