@@ -29,8 +29,16 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 A, B, T, STEPS = 2, 16, 32, 3
 CASES = {
-    "gpt2": {"axes": {"data": 2, "fsdp": 4}, "axis_type": "auto", "unroll": False},
-    "llama3": {"axes": {"data": 1, "fsdp": 8}, "axis_type": "explicit", "unroll": True},
+    "gpt2": {
+        "axes": {"fsdp": 2, "context": 2, "tensor": 2},
+        "axis_type": "auto",
+        "unroll": False,
+    },
+    "llama3": {
+        "axes": {"data": 2, "fsdp": 2, "tensor": 2},
+        "axis_type": "explicit",
+        "unroll": True,
+    },
 }
 KEPT: dict[str, Any] = {"copy_dtype": "bfloat16", "detect_anomalies": True}
 OPTIMIZER = training.adamw(1e-3)
@@ -92,7 +100,7 @@ def read(step, rows=None):
 
 
 def sharded_batches(mesh):
-    """The batches of all steps; each sequence is read once."""
+    """The batches of all steps; each sequence is read once, and each device has its part."""
     batches = []
     for step in range(STEPS):
         numbers = []
@@ -101,8 +109,14 @@ def sharded_batches(mesh):
             numbers.extend(rows)
             return read(step, rows)
 
-        batches.append(loader.load_batch(parallel.batch_sharding(mesh), (A, B, T), part))
+        batch = loader.load_batch(parallel.batch_sharding(mesh), (A, B, T), part)
+        batches.append(batch)
         assert sorted(numbers) == list(range(A * B))
+        parts = [mesh.shape[axis] for axis in ("data", "fsdp", "context")]
+        for array, whole in zip(batch, read(step), strict=True):
+            for shard in array.addressable_shards:
+                assert shard.data.size == A * B * T // np.prod(parts)
+                np.testing.assert_array_equal(shard.data, whole.reshape(A, B, T)[shard.index])
     return batches
 
 
@@ -132,12 +146,12 @@ def outputs(model, config, params, sharding=None):
 
 
 def check_checkpoints(folder, state):
-    """Saves on eight devices, then restores and saves on two and on one."""
+    """Saves on eight devices, then restores and saves in other shards and on one device."""
     devices = jax.devices()
     meshes = [
-        parallel.make_mesh(data=1, fsdp=2, devices=devices[:2]),
         # From shards to whole parameters on each device.
         parallel.make_mesh(data=8, axis_type="explicit"),
+        parallel.make_mesh(data=1, fsdp=2, tensor=2, devices=devices[:4]),
         parallel.make_mesh(data=1, devices=devices[:1]),
     ]
     wanted = jax.device_get(state)
@@ -166,7 +180,7 @@ def main(case: str, folder: Path) -> None:
         return model.init(jax.random.key(0), config)
 
     first = training.init_state(unstack(init()) if unroll else init(), OPTIMIZER, **KEPT)
-    mesh = parallel.make_mesh(**options["axes"], axis_type=options["axis_type"])
+    mesh = parallel.make_mesh(**{"data": 1, **options["axes"]}, axis_type=options["axis_type"])
     is_explicit = options["axis_type"] == "explicit"
     rows = parallel.batch_sharding(mesh, accumulate=False)
     with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():

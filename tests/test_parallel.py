@@ -1,4 +1,4 @@
-"""Data parallelism and FSDP on several devices, and in several processes."""
+"""A training state and its batches on several devices, and in several processes."""
 
 import contextlib
 import json
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +16,14 @@ import pretrain_gpt2
 import pytest
 from jax.sharding import PartitionSpec as P
 from pretraining_scripts import read_log
+from several_devices import MODELS
 
 from jaxllm import data, training
-from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import unstack
 from jaxllm.training import loader, optim, parallel
 
 ROOT = Path(__file__).parent.parent
-MESH = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+MESH = jax.sharding.AbstractMesh((2, 4, 1, 1), parallel.AXES)
 
 
 def environment(devices):
@@ -40,12 +39,13 @@ def environment(devices):
     ("text", "sizes"),
     [
         ("data=2,fsdp=4", {"data": 2, "fsdp": 4}),
-        (" fsdp = 8 ", {"data": 1, "fsdp": 8}),
-        ("data=-1", {"data": -1, "fsdp": 1}),
+        (" fsdp = 8 ", {"fsdp": 8}),
+        ("data=-1", {"data": -1}),
+        ("tensor=2,context=-1", {"context": -1, "tensor": 2}),
     ],
 )
 def test_parse_mesh_reads_sizes(text, sizes):
-    assert parallel.parse_mesh(text) == sizes
+    assert parallel.parse_mesh(text) == dict.fromkeys(parallel.AXES, 1) | sizes
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,7 @@ def test_parse_mesh_reads_sizes(text, sizes):
     [
         ("8", "it must be like data=2,fsdp=4"),
         ("data=two", "has 'data=two'; it must be like"),
-        ("data=2,tensor=4", "tensor parallelism is not there yet, only data and fsdp"),
-        ("context=2", "context parallelism is not there yet"),
-        ("model=2", "has the axis 'model'; axes are data and fsdp"),
+        ("model=2", "has the axis 'model'; axes are data, fsdp, context, tensor"),
         ("data=2,data=4", "names the axis data twice"),
     ],
 )
@@ -69,8 +67,11 @@ def test_parse_mesh_rejects_other_texts(text, message):
     [
         ({"data": 2, "fsdp": 4}, "sizes multiply to 8, but there are 1 devices in 1 processes"),
         ({"data": -1, "fsdp": 4}, "4 does not divide the number of devices, 1"),
+        ({"tensor": 4}, "data=-1, tensor=4: 4 does not divide the number of devices, 1"),
+        ({"data": 1, "context": 2}, "context=2: the sizes multiply to 2, but there are 1 devices"),
         ({"data": -1, "fsdp": -1}, "only one size may be -1"),
         ({"fsdp": 0}, "fsdp is 0; it must be at least 1, or -1"),
+        ({"tensor": -2}, "tensor is -2; it must be at least 1, or -1"),
         ({"axis_type": "manual"}, "it must be 'auto' or 'explicit'"),
     ],
 )
@@ -79,43 +80,81 @@ def test_make_mesh_rejects_wrong_sizes(options, message):
         parallel.make_mesh(**options, devices=jax.devices()[:1])
 
 
+# The mesh axes of the dimensions of each array, without the layer axis of stacked blocks.
+SPECS = {
+    "qkv/weight": ("fsdp", None, "tensor", None),
+    "qkv/bias": (None, "tensor", None),
+    "gate_up/weight": ("fsdp", None, "tensor"),
+    "up/weight": ("fsdp", "tensor"),
+    "up/bias": ("tensor",),
+    "out/weight": (("tensor", "fsdp"), None),
+    "down/weight": (("tensor", "fsdp"), None),
+    "wte": (("tensor", "fsdp"), None),
+    "lm_head": (("tensor", "fsdp"), None),
+    "wpe": ("fsdp", None),
+}
+
+
+def without_tensor(spec):
+    whole = {"tensor": None, ("tensor", "fsdp"): "fsdp"}
+    return tuple(whole.get(entry, entry) for entry in spec)
+
+
+def abstract_state(model, config, optimizer, unrolled):
+    def create():
+        params = model.init(jax.random.key(0), config)
+        params = training.cast(unstack(params) if unrolled else params, "bfloat16")
+        options = {"copy_dtype": "bfloat16", "detect_anomalies": True}
+        return training.init_state(params, optimizer, **options)
+
+    return jax.eval_shape(create)
+
+
 @pytest.mark.parametrize("unrolled", [False, True])
-def test_matrices_are_sharded_along_their_input_dimension(unrolled):
-    sizes: dict[str, Any] = {
-        "vocab_size": 100,
-        "max_seq_len": 32,
-        "layers": 2,
-        "heads": 4,
-        "width": 64,
-    }
-    configs = [
-        (gpt2, gpt2.GPT2Config(**sizes)),
-        (llama3, llama3.Llama3Config(**sizes, kv_heads=2, mlp_width=128)),
-    ]
-    for model, config in configs:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_state_is_sharded_along_input_dimensions_and_whole_heads(unrolled, tensor):
+    mesh = jax.sharding.AbstractMesh((1, 4, 2, tensor), parallel.AXES)
+    seen = set()
+    for model, config in MODELS.values():
         for optimizer in (training.adamw(1e-3), optim.adamw(1e-3)):
-
-            def create(model=model, config=config, optimizer=optimizer):
-                params = model.init(jax.random.key(0), config)
-                params = training.cast(unstack(params) if unrolled else params, "bfloat16")
-                options = {"copy_dtype": "bfloat16", "detect_anomalies": True}
-                return training.init_state(params, optimizer, **options)
-
-            state = jax.eval_shape(create)
-            shardings = parallel.state_shardings(MESH, state)
-            kinds = set()
+            state = abstract_state(model, config, optimizer, unrolled)
+            shardings = parallel.state_shardings(mesh, state)
             for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
-                name = jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1]
-                spec = tuple(sharding.spec)
-                if name in ("weight", "wte", "wpe", "lm_head"):
-                    stacked = (None,) if name == "weight" and not unrolled else ()
-                    assert spec == (*stacked, "fsdp", None), path
-                else:
-                    assert spec == (None,) * len(spec), path
-                kinds.add(name)
-            assert {"weight", "scale", "wte", "step"} <= kinds
+                *_, layer, leaf = (
+                    "",
+                    *jax.tree_util.keystr(path, simple=True, separator="/").split("/"),
+                )
+                name = f"{layer}/{leaf}" if leaf in ("weight", "bias") else leaf
+                spec = SPECS.get(name, (None,) * len(sharding.spec))
+                spec = spec if tensor > 1 else without_tensor(spec)
+                stacked = (None,) if "/" in name and name in SPECS and not unrolled else ()
+                assert tuple(sharding.spec) == (*stacked, *spec), path
+                seen.add(name)
             ranks = jax.tree.map(lambda x, sharding: x.ndim == len(sharding.spec), state, shardings)
             assert all(jax.tree.leaves(ranks))
+    assert {*SPECS, "scale", "ln1/bias", "down/bias", "step"} <= seen
+
+
+def test_heads_that_the_tensor_axis_does_not_divide_stay_whole():
+    model, config = MODELS["llama3"]  # two key heads
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 4), parallel.AXES)
+    block = parallel.state_shardings(mesh, params)["blocks"]
+    qkv, gate_up = (
+        block[of][name]["weight"] for of, name in (("attention", "qkv"), ("mlp", "gate_up"))
+    )
+    assert qkv.spec == P(None, "fsdp", None, None, None)
+    assert gate_up.spec == P(None, "fsdp", None, "tensor")
+
+
+@pytest.mark.parametrize(
+    ("context", "spec"),
+    [(1, P(None, ("data", "fsdp"), None)), (2, P(None, ("data", "fsdp"), "context"))],
+)
+def test_batches_are_sharded_along_sequences_and_with_context_along_tokens(context, spec):
+    mesh = jax.sharding.AbstractMesh((2, 2, context, 2), parallel.AXES)
+    assert parallel.batch_sharding(mesh).spec == spec
+    assert parallel.batch_sharding(mesh, accumulate=False).spec == P(*spec[1:])
 
 
 @pytest.mark.parametrize(
@@ -127,11 +166,20 @@ def test_dimensions_that_the_axis_does_not_divide_stay_whole(shape, spec):
     assert parallel.state_shardings(MESH, tree)["weight"].spec == spec
 
 
-def test_load_batch_rejects_uneven_batches():
-    sharding = jax.NamedSharding(MESH, P(None, ("data", "fsdp"), None))
-    message = "the batch size is 12; it must be a multiple of 8, the devices of the mesh (data=2 x"
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            (2, 4, 1, 1),
+            "batch size is 12; it must be a multiple of 8, the devices of the mesh (data=2",
+        ),
+        ((2, 1, 4, 1), "have 6 tokens; it must be a multiple of 4, the devices of the mesh along"),
+    ],
+)
+def test_load_batch_rejects_uneven_batches(sizes, message):
+    sharding = parallel.batch_sharding(jax.sharding.AbstractMesh(sizes, parallel.AXES))
     with pytest.raises(ValueError, match=re.escape(message)):
-        loader.load_batch(sharding, (1, 12, 4), lambda rows: (np.zeros(0), np.zeros(0)))
+        loader.load_batch(sharding, (1, 12, 6), lambda rows: (np.zeros(0), np.zeros(0)))
 
 
 @pytest.mark.parametrize("order", ["shuffled", "llmc"])
@@ -175,7 +223,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(tmp_path, case):
     ("arguments", "message"),
     [
         (["--mesh", "data=2,fsdp=4"], "data=2, fsdp=4: the sizes multiply to 8, but there are"),
-        (["--mesh", "tensor=2"], "tensor parallelism is not there yet"),
+        (["--mesh", "tensor=2"], "tensor=2: the sizes multiply to 2, but there are"),
         (["--processes", "2"], "--coordinator, --processes and --process must be passed together"),
         (["--distributed", "--process", "1"], "pass --distributed, or --coordinator"),
         (

@@ -101,6 +101,13 @@ class ShardingRule:
         return frozenset(_rows(word[1:].rstrip(",;") for word in words if word[0] == "+"))
 
     @property
+    def joined(self) -> tuple[frozenset[str], ...]:
+        """For each result and each array that is saved, its names and those that it sums over."""
+        entries = self.dims.partition("->")[2].replace(";", ",").split(",")
+        words = [[base_name(word.lstrip("?+")) for word in entry.split()] for entry in entries]
+        return tuple(frozenset(_rows(w for w in of if w[0] not in "=_")) for of in words)
+
+    @property
     def shardable(self) -> frozenset[str]:
         """The names along which the op may be sharded."""
         return frozenset(_rows(self.sharded.split()))

@@ -234,12 +234,15 @@ class Layout:
         """The mesh axes of each name: those of the first operand that is sharded along it.
 
         A mesh axis shards one name only of those that some array joins, and the number of shards
-        divides every size of the name. A result that is a sum over a name joins it.
+        divides every size of the name. A result that is a sum over a name joins it. The arrays
+        that a forward saves for gradients join their names in every call: without gradients they
+        are intermediate arrays of its function.
         """
         group = {name: {name} for name, _ in self.extents}
         arrays = [set(map(base_name, names)) for names in (*self.operands, *self.results)]
         for names, sums in zip(arrays[len(self.operands) :], self.sums, strict=True):
             names |= sums & group.keys()
+        arrays += [set(names & group.keys()) for names in self.call.rule.joined]
         for names in arrays:
             # A mapped dimension joins no arrays: each may be sharded otherwise, as without it.
             plain = {name for name in names if not name.startswith(MAPPED)}

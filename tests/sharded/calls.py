@@ -23,7 +23,7 @@ from jaxllm.testing import Boxes, Integers, Normal
 SHAPE = {"a": 2, "b": 4}
 ALL = ("a", "b")
 SIZES = {"B": 8, "T": 8, "S": 8, "N": 8, "H": 4, "D": 16, "F": 16, "M": 16, "K": 16, "V": 24}
-SIZES |= {"R": 8, "G": 2, "P": 24, "C": 4}
+SIZES |= {"R": 8, "G": 2, "P": 24, "C": 4, "E": 3}
 
 
 def make_mesh(kind):
@@ -48,6 +48,7 @@ class Call:
         backends: The backends to call it with.
         has_backward: Whether the op has a derivative.
         dtype: The dtype of the floating arrays.
+        is_large: Whether its program is large, and sharded along two names at a time alone.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Call:
     backends: tuple[str, ...] = ("auto",)
     has_backward: bool = True
     dtype: str = "float32"
+    is_large: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}" if self.name else self.op
@@ -85,7 +87,7 @@ class Call:
     def shardings(self) -> dict[str, dict[str, P]]:
         """Each declared sharding: along one name over all devices, and along two."""
         names = self.sharded.split()
-        found = {name: self.specs({name: ALL}) for name in names}
+        found = {} if self.is_large else {name: self.specs({name: ALL}) for name in names}
         for one, other in itertools.pairwise(names):
             found[f"{one} {other}"] = self.specs({one: "a", other: "b"})
         if self.weights:
@@ -163,16 +165,16 @@ def _attention(arrays, backend):
     return ops.flash_attention(q, k, v, causal=True, **options, backend=backend)
 
 
-def _attention_packed(arrays, backend):
+def _attention_packed(arrays, backend, heads=10, kv_heads=1):
     qkv, segments, cos, sin = arrays.values()
-    options = {"segment_ids": segments, "rope_table": (cos, sin)}
-    return ops.flash_attention_packed(qkv, 10, 1, causal=True, **options, backend=backend)
+    options = {"segment_ids": segments, "rope_table": (cos, sin), "causal": True}
+    return ops.flash_attention_packed(qkv, heads, kv_heads, **options, backend=backend)
 
 
-def _self_attention(arrays, backend):
+def _self_attention(arrays, backend, heads=2):
     x, weight, bias, segments = arrays.values()
     options = {"causal": True, "segment_ids": segments}
-    return ops.self_attention(x, weight, bias, 2, **options, backend=backend)
+    return ops.self_attention(x, weight, bias, heads, **options, backend=backend)
 
 
 def _block(arrays, first):
@@ -186,13 +188,13 @@ def _block(arrays, first):
 
 def _attention_block(arrays, backend):
     h, norm, weights = _block(arrays, ("qkv",))
-    h = ops.attention_block(h, norm, weights, heads=2, causal=True, backend=backend)
-    return ops.attention_block(h, norm, weights, heads=2, causal=True, backend=backend).x
+    h = ops.attention_block(h, norm, weights, heads=8, causal=True, backend=backend)
+    return ops.attention_block(h, norm, weights, heads=8, causal=True, backend=backend).x
 
 
-def _attention_block_fused(arrays, backend, blocks=2):
+def _attention_block_fused(arrays, backend, heads=2, blocks=2):
     h, norm, weights = _block(arrays, ("qkv",))
-    options = {"heads": 2, "kv_heads": 2, "causal": True, "scale": None, "window": None}
+    options = {"heads": heads, "kv_heads": heads, "causal": True, "scale": None, "window": None}
     for _ in range(blocks):  # the second has the norm of the first
         layers = (weights["qkv"], weights["out"], arrays["segments"], None)
         h = attention._fused(backend, h, norm, *layers, **options, attend=None)
@@ -274,11 +276,12 @@ _LONGER_KEYS = {"q": "B T 3N 2H", "k": "B 2T N 2H", "v": "B 2T N 2H"}
 _TREE = _adamw_inputs(matrix="M F", vector="F", deep="B T D")
 _ACTIVATIONS = ("gelu", "relu", "sigmoid")
 _LAYER = {"x": "B T D", "weight": "D F", "bias": "F"}
-_EMBED = {"tokens": "B T", "token_table": "V D", "position_table": "T D"}
+_EMBED = {"tokens": "B T", "token_table": "V D", "position_table": "S D"}
 _BLOCK = {"x": "B T D", "scale": "D", "norm_bias": "D"}
 _ATTENTION_BLOCK = _BLOCK | {
     "qkv_weight": "D 2P", "qkv_bias": "2P", "out_weight": "M D", "out_bias": "D",
 }  # fmt: skip
+_BY_PARTS = {"qkv_weight": "D E N C", "qkv_bias": "E N C", "out_weight": "4N D"}
 _FFN_BLOCK = _BLOCK | {"up_weight": "D F", "up_bias": "F", "out_weight": "F D", "out_bias": "D"}
 _OF_BLOCK = {"scale": about(1.0), "qkv_weight": small, "up_weight": small, "out_weight": small}
 _LABELS = integers(24, low=-24)  # about half of the rows are ignored
@@ -295,10 +298,12 @@ CALLS = [
     ),
     Call("swiglu", _of("swiglu"), {"gate": "B T D", "up": "B T D"}, "B T D"),
     Call("swiglu_packed", _of("swiglu_packed"), {"x": "B T D"}, "B T", undeclared=("x", "D")),
+    Call("swiglu_packed", _of("swiglu_packed", by_parts=True), {"x": "B T G F"}, "B T F",
+         name="by_parts"),
     Call("add", _of("add"), {"x": "B T D", "y": "B T D"}, "B T D"),
     Call(
         "flash_attention", _of("flash_attention", causal=True), _LONGER_KEYS, "T B N",
-        undeclared=("q", "H"), context=("B 2T N 2H",), backends=_EVERY,
+        undeclared=("q", "H"), context=("B 2T N 2H",), backends=_EVERY, is_large=True,
     ),
     Call(
         "flash_attention",
@@ -308,6 +313,7 @@ CALLS = [
         kinds={"segments": integers(3), "cos": constant, "sin": constant},
         context=("B T N H", "B T"),
         name="all_options",
+        is_large=True,
     ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
@@ -319,7 +325,20 @@ CALLS = [
         "flash_attention_packed", _attention_packed,
         {"qkv": "B T 3M", "segments": "B T", "cos": "T G", "sin": "T G"}, "B T",
         kinds={"segments": integers(3), "cos": constant, "sin": constant}, undeclared=("qkv", "M"),
-        context=("B T C", "B T"),
+        context=("B T C", "B T"), is_large=True,
+    ),
+    *(
+        Call(
+            "flash_attention_packed",
+            functools.partial(_attention_packed, heads=heads, kv_heads=8),
+            {"qkv": f"B T {parts} N 2H", "segments": "B T", "cos": "T C", "sin": "T C"}, "B T N",
+            kinds={"segments": integers(3), "cos": constant, "sin": constant},
+            undeclared=undeclared, context=("B T N 2H", "B T"), name=name, is_large=True,
+        )
+        for name, parts, heads, undeclared in (
+            ("by_parts", "E", 8, None),
+            ("grouped_by_parts", "C", 16, ("qkv", "H")),
+        )
     ),
     Call(
         "flash_attention_float8",
@@ -348,37 +367,51 @@ CALLS = [
     ),
     Call(
         "self_attention", _self_attention,
-        {"x": "B T D", "weight": "D 2P", "bias": "2P", "segments": "B T"}, "B",
+        {"x": "B T D", "weight": "D 2P", "bias": "2P", "segments": "B T"}, "B T",
         kinds={"weight": small, "segments": integers(3)}, weights={"weight": "D", "bias": "P"},
-        undeclared=("x", "T"),
+        undeclared=("x", "D"), context=("B T K", "B T"), is_large=True,
     ),
     Call(
-        "attention_block", _attention_block, _ATTENTION_BLOCK, "B", kinds=_OF_BLOCK,
-        weights={"qkv_weight": "P", "out_weight": "D"},
+        "self_attention", functools.partial(_self_attention, heads=8),
+        {"x": "B T D", "weight": "D E N C", "bias": "E N C", "segments": "B T"}, "B T N",
+        kinds={"weight": small, "segments": integers(3)}, weights={"weight": "D", "bias": "N"},
+        undeclared=("weight", "D"), context=("B T N C", "B T"), name="by_parts", is_large=True,
     ),
     Call(
-        "attention_block", _attention_block_fused, {**_ATTENTION_BLOCK, "segments": "B T"}, "B",
+        "attention_block", _attention_block,
+        _ATTENTION_BLOCK | _BY_PARTS, "B T N", kinds=_OF_BLOCK,
+        weights={"qkv_weight": "D", "out_weight": "D"}, context=("B T N C",), name="by_parts",
+        is_large=True,
+    ),
+    Call(
+        "attention_block", _attention_block_fused, {**_ATTENTION_BLOCK, "segments": "B T"}, "B T",
         kinds={**_OF_BLOCK, "segments": integers(3)}, name="fused",
-        weights={"qkv_weight": "D", "qkv_bias": "P"},
+        weights={"qkv_weight": "D", "qkv_bias": "P"}, context=("B T K", "B T"), is_large=True,
+    ),
+    Call(
+        "attention_block", functools.partial(_attention_block_fused, heads=8),
+        {**_ATTENTION_BLOCK, **_BY_PARTS, "segments": "B T"}, "B T N",
+        kinds={**_OF_BLOCK, "segments": integers(3)}, name="fused_by_parts",
+        weights={"qkv_weight": "D", "out_weight": "N"}, context=("B T N C", "B T"), is_large=True,
     ),
     Call(
         "attention_block", functools.partial(_attention_block_fused, blocks=1),
-        {**_ATTENTION_BLOCK, "segments": "B T"}, "", undeclared=("x", "T"), name="one_fused",
+        {**_ATTENTION_BLOCK, "segments": "B T"}, "", undeclared=("x", "D"), name="one_fused",
         kinds={**_OF_BLOCK, "segments": integers(3)},
     ),
     Call(
         "mlp", _of("mlp"),
         {"x": "B T D", "up_weight": "D F", "up_bias": "F", "down_weight": "F M", "down_bias": "M"},
-        "B T", kinds={"up_weight": small, "down_weight": small},
+        "B T F", kinds={"up_weight": small, "down_weight": small},
         weights={"up_weight": "D", "down_weight": "M", "up_bias": "F"}, undeclared=("x", "D"),
     ),
     Call(
-        "ffn_block", _ffn_block, _FFN_BLOCK, "B T", kinds=_OF_BLOCK,
-        weights={"up_weight": "F", "out_weight": "D"},
+        "ffn_block", _ffn_block, _FFN_BLOCK, "B T F", kinds=_OF_BLOCK,
+        weights={"up_weight": "F", "out_weight": "D"}, is_large=True,
     ),
     Call(
-        "ffn_block", _ffn_block_fused, _FFN_BLOCK, "B T", kinds=_OF_BLOCK, undeclared=("x", "D"),
-        weights={"up_weight": "D", "out_weight": "F", "up_bias": "F"}, name="fused",
+        "ffn_block", _ffn_block_fused, _FFN_BLOCK, "B T F", kinds=_OF_BLOCK, undeclared=("x", "D"),
+        weights={"up_weight": "D", "out_weight": "F", "up_bias": "F"}, name="fused", is_large=True,
     ),
     Call(
         "decode_block", _decode_block,
@@ -391,12 +424,12 @@ CALLS = [
         kinds={"lengths": integers(8)}, undeclared=("k_cache", "S"), has_backward=False,
     ),
     Call(
-        "embed", _of("embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
-        weights={"token_table": "V", "position_table": "D"}, undeclared=("tokens", "T"),
+        "embed", _of("embed"), _EMBED, "B T V", kinds={"tokens": integers(24)},
+        weights={"token_table": "V", "position_table": "D"}, undeclared=("position_table", "S"),
     ),
     Call(
-        "tied_embed", _of("tied_embed"), _EMBED, "B V", kinds={"tokens": integers(24)},
-        weights={"token_table": "V"}, undeclared=("tokens", "T"),
+        "tied_embed", _of("tied_embed"), _EMBED, "B T V", kinds={"tokens": integers(24)},
+        weights={"token_table": "V"}, undeclared=("token_table", "D"),
     ),
     Call(
         "linear", _of("linear"), _LAYER, "B T D F", kinds={"weight": small},
@@ -407,6 +440,19 @@ CALLS = [
         weights={"weight": "F"}, undeclared=("x", "D"), name="gelu", backends=("auto", "pallas"),
     ),
     Call("linear", _of("linear"), {"x": "T D", "weight": "D F"}, "T D F", name="no_bias"),
+    Call(
+        "linear", _of("linear"), {"x": "B T D", "weight": "D G F", "bias": "G F"}, "B T D F",
+        kinds={"weight": small}, weights={"weight": "D"}, name="by_parts",
+    ),
+    Call(
+        "linear", _of("linear", activation="gelu"),
+        {"x": "T D", "weight": "D E N C", "bias": "E N C"}, "T N",
+        kinds={"weight": small}, weights={"weight": "D"}, name="heads_by_parts_gelu",
+    ),
+    Call(
+        "linear", _of("linear"), {"x": "T D", "weight": "D E N C"}, "T D N",
+        kinds={"weight": small}, name="heads_by_parts_no_bias",
+    ),
     Call(
         "matmul", _of("matmul", activation="gelu"), {"a": "M K", "b": "K F", "bias": "F"}, "M F",
         kinds={"b": small}, weights={"b": "K"}, undeclared=("b", "K"),
@@ -433,7 +479,7 @@ CALLS = [
     ),
     Call(
         "linear_cross_entropy", _of("linear_cross_entropy", transpose_weight=True, z_loss=0.1),
-        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B V",
+        {"hidden": "B T D", "weight": "V D", "labels": "B T"}, "B T V",
         kinds={"weight": small, "labels": _LABELS}, weights={"weight": "D"}, name="tied",
     ),
     Call(

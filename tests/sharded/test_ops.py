@@ -77,3 +77,15 @@ def test_declared_shardings_match_one_device_without_gathers(call, kind, monkeyp
         # The gradient of each weight is summed in shards.
         scattered = [size for k, size in of_call if k == "reduce-scatter"]
         assert set(scattered) >= {size // len(jax.devices()) for size in weights}, scattered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_without_gradients_match_one_device_under_fsdp(kind):
+    mesh = make_mesh(kind)
+    calls = {str(call): call for call in CALLS if call.weights and call.dtype == "float32"}
+    given = {name: put(mesh, call.arrays(), call.fsdp()) for name, call in calls.items()}
+    run = jax.jit(lambda given: {name: calls[name](x, "auto") for name, x in given.items()})
+    for name, actual in run(given).items():
+        testing.assert_close(
+            jax.device_get(actual), expected(calls[name])[0], calls[name].dtype, what=name
+        )

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import ops, testing
-from jaxllm.models import gpt2
 
 KINDS = ("Auto", "Explicit")
 ROWS, WIDTH, VOCAB, POSITIONS = 16, 24, 32, 10
@@ -192,33 +191,6 @@ def test_embeddings_are_exact(kind):
         arrays = place(mesh, tokens, P()), place(mesh, table, P(ALL))
         out = jax.jit(ops.embed)(*arrays)
         np.testing.assert_array_equal(out, table[np.clip(tokens, 0, VOCAB - 1)])
-
-
-CONFIG = gpt2.GPT2Config(vocab_size=100, max_seq_len=16, layers=1, heads=2, width=32)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_with_its_tied_table_in_shards_gathers_nothing(kind):
-    params = gpt2.init(jax.random.key(0), CONFIG)
-    tokens = jax.random.randint(jax.random.key(1), (4, 16), 0, 100)
-    labels = jnp.roll(tokens, -1, 1)
-    mesh = make_mesh(kind)
-
-    def loss(params, tokens, labels):
-        return jax.value_and_grad(gpt2.loss)(params, tokens, labels, CONFIG)
-
-    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
-    shardings["wte"] = NamedSharding(mesh, P("b", None))
-    of_batch = NamedSharding(mesh, P("a", None))
-    given = jax.device_put((params, tokens, labels), (shardings, of_batch, of_batch))
-    want = on_one_device(loss, params, tokens, labels)
-    with jax.set_mesh(mesh):
-        out_shardings = (None, shardings) if kind == "Auto" else None
-        program = jax.jit(loss, out_shardings=out_shardings).lower(*given).compile()
-        found = program(*given)
-    testing.assert_close(jax.device_get(found), want, "float32", what="model")
-    moved = {kind for kind, _ in collectives(program)}
-    assert moved <= {"all-reduce", "reduce-scatter"}, moved
 
 
 def test_derivatives_of_derivatives_match_one_device():

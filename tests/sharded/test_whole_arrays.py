@@ -9,6 +9,7 @@ import pytest
 from calls import (
     ALL,
     CALLS,
+    SHAPE,
     collectives,
     expected,
     make_mesh,
@@ -20,6 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import ops, testing
+from jaxllm.core import shards
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import tile_order
 
 KINDS = ("Auto", "Explicit")
@@ -169,26 +172,55 @@ def test_mean_counts_labels_of_all_shards(kind):
     testing.assert_close(jax.device_get(found), wanted, "float32")
 
 
-@pytest.mark.parametrize("rows", [(8 * 128,), (16, 128)])
-def test_shards_of_tile_ordered_rows_are_the_rows_of_the_shards(rows):
+@pytest.mark.parametrize(
+    ("shape", "tiles", "by_rows", "by_columns"),
+    [
+        ((8 * 128, 200), (8, 1), ALL, None),
+        ((16, 128, 200), (16, 1), ALL, None),
+        ((128, 8 * 384), (1, 8), None, ALL),
+        ((2, 128, 4 * 384), (2, 4), "a", "b"),
+    ],
+)
+def test_shards_in_tile_order_are_the_rows_and_columns_of_the_shards(
+    shape, tiles, by_rows, by_columns
+):
     mesh = make_mesh("Auto")
-    x = np.random.default_rng(0).standard_normal((*rows, 200)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     packed = tile_order.pack(jnp.asarray(x))
-    assert packed.whole_tiles == int(np.prod(rows)) // 128
-    # Each device has its rows, packed; together they are the whole array, packed.
-    placed = jax.device_put(x, NamedSharding(mesh, P(ALL)))
+    assert packed.whole_tiles == tiles
+    # Each device has its rows and columns, packed; together they are the whole array, packed.
+    plain = P(by_rows, *[None] * (len(shape) - 2), by_columns)
+    of_tiles = P(by_rows, by_columns)
+    parts = tuple(8 if by == ALL else SHAPE.get(by, 1) for by in (by_rows, by_columns))
+    placed = jax.device_put(x, NamedSharding(mesh, plain))
     local = jax.shard_map(
-        lambda x: tile_order.pack(x).array, mesh=mesh, in_specs=P(ALL), out_specs=P(ALL)
+        lambda x: tile_order.pack(x).array, mesh=mesh, in_specs=plain, out_specs=of_tiles
     )
     np.testing.assert_array_equal(jax.jit(local)(placed), packed.array)
     back = jax.shard_map(
-        lambda array: packed.shard(array, 8).unpack(), mesh=mesh, in_specs=P(ALL), out_specs=P(ALL)
-    )
+        lambda array: packed.shard(array, parts).unpack(),
+        mesh=mesh, in_specs=of_tiles, out_specs=plain,
+    )  # fmt: skip
     np.testing.assert_array_equal(jax.jit(back)(packed.array), x)
 
 
-def test_rows_that_fill_no_tile_are_not_split():
-    assert tile_order.pack(jnp.zeros((100, 200))).whole_tiles == 1
+@pytest.mark.parametrize(
+    ("shape", "tiles", "shardable"),
+    [
+        ((100, 200), (1, 1), ""),
+        ((4, 256, 200), (8, 1), "row0"),
+        ((100, 2 * 384), (1, 2), "F"),
+        ((256, 2 * 384), (2, 2), "row0 F"),
+        ((128, 384), (1, 1), ""),
+    ],
+)
+def test_rows_and_columns_that_fill_no_tile_are_not_sharded(shape, tiles, shardable):
+    packed = tile_order.pack(jnp.zeros(shape))
+    assert packed.whole_tiles == tiles
+    rule = ShardingRule("... F -> ... F", "... F")
+    call = shards.Call(shards.Function(lambda x: x, ()), "", rule, *rule.operands([packed]))
+    layout = shards.make_layout(call, [packed], shards.trace_call(lambda x: x, [packed]))
+    assert layout.shardable & set(layout.operands[0]) == set(shardable.split())
 
 
 @pytest.mark.parametrize("kind", KINDS)

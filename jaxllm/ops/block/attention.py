@@ -334,9 +334,9 @@ def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _block_sharding(options: _BlockOptions) -> ShardingRule:
-    columns, heads = ("_ K _", "K") if options.by_parts else ("_", "_")
+    columns, heads, rows = ("_ K _", "K", "K'") if options.by_parts else ("_", "_", "_")
     return ShardingRule(
-        f"B T _, [B T _ | B T | B T], _, _, _ {columns}, {columns}, {heads} _, _, [B T | B T]"
+        f"B T _, [B T _ | B T | B T], _, _, _ {columns}, {columns}, {rows} _, _, [B T | B T]"
         f" -> B T _, B T _, B T, B T; ?B T _, ?B T, B T {columns}, B T {heads}, B {heads} T",
         "B T K" if options.by_parts else "B T",
     )

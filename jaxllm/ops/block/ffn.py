@@ -196,7 +196,7 @@ _ffn_block = with_backward(
     _forward,
     _backward,
     sharding=ShardingRule(
-        "... _, [... _ | ... | ...], _, _, _ F, F, F _, _"
+        "... _, [... _ | ... | ...], _, _, _ F, F, F' _, _"
         " -> ... _, ... _, ..., ...; ?... _, ?..., ... F, ... F",
         "... F",
     ),
@@ -283,5 +283,5 @@ _mlp = with_backward(
     "mlp",
     _mlp_forward,
     _mlp_backward,
-    sharding=ShardingRule("... _, _ F, F, F _, !_ -> ... _ +F; ... F, ... F", "... F"),
+    sharding=ShardingRule("... _, _ F, F, F' _, !_ -> ... _ +F; ... F, ... F", "... F"),
 )
