@@ -36,7 +36,7 @@ from pretraining_options import (
 import jaxllm
 from jaxllm import training
 from jaxllm.convert import huggingface, llmc
-from jaxllm.core.partition import GatherWarning
+from jaxllm.core.gathers import GatherWarning
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.inference.generate import generate
 from jaxllm.models.common import stack, unstack

@@ -19,7 +19,7 @@ import numpy as np
 from several_devices import MODELS
 
 from jaxllm import data, training
-from jaxllm.core.partition import GatherWarning
+from jaxllm.core.gathers import GatherWarning
 from jaxllm.inference.generate import generate
 from jaxllm.models.common import unstack
 from jaxllm.training import checkpoint, evaluation, loader, parallel

@@ -13,7 +13,7 @@ import pytest
 from jaxllm import ops
 from jaxllm.__main__ import main
 from jaxllm.models import common, gpt2, llama3
-from jaxllm.ops.loss import api as loss_api
+from jaxllm.ops.loss import api_linear
 from jaxllm.training import adamw, init_state
 from jaxllm.training.plan import HOST_GPUS, NVLINK, bus_bandwidth, lm_head_bytes, make_plan
 from jaxllm.training.plan_inputs import GIB, MEASURED, Model, find_model
@@ -122,7 +122,7 @@ def test_chunk_of_the_head_is_that_of_the_loss(name, remat):
     logits, gradient = lm_head_bytes(plan)
     rows = logits // 2 // config.padded_vocab_size
     assert f"bf16[{rows},{config.padded_vocab_size}]" in program
-    dtype = loss_api._accumulate_dtype(cast(Any, head), rows == 32 * 1024)
+    dtype = api_linear._accumulate_dtype(cast(Any, head), rows == 32 * 1024)
     assert gradient == jnp.dtype(dtype).itemsize * head.size
 
 

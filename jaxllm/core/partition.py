@@ -18,15 +18,12 @@ one device, and without a mesh, nothing of this happens.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,8 +33,8 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.core.backend import note_gather
 from jaxllm.core.derivatives import without_derivative
+from jaxllm.core.gathers import Saved, gather_again, warn_of_gathers
 from jaxllm.core.layout import is_packed
 from jaxllm.core.meshes import (
     config_value,
@@ -72,24 +69,6 @@ from jaxllm.core.shards import (
     trace_call,
     with_array,
 )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """Beside residuals: what the backward must know of the forward's arrays.
-
-    Attributes:
-        residuals: The names of each residual's dimensions.
-        outputs: Likewise of the outputs.
-        arguments: Likewise of the arguments, by argument.
-        shardings: The shardings that the types of the arguments have, by argument.
-    """
-
-    residuals: tuple[Names, ...]
-    outputs: tuple[Names, ...]
-    arguments: tuple[tuple[Names, ...], ...]
-    shardings: tuple[tuple[Any, ...], ...]
 
 
 def is_saved(residuals: Any) -> bool:
@@ -149,7 +128,7 @@ def backward(
         return _like_arguments(function(kept, *cotangents), saved.shardings)
     given = jax.tree.leaves(cotangents, is_leaf=lambda x: x is None)
     of_cotangents = [n for n, x in zip(saved.outputs, given, strict=True) if x is not None]
-    kept = _gather_again(kept, saved, cotangents)
+    kept = gather_again(kept, saved, cotangents)
     call = Call(
         function,
         name,
@@ -177,41 +156,6 @@ def run(
     """``function(*args)`` on shards, of an op without a derivative."""
     operands = tuple(itertools.chain(*rule.operands(args)))
     return _run(Call(function, name, rule, operands, is_opaque=is_opaque), args)[0]
-
-
-_are_weights_whole: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "each device has all weights", default=False
-)
-
-
-@contextlib.contextmanager
-def whole_weights() -> Iterator[None]:
-    """Says of the program that is traced that no weight is sharded, so that none is gathered."""
-    token = _are_weights_whole.set(True)
-    try:
-        yield
-    finally:
-        _are_weights_whole.reset(token)
-
-
-def _gather_again(kept: Any, saved: Saved, cotangents: Any) -> Any:
-    """The residuals, with weights that the forward's gathers do not serve.
-
-    XLA would keep a gathered weight from the forward until the backward, on every device. What
-    lacks the first dimension of the output, rows or a batch, is a weight, and what it was made of
-    by an operation of the forward, such as a folded norm, is computed again.
-    """
-    if _are_weights_whole.get() or not saved.outputs[0]:
-        return kept
-    leaves, tree = jax.tree.flatten(kept, is_leaf=is_packed)
-    weights = [i for i, of in enumerate(saved.residuals) if saved.outputs[0][0] not in of]
-    some = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0][:1]
-    if not weights or not some:
-        return kept
-    fenced, _ = jax.lax.optimization_barrier(([leaves[i] for i in weights], some))
-    for i, leaf in zip(weights, fenced, strict=True):
-        leaves[i] = leaf
-    return tree.unflatten(leaves)
 
 
 def _run(call: Call, args: tuple) -> tuple[Any, tuple[Names, ...]]:
@@ -426,7 +370,7 @@ def _by_shard_map(problem: _Problem, arrays: Sequence[Any]) -> Sequence[Any]:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     specs = [tuple(full_spec(jax.typeof(x).sharding.spec, x.ndim)) for x in arrays]
     axes = layout.assign(specs, sizes)
-    _warn_of_gathers(layout, axes, specs)
+    warn_of_gathers(layout, axes, specs)
     in_specs = layout.in_specs(axes)
     shapes = [array_of(trace.leaves[i]).shape for i in trace.fresh]
     of_arguments = dict(by_leaf(layout.call.shardings, trace)) if layout.call.shardings else {}
@@ -467,7 +411,7 @@ def _by_custom_partitioning(problem: _Problem, arrays: Sequence[Any]) -> Sequenc
         specs = [decode(x.sharding, x.shape, mesh) for x in args[:count]]
         wanted = [decode(x.sharding, x.shape, mesh) for x in results]
         axes = layout.assign(specs, sizes)
-        _warn_of_gathers(layout, axes, specs)
+        warn_of_gathers(layout, axes, specs)
         out_specs = layout.out_specs(axes, wanted, [x.shape for x in results], sizes)
         in_specs = [*layout.in_specs(axes), *(P() for _ in jaxpr.consts)]
         shard = problem.shard(axes, sizes, out_specs)
@@ -487,43 +431,3 @@ def _by_custom_partitioning(problem: _Problem, arrays: Sequence[Any]) -> Sequenc
         ),
     )
     return call(*arrays, *jaxpr.consts)
-
-
-class GatherWarning(UserWarning):
-    """An op gathers an operand that it cannot take in shards."""
-
-
-def gathered(name: str, reason: str, *arrays: Any) -> tuple[Any, ...]:
-    """Arrays of an op that are gathered before it is dispatched, where their types say how.
-
-    On Auto axes XLA decides when it compiles.
-    """
-    found = []
-    for i, x in enumerate(arrays):
-        sharding = explicit_sharding(x)
-        if sharding is not None:
-            spec = tuple(sharding.spec)
-            if any(map(axes_of_entry, spec)):
-                _warn_of_gather(name, i, spec, reason)
-            x = reshard(x, sharding.mesh, P())
-        found.append(x)
-    return tuple(found)
-
-
-_warned: set[Any] = set()
-
-
-def _warn_of_gathers(layout: Layout, axes: MeshAxes, specs: Sequence[Sequence[Any]]) -> None:
-    rule = layout.call.rule
-    why = f"the op may be sharded along {rule.sharded!r} of {rule.dims!r}"
-    for i, spec in layout.gathered(axes, specs):
-        _warn_of_gather(layout.call.name, i, spec, why)
-
-
-def _warn_of_gather(name: str, i: int, spec: Sequence[Any], why: str) -> None:
-    shown = cast(Any, P)(*(axis or None for axis in map(axes_of_entry, spec)))
-    sentence = f"{name} gathers operand {i}, whose sharding is {shown}: {why}"
-    note_gather(sentence)
-    if sentence not in _warned:
-        _warned.add(sentence)
-        warnings.warn(sentence, GatherWarning, stacklevel=2)

@@ -23,7 +23,8 @@ from jaxllm.ops.block.ffn import ffn_block, mlp
 from jaxllm.ops.block.residual import Residual, final_norm, residual
 from jaxllm.ops.embedding.api import embed, tied_embed
 from jaxllm.ops.gemm.api import linear, matmul, matvec
-from jaxllm.ops.loss.api import cross_entropy, linear_cross_entropy
+from jaxllm.ops.loss.api import cross_entropy
+from jaxllm.ops.loss.api_linear import linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from jaxllm.ops.optimizer.api import adamw_update, global_norm
 from jaxllm.ops.quantization.api import (

@@ -42,7 +42,7 @@ HOST_GPUS = 8
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 BLOCK_LAYERS = ("qkv", "out", "gate_up", "up", "down")
-# Restated from jaxllm.models.common.lm_head_loss and jaxllm.ops.loss.api; tests/test_plan.py
+# Restated from jaxllm.models.common.lm_head_loss and jaxllm.ops.loss.api_linear; tests/test_plan.py
 # compares them.
 _MANY_ROWS, _CHUNK_BYTES, _TILE_ROWS, _LARGE_SUM = 4096, 320 * 2**20, 128, 2**29
 

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm import data, ops
-from jaxllm.core import partition, promotion
+from jaxllm.core import gathers, promotion
 from jaxllm.core.precision import cast, default_compute_dtype, widen
 from jaxllm.training.anomaly import AnomalyState, detect_anomaly, init_anomaly_state
 from jaxllm.training.loader import load_batch
@@ -282,7 +282,7 @@ def make_train_step(
     if compiler_options is None:
         options["compiler_options"] = default_compiler_options(shardings)
     if all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings)):
-        train_step = partition.whole_weights()(train_step)
+        train_step = gathers.whole_weights()(train_step)
     return jax.jit(train_step, **options, out_shardings=(shardings, None))
 
 

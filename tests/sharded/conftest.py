@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxllm.core import partition
+from jaxllm.core import gathers
 
 # Programs that run at once can deadlock: their collectives wait for threads of one another.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -15,4 +15,4 @@ collect_ignore_glob = ["test_*.py"] if jax.device_count() < 8 else []
 @pytest.fixture(autouse=True)
 def warn_again(monkeypatch):
     """Each test sees the warnings that a test before it has seen."""
-    monkeypatch.setattr(partition, "_warned", set())
+    monkeypatch.setattr(gathers, "_warned", set())

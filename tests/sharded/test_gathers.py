@@ -20,7 +20,7 @@ import jaxllm.ops
 from jaxllm import testing
 from jaxllm.core import partition
 from jaxllm.core.dispatch import Op
-from jaxllm.core.partition import GatherWarning
+from jaxllm.core.gathers import GatherWarning
 
 KINDS = ("Auto", "Explicit")
 # On Auto axes; it sorts the boxes before the kernel compares each with all others, so XLA gathers
@@ -69,7 +69,7 @@ def alternately(call):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["undeclared", "of_every_second_array"])
-@pytest.mark.filterwarnings("ignore::jaxllm.core.partition.GatherWarning")
+@pytest.mark.filterwarnings("ignore::jaxllm.core.gathers.GatherWarning")
 def test_any_sharding_matches_one_device(which, kind):
     if which == "undeclared":
         specs = {name: call.gathered() for name, call in UNDECLARED.items()}

@@ -13,7 +13,7 @@ import pytest
 
 import jaxllm
 from jaxllm import training
-from jaxllm.core.partition import GatherWarning
+from jaxllm.core.gathers import GatherWarning
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import unstack
 from jaxllm.training import parallel

@@ -136,7 +136,7 @@ def place(mesh, x, spec):
     return None if x is None else jax.device_put(x, NamedSharding(mesh, spec))
 
 
-@pytest.mark.filterwarnings("error::jaxllm.core.partition.GatherWarning")
+@pytest.mark.filterwarnings("error::jaxllm.core.gathers.GatherWarning")
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_match_one_device_and_nothing_is_gathered(kind, sharding):

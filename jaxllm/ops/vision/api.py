@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxllm.core import partition
+from jaxllm.core import gathers
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.ops.checks import as_float, check_floating, check_shape
@@ -67,7 +67,7 @@ def nms(
     backend = resolve(backend)
     if boxes.shape[0] == 0:
         return jnp.zeros(0, bool)
-    boxes, scores = partition.gathered("nms", "each box is compared with all", boxes, scores)
+    boxes, scores = gathers.gathered("nms", "each box is compared with all", boxes, scores)
     order = jnp.argsort(scores, stable=True, descending=True)
     keep = dispatch(
         NMS,

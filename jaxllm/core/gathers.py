@@ -1,0 +1,113 @@
+"""What devices gather: weights for each pass, and what an op cannot take in shards."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.core.backend import note_gather
+from jaxllm.core.layout import is_packed
+from jaxllm.core.meshes import explicit_sharding, reshard
+from jaxllm.core.sharding_rule import MeshAxes, Names, axes_of_entry
+from jaxllm.core.shards import Layout
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Beside residuals: what the backward must know of the forward's arrays.
+
+    Attributes:
+        residuals: The names of each residual's dimensions.
+        outputs: Likewise of the outputs.
+        arguments: Likewise of the arguments, by argument.
+        shardings: The shardings that the types of the arguments have, by argument.
+    """
+
+    residuals: tuple[Names, ...]
+    outputs: tuple[Names, ...]
+    arguments: tuple[tuple[Names, ...], ...]
+    shardings: tuple[tuple[Any, ...], ...]
+
+
+_are_weights_whole: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "each device has all weights", default=False
+)
+
+
+@contextlib.contextmanager
+def whole_weights() -> Iterator[None]:
+    """Says of the program that is traced that no weight is sharded, so that none is gathered."""
+    token = _are_weights_whole.set(True)
+    try:
+        yield
+    finally:
+        _are_weights_whole.reset(token)
+
+
+def gather_again(kept: Any, saved: Saved, cotangents: Any) -> Any:
+    """The residuals, with weights that the forward's gathers do not serve.
+
+    XLA would keep a gathered weight from the forward until the backward, on every device. What
+    lacks the first dimension of the output, rows or a batch, is a weight, and what it was made of
+    by an operation of the forward, such as a folded norm, is computed again.
+    """
+    if _are_weights_whole.get() or not saved.outputs[0]:
+        return kept
+    leaves, tree = jax.tree.flatten(kept, is_leaf=is_packed)
+    weights = [i for i, of in enumerate(saved.residuals) if saved.outputs[0][0] not in of]
+    some = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0][:1]
+    if not weights or not some:
+        return kept
+    fenced, _ = jax.lax.optimization_barrier(([leaves[i] for i in weights], some))
+    for i, leaf in zip(weights, fenced, strict=True):
+        leaves[i] = leaf
+    return tree.unflatten(leaves)
+
+
+class GatherWarning(UserWarning):
+    """An op gathers an operand that it cannot take in shards."""
+
+
+def gathered(name: str, reason: str, *arrays: Any) -> tuple[Any, ...]:
+    """Arrays of an op that are gathered before it is dispatched, where their types say how.
+
+    On Auto axes XLA decides when it compiles.
+    """
+    found = []
+    for i, x in enumerate(arrays):
+        sharding = explicit_sharding(x)
+        if sharding is not None:
+            spec = tuple(sharding.spec)
+            if any(map(axes_of_entry, spec)):
+                _warn_of_gather(name, i, spec, reason)
+            x = reshard(x, sharding.mesh, P())
+        found.append(x)
+    return tuple(found)
+
+
+_warned: set[Any] = set()
+
+
+def warn_of_gathers(layout: Layout, axes: MeshAxes, specs: Sequence[Sequence[Any]]) -> None:
+    """Warns once of each operand that the op gathers, and notes it for ``explain``."""
+    rule = layout.call.rule
+    why = f"the op may be sharded along {rule.sharded!r} of {rule.dims!r}"
+    for i, spec in layout.gathered(axes, specs):
+        _warn_of_gather(layout.call.name, i, spec, why)
+
+
+def _warn_of_gather(name: str, i: int, spec: Sequence[Any], why: str) -> None:
+    shown = cast(Any, P)(*(axis or None for axis in map(axes_of_entry, spec)))
+    sentence = f"{name} gathers operand {i}, whose sharding is {shown}: {why}"
+    note_gather(sentence)
+    if sentence not in _warned:
+        _warned.add(sentence)
+        warnings.warn(sentence, GatherWarning, stacklevel=2)
