@@ -274,7 +274,7 @@ def open_mesh(text: str | None) -> jax.sharding.Mesh | None:
     """The mesh of ``--mesh``; None for one device without that flag."""
     if text is None and jax.device_count() == 1:
         return None
-    sizes = parallel.parse_mesh(text or "data=-1")
+    sizes: Any = parallel.parse_mesh(text or "data=-1")
     return parallel.make_mesh(**sizes)
 
 

@@ -19,21 +19,22 @@ class PrivateLayout(Protocol):
     """A pytree node that holds one array in a kernel's own order.
 
     Attributes:
-        array: The elements; its first two dimensions count tiles down and across.
+        array: The elements. Its last dimension is a tile; those before count tiles down and across.
         shape: The shape of the plain array.
-        whole_tiles: In how many equal parts of whole tiles rows and columns can be cut.
+        whole_tiles: In how many equal parts of whole tiles each dimension of ``array`` but the last
+            can be cut. They are as many as those of ``shape``, or two: all rows, and columns.
     """
 
     array: Any
     shape: tuple[int, ...]
 
     @property
-    def whole_tiles(self) -> tuple[int, int]:
-        """In how many equal parts of whole tiles rows and columns can be cut."""
+    def whole_tiles(self) -> tuple[int, ...]:
+        """In how many equal parts of whole tiles each dimension but the last can be cut."""
         ...
 
-    def shard(self, array: Any, parts: tuple[int, int]) -> Any:
-        """The node of one of so many parts of the first and the last dimension."""
+    def shard(self, array: Any, parts: tuple[int, ...]) -> Any:
+        """The node of one of so many parts of these dimensions."""
         ...
 
     def unpack(self) -> jax.Array:

@@ -226,7 +226,10 @@ def _plain_names(leaf: Any, names: Names) -> Names:
     """The names of a leaf's dimensions; of one in a private layout those of the plain array."""
     if not is_packed(leaf):
         return names
-    middle = (whole_name(names[2], dim) for dim in range(1, len(leaf.shape) - 1))
+    *names_of_tiles, name_of_tile = names
+    if len(names_of_tiles) == len(leaf.shape):
+        return tuple(names_of_tiles)
+    middle = (whole_name(name_of_tile, dim) for dim in range(1, len(leaf.shape) - 1))
     return (names[0], *middle, names[1])
 
 
@@ -255,12 +258,12 @@ class _Problem:
             given = []
             of_operands = zip(self.leaves, layout.operands, once, arrays, strict=True)
             for leaf, names, is_once, array in of_operands:
-                down, across = (
-                    math.prod(sizes[a] for name in of for a in axes.get(base_name(name), ()))
-                    for of in (names[:1], names[1:2])
+                parts = tuple(
+                    math.prod(sizes[axis] for axis in axes.get(base_name(name), ()))
+                    for name in names[:-1]
                 )
                 array = only_first(array, over) if is_once and over else array
-                given.append(with_array(leaf, array, (down, across)))
+                given.append(with_array(leaf, array, parts))
             shard = Shard(axes, sizes)
             with inside_shard(shard), jax.default_matmul_precision(self.precision):
                 args, local = self.tree.unflatten(given), layout.call.local

@@ -188,9 +188,11 @@ def array_of(leaf: Any) -> Any:
     return leaf.array if is_packed(leaf) else leaf
 
 
-def with_array(leaf: Any, array: Any, parts: tuple[int, int] = (1, 1)) -> Any:
+def with_array(leaf: Any, array: Any, parts: tuple[int, ...] | None = None) -> Any:
     """A leaf with another array; one in a private layout with one of so many parts."""
-    return leaf.shard(array, parts) if is_packed(leaf) else array
+    if not is_packed(leaf):
+        return array
+    return leaf.shard(array, parts or (1,) * len(leaf.whole_tiles))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,9 +329,11 @@ def make_layout(call: Call, leaves: Sequence[Any], trace: Trace) -> Layout:
         for i, leaf in enumerate(arrays):
             extents += zip(map(base_name, of[i]), leaf.shape, strict=True)
             if is_packed(leaf):
-                # Only along the first rows and the columns, and by whole tiles.
-                shardable -= set(map(base_name, of[i][1:-1]))
-                of[i] = (of[i][0], of[i][-1], whole_name(f"{kind}{i}", 2))
+                # By whole tiles; where all rows are one dimension, along the first of them alone.
+                if len(leaf.whole_tiles) < len(of[i]):
+                    shardable -= set(map(base_name, of[i][1:-1]))
+                    of[i] = (of[i][0], of[i][-1])
+                of[i] = (*of[i], whole_name(f"{kind}{i}", len(of[i])))
                 tiles = dict(zip(map(base_name, of[i]), leaf.whole_tiles, strict=False))
                 shardable -= {name for name, parts in tiles.items() if parts == 1}
                 extents += tiles.items()

@@ -148,7 +148,7 @@ def make_mesh(
     )
 
 
-def batch_sharding(mesh: Mesh, *, accumulate: bool = True) -> NamedSharding:
+def batch_sharding(mesh: Mesh | AbstractMesh, *, accumulate: bool = True) -> NamedSharding:
     """The sharding of tokens and labels.
 
     Sequences are sharded along ``data`` and ``fsdp``, and their tokens along ``context``.

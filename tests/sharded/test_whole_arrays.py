@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import ops, testing
 from jaxllm.core import shards
 from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.block import attention, ffn
 from jaxllm.ops.gemm import tile_order
 
 KINDS = ("Auto", "Explicit")
@@ -173,33 +174,32 @@ def test_mean_counts_labels_of_all_shards(kind):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tiles", "by_rows", "by_columns"),
+    ("shape", "tiles", "spec"),
     [
-        ((8 * 128, 200), (8, 1), ALL, None),
-        ((16, 128, 200), (16, 1), ALL, None),
-        ((128, 8 * 384), (1, 8), None, ALL),
-        ((2, 128, 4 * 384), (2, 4), "a", "b"),
+        ((8 * 128, 200), (8, 1), (ALL, None)),
+        ((16, 128, 200), (16, 1, 1), (ALL, None, None)),
+        ((2, 8 * 128, 200), (2, 8, 1), (None, ALL, None)),
+        ((16, 64, 200), (8, 1), (ALL, None, None)),  # all rows are one dimension
+        ((128, 8 * 384), (1, 8), (None, ALL)),
+        ((2, 128, 4 * 384), (2, 1, 4), ("a", None, "b")),
     ],
 )
-def test_shards_in_tile_order_are_the_rows_and_columns_of_the_shards(
-    shape, tiles, by_rows, by_columns
-):
+def test_shards_in_tile_order_are_the_rows_and_columns_of_the_shards(shape, tiles, spec):
     mesh = make_mesh("Auto")
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     packed = tile_order.pack(jnp.asarray(x))
     assert packed.whole_tiles == tiles
     # Each device has its rows and columns, packed; together they are the whole array, packed.
-    plain = P(by_rows, *[None] * (len(shape) - 2), by_columns)
-    of_tiles = P(by_rows, by_columns)
-    parts = tuple(8 if by == ALL else SHAPE.get(by, 1) for by in (by_rows, by_columns))
-    placed = jax.device_put(x, NamedSharding(mesh, plain))
+    by_tiles = spec if len(tiles) == len(spec) else (spec[0], spec[-1])
+    parts = tuple(8 if by == ALL else SHAPE.get(by, 1) for by in by_tiles)
+    placed = jax.device_put(x, NamedSharding(mesh, P(*spec)))
     local = jax.shard_map(
-        lambda x: tile_order.pack(x).array, mesh=mesh, in_specs=plain, out_specs=of_tiles
+        lambda x: tile_order.pack(x).array, mesh=mesh, in_specs=P(*spec), out_specs=P(*by_tiles)
     )
     np.testing.assert_array_equal(jax.jit(local)(placed), packed.array)
     back = jax.shard_map(
         lambda array: packed.shard(array, parts).unpack(),
-        mesh=mesh, in_specs=of_tiles, out_specs=plain,
+        mesh=mesh, in_specs=P(*by_tiles), out_specs=P(*spec),
     )  # fmt: skip
     np.testing.assert_array_equal(jax.jit(back)(packed.array), x)
 
@@ -208,7 +208,9 @@ def test_shards_in_tile_order_are_the_rows_and_columns_of_the_shards(
     ("shape", "tiles", "shardable"),
     [
         ((100, 200), (1, 1), ""),
-        ((4, 256, 200), (8, 1), "row0"),
+        ((4, 256, 200), (4, 2, 1), "row0 row1"),
+        ((4, 128, 200), (4, 1, 1), "row0"),
+        ((4, 64, 200), (2, 1), "row0"),
         ((100, 2 * 384), (1, 2), "F"),
         ((256, 2 * 384), (2, 2), "row0 F"),
         ((128, 384), (1, 1), ""),
@@ -218,7 +220,8 @@ def test_rows_and_columns_that_fill_no_tile_are_not_sharded(shape, tiles, sharda
     packed = tile_order.pack(jnp.zeros(shape))
     assert packed.whole_tiles == tiles
     rule = ShardingRule("... F -> ... F", "... F")
-    call = shards.Call(shards.Function(lambda x: x, ()), "", rule, *rule.operands([packed]))
+    (operands,) = rule.operands([packed])
+    call = shards.Call(shards.Function(lambda x: x, ()), "", rule, operands)
     layout = shards.make_layout(call, [packed], shards.trace_call(lambda x: x, [packed]))
     assert layout.shardable & set(layout.operands[0]) == set(shardable.split())
 
@@ -272,3 +275,24 @@ def test_numpy_arrays_and_numbers_mix_with_sharded_arrays(kind, with_mesh):
         found = jax.jit(run)(given)
     for name, actual in found.items():
         testing.assert_close(jax.device_get(actual), wanted[name], "float32", what=name)
+
+
+def test_whether_a_block_is_fused_is_decided_by_shapes_alone():
+    mesh, found = make_mesh("Explicit"), []
+
+    def ask(x, qkv, out):
+        layers = ({"weight": qkv}, {"weight": out})
+        h = ops.residual(x)
+        found.append(attention._unsupported(h, None, *layers, None, None, attend=None))
+        found.append(ffn._unsupported(h, None, *layers, activation="gelu"))
+        return x
+
+    arrays = {
+        "x": jnp.zeros((8, 8, 64)),
+        "qkv": jnp.zeros((64, 3, 4, 16)),
+        "out": jnp.zeros((64, 64)),
+    }
+    specs = {"x": P("a"), "qkv": P(None, None, "b"), "out": P("b")}
+    with jax.set_mesh(mesh):
+        jax.jit(ask)(**put(mesh, arrays, specs))
+    assert len(found) == 2

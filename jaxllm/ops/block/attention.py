@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -177,7 +178,9 @@ def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
         return f"the block begins with the norm {h.kind!r}; the fused block has a layer norm"
     if is_weight(first["weight"]) or is_weight(last["weight"]):
         return "a weight is transposed or in int8"
-    return gemm_unsupported(h.x, jax.eval_shape(lambda w: in_rows(w, None)[0], first["weight"]))
+    rows, *columns = first["weight"].shape
+    weight = jax.ShapeDtypeStruct((rows, math.prod(columns)), first["weight"].dtype)
+    return gemm_unsupported(h.x, weight)
 
 
 def leave_to_next_norm(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.core import ffi
-from jaxllm.ops.gemm.tile_order import TileOrdered, shape_of
+from jaxllm.ops.gemm.tile_order import TileOrdered, shape_in_memory
 
 _TILE = (128, 192)  # rows and columns of a CTA's tile, as in cuda/gemm/hopper/matmul_hopper.cu
 _HEAD_WIDTH = 64  # of matmul_delta
@@ -109,7 +109,7 @@ def matmul_bias_gelu(x, weight, bias, *, saves_derivative, out_columns):
     shape = (*x.shape[:-1], weight.shape[1])
     out = saved = jax.ShapeDtypeStruct(shape, x.dtype)
     if saves_derivative:
-        saved = jax.ShapeDtypeStruct(shape_of(math.prod(shape[:-1]), shape[-1]), x.dtype)
+        saved = jax.ShapeDtypeStruct(shape_in_memory(shape), x.dtype)
     arrays = (x, weight, bias)
     out, saved = ffi.call("matmul_bias_gelu", (out, saved), *arrays, save_dgelu=saves_derivative)
     return out, TileOrdered(saved, shape) if saves_derivative else saved

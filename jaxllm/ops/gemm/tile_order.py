@@ -34,13 +34,30 @@ def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
     return -(-rows // height), across, height * width
 
 
+def shape_in_memory(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in memory of an array ``(*rows, columns)``.
+
+    Where the last dimension of the rows is whole tiles, those before stay dimensions of their own,
+    along which the array can be sharded.
+    """
+    *outer, rows = _rows_of(shape)
+    return *outer, *shape_of(rows, shape[-1])
+
+
+def _rows_of(shape: tuple[int, ...]) -> list[int]:
+    """The sizes of the dimensions of rows that memory has."""
+    *rows, _ = shape
+    return rows if len(rows) > 1 and rows[-1] % _TILE[0] == 0 else [math.prod(rows)]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileOrdered:
     """A :class:`jaxllm.core.layout.PrivateLayout`.
 
     Attributes:
-        array: The elements, of :func:`shape_of`; beyond the last row and column zeros or anything.
+        array: The elements, of :func:`shape_in_memory`; beyond the last row and column zeros or
+            anything.
         shape: The shape of the plain array, ``(*rows, columns)``.
     """
 
@@ -48,22 +65,26 @@ class TileOrdered:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
-    def whole_tiles(self) -> tuple[int, int]:
-        """In how many equal parts of whole tiles rows and columns can be cut."""
+    def whole_tiles(self) -> tuple[int, ...]:
+        """In how many equal parts of whole tiles each dimension but the last can be cut."""
         height, width = _TILE[0], _TILE[1] * _CLUSTER_COLUMNS
-        down, below = divmod(math.prod(self.shape[:-1]), height)
         across, beyond = divmod(self.shape[-1], width)
-        return 1 if below else down, 1 if beyond else across
+        *outer, rows = _rows_of(self.shape)
+        down, below = divmod(rows, height)
+        return *outer, 1 if below else down, 1 if beyond else across
 
-    def shard(self, array: jax.Array, parts: tuple[int, int]) -> TileOrdered:
-        """The node of one of so many parts of the first and the last dimension."""
-        first, *middle, last = self.shape
-        return TileOrdered(array, (first // parts[0], *middle, last // parts[1]))
+    def shard(self, array: jax.Array, parts: tuple[int, ...]) -> TileOrdered:
+        """The node of one of so many parts of these dimensions."""
+        if len(parts) < len(self.shape):  # the rows are one dimension
+            parts = (parts[0], *(1,) * (len(self.shape) - 2), parts[1])
+        pairs = zip(self.shape, parts, strict=True)
+        return TileOrdered(array, tuple(size // count for size, count in pairs))
 
     def unpack(self) -> jax.Array:
         """The array in the usual order."""
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
-        down, across, _ = self.array.shape
+        across = self.array.shape[-2]
+        down = math.prod(self.array.shape[:-2])
         sizes = (down, *_ROW_PARTS, across, *_COLUMN_PARTS)
         parts = self.array.reshape([sizes[axis] for axis in _ORDER])
         whole = parts.transpose([_ORDER.index(axis) for axis in range(len(sizes))])
@@ -78,9 +99,10 @@ class TileOrdered:
 def pack(array: jax.Array) -> TileOrdered:
     """An array in this layout."""
     rows, columns = math.prod(array.shape[:-1]), array.shape[-1]
-    down, across, _ = shape = shape_of(rows, columns)
+    down, across, _ = shape_of(rows, columns)
     height, width = _TILE
     beyond = ((0, down * height - rows), (0, across * width - columns))
     whole = jnp.pad(array.reshape(rows, columns), beyond)
     parts = whole.reshape(down, *_ROW_PARTS, across, *_COLUMN_PARTS)
-    return TileOrdered(parts.transpose(_ORDER).reshape(shape), array.shape)
+    ordered = parts.transpose(_ORDER).reshape(shape_in_memory(array.shape))
+    return TileOrdered(ordered, array.shape)
