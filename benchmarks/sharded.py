@@ -5,8 +5,9 @@ sequence in shards, forward and backward.
 
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-All compile at once; then one after another has the GPUs to itself. The batch of a training step
-grows with the GPUs, but along ``tensor`` and ``context``; that of an op does not.
+Those of one GPU, and then the others, compile at once; one after another has the GPUs to itself.
+The batch of a training step grows with the GPUs, but along ``tensor`` and ``context``; that of an
+op does not.
 """
 
 from __future__ import annotations
@@ -337,6 +338,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [
         run for run in RUNS if run.model in options.model and (not meshes or run.mesh in meshes)
     ]
+    # What a process has autotuned with, it keeps. One GPU may need all of its memory for one run.
+    rows: list[dict[str, Any]] = []
+    for wave in ([run for run in runs if not run.mesh], [run for run in runs if run.mesh]):
+        rows += _time(wave, options)
+    columns = ("model", "implementation", "mesh", "axes", "processes", "step_ms", "tokens_per_s")
+    columns += ("peak_gib", "state_gib", "loss")
+    print(format_table(columns, [[str(row[column]) for column in columns] for row in rows]))
+    path = options.csv
+    if path is None and not options.smoke and rows:
+        path = ROOT / "benchmarks" / "results" / f"{slug(rows[0]['gpu'])}_sharded.csv"
+    if path and rows:
+        append_rows(path, COLUMNS, rows)
+        print(f"\n{len(rows)} rows appended to {path}")
+    return 0 if len(rows) == len(runs) else 1
+
+
+def _time(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of runs that compile at once, and are timed one after another."""
     started = [
         [_start(run, i, 9911 + at, options) for i in range(options.gpus if run.processes else 1)]
         for at, run in enumerate(runs)
@@ -360,16 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             rows.append(json.loads(reports[0].removeprefix(_REPORT)))
             print(*(rows[-1][x] for x in ("model", "mesh", "axes", "step_ms")), flush=True)
-    columns = ("model", "implementation", "mesh", "axes", "processes", "step_ms", "tokens_per_s")
-    columns += ("peak_gib", "state_gib", "loss")
-    print(format_table(columns, [[str(row[column]) for column in columns] for row in rows]))
-    path = options.csv
-    if path is None and not options.smoke and rows:
-        path = ROOT / "benchmarks" / "results" / f"{slug(rows[0]['gpu'])}_sharded.csv"
-    if path and rows:
-        append_rows(path, COLUMNS, rows)
-        print(f"\n{len(rows)} rows appended to {path}")
-    return 0 if len(rows) == len(runs) else 1
+    return rows
 
 
 if __name__ == "__main__":
