@@ -184,11 +184,18 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
             mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         return mask
 
+    def usual_order(x):
+        """Columns in parts, (..., N/K + 2, K, H), as queries, keys and values."""
+        queries, rest = x[..., :-2, :, :].transpose(-3, -2), x[..., -2:, :, :]
+        return torch.cat([part.flatten(-3) for part in (queries, rest)], dim=-1)
+
     def self_attention(
         x, weight, bias=None, *, heads, kv_heads=None,
         causal=False, scale=None, window=None, segment_ids=None,
     ):  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
+        if weight.dim() == 4:
+            weight, bias = (None if of is None else usual_order(of) for of in (weight, bias))
         qkv = linear(x, weight, bias).unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         mask = mask_of(x.shape[1], window, causal, segment_ids, x.device)

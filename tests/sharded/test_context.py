@@ -135,12 +135,14 @@ def test_collectives_are_of_keys_and_of_halves_of_queries(kind):
         run = jax.jit(functools.partial(results, "causal", extras={}))
         found = collections.Counter(collectives(run.lower(arrays).compile()))
     heads, statistic = q.size // 16, q.size // 16 // 8
+    # In JAX 0.10 XLA removes the barrier, and merges what both passes gather and send.
+    is_merged = jax.__version_info__ < (0, 11) and kind == "Explicit"
     assert found == {
         # Keys and values, in the forward and again in the backward.
-        ("all-gather", k.size): 4,
+        ("all-gather", k.size): 2 if is_merged else 4,
         ("reduce-scatter", k.size // 8): 2,
         # Of one half of the queries q and out; and q, out, dout and dq.
-        ("collective-permute", heads): 2 + 4,
+        ("collective-permute", heads): 5 if is_merged else 2 + 4,
         ("collective-permute", statistic): 1 + 1,
     }
 

@@ -244,10 +244,6 @@ CASES = (
         large=True,
         segment_ids=_packed(3, 100, 300, 77, 250, 50),
     ),
-    _self_attention("by_parts", 2, 70, 2, 64, model_width=48, by_parts=True, causal=True),
-    _self_attention(
-        "grouped_by_parts", 2, 21, 4, 16, model_width=24, kv_heads=2, by_parts=True, causal=True
-    ),
     _self_attention("causal", 2, 7, 3, 8, causal=True),
     _self_attention("beyond_a_tile", 2, 131, 2, 64, model_width=48, kv_heads=1, causal=True),
     _self_attention("grouped", 2, 21, 4, 16, model_width=24, kv_heads=2),
@@ -265,6 +261,10 @@ CASES = (
         segment_ids=_packed(2, 3, 70, 1, 64, 12),
     ),
     _self_attention("negative_scale", 1, 35, 2, 64, model_width=16, causal=True, scale=-0.1),
+    _self_attention("by_parts", 2, 70, 2, 64, model_width=48, by_parts=True, causal=True),
+    _self_attention(
+        "grouped_by_parts", 2, 21, 4, 16, model_width=24, kv_heads=2, by_parts=True, causal=True
+    ),
     _self_attention("one_token", 2, 1, 2, 64, model_width=16, causal=True),
     _self_attention("no_batch", 0, 8, 2, 64, model_width=16, causal=True),
     _self_attention("no_tokens", 2, 0, 2, 64, model_width=16, causal=True),

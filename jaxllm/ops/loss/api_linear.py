@@ -217,8 +217,14 @@ def _over_chunks(
         return lax.fori_loop(0, chunks, visit, carry)
     carry = visit(0, carry)
     for i in range(1, chunks):
-        # The logits of only one chunk at a time.
-        hidden, labels, carry = lax.optimization_barrier((hidden, labels, carry))
+        # The logits of only one chunk at a time. In JAX 0.10 all that a barrier returns varies
+        # along the axes of any of it, so gradients that vary along more axes must stay out.
+        if jax.__version_info__ >= (0, 11) or vma.axes_of(carry) == vma.axes_of((hidden, labels)):
+            hidden, labels, carry = lax.optimization_barrier((hidden, labels, carry))
+        else:
+            loss, *gradients = carry
+            hidden, labels, loss = lax.optimization_barrier((hidden, labels, loss))
+            carry = (loss, *gradients)
         carry = visit(i, carry)
     return carry
 
