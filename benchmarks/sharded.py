@@ -1,4 +1,4 @@
-"""Times a training step on several GPUs of one host: data parallelism and FSDP, beside one GPU.
+"""Times a training step on several GPUs of one host, along one axis of a mesh, beside one GPU.
 
 And the loss of an LM head whose vocabulary is sharded over the GPUs, and attention of one long
 sequence in shards, forward and backward.

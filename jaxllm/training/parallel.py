@@ -107,8 +107,8 @@ def make_mesh(
     Args:
         data: The number of devices along ``data``. -1 for all that remain.
         fsdp: The number of devices along ``fsdp``. -1 for all that remain.
-        context: Likewise.
-        tensor: Likewise.
+        context: The number of devices along ``context``. -1 for all that remain.
+        tensor: The number of devices along ``tensor``. -1 for all that remain.
         axis_type: ``"auto"``: XLA chooses the shardings of intermediate arrays. ``"explicit"``: the
             types of arrays have their shardings; then use the mesh under ``jax.set_mesh``.
         devices: The ``jax.Device`` objects; None for all devices of all processes.
