@@ -379,8 +379,11 @@ def _differentiated_as(reference: Callable, fn: Callable) -> Callable:
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
     """A kernel's function, which raises an error where it is differentiated."""
-    why = f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; use backend"
-    return without_derivative(fn, f"{why} 'xla'")
+    why = (
+        f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; "
+        "use backend 'xla'"
+    )
+    return without_derivative(fn, why)
 
 
 def _refuse(*arrays, like: Callable, why: str, instead: str):
