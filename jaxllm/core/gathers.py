@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -66,10 +67,31 @@ def gather_again(kept: Any, saved: Saved, cotangents: Any) -> Any:
     some = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0][:1]
     if not weights or not some:
         return kept
-    fenced, _ = jax.lax.optimization_barrier(([leaves[i] for i in weights], some))
+    has_matrix = any(len(saved.residuals[i]) > 1 for i in weights)
+    fence = _one_op_ahead(some[0]) if has_matrix else some[0]
+    fenced, _ = jax.lax.optimization_barrier(([leaves[i] for i in weights], fence))
     for i, leaf in zip(weights, fenced, strict=True):
         leaves[i] = leaf
     return tree.unflatten(leaves)
+
+
+# The cotangent of the op with matrices whose backward was traced last.
+_last: contextvars.ContextVar[weakref.ref | None] = contextvars.ContextVar(
+    "cotangent", default=None
+)
+
+
+def _one_op_ahead(cotangent: Any) -> Any:
+    """The cotangent of the op before this one in the backward, or this one's if there is none.
+
+    Gathers that wait for it run while the op before computes, and XLA joins them with its gathers.
+    """
+    last = (_last.get() or (lambda: None))()
+    is_traced = isinstance(cotangent, jax.core.Tracer)
+    _last.set(weakref.ref(cotangent) if is_traced else None)
+    # A value of another trace, such as the body of another loop, is none of this one's.
+    is_of_trace = is_traced and last is not None and last._trace is cotangent._trace
+    return last if is_of_trace else cotangent
 
 
 class GatherWarning(UserWarning):
