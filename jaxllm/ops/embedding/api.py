@@ -7,11 +7,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
-from jaxllm.core import shards
+from jaxllm.core import partition
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
-from jaxllm.core.sharding_rule import ROWS, ShardingRule
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
 from jaxllm.ops.embedding import cuda, pallas, reference
 
@@ -94,6 +94,9 @@ def tied_embed(
         >>> logits = x @ lm_head.T
     """
     arrays = _check_arrays(tokens, token_table, position_table)
+    if partition.is_wanted(arrays):
+        # Both gradients are sums over devices. XLA adds them first, and communicates one sum.
+        return _embed(*arrays, backend=resolve(backend)), token_table
     return _tied_embed(*arrays, backend=resolve(backend))
 
 
@@ -148,9 +151,6 @@ def _embed_backward(shard, backend, arrays, dout, dlm_head=None):
         # The kernels read all of dout: what belongs to other shards is zero.
         tokens, is_here = _rows_of_shard(shard, tokens, token_table)
         dout = jnp.where(is_here[..., None], dout, 0)
-    if dlm_head is not None:
-        # Of the shards of the tokens one adds it: they are summed.
-        dlm_head = shards.in_one_shard(dlm_head, *ROWS, "T")
     arrays = (tokens, token_table, positions, dout, dlm_head)
     dtable, dpositions = dispatch(EMBED, Direction.BACKWARD, backend, *arrays)
     if dpositions is not None and positions is not position_table:
