@@ -274,6 +274,10 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
     if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
         dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
+    if shards.is_inside():
+        # XLA would delay the GEMM of dweight, as long as the backward, and run it beside the last
+        # collectives. Those wait for a GEMM of all SMs to end, on other devices as well.
+        dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
     gradients = (dhidden.reshape(shape), dweight)
     dhidden, dweight = checkpoint_name(gradients, "linear_cross_entropy")
     return factor * loss, (dhidden, dweight, later)
