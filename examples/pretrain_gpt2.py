@@ -28,6 +28,7 @@ FAMILY = pretraining.Family(
     name="GPT-2",
     model=gpt2,
     presets={"tiny": TINY, **gpt2.PRESETS},
+    overlap=False,
     recipes={
         "tiny": Recipe(steps=600, batch_size=16, seq_len=128, lr=4e-3, warmup=50),
         # llm.c's recipe for 10 billion tokens: 524,288 tokens per step.

@@ -83,6 +83,7 @@ def train(options: argparse.Namespace) -> None:
         max_loss_z=options.max_loss_z,
         max_norm_z=options.max_norm_z,
         shardings=None if mesh is None else parallel.state_shardings(mesh, state),
+        overlap=options.family.overlap,
     )
     flops = flops_share(options)
 

@@ -46,12 +46,14 @@ class Family:
             ``flops_per_token``.
         presets: Configs by name. The defaults are ``"tiny"`` on a CPU and ``"d6"`` on a GPU.
         recipes: Recipes by the name of the preset; other presets use the defaults of Recipe.
+        overlap: As in :func:`jaxllm.training.make_train_step`.
     """
 
     name: str
     model: ModuleType
     presets: Mapping[str, Any]
     recipes: Mapping[str, Recipe]
+    overlap: bool = True
 
     @property
     def stem(self) -> str:

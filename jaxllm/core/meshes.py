@@ -62,6 +62,17 @@ def reshard(x: Any, mesh: Any, spec: P) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, full))
 
 
+def placed(tree: Any, shardings: Any) -> Any:
+    """The arrays of a tree in shardings of meshes: types have them, or on Auto axes XLA is told."""
+
+    def place(x: Any, of: NamedSharding) -> Any:
+        if of.mesh.explicit_axes:
+            return reshard(x, of.mesh, of.spec)
+        return jax.lax.with_sharding_constraint(x, of)
+
+    return jax.tree.map(place, tree, shardings)
+
+
 def decode(sharding: Any, shape: Sequence[int], mesh: Any) -> tuple[tuple[str, ...], ...]:
     """The mesh axes of each dimension, of a sharding that XLA chose.
 

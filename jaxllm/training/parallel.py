@@ -2,16 +2,18 @@
 
 A mesh has four axes::
 
-    data      each device along it has the same parameters and another part of the batch
+    data      each device along it has the same weights and another part of the batch
     fsdp      each device along it has another shard of the parameters and another part of the batch
-    context   each device along it has the same parameters and another part of each sequence
+    context   each device along it has the same weights and another part of each sequence
     tensor    each device along it has other heads, columns of the MLP and tokens of the vocabulary,
               and the same part of the batch
 
 So sequences are sharded along ``data`` and ``fsdp``, and their tokens along ``context``. The state
 is sharded along ``fsdp`` and ``tensor``. Along ``fsdp`` parameters are gathered where an op uses
 them, and their gradients are reduce-scattered. Along ``tensor`` no parameter moves: the outputs of
-attention and of the MLP are summed::
+attention and of the MLP are summed. Along ``data`` and ``context`` each device has the copy in the
+compute dtype, but of the rest of the state a shard: it updates that, and then the copy is gathered.
+Without a copy it has the whole state::
 
     mesh = parallel.make_mesh(data=2, fsdp=4)
     state = parallel.init_state(mesh, lambda: gpt2.init(key, config), optimizer)
@@ -28,7 +30,7 @@ The batch, the initial parameters and checkpoints do not depend on the mesh. Wit
 axes, call all of this under ``jax.set_mesh(mesh)``.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(arXiv:1910.02054), stage 3; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277); Shoeybi et al.,
+(arXiv:1910.02054), stage 3, and stage 1 along ``data``; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277); Shoeybi et al.,
 "Megatron-LM" (arXiv:1909.08053) for ``tensor``.
 """
 
@@ -61,6 +63,8 @@ _OF_BATCH = ("data", "fsdp")
 _ALONG_TENSOR = {"qkv": -2, "gate_up": -1, "up": -1, "out": -2, "down": -2}
 _ALONG_TENSOR |= {"wte": -2, "lm_head": -2}
 _COLUMNS = {"qkv": 3, "gate_up": 2, "up": 1}
+_OF_OPTIMIZER = ("params", "opt_state")  # of a state with a copy, which the passes read
+_COPIES = ("data", "context")  # along these all devices have the same parameters
 _GATHERED_BYTES = 2**28  # arrays up to this size are gathered as a whole
 
 
@@ -179,8 +183,11 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     vocabulary. What ``tensor`` does not divide is replicated along it.
 
     Biases and scales of norms are replicated otherwise. They are less than 0.1% of a model, and
-    each would cost a collective of its own. The optimizer's moments and masters and the copy in the
-    compute dtype have the shardings of their parameters. All else, such as the step, is replicated.
+    each would cost a collective of its own. All else, such as the step, is replicated.
+
+    The optimizer's moments and masters and the copy in the compute dtype are sharded as their
+    parameters. With a copy, which is what the passes read, all but the copy are sharded along
+    ``data`` and ``context`` too, in the dimension of ``fsdp``, if they divide it.
 
     Args:
         mesh: The mesh from :func:`make_mesh`.
@@ -192,6 +199,9 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
         of a step are the same to ``jax.jit`` as its arguments, and it compiles once.
     """
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    has_copy = isinstance(state, TrainState) and state.copy is not None
+    several = tuple(axis for axis in _COPIES if mesh.shape[axis] > 1)
+    copies = [several, *((axis,) for axis in several), ()]  # as many of them as divide a dimension
 
     def sharding(path: tuple, x: Any, is_matrix: bool) -> NamedSharding:
         names = names_of(path)
@@ -202,10 +212,16 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
             axes[along] = ("tensor",)
         # The input dimension of a matrix, before the columns, which may be in parts; or the last.
         columns = min(_COLUMNS.get(layer, 1), np.ndim(x) - is_stacked(names) - 1)
-        for dim in (-1 - columns, -1) if is_matrix else ():
-            shards = math.prod(mesh.shape[axis] for axis in axes[dim]) * fsdp
-            if x.shape[dim] % shards == 0:
-                axes[dim] = (*axes[dim], "fsdp")
+        dims = (-1 - columns, -1) if is_matrix else ()
+
+        def divides(dim: int, more: tuple[str, ...]) -> bool:
+            return x.shape[dim] % math.prod(mesh.shape[of] for of in (*axes[dim], *more)) == 0
+
+        fits = [dim for dim in dims if divides(dim, ("fsdp",))][: None if fsdp == 1 else 1]
+        is_of_optimizer = has_copy and names[0] in _OF_OPTIMIZER
+        for more in copies if is_of_optimizer else [()]:
+            if along_dim := [dim for dim in fits if divides(dim, ("fsdp", *more))]:
+                axes[along_dim[0]] += ("fsdp", *more)
                 break
         return NamedSharding(mesh, P(*(of if len(of) > 1 else (*of, None)[0] for of in axes)))
 
