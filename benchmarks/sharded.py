@@ -39,7 +39,10 @@ _LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
 ATTENTION = ("attention", "attention_forward")
 _LENGTH, _HEADS, _KV_HEADS, _WIDTH = 65_536, 32, 8, 128
 OPS = (LM_HEAD, *ATTENTION)
-MODELS = (*train.MODELS, *OPS)
+# 16 of the 32 layers of Llama 3.1 8B: the state of all takes 52 GiB on each of two GPUs.
+HALF_8B = "llama3_half_8b"
+_HALF_8B_SHAPE = "3.1-8b", 2, 4096
+MODELS = (*train.MODELS, HALF_8B, *OPS)
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _WARM_UP = 3
 _REPORT = "SHARDED-REPORT "
@@ -51,7 +54,7 @@ class Run:
     """One run.
 
     Attributes:
-        model: One of :data:`benchmarks.train.MODELS`, or of :data:`OPS`.
+        model: One of :data:`MODELS`.
         mesh: The axis along which all GPUs are: ``"data"`` or ``"fsdp"``, ``"tensor"``, for
             :data:`LM_HEAD` the vocabulary's, or ``"context"``; "" for one GPU.
         axes: ``"auto"`` or ``"explicit"``.
@@ -78,6 +81,7 @@ RUNS = (
     Run("llama3", mesh="fsdp"),
     Run("llama3", mesh="tensor"),
     Run("llama3", mesh="tensor", axes="explicit"),
+    Run(HALF_8B, mesh="fsdp"),
     Run(LM_HEAD, mesh=""),
     Run(LM_HEAD, mesh="tensor"),
     Run(LM_HEAD, mesh="tensor", axes="explicit"),
@@ -99,6 +103,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         jax.distributed.initialize(address, options.gpus, options.process, local_device_ids=local)
 
     import jaxllm
+    from jaxllm import training
     from jaxllm.training import parallel
 
     count = options.gpus if run.mesh else 1
@@ -113,11 +118,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         prepare = _prepare_attention
         preset, batch_size, seq_len = f"{_HEADS}x{_KV_HEADS}x{_WIDTH}", 1, _LENGTH
     else:
-        preset, batch_size, seq_len = train.MODELS[run.model]
+        preset, batch_size, seq_len = (train.MODELS | {HALF_8B: _HALF_8B_SHAPE})[run.model]
     if options.smoke:
         batch_size, seq_len = 1 if run.model in ATTENTION else 2, 16
     shape = argparse.Namespace(
-        model=run.model,
+        model=run.model.removesuffix("_half_8b"),
         preset=preset,
         batch_size=batch_size * parts,
         seq_len=seq_len,
@@ -141,6 +146,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     median = float(np.median(seconds[1:]))
+    note = f"groups {min(seconds[1:]) * 1e3:.2f} to {max(seconds[1:]) * 1e3:.2f} ms"
+    peak_flops = training.peak_flops(jax.devices()[0].device_kind)
+    if run.model not in OPS and peak_flops is not None:
+        flops = train._module(shape).flops_per_token(_model(run, shape), seq_len)
+        speed = shape.batch_size * seq_len / median
+        note += f"; MFU {flops * speed / (peak_flops * count):.3f}"
     return provenance() | {
         "model": "smoke" if options.smoke else f"{run.model}_{preset}",
         "batch_size": shape.batch_size,
@@ -156,8 +167,14 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         "state_gib": f"{own / 2**30:.2f}",
         "loss": f"{float(value):.4f}",
         "steps": options.steps,
-        "note": f"groups {min(seconds[1:]) * 1e3:.2f} to {max(seconds[1:]) * 1e3:.2f} ms",
+        "note": note,
     }
+
+
+def _model(run: Run, shape: argparse.Namespace) -> Any:
+    """The model's configuration."""
+    model = train._model(shape)
+    return dataclasses.replace(model, layers=16) if run.model == HALF_8B else model
 
 
 def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, list[Any]]:
@@ -169,7 +186,7 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
     from jaxllm.models.common import unstack
     from jaxllm.training import parallel
 
-    module, model = train._module(shape), train._model(shape)
+    module, model = train._module(shape), _model(run, shape)
     is_plain = run.implementation == "plain"
     sharding = parallel.batch_sharding(mesh, accumulate=not is_plain)
     leading = () if is_plain else (1,)
@@ -185,7 +202,7 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
         shardings = jax.tree.map(lambda _: parallel.replicated(mesh), shapes)
         step, create = steps[0], jax.jit(make, out_shardings=shardings)
     else:
-        optimizer = training.adamw(train.LEARNING_RATES[run.model])
+        optimizer = training.adamw(train.LEARNING_RATES[shape.model])
 
         def init() -> Any:
             return module.init(jax.random.key(0), model)
@@ -201,7 +218,11 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
         )
         shardings = parallel.state_shardings(mesh, shapes)
         step = training.make_train_step(
-            loss, optimizer, compute_dtype="bfloat16", shardings=shardings
+            loss,
+            optimizer,
+            compute_dtype="bfloat16",
+            shardings=shardings,
+            overlap=run.model != "gpt2",
         )
     like = jax.tree.map(
         lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, shardings
