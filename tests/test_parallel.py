@@ -140,11 +140,11 @@ def test_heads_that_the_tensor_axis_does_not_divide_stay_whole():
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
     mesh = jax.sharding.AbstractMesh((1, 2, 1, 4), parallel.AXES)
     block = parallel.state_shardings(mesh, params)["blocks"]
-    qkv, gate_up = (
-        block[of][name]["weight"] for of, name in (("attention", "qkv"), ("mlp", "gate_up"))
-    )
-    assert qkv.spec == P(None, "fsdp", None, None, None)
-    assert gate_up.spec == P(None, "fsdp", None, "tensor")
+    attention, mlp = block["attention"], block["mlp"]
+    assert attention["qkv"]["weight"].spec == P(None, "fsdp", None, None, None)
+    assert attention["out"]["weight"].spec == P(None, "fsdp", None)
+    assert mlp["gate_up"]["weight"].spec == P(None, "fsdp", None, "tensor")
+    assert mlp["down"]["weight"].spec == P(None, ("tensor", "fsdp"), None)
 
 
 @pytest.mark.parametrize(

@@ -227,15 +227,12 @@ def test_fsdp_gathers_the_weights_of_a_shard_along_tensor():
 
 def test_heads_that_tensor_does_not_divide_are_whole():
     plan = small_plan(mesh={"data": 1, "fsdp": 1, "tensor": 2})  # one key head
-    assert "tensor=2 does not divide the 1 key heads: qkv and attention" in describe(plan)
-    R, qkv = 16 * 32, 2 * 64 * 128
-    local = 5 * 64 + qkv + (2 * WEIGHTS - qkv + 2 * TABLE) // 2
+    assert "tensor=2 does not divide the 1 key heads: attention and its" in describe(plan)
+    R, whole = 16 * 32, 2 * 64 * (128 + 64)  # qkv and out
+    local = 5 * 64 + whole + (2 * WEIGHTS - whole + 2 * TABLE) // 2
     assert line(plan, "parameters")[0] == 4 * local
     assert line(plan, "saved")[0] == 2 * R * 2 * (4 * 64 + 64 + 128 + 3 * 128 // 2)
-    assert sent(plan) == {
-        ("all-reduce", "tensor"): 2 * (2 * 3 + 2) * R * 64,
-        ("all-gather", "tensor"): 2 * 2 * R * 64 / 2,
-    }
+    assert sent(plan) == {("all-reduce", "tensor"): 2 * (2 * 2 + 2) * R * 64}
     one = compute_of(small_plan())
     assert one / 2 < compute_of(plan) < one
 

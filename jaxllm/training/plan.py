@@ -285,8 +285,6 @@ class Plan:
           input gradients of ``qkv`` and ``gate_up`` or ``up`` backward, the output of ``out`` once
           more with remat, the embedding, and the input gradient of the LM head. Not counted: the
           LM head's statistics, a few numbers per row.
-        - all-gather along ``tensor``, only if it shards ``out`` but not ``qkv``: the gradient of
-          attention's output
         - all-gather along ``context``: keys and values forward and backward, once more with remat;
           reduce-scatter: their gradients
         - permute along ``context``, half of a GPU's rows each, if that is a whole number: queries
@@ -301,13 +299,11 @@ class Plan:
             + ("up" in split or "gate_up" in split)
         )
         sums += ("wte" in split) + (("wte" if self.model.is_tied else "lm_head") in split)
-        gathers = layers * ("out" in split and "qkv" not in split)
         is_zigzag = context > 1 and self.seq_len // context % 2 == 0
         swaps = layers * (6 + 2 * again) * is_zigzag
         query_columns = split.divide(config.width, "qkv")
         return (
             ("all-reduce", "tensor", sums * self.rows * config.width),
-            ("all-gather", "tensor", gathers * self.rows * config.width),
             ("all-gather", "context", layers * (2 + again) * self.gathered_keys),
             ("reduce-scatter", "context", layers * self.gathered_keys),
             ("permute", "context", swaps * self.rows * query_columns // 2),

@@ -42,7 +42,7 @@ def _not_split(plan: Plan) -> list[str]:
     mlp = getattr(config, "mlp_width", 4 * config.width)
     rows = config.padded_vocab_size
     checks = (
-        ("qkv", config.kv_heads, "key heads", "qkv and attention are"),
+        ("qkv", config.kv_heads, "key heads", "attention and its layers are"),
         ("down", mlp, "columns of the MLP", "the MLP is"),
         ("wte", rows, "rows of the vocabulary", "the token table and the LM head are"),
     )
