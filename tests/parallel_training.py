@@ -61,7 +61,7 @@ def check_creation(mesh, init, state, unroll):
     with jax.set_mesh(parallel.with_auto_axes(mesh)):
         create, _ = parallel._creation(mesh, init, OPTIMIZER, unroll, KEPT)
         compiled = create.lower().compile()
-    leaves = jax.tree.leaves(state.params)
+    leaves = jax.tree.leaves((state.params, state.copy))
     shards = {leaf.addressable_shards[0].data.shape for leaf in leaves}
     whole = {leaf.shape for leaf in leaves} - shards
     assert len(whole) >= 3

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pretrain_gpt2
 import pytest
@@ -95,6 +96,12 @@ SPECS = {
 }
 
 
+def of_optimizer(spec):
+    """Of masters and moments: along context too, of which each device has the copy."""
+    more = {"fsdp": ("fsdp", "context"), ("tensor", "fsdp"): ("tensor", "fsdp", "context")}
+    return tuple(more.get(entry, entry) for entry in spec)
+
+
 def without_tensor(spec):
     whole = {"tensor": None, ("tensor", "fsdp"): "fsdp"}
     return tuple(whole.get(entry, entry) for entry in spec)
@@ -127,6 +134,8 @@ def test_state_is_sharded_along_input_dimensions_and_whole_heads(unrolled, tenso
                 name = f"{layer}/{leaf}" if leaf in ("weight", "bias") else leaf
                 spec = SPECS.get(name, (None,) * len(sharding.spec))
                 spec = spec if tensor > 1 else without_tensor(spec)
+                is_copy = path[0] == jax.tree_util.GetAttrKey("copy")
+                spec = spec if is_copy else of_optimizer(spec)
                 stacked = (None,) if "/" in name and name in SPECS and not unrolled else ()
                 assert tuple(sharding.spec) == (*stacked, *spec), path
                 seen.add(name)
@@ -135,16 +144,44 @@ def test_state_is_sharded_along_input_dimensions_and_whole_heads(unrolled, tenso
     assert {*SPECS, "scale", "ln1/bias", "down/bias", "step"} <= seen
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shape", "spec"),
+    [
+        ((4, 1, 2, 1), (16, 6), P(("fsdp", "data", "context"), None)),
+        ((4, 1, 2, 1), (4, 16), P(None, ("fsdp", "data", "context"))),
+        ((4, 1, 2, 1), (4, 6), P(("fsdp", "data"), None)),
+        ((4, 1, 2, 1), (3, 6), P(None, ("fsdp", "context"))),
+        ((4, 1, 2, 1), (3, 5), P("fsdp", None)),
+        ((4, 2, 1, 1), (4, 16), P("fsdp", None)),
+        ((4, 2, 1, 1), (3, 16), P(None, ("fsdp", "data"))),
+    ],
+)
+def test_masters_are_sharded_along_the_axes_of_the_copy_that_divide_them(sizes, shape, spec):
+    mesh = jax.sharding.AbstractMesh(sizes, parallel.AXES)
+    tree = {"weight": jnp.zeros(shape)}
+    for copy_dtype in ("bfloat16", None):
+        state = training.init_state(tree, training.adamw(1e-3), copy_dtype=copy_dtype)
+        found = parallel.state_shardings(mesh, state)
+        params = found.params["weight"].spec
+        moments = {x.spec for x in jax.tree.leaves(found.opt_state) if len(x.spec) == 2}
+        assert moments == {params}
+        if copy_dtype is None:
+            assert params == parallel.state_shardings(mesh, tree)["weight"].spec
+        else:
+            assert params == spec
+            assert found.copy["weight"].spec == parallel.state_shardings(mesh, tree)["weight"].spec
+
+
 def test_heads_that_the_tensor_axis_does_not_divide_stay_whole():
     model, config = MODELS["llama3"]  # two key heads
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
     mesh = jax.sharding.AbstractMesh((1, 2, 1, 4), parallel.AXES)
     block = parallel.state_shardings(mesh, params)["blocks"]
-    qkv, gate_up = (
-        block[of][name]["weight"] for of, name in (("attention", "qkv"), ("mlp", "gate_up"))
-    )
-    assert qkv.spec == P(None, "fsdp", None, None, None)
-    assert gate_up.spec == P(None, "fsdp", None, "tensor")
+    attention, mlp = block["attention"], block["mlp"]
+    assert attention["qkv"]["weight"].spec == P(None, "fsdp", None, None, None)
+    assert attention["out"]["weight"].spec == P(None, "fsdp", None)
+    assert mlp["gate_up"]["weight"].spec == P(None, "fsdp", None, "tensor")
+    assert mlp["down"]["weight"].spec == P(None, ("tensor", "fsdp"), None)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,10 @@ def line(plan, name):
     return found.lm_head, found.backward, found.update
 
 
-def sent(plan):
-    return {(of.kind, of.axes): of.sent for of in plan.communication}
+def sent(plan, *of):
+    """The bytes by kind and axes, of weights and gradients or of what is named."""
+    of = of or ("weights", "gradients")
+    return {(x.kind, x.axes): x.sent for x in plan.communication if x.of in of}
 
 
 def test_memory_of_a_small_model_is_the_sum_by_hand():
@@ -80,8 +82,18 @@ def test_fsdp_halves_the_state_but_not_norms():
         assert half - size * norms == (whole - size * norms) / 2
     assert line(two, "gathered") == (2 * TABLE, 2 * 2 * WEIGHTS, 0)
     replicated = small_plan(mesh={"data": 2, "fsdp": 1})
-    assert line(replicated, "parameters") == line(one, "parameters")
     assert line(two, "saved")[0] == line(replicated, "saved")[0] == line(one, "saved")[0] / 2
+
+
+def test_data_and_context_halve_what_the_optimizer_has_but_not_the_copy():
+    one, fsdp = small_plan(), small_plan(mesh={"data": 1, "fsdp": 2})
+    for axis in ("data", "context"):
+        two = small_plan(mesh={"data": 1, "fsdp": 1, axis: 2})
+        for name in ("parameters", "optimizer"):
+            assert line(two, name) == line(fsdp, name)
+        assert line(two, "copy") == line(one, "copy") and line(two, "gathered") == (0, 0, 0)
+        without_copy = small_plan(mesh={"data": 1, "fsdp": 1, axis: 2}, dtype="float32")
+        assert line(without_copy, "parameters") == line(one, "parameters")
 
 
 def test_float32_has_no_copy_and_accumulation_a_sum():
@@ -162,15 +174,18 @@ def test_measured_rows_are_in_the_results_and_within_ten_percent(row):
     assert seconds * 1e3 == pytest.approx(float(found["step_ms"]), rel=1e-3)
 
 
-def test_data_parallelism_sums_each_gradient_and_a_tied_table_twice():
-    found = sent(small_plan(GPT2, {"data": 4, "fsdp": 1}))
-    elements = gpt2.num_params(GPT2.config) + TABLE
-    assert sum(found.values()) == 2 * 3 / 4 * 2 * elements
-    assert set(found) == {("all-reduce", "data")}
-    again = sent(small_plan(GPT2, {"data": 4, "fsdp": 1}, accumulate=3))
-    assert sum(again.values()) == 3 * sum(found.values())
-    elements = llama3.num_params(LLAMA.config)
-    assert sum(sent(small_plan(mesh={"data": 4, "fsdp": 1})).values()) == 3 * elements
+def test_data_parallelism_sums_each_gradient_once_and_gathers_the_copy():
+    mesh = {"data": 4, "fsdp": 1}
+    for model, module in ((GPT2, gpt2), (LLAMA, llama3)):
+        found = sent(small_plan(model, mesh))
+        assert set(found) == {(x, "data") for x in ("reduce-scatter", "all-gather", "all-reduce")}
+        assert sum(found.values()) == 2 * 3 / 4 * 2 * module.num_params(model.config)
+        again = sent(small_plan(model, mesh, accumulate=3))
+        gathered = found.pop(("all-gather", "data"))
+        assert again.pop(("all-gather", "data")) == gathered == found["reduce-scatter", "data"]
+        assert again == {key: 3 * size for key, size in found.items()}
+        whole = sent(small_plan(model, mesh, dtype="float32"))
+        assert whole == {("all-reduce", "data"): 4 * 3 / 4 * 2 * module.num_params(model.config)}
 
 
 def test_fsdp_gathers_weights_twice_and_scatters_gradients():
@@ -179,7 +194,8 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients():
     assert sent(plan) == {
         ("all-gather", "fsdp"): 2 * 3 / 4 * (2 * blocks + tables),
         ("reduce-scatter", "fsdp"): 2 * 3 / 4 * (blocks + tables),
-        ("all-reduce", "data"): 2 * (blocks + tables) / 4,
+        ("reduce-scatter", "data"): 2 * 1 / 2 * (blocks + tables) / 4,
+        ("all-gather", "data"): 2 * 1 / 2 * (blocks + tables) / 4,
         ("all-reduce", "data x fsdp"): 2 * 2 * 7 / 8 * norms,
     }
     remat = sent(small_plan(mesh={"data": 2, "fsdp": 4}, remat=True))
@@ -212,7 +228,9 @@ def test_tensor_divides_heads_columns_and_vocabulary_but_not_the_residual():
 def test_tensor_sums_four_activations_per_layer_the_embedding_and_the_heads_gradient(remat):
     plan = small_plan(SPLIT, {"data": 1, "fsdp": 1, "tensor": 2}, remat=remat)
     sums = 2 * (4 + remat) + 2
-    assert sent(plan) == {("all-reduce", "tensor"): 2 * 1 / 2 * 2 * sums * 16 * 32 * 64}
+    assert sent(plan, "activations") == {
+        ("all-reduce", "tensor"): 2 * 1 / 2 * 2 * sums * 16 * 32 * 64
+    }
     (found,) = plan.communication
     assert found.exposed == found.sent
 
@@ -227,15 +245,12 @@ def test_fsdp_gathers_the_weights_of_a_shard_along_tensor():
 
 def test_heads_that_tensor_does_not_divide_are_whole():
     plan = small_plan(mesh={"data": 1, "fsdp": 1, "tensor": 2})  # one key head
-    assert "tensor=2 does not divide the 1 key heads: qkv and attention" in describe(plan)
-    R, qkv = 16 * 32, 2 * 64 * 128
-    local = 5 * 64 + qkv + (2 * WEIGHTS - qkv + 2 * TABLE) // 2
+    assert "tensor=2 does not divide the 1 key heads: attention and its" in describe(plan)
+    R, whole = 16 * 32, 2 * 64 * (128 + 64)  # qkv and out
+    local = 5 * 64 + whole + (2 * WEIGHTS - whole + 2 * TABLE) // 2
     assert line(plan, "parameters")[0] == 4 * local
     assert line(plan, "saved")[0] == 2 * R * 2 * (4 * 64 + 64 + 128 + 3 * 128 // 2)
-    assert sent(plan) == {
-        ("all-reduce", "tensor"): 2 * (2 * 3 + 2) * R * 64,
-        ("all-gather", "tensor"): 2 * 2 * R * 64 / 2,
-    }
+    assert sent(plan, "activations") == {("all-reduce", "tensor"): 2 * (2 * 2 + 2) * R * 64}
     one = compute_of(small_plan())
     assert one / 2 < compute_of(plan) < one
 
@@ -248,25 +263,24 @@ def test_context_divides_activations_and_gathers_keys(tensor):
     one = small_plan(SPLIT, {"data": 1, "fsdp": 1, "tensor": tensor})
     assert plan.rows == one.rows / c and compute_of(plan) == compute_of(one) / c
     assert line(plan, "saved")[0] == line(one, "saved")[0] / c
-    assert line(plan, "parameters") == line(one, "parameters")
+    assert line(plan, "copy") == line(one, "copy")
     assert line(plan, "keys, values") == (0, 2 * 2 * B * T * K * H * 2, 0)
-    found = sent(plan)
+    found = sent(plan, "activations")
     of_attention = [
         found.pop((kind, "context")) for kind in ("all-gather", "reduce-scatter", "permute")
     ]
+    assert len(found) == (tensor > 1)
     assert of_attention[0] == 2 * of_attention[1]
     # The sum in docs/sharding.md.
     assert sum(of_attention) == 2 * (3 * B * T * H * 2 * (2 * (c - 1) * K + N) / c)
-    gradients = 2 * 3 / 4 * 2 * plan.elements["all"].total
-    assert found.pop(("all-reduce", "context")) == gradients
-    assert len(found) == (tensor > 1)
+    assert sum(sent(plan).values()) == 2 * 3 / 4 * 2 * plan.elements["all"].total
 
 
 def test_queries_of_an_odd_number_per_gpu_do_not_change_places():
     plan = small_plan(mesh={"data": 1, "fsdp": 1, "context": 4}, seq_len=28)
-    assert ("permute", "context") not in sent(plan)
+    assert ("permute", "context") not in sent(plan, "activations")
     remat, plan = (
-        sent(small_plan(mesh={"data": 1, "fsdp": 1, "context": 4}, remat=on))
+        sent(small_plan(mesh={"data": 1, "fsdp": 1, "context": 4}, remat=on), "activations")
         for on in (True, False)
     )
     assert remat["permute", "context"] == plan["permute", "context"] * 8 / 6

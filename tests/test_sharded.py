@@ -14,6 +14,7 @@ GROUPS = {
     "gathers": ("test_gathers.py", ""),
     "context": ("test_context.py", ""),
     "models": ("test_models.py", ""),
+    "fused_models": ("test_fused_models.py", ""),
     "transforms": ("test_transforms.py", ""),
     "manual": ("test_manual.py", ""),
     "whole_arrays": ("test_whole_arrays.py", ""),

@@ -14,6 +14,10 @@ from jax.core import Tracer  # type: ignore[attr-defined]
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+# Mesh axes that shard the rows of activations, and never their columns: before XLA compiles, only
+# the name of an Auto axis tells.
+ROW_AXES = ("data", "fsdp", "context")
+
 
 def config_value(name: str) -> Any:
     """One of JAX's settings, in this context."""

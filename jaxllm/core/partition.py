@@ -37,6 +37,7 @@ from jaxllm.core.derivatives import without_derivative
 from jaxllm.core.gathers import Saved, gather_again, warn_of_gathers
 from jaxllm.core.layout import is_packed
 from jaxllm.core.meshes import (
+    ROW_AXES,
     config_value,
     decode,
     explicit_sharding,
@@ -88,6 +89,28 @@ def is_wanted(args: Any) -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     return mesh.size > 1 and not mesh.are_all_axes_manual
+
+
+def column_shards(x: Any, up: Any, down: Any) -> int:
+    """How many shards the columns of ``x @ up``, the rows of ``down``, may have on the mesh.
+
+    The types tell on Explicit axes. On Auto axes XLA decides when it compiles. So each axis counts
+    that divides the columns, but for those of :data:`jaxllm.core.meshes.ROW_AXES`.
+    """
+    mesh = mesh_of((x, up, down))
+    if mesh.empty or is_inside():
+        return 1
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    if mesh.explicit_axes:
+        shardings = map(explicit_sharding, (x, up, down))
+        of_x, of_up, of_down = ([] if of is None else list(of.spec) for of in shardings)
+        of_columns = {*axes_of_entry(of_up[-1]), *axes_of_entry(of_down[0])}
+        axes = of_columns.difference(*map(axes_of_entry, of_x))
+    elif mesh.manual_axes:  # XLA splits the call itself
+        axes = set()
+    else:
+        axes = {axis for axis in sizes if axis not in ROW_AXES and up.shape[-1] % sizes[axis] == 0}
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def forward(

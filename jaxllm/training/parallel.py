@@ -30,8 +30,8 @@ The batch, the initial parameters and checkpoints do not depend on the mesh. Wit
 axes, call all of this under ``jax.set_mesh(mesh)``.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(arXiv:1910.02054), stage 3, and stage 1 along ``data``; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277); Shoeybi et al.,
-"Megatron-LM" (arXiv:1909.08053) for ``tensor``.
+(arXiv:1910.02054), stage 3 along ``fsdp`` and stage 1 along ``data``; Zhao et al., "PyTorch FSDP"
+(arXiv:2304.11277); Shoeybi et al., "Megatron-LM" (arXiv:1909.08053) for ``tensor``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxllm.core.meshes import ROW_AXES
 from jaxllm.models.common import unstack
 from jaxllm.training.optim import Optimizer
 from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
 from jaxllm.training.step import Params, TrainState
 from jaxllm.training.step import init_state as init_on_one_device
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = (*ROW_AXES, "tensor")
 _OF_BATCH = ("data", "fsdp")
 # The dimension of a layer's weight or of a table that is sharded along tensor, from the last; and
 # of the layers whose columns are, the number of dimensions that the columns have.
@@ -180,7 +181,8 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
 
     Along ``tensor``, ``qkv`` is sharded by whole heads, ``gate_up`` and ``up`` along their columns
     with their biases, ``out`` and ``down`` along their rows, and ``wte`` and ``lm_head`` along the
-    vocabulary. What ``tensor`` does not divide is replicated along it.
+    vocabulary. What ``tensor`` does not divide is replicated along it; so is ``out`` where
+    ``qkv`` is.
 
     Biases and scales of norms are replicated otherwise. They are less than 0.1% of a model, and
     each would cost a collective of its own. All else, such as the step, is replicated.
@@ -202,13 +204,23 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     has_copy = isinstance(state, TrainState) and state.copy is not None
     several = tuple(axis for axis in _COPIES if mesh.shape[axis] > 1)
     copies = [several, *((axis,) for axis in several), ()]  # as many of them as divide a dimension
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    shapes = {tuple(names_of(path)): np.shape(x) for path, x in leaves}
+
+    def is_divided(names: tuple[str, ...], layer: str) -> bool:
+        shape, along = shapes[names], _ALONG_TENSOR[layer]
+        if len(shape) < -along or shape[along] % tensor != 0:
+            return False
+        # The rows of out are whole heads. A fused block gathers them where each device has all.
+        qkv = (*names[:-2], "qkv", "weight")
+        return layer != "out" or qkv not in shapes or is_divided(qkv, "qkv")
 
     def sharding(path: tuple, x: Any, is_matrix: bool) -> NamedSharding:
         names = names_of(path)
         layer = next((name for name in names[:-3:-1] if name in _ALONG_TENSOR), "")
         axes: list[tuple[str, ...]] = [()] * np.ndim(x)
         along = _ALONG_TENSOR.get(layer, 0) if is_matrix or layer in _COLUMNS else 0
-        if along and tensor > 1 and np.ndim(x) >= -along and x.shape[along] % tensor == 0:
+        if along and tensor > 1 and is_divided(tuple(names), layer):
             axes[along] = ("tensor",)
         # The input dimension of a matrix, before the columns, which may be in parts; or the last.
         columns = min(_COLUMNS.get(layer, 1), np.ndim(x) - is_stacked(names) - 1)

@@ -70,6 +70,7 @@ class Collective:
 
     Attributes:
         kind: all-gather, reduce-scatter, all-reduce or permute.
+        of: weights, gradients or activations.
         axes: The axes of the mesh, as ``data``, ``fsdp`` or ``data x fsdp``.
         sent: Bytes that each GPU sends.
         exposed: How many of them no computation of the step can overlap.
@@ -77,6 +78,7 @@ class Collective:
     """
 
     kind: str
+    of: str
     axes: str
     sent: float
     exposed: float
@@ -154,15 +156,16 @@ class Plan:
     def memory(self) -> tuple[MemoryLine, ...]:
         """The bytes of each kind of array on a GPU.
 
-        With P elements of parameters per GPU (sharded ones divided by ``fsdp`` and ``tensor``):
+        With P elements of parameters per GPU (sharded ones divided by ``fsdp`` and ``tensor``), and
+        S of those that a GPU updates (divided by ``data`` and ``context`` too, if there is a copy):
 
-        - parameters ``4 P``; optimizer state, m and v, ``8 P``: the float32 parameters are the
+        - parameters ``4 S``; optimizer state, m and v, ``8 S``: the float32 parameters are the
           master
         - narrow copy ``c P``, none in float32
         - gradients: of the LM head until the update ``c Vt D / fsdp``, whole along ``fsdp`` while
           the head computes them (see :func:`lm_head_bytes`); in the backward pass one layer's; in
-          the update ``c P`` and the token table's gradient ``c Vt D``. With A > 1 in addition the
-          float32 sum ``4 P``.
+          the update ``c S`` and the token table's gradient ``c Vt D``. With A > 1 in addition the
+          float32 sum ``4 S``.
         - saved activations ``c R saved_per_token``, where the residual and the norms' outputs are
           whole along ``tensor``, and heads and MLP columns are divided; with remat ``c R 2 L D``,
           since the residual that goes from block to block is two arrays
@@ -176,6 +179,7 @@ class Plan:
         config, c, fsdp = self.model.config, ITEMSIZE[self.dtype], self.mesh["fsdp"]
         blocks, head = self.elements["blocks"], self.elements["lm_head"]
         local, layers = self.elements["all"].local(fsdp), config.layers
+        updated = self.elements["all"].local(fsdp * self.updaters)
         rows, saved = self.rows, self.model.saved_per_token(self.split)
         kept = 2 * layers * config.width if self.remat else saved
         columns = self.split.divide(self.model.mlp_columns, "up", "gate_up")
@@ -183,10 +187,10 @@ class Plan:
         logits, head_gradient = lm_head_bytes(self)
         head_input = c * rows * config.width
         resident = {
-            "parameters (float32)": 4 * local,
-            "optimizer state (float32 m, v)": 8 * local,
+            "parameters (float32)": 4 * updated,
+            "optimizer state (float32 m, v)": 8 * updated,
             f"copy in {self.dtype}": 0 if c == 4 else c * local,
-            "sum of gradients (float32)": 4 * local if self.accumulate > 1 else 0,
+            "sum of gradients (float32)": 4 * updated if self.accumulate > 1 else 0,
         }
         is_table_whole = self.gpus > 1 or self.model.is_tied
         token_table = c * self.split.divide(config.padded_vocab_size, "wte") * config.width
@@ -197,17 +201,24 @@ class Plan:
                 "gradients",
                 head_gradient,
                 c * head.local(fsdp) + c * blocks.total // layers,
-                c * local + is_table_whole * token_table,
+                c * updated + is_table_whole * token_table,
             ),
             MemoryLine("saved activations", *[c * rows * kept] * 2),
             MemoryLine("logits of a chunk", logits),
             MemoryLine("input of the LM head, gradient", 2 * head_input, head_input),
             MemoryLine("activation gradients", 0, c * rows * block),
             MemoryLine(
-                "gathered weights (FSDP)", c * head.sharded, 2 * c * (blocks.sharded // layers)
+                "gathered weights (FSDP)",
+                c * head.sharded * (fsdp > 1),
+                2 * c * (blocks.sharded // layers) * (fsdp > 1),
             ),
             MemoryLine("keys, values, gradients (context)", 0, keys),
         )
+
+    @property
+    def updaters(self) -> int:
+        """GPUs with the same copy of the parameters, of which each updates a part; 1 without."""
+        return self.mesh["data"] * self.mesh["context"] if ITEMSIZE[self.dtype] < 4 else 1
 
     @property
     def gathered_keys(self) -> int:
@@ -235,15 +246,16 @@ class Plan:
 
     @functools.cached_property
     def communication(self) -> tuple[Collective, ...]:
-        """The collectives of a step, of which all repeat for each microbatch.
+        """The collectives of a step, of which all but one repeat for each microbatch.
 
         - all-gather along ``fsdp``: each layer's weights forward and backward, once more with
           remat; the tables for the embedding, and the LM head once, since its loss computes its
-          gradients
-        - reduce-scatter along ``fsdp``: each gradient of a sharded array; a tied token table's
-          twice, of the head and of the embedding
-        - all-reduce along ``data`` and ``context``: the same gradients, of each GPU's shard; along
-          ``fsdp`` too those of the arrays that it does not shard
+          gradients. A tied table is gathered for both at once.
+        - reduce-scatter along ``fsdp``: each gradient of a matrix
+        - along ``data`` and ``context``, of each GPU's shard along ``fsdp``: with a copy of the
+          parameters a reduce-scatter of the gradients, and once per step an all-gather of the new
+          copy; without, an all-reduce
+        - all-reduce along all three: the gradients of biases and norms
         - along ``tensor`` and ``context``: :meth:`_of_activations`
 
         In a group of g GPUs, each sends ``(g - 1) / g`` of the whole array's bytes, and in an
@@ -252,20 +264,29 @@ class Plan:
         the end. Those of activations are all exposed: the next op waits for them.
         """
         layers, fsdp = self.model.config.layers, self.mesh["fsdp"]
-        used = [self.elements[name] for name in ("blocks", "embedding", "lm_head", "norm")]
-        blocks, embedding = used[:2]
-        sharded = sum(of.sharded for of in used)
-        gathered = sharded + (2 if self.remat else 1) * blocks.sharded
-        exposed_sharded = blocks.sharded // layers + embedding.sharded
-        replicated = sum(of.replicated for of in used)
+        every, blocks, embedding = (self.elements[of] for of in ("all", "blocks", "embedding"))
+        sharded, exposed = every.sharded, blocks.sharded // layers + embedding.sharded
+        replicated = every.replicated
         exposed_replicated = blocks.replicated // layers + embedding.replicated
-        found = []
-        for kind, group, elements, exposed in (
-            ("all-gather", ("fsdp",), gathered, exposed_sharded),
-            ("reduce-scatter", ("fsdp",), sharded, exposed_sharded),
-            ("all-reduce", ("data", "context"), sharded // fsdp, exposed_sharded // fsdp),
-            ("all-reduce", ("data", "fsdp", "context"), replicated, exposed_replicated),
-            *((kind, (axis,), count, count) for kind, axis, count in self._of_activations()),
+        gathered = sharded + (2 if self.remat else 1) * blocks.sharded
+        own, exposed_own, steps = sharded // fsdp, exposed // fsdp, Fraction(1, self.accumulate)
+        copies, all_three = ("data", "context"), ("data", "fsdp", "context")
+        of_copies = [("all-reduce", "gradients", copies, own, exposed_own)]
+        if self.updaters > 1:
+            of_copies = [
+                ("reduce-scatter", "gradients", copies, own, exposed_own),
+                ("all-gather", "weights", copies, own * steps, exposed_own * steps),
+            ]
+        found: dict[tuple[str, str, str], Collective] = {}
+        for kind, of, group, elements, exposed_elements in (
+            ("all-gather", "weights", ("fsdp",), gathered, exposed),
+            ("reduce-scatter", "gradients", ("fsdp",), sharded, exposed),
+            *of_copies,
+            ("all-reduce", "gradients", all_three, replicated, exposed_replicated),
+            *(
+                (kind, "activations", (axis,), count, count)
+                for kind, axis, count in self._of_activations()
+            ),
         ):
             axes = tuple(axis for axis in group if self.mesh[axis] > 1)
             if not axes or not elements:
@@ -273,10 +294,15 @@ class Plan:
             size = math.prod(self.mesh[axis] for axis in axes)
             share = (size - 1) / size * (2 if kind == "all-reduce" else 1)
             scale = ITEMSIZE[self.dtype] * self.accumulate * (1 if kind == "permute" else share)
+            key = kind, of, " x ".join(axes)
             bandwidth = bus_bandwidth(self.mesh, axes, self.interconnect)
-            sent = (elements * scale, exposed * scale)
-            found.append(Collective(kind, " x ".join(axes), *sent, bandwidth))
-        return tuple(found)
+            before = found.get(key, Collective(*key, 0.0, 0.0, bandwidth))
+            found[key] = dataclasses.replace(
+                before,
+                sent=before.sent + float(elements * scale),
+                exposed=before.exposed + float(exposed_elements * scale),
+            )
+        return tuple(found.values())
 
     def _of_activations(self) -> tuple[tuple[str, str, int], ...]:
         """Kind, axis and elements of the collectives of a microbatch's activations.
@@ -285,8 +311,6 @@ class Plan:
           input gradients of ``qkv`` and ``gate_up`` or ``up`` backward, the output of ``out`` once
           more with remat, the embedding, and the input gradient of the LM head. Not counted: the
           LM head's statistics, a few numbers per row.
-        - all-gather along ``tensor``, only if it shards ``out`` but not ``qkv``: the gradient of
-          attention's output
         - all-gather along ``context``: keys and values forward and backward, once more with remat;
           reduce-scatter: their gradients
         - permute along ``context``, half of a GPU's rows each, if that is a whole number: queries
@@ -301,13 +325,11 @@ class Plan:
             + ("up" in split or "gate_up" in split)
         )
         sums += ("wte" in split) + (("wte" if self.model.is_tied else "lm_head") in split)
-        gathers = layers * ("out" in split and "qkv" not in split)
         is_zigzag = context > 1 and self.seq_len // context % 2 == 0
         swaps = layers * (6 + 2 * again) * is_zigzag
         query_columns = split.divide(config.width, "qkv")
         return (
             ("all-reduce", "tensor", sums * self.rows * config.width),
-            ("all-gather", "tensor", gathers * self.rows * config.width),
             ("all-gather", "context", layers * (2 + again) * self.gathered_keys),
             ("reduce-scatter", "context", layers * self.gathered_keys),
             ("permute", "context", swaps * self.rows * query_columns // 2),

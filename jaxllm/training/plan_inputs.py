@@ -124,7 +124,7 @@ class Elements:
 
     Attributes:
         total: Of all of them.
-        sharded: Of those that are sharded along ``fsdp``, before that axis divides them.
+        sharded: Of those that are sharded along ``fsdp``, before that axis divides them: matrices.
     """
 
     total: int
@@ -173,7 +173,7 @@ def count_elements(model: Model, mesh: dict[str, int]) -> tuple[dict[str, Elemen
             size //= tensor
         for use in (use for use, keys in uses.items() if names[0] in keys):
             found[use][0] += size
-            found[use][1] += size if "fsdp" in axes and mesh["fsdp"] > 1 else 0
+            found[use][1] += size if "fsdp" in axes else 0
     return {use: Elements(*counts) for use, counts in found.items()}, Split(tensor, split)
 
 

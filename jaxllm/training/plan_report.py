@@ -42,7 +42,7 @@ def _not_split(plan: Plan) -> list[str]:
     mlp = getattr(config, "mlp_width", 4 * config.width)
     rows = config.padded_vocab_size
     checks = (
-        ("qkv", config.kv_heads, "key heads", "qkv and attention are"),
+        ("qkv", config.kv_heads, "key heads", "attention and its layers are"),
         ("down", mlp, "columns of the MLP", "the MLP is"),
         ("wte", rows, "rows of the vocabulary", "the token table and the LM head are"),
     )
@@ -80,15 +80,15 @@ def _memory_text(plan: Plan) -> str:
 def _communication_text(plan: Plan) -> str:
     if not plan.communication:
         return "communication: none"
-    head = ("communication per step and GPU", "axes", "GB sent", "GB exposed", "GB/s", "ms")
+    head = ("communication per step and GPU", "of", "axes", "GB sent", "GB exposed", "GB/s", "ms")
     table: list[tuple[str, ...]] = [head]
     for of in plan.communication:
         sizes = (f"{of.sent / 1e9:.2f}", f"{of.exposed / 1e9:.2f}", f"{of.bandwidth / 1e9:.0f}")
-        table.append((of.kind, of.axes, *sizes, f"{of.seconds * 1e3:.1f}"))
+        table.append((of.kind, of.of, of.axes, *sizes, f"{of.seconds * 1e3:.1f}"))
     sent = sum(of.sent for of in plan.communication) / 1e9
     exposed = sum(of.exposed for of in plan.communication) / 1e9
     seconds = sum(of.seconds for of in plan.communication)
-    table.append(("total", "", f"{sent:.2f}", f"{exposed:.2f}", "", f"{seconds * 1e3:.1f}"))
+    table.append(("total", "", "", f"{sent:.2f}", f"{exposed:.2f}", "", f"{seconds * 1e3:.1f}"))
     return _format(table)
 
 

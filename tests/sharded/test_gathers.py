@@ -51,8 +51,8 @@ def test_other_shardings_are_gathered_with_one_warning(kind):
     _, messages = run_recorded(run, given_to_each(make_mesh(kind)))
     found = sorted(message.partition(":")[0] for message in messages)
     wanted = [
-        f"{NAMES.get(call.op, call.op)} gathers operand {list(call.inputs).index(array)}, whose sharding is "
-        f"{call.gathered()[array]}"
+        f"{NAMES.get(call.op, call.op)} gathers operand {list(call.inputs).index(array)}, whose "
+        f"sharding is {call.gathered()[array]}"
         for call in UNDECLARED.values()
         if kind == "Explicit" or call.op not in SILENT
         for array, _ in filter(None, [call.undeclared])

@@ -1,5 +1,6 @@
 """The plan of a small step against the activations' collectives of its compiled program."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -31,9 +32,14 @@ def moved(program, kind, shape):
     return sum(result.count(text) for result in found) * math.prod(shape)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("gpt2", True), ("llama3", False), ("llama3", True)])
-def test_activations_move_as_planned(name, remat):
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "remat"),
+    [("gpt2", 4, True), ("llama3", 2, False), ("llama3", 2, True), ("llama3", 1, True)],
+)
+def test_activations_move_as_planned(name, kv_heads, remat):
     module, config = MODELS[name]
+    if kv_heads != config.kv_heads:
+        config = dataclasses.replace(config, kv_heads=kv_heads)
     sizes: Any = {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
     mesh = parallel.make_mesh(**sizes, devices=jax.devices()[:4])
     optimizer = training.adamw(1e-3)
@@ -52,7 +58,8 @@ def test_activations_move_as_planned(name, remat):
     model = Model(name, "small", config)
     plan = make_plan(model, sizes, batch_size=B, seq_len=T, remat=remat, dtype="float32")
     sent = {(of.kind, of.axes): of.sent / 4 for of in plan.communication}  # elements
-    H, N, K = config.head_width, config.heads // 2, config.kv_heads // 2
+    shards = 2 if kv_heads % 2 == 0 else 1  # of the heads: one key head stays whole
+    H, N, K = config.head_width, config.heads // shards, kv_heads // shards
     rows, keys, part = (B, T // 2, config.width), (B, T, K, H), (B, T // 2, K, H)
     # Of two devices each sends half of the array, and all of it in an all-reduce or a permute.
     assert sent["all-reduce", "tensor"] == moved(program, "all-reduce", rows)

@@ -59,8 +59,9 @@ def ffn_block(
     large enough and in 16 bits. The up-projection applies GELU and saves its derivative in its
     epilogue, and the down-projection adds bias and residual and normalizes the sum. The down dgrad
     GEMM multiplies by the derivative, and the up dgrad GEMM applies the layer norm's backward, so
-    the gradient of the normalized input is never written to memory. Other calls run norm, GEMM and
-    activation one by one; :func:`jaxllm.explain` says why.
+    the gradient of the normalized input is never written to memory. Where shards along F would cut
+    tiles of 384 columns, GELU's input is saved instead of its derivative. Other calls run norm,
+    GEMM and activation one by one; :func:`jaxllm.explain` says why.
 
     Args:
         h: The residual, (..., D).
@@ -138,7 +139,7 @@ def _fused(
     norm_bias = check_pre_norm(x, scale, "bias", norm.get("bias"))
     up_bias = jnp.zeros(up["weight"].shape[1:], x.dtype) if up_bias is None else up_bias
     arrays = (x, h.normalized, scale, norm_bias, up["weight"], up_bias, down["weight"], down_bias)
-    saves = saves_derivative(backend, x, up["weight"], up_bias, x.shape[-1])
+    saves = saves_derivative(backend, x, up["weight"], up_bias, down["weight"])
     x, normalized = _ffn_block(*arrays, backend=backend, options=_FFNOptions(h.eps, saves))
     return carry(h, x, normalized=normalized)
 
@@ -251,7 +252,7 @@ def mlp(
     if activation != "gelu":
         raise ValueError(f"activation is {activation!r}; it must be 'gelu'")
     backend = resolve(backend)
-    saves = saves_derivative(backend, x, up_weight, up_bias, down_weight.shape[1])
+    saves = saves_derivative(backend, x, up_weight, up_bias, down_weight)
     arrays = (x, up_weight, up_bias, down_weight, down_bias)
     return _mlp(*arrays, backend=backend, options=_MLPOptions(saves))
 

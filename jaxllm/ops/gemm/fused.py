@@ -35,6 +35,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.core.dispatch import Direction, Op, dispatch, serves
 from jaxllm.core.layout import is_packed
+from jaxllm.core.partition import column_shards
 from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU
 from jaxllm.ops.gemm import cuda_fused, reference, tile_order
 from jaxllm.ops.gemm.gradients import dgrad, wgrad
@@ -78,12 +79,16 @@ def _matmul_bias(_, x, weight, bias):
     return jnp.dot(x, weight) + bias
 
 
-def saves_derivative(backend, x, weight, bias, out_columns: int) -> bool:
-    """Whether to save GELU's derivative, of a layer with so many columns after it.
+def saves_derivative(backend, x, weight, bias, next_weight) -> bool:
+    """Whether a layer saves GELU's derivative for the backward, and not GELU's input.
 
     That changes what the forward returns, so it is decided for the whole call and not for a shard.
+    The derivative is in tiles, which shards may not cut; GELU's input is sharded along any columns.
     """
-    options: dict[str, Any] = {"saves_derivative": True, "out_columns": out_columns}
+    shards = column_shards(x, weight, next_weight)
+    if shards > 1 and not tile_order.has_whole_tiles(weight.shape[1], shards):
+        return False
+    options: dict[str, Any] = {"saves_derivative": True, "out_columns": next_weight.shape[1]}
     return serves(MATMUL_BIAS_GELU, backend, x, weight, bias, **options)
 
 

@@ -34,6 +34,11 @@ def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
     return -(-rows // height), across, height * width
 
 
+def has_whole_tiles(columns: int, parts: int) -> bool:
+    """Whether each of so many equal parts of the columns is whole tiles."""
+    return columns % (parts * _TILE[1] * _CLUSTER_COLUMNS) == 0
+
+
 def shape_in_memory(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in memory of an array ``(*rows, columns)``.
 
