@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
+from jax.core import Tracer  # type: ignore[attr-defined]
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.core.backend import note_gather
@@ -87,7 +88,7 @@ def _one_op_ahead(cotangent: Any) -> Any:
     Gathers that wait for it run while the op before computes, and XLA joins them with its gathers.
     """
     last = (_last.get() or (lambda: None))()
-    is_traced = isinstance(cotangent, jax.core.Tracer)
+    is_traced = isinstance(cotangent, Tracer)
     _last.set(weakref.ref(cotangent) if is_traced else None)
     # A value of another trace, such as the body of another loop, is none of this one's.
     is_of_trace = is_traced and last is not None and last._trace is cotangent._trace
