@@ -1,0 +1,60 @@
+"""Training steps compiled for 8 to 64 H100s: what their programs move.
+
+``JAXLLM_CUDA_PLUGIN`` names the folder of :mod:`compile_for_gpus`; ``.ci/run`` makes one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compile_for_gpus import CASES
+
+from jaxllm.core import ffi
+from jaxllm.training import parallel
+
+ROOT = Path(__file__).parent.parent
+JOINED = 2**27  # bytes that XLA joins into one all-gather
+PLUGIN = os.environ.get("JAXLLM_CUDA_PLUGIN", "")
+
+pytestmark = [
+    pytest.mark.skipif(not PLUGIN, reason="JAXLLM_CUDA_PLUGIN names no folder of the plugin"),
+    pytest.mark.skipif(not ffi.is_available(), reason="the CUDA extension is not built"),
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+def test_programs_for_many_gpus_gather_weights_alone_and_never_all(name):
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "compile_for_gpus.py"), PLUGIN, name],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    programs = list(map(json.loads, run.stdout.splitlines()))
+    assert [tuple(found["case"]) for found in programs] == list(CASES)
+    for found in programs:
+        check(found)
+
+
+def check(found):
+    case, sizes = found["case"], parallel.parse_mesh(found["case"][0])
+    assert not found["warnings"], case
+    gathered = [of for kind, of in found["moved"] if kind == "all-gather"]
+    keys = [found["keys"]] if sizes["context"] > 1 else []
+    assert gathered and {size for of in gathered for size in of} <= {*found["weights"], *keys}, case
+    assert all(len(of) == 1 or 2 * sum(of) <= JOINED for of in gathered), case
+    assert 2 * found["parameters"] > JOINED
+    others = {kind for kind, _ in found["moved"]} - {"all-gather", "all-reduce", "reduce-scatter"}
+    assert others == ({"collective-permute"} if sizes["context"] > 1 else set()), case
+    if sizes["tensor"] == sizes["context"] == 1:  # biases, scales of norms and scalars
+        summed = [size for kind, of in found["moved"] if kind == "all-reduce" for size in of]
+        assert max(summed) < 2**14, case
+        assert any(kind == "reduce-scatter" for kind, _ in found["moved"]), case
+    assert "adamw_update" in found["kernels"]
+    assert any(kernel.startswith("flash_attention") for kernel in found["kernels"]), case
