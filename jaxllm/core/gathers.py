@@ -18,7 +18,7 @@ from jaxllm.core.backend import note_gather
 from jaxllm.core.layout import is_packed
 from jaxllm.core.meshes import explicit_sharding, reshard
 from jaxllm.core.sharding_rule import MeshAxes, Names, axes_of_entry
-from jaxllm.core.shards import Layout
+from jaxllm.core.shards import Layout, array_of
 
 
 @jax.tree_util.register_static
@@ -68,31 +68,42 @@ def gather_again(kept: Any, saved: Saved, cotangents: Any) -> Any:
     some = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0][:1]
     if not weights or not some:
         return kept
-    has_matrix = any(len(saved.residuals[i]) > 1 for i in weights)
-    fence = _one_op_ahead(some[0]) if has_matrix else some[0]
+    matrices = [array_of(leaves[i]) for i in weights if len(saved.residuals[i]) > 1]
+    fence = _ahead(some[0], sum(x.nbytes for x in matrices)) if matrices else some[0]
     fenced, _ = jax.lax.optimization_barrier(([leaves[i] for i in weights], fence))
     for i, leaf in zip(weights, fenced, strict=True):
         leaves[i] = leaf
     return tree.unflatten(leaves)
 
 
-# The cotangent of the op with matrices whose backward was traced last.
-_last: contextvars.ContextVar[weakref.ref | None] = contextvars.ContextVar(
-    "cotangent", default=None
-)
+# The cotangents of the ops with matrices whose backward was traced, and the bytes of the matrices.
+_Traced = tuple[tuple[weakref.ref, int], ...]
+_traced: contextvars.ContextVar[_Traced] = contextvars.ContextVar("ops with matrices", default=())
+_MOST_TRACED = 16
+_AHEAD_BYTES = 2**26
 
 
-def _one_op_ahead(cotangent: Any) -> Any:
-    """The cotangent of the op before this one in the backward, or this one's if there is none.
+def _ahead(cotangent: Any, nbytes: int) -> Any:
+    """What the gathers of an op's matrices wait for: the cotangent of an op before it.
 
-    Gathers that wait for it run while the op before computes, and XLA joins them with its gathers.
+    That of the op before in the backward, or of an earlier one as long as all matrices from there
+    on are small together; its own where there is none. So gathers can run while other ops compute,
+    and XLA joins those of several ops.
     """
-    last = (_last.get() or (lambda: None))()
-    is_traced = isinstance(cotangent, Tracer)
-    _last.set(weakref.ref(cotangent) if is_traced else None)
-    # A value of another trace, such as the body of another loop, is none of this one's.
-    is_of_trace = is_traced and last is not None and last._trace is cotangent._trace
-    return last if is_of_trace else cotangent
+    if not isinstance(cotangent, Tracer):
+        return cotangent
+    traced = _traced.get()
+    _traced.set((*traced, (weakref.ref(cotangent), nbytes))[-_MOST_TRACED:])
+    found = cotangent
+    for at, size in reversed(traced):
+        earlier, nbytes = at(), nbytes + size
+        # A value of another trace, such as the body of another loop, is none of this one's.
+        if earlier is None or earlier._trace is not cotangent._trace:
+            break
+        if found is not cotangent and nbytes > _AHEAD_BYTES:
+            break
+        found = earlier
+    return found
 
 
 class GatherWarning(UserWarning):

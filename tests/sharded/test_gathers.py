@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxllm.ops
 from jaxllm import testing
-from jaxllm.core import partition
+from jaxllm.core import gathers, partition
 from jaxllm.core.dispatch import Op
 from jaxllm.core.gathers import GatherWarning
 
@@ -145,3 +145,28 @@ def test_every_op_declares_shardings_or_has_a_reason(monkeypatch):
     assert whole == set(WHOLE)
     ops = {x.name for module in modules() for x in vars(module).values() if isinstance(x, Op)}
     assert ops - rules.keys() == set(INSIDE)
+
+
+def test_gathers_of_the_backward_wait_for_an_op_before_that_is_small_or_next():
+    large = gathers._AHEAD_BYTES
+
+    def run(x):
+        small, more, big, last, after = (x + i for i in range(5))
+        assert gathers._ahead(small, 1) is small
+        assert gathers._ahead(more, 1) is small
+        assert gathers._ahead(big, large) is more
+        assert gathers._ahead(last, 1) is big
+        assert gathers._ahead(after, 1) is last
+        inner = []
+
+        def body(carry, _):
+            inner.append(gathers._ahead(carry, 1) is carry)
+            return carry, None
+
+        jax.lax.scan(body, after, length=2)
+        assert all(inner)
+        return x
+
+    jax.jit(run)(1.0)
+    # A value of another program is not used.
+    assert jax.jit(lambda x: x + (gathers._ahead(x, 1) is x))(1.0) == 2
