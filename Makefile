@@ -27,7 +27,7 @@ installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
 # What `make kernels` compiles for: every GPU that docs/architectures.md tells of.
 ARCHS ?= 80 86 89 90 90a 100 103 120
 
-.PHONY: help venv install demo test test-gpu lint format bench kernels clean
+.PHONY: help venv install demo test test-gpu lint format bench kernels docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -65,6 +65,9 @@ bench: $(call installed,train) ## time the ops and the training step; needs a GP
 kernels: ## compile every kernel, and link none; ARCHS="80 120" says for which GPUs
 	cuda/compile.sh $(ARCHS)
 
+docs: $(VENV)/.docs-tools ## build the documentation site into build/docs; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 clean: ## remove .venv, build products and caches; leaves data/ and runs/
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -74,6 +77,11 @@ $(VENV)/.created:
 	    f"jaxllm needs Python >= 3.11, and this is {sys.version.split()[0]}: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
+	touch $@
+
+# The site is built from the sources: jaxllm need not be installed.
+$(VENV)/.docs-tools: $(VENV)/.created pyproject.toml
+	$(PIP) install --quiet --group docs
 	touch $@
 
 # The install below builds against these, so that a second build is an incremental one. jaxlib is

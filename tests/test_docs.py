@@ -1,4 +1,4 @@
-"""The pages in docs: their links resolve, and their measurements are rows of the results."""
+"""The pages in docs: links resolve, examples run, and measurements are rows of the results."""
 
 import csv
 import inspect
@@ -19,6 +19,12 @@ from jaxllm.training import optim
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+# Pages whose examples are not run as they are, with the reason.
+NOT_RUN = {
+    "export": "run by tests/test_export.py",
+    "sharding": "needs 16 devices",
+    "your_own_op": "is a part of examples/add_your_own_op.py",
+}
 MEASURED = "| commit | op | case | direction | implementation | us | share of copy |"
 
 
@@ -30,6 +36,19 @@ def results():
 
 def links(page):
     return re.findall(r"\[([^\]]*)\]\(([^)]*)\)", page.read_text().replace("\n", " "))
+
+
+def examples(page):
+    """The code blocks of a page that are marked as Python."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_examples(stem):
+    """Runs the examples of a page in order, and returns the names that they define."""
+    page = ROOT / "docs" / f"{stem}.md"
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(examples(page)), str(page), "exec"), names)
+    return names
 
 
 def test_kernel_table_is_current():
@@ -80,8 +99,42 @@ def test_links_resolve_to_the_named_symbols(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_page_is_in_the_index(page):
-    index = ROOT / "docs" / "README.md"
-    assert page == index or page.name in [target for _, target in links(index)]
+    indexes = [ROOT / "docs" / name for name in ("README.md", "kernels.md")]
+    listed = {target for index in indexes for _, target in links(index)}
+    assert page.name in {"README.md", *listed}
+
+
+@pytest.mark.parametrize(
+    "stem", [page.stem for page in PAGES if examples(page) and page.stem not in NOT_RUN]
+)
+def test_examples_run(stem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_examples(stem)
+
+
+def test_examples_that_are_not_run_exist():
+    assert NOT_RUN.keys() <= {page.stem for page in PAGES if examples(page)}
+    (example,) = examples(ROOT / "docs" / "your_own_op.md")
+    assert example.strip() in (ROOT / "examples" / "add_your_own_op.py").read_text()
+
+
+def test_example_of_backends_gives_one_result(capsys):
+    names = run_examples("backends")
+    for name in ("y_pallas", "y_xla"):
+        difference = np.abs(names[name].astype("float32") - names["y"].astype("float32"))
+        assert difference.max() < 0.05, name
+    assert "flash_attention_backward" in capsys.readouterr().out
+
+
+def test_example_of_training_learns():
+    losses = run_examples("training")["losses"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_example_of_inference_generates_and_shrinks():
+    names = run_examples("inference")
+    assert [len(text) for text in names["texts"]] == [8, 8] and len(names["tokens"]) == 4
+    assert names["ratio"] < 0.6
 
 
 def measured_rows(page):

@@ -25,8 +25,10 @@ from jaxllm.models.common import Params
 from jaxllm.models.gpt2 import GPT2Config
 
 CHECKPOINT_MAGIC = 20240326
-DEBUG_STATE_MAGIC, DEBUG_STATE_VERSION = 20240327, 2
-OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION = 20240527, 1
+DEBUG_STATE_MAGIC = 20240327
+DEBUG_STATE_VERSION = 2
+OPTIMIZER_STATE_MAGIC = 20240527
+OPTIMIZER_STATE_VERSION = 1
 # The dtypes of a checkpoint by version.
 DTYPES = {3: jnp.dtype("float32"), 5: jnp.dtype("bfloat16")}
 

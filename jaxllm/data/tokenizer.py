@@ -31,7 +31,8 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>")
 _OTHER_ENDS = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
 _BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 
-LLMC_MAGIC, LLMC_VERSION = 20240328, 2
+LLMC_MAGIC = 20240328
+LLMC_VERSION = 2
 # GPT-2's pre-tokenization pattern: contractions, words, numbers, punctuation and white space.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

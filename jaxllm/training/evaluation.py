@@ -19,7 +19,8 @@ from jaxllm import ops
 from jaxllm.data.llmc_header import HEADER_BYTES, read_header
 from jaxllm.training import parallel
 
-MAGIC, VERSION = 20240522, 1
+MAGIC = 20240522
+VERSION = 1
 START = 65535  # the word before each example
 
 

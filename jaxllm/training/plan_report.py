@@ -10,7 +10,8 @@ from jaxllm.training.plan_inputs import GIB, GPU_MEMORY, find_model
 
 # The share of a GPU's memory that JAX allocates by default, and the share that a plan may take
 # before its own error (10% on the measured rows) decides whether it fits.
-JAX_MEMORY_FRACTION, CERTAIN_FRACTION = 0.75, 0.9
+JAX_MEMORY_FRACTION = 0.75
+CERTAIN_FRACTION = 0.9
 
 
 def describe(plan: Plan) -> str:
