@@ -15,7 +15,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ COMPILER = (
 )
 _PARTS = ("bin/nvcc", "nvvm/bin/cicc", "include/cuda_runtime.h", "lib/libcudart_static.a")
 _OF_TOOLKITS = Path("/usr/local/cuda/bin/nvcc")
-Settings = Mapping[str, Any] | None
+Settings = dict[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
