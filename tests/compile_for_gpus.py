@@ -2,8 +2,8 @@
 
     python tests/compile_for_gpus.py FOLDER gpt2|llama3
 
-FOLDER has JAX's CUDA plugin (``pip install --no-deps --target FOLDER jax-cuda12-pjrt``, in the
-version of jaxlib); the CUDA extension must be built. The plugin stays out of ``site-packages``,
+FOLDER has JAX's CUDA plugin (``pip install --no-deps --target FOLDER jax-cuda12-pjrt
+jax-cuda12-plugin``, in the version of jaxlib); the CUDA extension must be built. The plugin stays out of ``site-packages``,
 where JAX would start it in every process.
 Prints a line of JSON for each of :data:`CASES`.
 """
@@ -71,7 +71,7 @@ def compile_step(jax, name, mesh_text, kind):
     from jaxllm.training import parallel
 
     model, config, tokens = {
-        "gpt2": (gpt2, gpt2.PRESETS["d12"], (4, 1024)),
+        "gpt2": (gpt2, dataclasses.replace(gpt2.PRESETS["d12"], layers=8), (4, 1024)),
         "llama3": (
             llama3,
             dataclasses.replace(llama3.PRESETS["3.2-1b"], layers=3, vocab_size=32768),
