@@ -3,8 +3,8 @@
     python tests/compile_for_gpus.py FOLDER gpt2|llama3
 
 FOLDER has JAX's CUDA plugin (``pip install --no-deps --target FOLDER jax-cuda12-pjrt
-jax-cuda12-plugin``, in the version of jaxlib); the CUDA extension must be built. The plugin stays out of ``site-packages``,
-where JAX would start it in every process.
+jax-cuda12-plugin``, in the version of jaxlib); the CUDA extension must be built. The plugin stays
+out of ``site-packages``, where JAX would start it in every process.
 Prints a line of JSON for each of :data:`CASES`.
 """
 
