@@ -150,18 +150,20 @@ def train(options: argparse.Namespace) -> None:
                 if not (due or interrupted()):
                     continue
                 record, pending = measure(*pending), None
+                # On several devices each may have the copy, but a shard of the masters.
+                weights = state.params if state.copy is None else state.copy
                 paused = time.perf_counter()
                 if "validation" in due and not interrupted():
-                    record["val_loss"] = validate(evaluate, state.params, options)
+                    record["val_loss"] = validate(evaluate, weights, options)
                     tqdm.write(f"step {step}: validation loss {record['val_loss']:.4f}")
                 if "hellaswag" in due and not interrupted():
-                    record["hellaswag"] = hellaswag_accuracy(state.params, options)
+                    record["hellaswag"] = hellaswag_accuracy(weights, options)
                     tqdm.write(f"step {step}: HellaSwag {record['hellaswag']:.4f}")
                 report(record)
                 if folder and ("checkpoint" in due or interrupted()):
                     checkpoint.save(folder, step, state, identity(options) | settings(options))
                 if "sample" in due and not interrupted():
-                    text = sample(state.params, options, step)
+                    text = sample(weights, options, step)
                     tqdm.write(f"--- sample after step {step}:\n{text}\n---")
                 began += time.perf_counter() - paused
                 if interrupted():

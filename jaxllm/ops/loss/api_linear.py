@@ -275,8 +275,8 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
         dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
     if shards.is_inside():
-        # XLA would delay the GEMM of dweight, as long as the backward, and run it beside the last
-        # collectives. Those wait for a GEMM of all SMs to end, on other devices as well.
+        # XLA would delay dweight's GEMM to the end of the backward, beside the last collectives. On
+        # every device these would wait until the GEMM leaves the SMs of each.
         dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
     gradients = (dhidden.reshape(shape), dweight)
     dhidden, dweight = checkpoint_name(gradients, "linear_cross_entropy")
