@@ -2,6 +2,7 @@
 
 ============================  ====================================================================
 ``jaxllm.ops``                the ops, from ``layer_norm`` to ``attention_block``
+``jaxllm.nn``                 ops in the form of ``jax.nn``, for models that exist
 ``jaxllm.models``             ``gpt2`` and ``llama3``: config, init, block, forward, loss
 ``jaxllm.training``           steps, optimizers, schedules, checkpoints, logs
 ``jaxllm.data``               texts to token shards to batches
@@ -11,12 +12,13 @@
 ``jaxllm.core``               how a call finds its kernel
 ============================  ====================================================================
 
-``ops``, the backend switch and ``explain`` come with ``import jaxllm``; import the others by name.
+``ops``, ``nn``, the backend switch and ``explain`` come with ``import jaxllm``; import the others
+by name.
 """
 
-from jaxllm import ops
+from jaxllm import nn, ops
 from jaxllm.core.backend import Backend, BackendError, explain, use_backend
 
 __version__ = "0.1.0"
 
-__all__ = ["Backend", "BackendError", "explain", "ops", "use_backend"]
+__all__ = ["Backend", "BackendError", "explain", "nn", "ops", "use_backend"]

@@ -22,6 +22,7 @@ FAMILIES = (
 SHARED = ("jaxllm.ops.checks", "jaxllm.ops.weights")  # by all families
 # The packages above the ops, and those that each may import.
 PACKAGES = {
+    "jaxllm.nn": ("jaxllm.core", "jaxllm.ops"),
     "jaxllm.models": ("jaxllm.ops",),
     "jaxllm.data": (),
     "jaxllm.inference": ("jaxllm.ops", "jaxllm.models"),

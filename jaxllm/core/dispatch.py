@@ -142,6 +142,28 @@ def serves(op: Op, backend: Backend, *arrays: Any, **static: Any) -> bool:
     return _choose(op, op.name, backend, arrays, static)[0] != PARTS
 
 
+def choose(
+    op: Op, direction: Direction, backend: Backend, *arrays: Any, **static: Any
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The implementation that a GPU would run, and why each one before it was rejected.
+
+    Args:
+        op: The op.
+        direction: As in :func:`dispatch`.
+        backend: A resolved backend.
+        *arrays: As in :func:`dispatch`.
+        **static: The implementation's options.
+
+    Returns:
+        ``"cuda"``, ``"pallas"``, ``"xla-gpu"`` for what JAX ships for a GPU, or ``"xla"`` for the
+        reference implementation; and pairs of a name and a reason.
+
+    Raises:
+        BackendError: The backend was asked for by name and cannot serve the call.
+    """
+    return _choose(op, op.stem(direction), backend, arrays, static)
+
+
 def _dispatch_shard(
     op: Op, direction: Direction, backend: Backend, static: tuple, *arrays: Any
 ) -> Any:

@@ -23,7 +23,7 @@ def check_labels(labels: Array, name: str, rows: Array) -> None:
 
 def normalize_labels(labels: Array, ignore_index: int | None, vocab_size: int) -> tuple[Array, int]:
     """Returns the labels in int32, and the one value of them that is ignored."""
-    columns = _as_int32(labels)
+    columns = as_int32(labels)
     if ignore_index is None:
         columns, ignore_index = jnp.maximum(columns, -1), -1
     ignore_index = as_integer("ignore_index", ignore_index)
@@ -38,7 +38,7 @@ def normalize_labels(labels: Array, ignore_index: int | None, vocab_size: int) -
     return columns, ignore_index
 
 
-def _as_int32(labels: Any) -> Array:
+def as_int32(labels: Any) -> Array:
     """The labels clipped to int32.
 
     A plain cast would turn 2^32 + 3 into column 3. NumPy arrays are clipped by NumPy, because
