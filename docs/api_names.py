@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "jaxllm": ("jaxllm",),
     "ops": ("jaxllm.ops",),
+    "nn": ("jaxllm.nn",),
     "models": ("jaxllm.models.*",),
     "training": ("jaxllm.training", "jaxllm.training.*"),
     "inference": ("jaxllm.inference.*",),
