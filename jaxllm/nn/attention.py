@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,42 +23,6 @@ _OURS = "jaxllm"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The segments: queries and keys within their lengths, queries beyond, keys beyond.
 _WITHIN, _QUERIES_BEYOND, _KEYS_BEYOND = 0, 1, 2
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
-    return_residual: Literal[False] = ...,
-) -> Array: ...
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
-    return_residual: bool,
-) -> Any: ...
 
 
 def dot_product_attention(
