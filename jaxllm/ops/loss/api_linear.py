@@ -272,9 +272,9 @@ def _linear_cross_entropy_forward(options, backend, hidden, weight, labels, fact
     gradients = vma.vary((jnp.zeros_like(hidden), sums), vma.axes_of((hidden, weight, labels)))
     carry = (jnp.zeros_like(factor), *gradients)
     loss, dhidden, dweight = _over_chunks(step, hidden, labels, options, carry)
-    if shards.is_inside() and options.weight_dtype == jnp.bfloat16:
-        dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
     if shards.is_inside():
+        if options.weight_dtype == jnp.bfloat16:
+            dweight = dweight.astype(options.weight_dtype)  # half the bytes to sum over shards
         # XLA would delay dweight's GEMM to the end of the backward, beside the last collectives. On
         # every device these would wait until the GEMM leaves the SMs of each.
         dhidden, dweight = lax.optimization_barrier((dhidden, dweight))
