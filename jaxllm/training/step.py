@@ -206,8 +206,8 @@ def make_train_step(
             :func:`jaxllm.training.parallel.state_shardings`. The returned state keeps them. None
             for training on one device, or to let XLA choose.
         overlap: With ``shardings``: whether XLA runs collectives beside kernels, by its
-            latency-hiding scheduler. False is faster for GPT-2 in bfloat16 on Hopper GPUs: kernels
-            of its fused blocks need all SMs at once, and wait until a collective has left them.
+            latency-hiding scheduler. False is faster for GPT-2 under FSDP in bfloat16 on Hopper
+            GPUs: kernels of its fused blocks need all SMs at once, and wait for collectives to end.
         compiler_options: XLA's options for the step. None for those of
             :func:`default_compiler_options` with ``shardings``, else for none.
 
@@ -299,8 +299,9 @@ _ON_GPUS = {
     # XLA copies the operands of the all-reduces that it joins into one array, and the results out
     # of it: for GPT-2's gradients 0.8 ms of a step of 50. NCCL takes arrays apart in one launch.
     "xla_disable_hlo_passes": "all-reduce-contiguous",
-    # Up to how many bytes XLA joins; by default 30 MB. A collective waits on each device for a
-    # kernel to leave its SMs, and on each for the other. Joined, Llama 3.2 1B takes 1 to 2% less.
+    # Up to how many bytes XLA joins; by default 30 MB. A collective starts on a device when a
+    # kernel leaves its SMs, and ends after it has started on all. A step of Llama 3.2 1B takes 1
+    # to 2% less.
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**28,
     "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
