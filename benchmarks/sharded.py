@@ -1,27 +1,32 @@
-"""Times a training step on several GPUs of one host, along one axis of a mesh, beside one GPU.
+"""Times a training step on several GPUs of one host beside one GPU.
 
 And the loss of an LM head whose vocabulary is sharded over the GPUs, and attention of one long
 sequence in shards, forward and backward.
 
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-Those of one GPU, and then the others, compile at once; one after another has the GPUs to itself.
-The batch of a training step grows with the GPUs, but along ``tensor`` and ``context``; that of an
-op does not.
+Those of one GPU, and then the others, compile at once; one after another has the GPUs to itself. At
+last the common steps on one GPU are timed once more: GPUs get slower as they warm up. All processes
+share XLA's choices of kernels, which it times anew in each process otherwise.
+
+The batch of a training step grows with the GPUs along ``data`` and ``fsdp``; that of an op does
+not.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -39,14 +44,46 @@ _LM_HEAD_SIZES = 2560, 128256  # width and vocabulary
 ATTENTION = ("attention", "attention_forward")
 _LENGTH, _HEADS, _KV_HEADS, _WIDTH = 65_536, 32, 8, 128
 OPS = (LM_HEAD, *ATTENTION)
-# 16 of the 32 layers of Llama 3.1 8B: the state of all takes 52 GiB on each of two GPUs.
-HALF_8B = "llama3_half_8b"
-_HALF_8B_SHAPE = "3.1-8b", 2, 4096
-MODELS = (*train.MODELS, HALF_8B, *OPS)
+
+
+class Step(NamedTuple):
+    """A training step.
+
+    Attributes:
+        model: ``"gpt2"`` or ``"llama3"``.
+        preset: Its size.
+        batch_size: Sequences of each part along ``data`` and ``fsdp``.
+        seq_len: Their tokens.
+        layers: How many layers; None for those of the preset.
+        remat: Whether the backward recomputes all of a block but attention.
+        warm_up: Steps before the timed ones. For some seconds: a GPU that is limited by its power
+            is at first about 1% faster.
+        steps: Steps in each timed group; None for ``--steps``.
+    """
+
+    model: str
+    preset: str
+    batch_size: int
+    seq_len: int
+    layers: int | None = None
+    remat: bool = False
+    warm_up: int = 20
+    steps: int | None = None
+
+
+STEPS = {
+    "gpt2": Step("gpt2", *train.MODELS["gpt2"], warm_up=100),
+    "gpt2_1558m": Step("gpt2", "d48", 16, 1024),
+    "llama3": Step("llama3", *train.MODELS["llama3"]),
+    "llama3_128k": Step("llama3", "3.2-1b", 1, 2**17, remat=True, warm_up=1, steps=1),
+    "llama3_256k": Step("llama3", "3.2-1b", 1, 2**18, remat=True, warm_up=1, steps=1),
+    # The state of all layers takes 52 GiB on each of two GPUs.
+    "llama3_half_8b": Step("llama3", "3.1-8b", 2, 4096, layers=16),
+    "llama3_8b": Step("llama3", "3.1-8b", 1, 8192, warm_up=8, steps=6),
+}
+MODELS = (*STEPS, *OPS)
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
-# For some seconds: a GPU that is limited by its power is at first about 1% faster.
-_WARM_UP = {"gpt2": 100}
-_WARM_UP_OF_OTHERS = 20
+_OP_WARM_UP = 20
 _REPORT = "SHARDED-REPORT "
 _READY = "SHARDED-READY"
 
@@ -58,7 +95,8 @@ class Run:
     Attributes:
         model: One of :data:`MODELS`.
         mesh: The axis along which all GPUs are: ``"data"`` or ``"fsdp"``, ``"tensor"``, for
-            :data:`LM_HEAD` the vocabulary's, or ``"context"``; "" for one GPU.
+            :data:`LM_HEAD` the vocabulary's, or ``"context"``. Or several, such as
+            ``"fsdp,tensor=2"``. "" for one GPU.
         axes: ``"auto"`` or ``"explicit"``.
         implementation: ``"jaxllm"``, or ``"plain"`` for plain JAX.
         processes: Whether each GPU has a process.
@@ -78,12 +116,18 @@ RUNS = (
     Run("gpt2", processes=True),
     Run("gpt2", mesh="fsdp"),
     Run("gpt2", implementation="plain"),
+    Run("gpt2_1558m", mesh="fsdp"),
     Run("llama3", mesh=""),
     Run("llama3"),
     Run("llama3", mesh="fsdp"),
     Run("llama3", mesh="tensor"),
     Run("llama3", mesh="tensor", axes="explicit"),
-    Run(HALF_8B, mesh="fsdp"),
+    Run("llama3_128k", mesh=""),
+    Run("llama3_128k", mesh="context"),
+    Run("llama3_256k", mesh="context"),
+    Run("llama3_half_8b", mesh="fsdp"),
+    Run("llama3_8b", mesh="fsdp,tensor=2"),
+    Run("llama3_8b", mesh="fsdp"),
     Run(LM_HEAD, mesh=""),
     Run(LM_HEAD, mesh="tensor"),
     Run(LM_HEAD, mesh="tensor", axes="explicit"),
@@ -109,30 +153,27 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.training import parallel
 
     count = options.gpus if run.mesh else 1
-    devices = jax.devices()[:count]
-    sizes = {"data": 1, run.mesh or "data": count}
-    mesh = parallel.make_mesh(**sizes, axis_type=run.axes, devices=devices)
-    prepare, parts = _prepare, count if run.mesh in ("data", "fsdp") else 1
+    axes = (part if "=" in part else f"{part}=-1" for part in (run.mesh or "data").split(","))
+    sizes = parallel.parse_mesh(",".join(axes))
+    mesh = parallel.make_mesh(**sizes, axis_type=run.axes, devices=jax.devices()[:count])
     if run.model == LM_HEAD:
         prepare = _prepare_lm_head
-        preset, batch_size, seq_len = "x".join(map(str, _LM_HEAD_SIZES)), 32, 1024
+        of = Step(LM_HEAD, "x".join(map(str, _LM_HEAD_SIZES)), 32, 1024)
     elif run.model in ATTENTION:
         prepare = _prepare_attention
-        preset, batch_size, seq_len = f"{_HEADS}x{_KV_HEADS}x{_WIDTH}", 1, _LENGTH
+        of = Step("attention", f"{_HEADS}x{_KV_HEADS}x{_WIDTH}", 1, _LENGTH)
     else:
-        preset, batch_size, seq_len = (train.MODELS | {HALF_8B: _HALF_8B_SHAPE})[run.model]
+        prepare, of = _prepare, STEPS[run.model]
     if options.smoke:
-        batch_size, seq_len = 1 if run.model in ATTENTION else 2, 16
+        of = of._replace(batch_size=1 if run.model in ATTENTION else 2, seq_len=16)
     shape = argparse.Namespace(
-        model=run.model.removesuffix("_half_8b"),
-        preset=preset,
-        batch_size=batch_size * parts,
-        seq_len=seq_len,
+        **of._asdict() | {"batch_size": of.batch_size * mesh.shape["data"] * mesh.shape["fsdp"]},
         dtype="bfloat16",
         data=None,
         smoke=options.smoke,
         worker="plain_unrolled",
     )
+    steps = of.steps or options.steps
     with jax.set_mesh(mesh), jaxllm.use_backend(options.backend):
         compiled, create, batches = prepare(run, shape, mesh)
         print(_READY, flush=True)
@@ -147,8 +188,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready((state, loss))
             return (time.perf_counter() - start) / count
 
-        run_steps(2 if options.smoke else _WARM_UP.get(run.model, _WARM_UP_OF_OTHERS))
-        seconds = [run_steps(options.steps) for _ in range(_GROUPS)]
+        run_steps(2 if options.smoke else of.warm_up)
+        seconds = [run_steps(steps) for _ in range(_GROUPS)]
     value: Any = loss["loss"] if isinstance(loss, dict) else loss
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
@@ -156,32 +197,32 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     note = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
     peak_flops = training.peak_flops(jax.devices()[0].device_kind)
     if run.model not in OPS and peak_flops is not None:
-        flops = train._module(shape).flops_per_token(_model(run, shape), seq_len)
-        speed = shape.batch_size * seq_len / median
+        flops = train._module(shape).flops_per_token(_model(shape), of.seq_len)
+        speed = shape.batch_size * of.seq_len / median
         note += f"; MFU {flops * speed / (peak_flops * count):.3f}"
     return provenance() | {
-        "model": "smoke" if options.smoke else f"{run.model}_{preset}",
+        "model": "smoke" if options.smoke else f"{run.model}_{of.preset}",
         "batch_size": shape.batch_size,
-        "seq_len": seq_len,
+        "seq_len": of.seq_len,
         "implementation": run.implementation,
-        "mesh": f"{run.mesh}={count}" if run.mesh else "",
+        "mesh": ",".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1),
         "axes": run.axes if run.mesh else "",
         "processes": jax.process_count(),
         "gpus": count,
         "step_ms": f"{median * 1e3:.3f}",
-        "tokens_per_s": f"{shape.batch_size * seq_len / median:.0f}",
+        "tokens_per_s": f"{shape.batch_size * of.seq_len / median:.0f}",
         "peak_gib": "" if peak is None else f"{peak / 2**30:.2f}",
         "state_gib": f"{own / 2**30:.2f}",
         "loss": f"{float(value):.4f}",
-        "steps": options.steps,
+        "steps": steps,
         "note": note,
     }
 
 
-def _model(run: Run, shape: argparse.Namespace) -> Any:
+def _model(shape: argparse.Namespace) -> Any:
     """The model's configuration."""
     model = train._model(shape)
-    return dataclasses.replace(model, layers=16) if run.model == HALF_8B else model
+    return dataclasses.replace(model, layers=shape.layers or model.layers)
 
 
 def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, list[Any]]:
@@ -193,7 +234,8 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
     from jaxllm.models.common import unstack
     from jaxllm.training import parallel
 
-    module, model = train._module(shape), _model(run, shape)
+    module, model = train._module(shape), _model(shape)
+    remat = shape.remat and jax.checkpoint_policies.save_only_these_names("flash_attention")
     is_plain = run.implementation == "plain"
     sharding = parallel.batch_sharding(mesh, accumulate=not is_plain)
     leading = () if is_plain else (1,)
@@ -215,7 +257,7 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
             return module.init(jax.random.key(0), model)
 
         def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-            return module.loss(params, tokens, labels, model)
+            return module.loss(params, tokens, labels, model, remat=remat)
 
         def create() -> Any:
             return parallel.init_state(mesh, init, optimizer, unroll=True, copy_dtype="bfloat16")
@@ -229,7 +271,7 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
             optimizer,
             compute_dtype="bfloat16",
             shardings=shardings,
-            overlap=run.model != "gpt2",
+            overlap=shape.model != "gpt2",
         )
     like = jax.tree.map(
         lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), shapes, shardings
@@ -327,8 +369,9 @@ def _start(run: Run, process: int, port: int, options: argparse.Namespace) -> su
     command += [json.dumps(dataclasses.asdict(run)), "--process", str(process)]
     command += ["--port", str(port), "--gpus", str(options.gpus), "--steps", str(options.steps)]
     command += ["--backend", options.backend, *(["--smoke"] if options.smoke else [])]
-    # All hold a GPU at once, so none may reserve its memory.
+    # All hold a GPU at once, so none may reserve its memory; one after another may need all of it.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", "JAX_COMPILATION_CACHE_DIR": options.cache}
     if options.smoke:
         count = 1 if run.processes else options.gpus
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
@@ -355,8 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--csv", type=Path, help="default: benchmarks/results/<gpu>_sharded.csv; none with --smoke"
     )
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine")
-    for name in ("--worker", "--process", "--port"):
-        parser.add_argument(name, type=str if name == "--worker" else int, help=argparse.SUPPRESS)
+    for name, kind in (("--worker", str), ("--process", int), ("--port", int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
         row = work(options)
@@ -366,23 +409,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [
         run for run in RUNS if run.model in options.model and (not meshes or run.mesh in meshes)
     ]
-    # What a process has autotuned with, it keeps. One GPU may need all of its memory for one run.
+    on_one = [run for run in runs if not run.mesh]
+    waves = [on_one, [run for run in runs if run.mesh]]
+    if not options.smoke:
+        waves.append([run for run in on_one if run.model in train.MODELS])
     rows: list[dict[str, Any]] = []
-    for wave in ([run for run in runs if not run.mesh], [run for run in runs if run.mesh]):
-        rows += _time(wave, options)
+    with tempfile.TemporaryDirectory() as options.cache:
+        for row in itertools.chain.from_iterable(_time(wave, options) for wave in waves):
+            rows.append(row)
+            _save(row, options)
     columns = ("model", "implementation", "mesh", "axes", "processes", "step_ms", "tokens_per_s")
     columns += ("peak_gib", "state_gib", "loss")
     print(format_table(columns, [[str(row[column]) for column in columns] for row in rows]))
+    return 0 if len(rows) == sum(map(len, waves)) else 1
+
+
+def _save(row: dict[str, Any], options: argparse.Namespace) -> None:
     path = options.csv
-    if path is None and not options.smoke and rows:
-        path = ROOT / "benchmarks" / "results" / f"{slug(rows[0]['gpu'])}_sharded.csv"
-    if path and rows:
-        append_rows(path, COLUMNS, rows)
-        print(f"\n{len(rows)} rows appended to {path}")
-    return 0 if len(rows) == len(runs) else 1
+    if path is None and not options.smoke:
+        path = ROOT / "benchmarks" / "results" / f"{slug(row['gpu'])}_sharded.csv"
+    if path:
+        append_rows(path, COLUMNS, [row])
 
 
-def _time(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _time(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of runs that compile at once, and are timed one after another."""
     started = [
         [_start(run, i, 9911 + at, options) for i in range(options.gpus if run.processes else 1)]
@@ -391,7 +441,6 @@ def _time(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, An
     for processes in started:
         for process in processes:
             _read(process, _READY)
-    rows = []
     for run, processes in zip(runs, started, strict=True):
         for process in processes:
             assert process.stdin is not None
@@ -405,9 +454,9 @@ def _time(runs: Sequence[Run], options: argparse.Namespace) -> list[dict[str, An
         if reports[0] is None:
             print(f"{run}: exit status {statuses}", file=sys.stderr)
         else:
-            rows.append(json.loads(reports[0].removeprefix(_REPORT)))
-            print(*(rows[-1][x] for x in ("model", "mesh", "axes", "step_ms")), flush=True)
-    return rows
+            row = json.loads(reports[0].removeprefix(_REPORT))
+            print(*(row[x] for x in ("model", "mesh", "axes", "step_ms")), flush=True)
+            yield row
 
 
 if __name__ == "__main__":

@@ -359,6 +359,11 @@ def test_default_batch_is_the_measured_rows_or_what_fits():
     assert "does not fit" in describe(large)
 
 
+def test_llama_has_positions_for_longer_sequences():
+    plan = make_plan(find_model("3.2-1b"), {"context": 4}, batch_size=1, seq_len=2**18, remat=True)
+    assert plan.seq_len > plan.model.config.max_seq_len and plan.fits
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_every_preset_has_a_plan(family):
     for preset in {"gpt2": gpt2, "llama3": llama3}[family].PRESETS:

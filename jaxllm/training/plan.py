@@ -413,8 +413,8 @@ def make_plan(
 
     Raises:
         ValueError: A size is below 1, ``data`` x ``fsdp`` does not divide the batch or ``context``
-            the sequence, the sequence is longer than the model's, or the GPU or the dtype is
-            unknown.
+            the sequence, the sequence is longer than GPT-2's table of positions, or the GPU or the
+            dtype is unknown.
     """
     if gpu not in GPU_MEMORY:
         raise ValueError(f"gpu is {gpu!r}; it must be one of {', '.join(GPU_MEMORY)}")
@@ -429,7 +429,7 @@ def make_plan(
             raise ValueError(f"{name} is {size}; it must be at least 1")
     if not interconnect > 0:
         raise ValueError(f"interconnect is {interconnect:g} bytes per second; it must be above 0")
-    if seq_len > model.config.max_seq_len:
+    if seq_len > model.config.max_seq_len and model.family == "gpt2":
         raise ValueError(
             f"seq_len is {seq_len}; {model.family}:{model.preset} has max_seq_len "
             f"{model.config.max_seq_len}"
