@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.core.backend import note_gather
 from jaxllm.core.layout import is_packed
-from jaxllm.core.meshes import explicit_sharding, reshard
-from jaxllm.core.sharding_rule import MeshAxes, Names, axes_of_entry
+from jaxllm.core.sharding_rule import WHOLE, MeshAxes, Names, axes_of_entry
 from jaxllm.core.shards import Layout, array_of
 
 
@@ -110,23 +109,6 @@ class GatherWarning(UserWarning):
     """An op gathers an operand that it cannot take in shards."""
 
 
-def gathered(name: str, reason: str, *arrays: Any) -> tuple[Any, ...]:
-    """Arrays of an op that are gathered before it is dispatched, where their types say how.
-
-    On Auto axes XLA decides when it compiles.
-    """
-    found = []
-    for i, x in enumerate(arrays):
-        sharding = explicit_sharding(x)
-        if sharding is not None:
-            spec = tuple(sharding.spec)
-            if any(map(axes_of_entry, spec)):
-                _warn_of_gather(name, i, spec, reason)
-            x = reshard(x, sharding.mesh, P())
-        found.append(x)
-    return tuple(found)
-
-
 _warned: set[Any] = set()
 
 
@@ -134,6 +116,7 @@ def warn_of_gathers(layout: Layout, axes: MeshAxes, specs: Sequence[Sequence[Any
     """Warns once of each operand that the op gathers, and notes it for ``explain``."""
     rule = layout.call.rule
     why = f"the op may be sharded along {rule.sharded!r} of {rule.dims!r}"
+    why = "each device computes the whole op" if rule is WHOLE else why
     for i, spec in layout.gathered(axes, specs):
         _warn_of_gather(layout.call.name, i, spec, why)
 

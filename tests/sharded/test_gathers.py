@@ -23,9 +23,6 @@ from jaxllm.core.dispatch import Op
 from jaxllm.core.gathers import GatherWarning
 
 KINDS = ("Auto", "Explicit")
-# On Auto axes; it sorts the boxes before the kernel compares each with all others, so XLA gathers
-# them before.
-SILENT = ("nms",)
 NAMES = {"tied_embed": "embed"}  # it is embed and the table on several devices
 UNDECLARED = {str(call): call for call in CALLS if call.undeclared is not None}
 
@@ -54,7 +51,6 @@ def test_other_shardings_are_gathered_with_one_warning(kind):
         f"{NAMES.get(call.op, call.op)} gathers operand {list(call.inputs).index(array)}, whose "
         f"sharding is {call.gathered()[array]}"
         for call in UNDECLARED.values()
-        if kind == "Explicit" or call.op not in SILENT
         for array, _ in filter(None, [call.undeclared])
     ]
     assert found == sorted(wanted)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxllm.core import gathers
+from jaxllm.core import partition, shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.sharding_rule import WHOLE
 from jaxllm.ops.checks import as_float, check_floating, check_shape
 from jaxllm.ops.vision import cuda, pallas, reference
 
@@ -67,14 +68,18 @@ def nms(
     backend = resolve(backend)
     if boxes.shape[0] == 0:
         return jnp.zeros(0, bool)
-    boxes, scores = gathers.gathered("nms", "each box is compared with all", boxes, scores)
+    static = backend, as_float("iou_threshold", iou_threshold), bool(inclusive)
+    suppress = shards.Function(_suppress, static)
+    if partition.is_wanted((boxes, scores)):  # with the sort, so that it sees the shardings
+        arrays = boxes, scores
+        return partition.run(suppress, NMS.name, WHOLE, arrays, is_opaque=backend != "xla")
+    return suppress(boxes, scores)
+
+
+def _suppress(
+    backend: Backend, iou_threshold: float, inclusive: bool, boxes: Array, scores: Array
+) -> Array:
     order = jnp.argsort(scores, stable=True, descending=True)
-    keep = dispatch(
-        NMS,
-        Direction.INFERENCE,
-        backend,
-        boxes[order],
-        iou_threshold=as_float("iou_threshold", iou_threshold),
-        inclusive=bool(inclusive),
-    )
+    static = {"iou_threshold": iou_threshold, "inclusive": inclusive}
+    keep = dispatch(NMS, Direction.INFERENCE, backend, boxes[order], **static)
     return jnp.zeros_like(keep).at[order].set(keep, unique_indices=True)
