@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmarks import train
+from benchmarks import timing, train
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 COLUMNS = (
@@ -83,7 +83,7 @@ STEPS = {
 }
 MODELS = (*STEPS, *OPS)
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
-_OP_WARM_UP = 20
+_PROFILED = 2
 _REPORT = "SHARDED-REPORT "
 _READY = "SHARDED-READY"
 
@@ -190,11 +190,15 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
         run_steps(2 if options.smoke else of.warm_up)
         seconds = [run_steps(steps) for _ in range(_GROUPS)]
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     value: Any = loss["loss"] if isinstance(loss, dict) else loss
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     median = float(np.median(seconds))
     note = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
+    if options.profile and count > 1:
+        profiled = min(_PROFILED, steps)
+        events = timing.record_jax(lambda: run_steps(profiled), gpu="0")
+        note += f"; communication exposed {timing.exposed_ns(events) / 1e6 / profiled:.2f} ms"
     peak_flops = training.peak_flops(jax.devices()[0].device_kind)
     if run.model not in OPS and peak_flops is not None:
         flops = train._module(shape).flops_per_token(_model(shape), of.seq_len)
@@ -368,7 +372,8 @@ def _start(run: Run, process: int, port: int, options: argparse.Namespace) -> su
     command = [sys.executable, "-m", "benchmarks.sharded", "--worker"]
     command += [json.dumps(dataclasses.asdict(run)), "--process", str(process)]
     command += ["--port", str(port), "--gpus", str(options.gpus), "--steps", str(options.steps)]
-    command += ["--backend", options.backend, *(["--smoke"] if options.smoke else [])]
+    command += ["--backend", options.backend]
+    command += [f"--{flag}" for flag in ("profile", "smoke") if getattr(options, flag)]
     # All hold a GPU at once, so none may reserve its memory; one after another may need all of it.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93", "JAX_COMPILATION_CACHE_DIR": options.cache}
@@ -396,6 +401,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="in each of three timed groups")
     parser.add_argument(
         "--csv", type=Path, help="default: benchmarks/results/<gpu>_sharded.csv; none with --smoke"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="note how long a step only communicates"
     )
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any machine")
     for name, kind in (("--worker", str), ("--process", int), ("--port", int)):

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 import sys
 import tempfile
 import time
@@ -84,6 +85,14 @@ def busy_ns(events: Sequence[Event]) -> float:
     return total
 
 
+def exposed_ns(events: Sequence[Event]) -> float:
+    """How long one GPU only communicates: NCCL's kernels run, and no other; sorted by start.
+
+    It includes the time for which NCCL waits for other GPUs.
+    """
+    return busy_ns(events) - busy_ns([event for event in events if "nccl" not in event.name])
+
+
 def split(events: Sequence[Event], repetitions: int) -> tuple[tuple[float, ...], str]:
     """The busy time of each repetition of one call, in microseconds, and a note.
 
@@ -103,8 +112,12 @@ def split(events: Sequence[Event], repetitions: int) -> tuple[tuple[float, ...],
 # JAX
 
 
-def record_jax(run: Callable[[], None]) -> list[Event]:
+def record_jax(run: Callable[[], Any], gpu: str = "") -> list[Event]:
     """The device events of ``run``, which must block until its work is done.
+
+    Args:
+        run: The function.
+        gpu: The number of one GPU; "" for all.
 
     Raises:
         NoKernelsError: The trace has none.
@@ -123,22 +136,23 @@ def record_jax(run: Callable[[], None]) -> list[Event]:
             for file in files
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes
         ]
-        events = read_planes(planes)
+        events = read_planes(planes, gpu)
         if not events:
             raise NoKernelsError(f"no device events in JAX's trace; it has {_describe(planes)}")
     return events
 
 
-def read_planes(planes: Sequence[Any]) -> list[Event]:
-    """The device events of a trace's planes.
+def read_planes(planes: Sequence[Any], gpu: str = "") -> list[Event]:
+    """The device events of a trace's planes, of one GPU or all.
 
     A GPU's plane has one line per CUDA stream. Its other lines ("XLA Modules", "XLA Ops",
     "Framework Ops", ...) are derived from these and would count the same time again.
     """
+    wanted = re.compile(rf"/device:GPU:{gpu or '[0-9]+'}\b")
     return sorted(
         Event(float(event.start_ns), float(event.duration_ns), event.name)
         for plane in planes
-        if plane.name.startswith("/device:GPU")
+        if wanted.match(plane.name)
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events

@@ -71,12 +71,19 @@ def test_read_planes_reads_only_gpu_streams():
                 line("Stream #14(MemcpyD2D)", 4.0),
             ],
         ),
+        SimpleNamespace(name="/device:GPU:10", lines=[line("Stream #13", 7.0)]),
     ]
-    assert [event.start_ns for event in timing.read_planes(planes)] == [1.0, 4.0, 9.0]
+    assert [event.start_ns for event in timing.read_planes(planes)] == [1.0, 4.0, 7.0, 9.0]
+    assert [event.start_ns for event in timing.read_planes(planes, gpu="10")] == [7.0]
+
+
+def test_communication_is_exposed_where_nothing_runs_beside_it():
+    kernels = [(0, 4, "gemm"), (2, 4, "ncclDevKernel"), (5, 1, "gemm"), (8, 3, "ncclDevKernel")]
+    assert timing.exposed_ns([timing.Event(*kernel) for kernel in kernels]) == 1 + 3
 
 
 def test_trace_without_kernels_falls_back_to_wall_time(monkeypatch, capsys):
-    monkeypatch.setattr(timing, "read_planes", lambda planes: [])
+    monkeypatch.setattr(timing, "read_planes", lambda *_: [])
     fn = jax.jit(jnp.sin)
     with pytest.raises(timing.NoKernelsError, match="host"):
         timing.record_jax(lambda: fn(jnp.ones(8)).block_until_ready())
