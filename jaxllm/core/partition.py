@@ -87,7 +87,9 @@ def is_wanted(args: Any) -> bool:
         return is_eager(arrays)
     mesh = mesh_of(arrays)
     if mesh.empty:
-        return jax.device_count() > 1
+        # Symbolic sizes are those of jax.export, which cannot store a custom_partitioning.
+        is_symbolic = any(not isinstance(size, int) for x in arrays for size in x.shape)
+        return jax.device_count() > 1 and not is_symbolic
     return mesh.size > 1 and not mesh.are_all_axes_manual
 
 

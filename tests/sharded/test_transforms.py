@@ -4,6 +4,7 @@ import contextlib
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from calls import (
 )
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import testing
+from jaxllm import ops, testing
 from jaxllm.core.backend import BackendError
 
 KINDS = ("Auto", "Explicit")
@@ -184,3 +185,15 @@ def test_forward_mode_matches_one_device_under_xla_alone(kind):
             jax.jit(lambda given: run(given, "auto"))(given)
     expected = on_one_device(lambda given: run(given, "xla"), arrays)
     testing.assert_close(jax.device_get(found), expected, "float32")
+
+
+def test_a_program_of_a_symbolic_batch_is_exported_for_one_device():
+    def gradients(x, scale):
+        return jax.grad(lambda *of: jnp.sum(ops.rms_norm(*of) ** 2), (0, 1))(x, scale)
+
+    (rows,) = jax.export.symbolic_shape("rows")
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 8), (8,))]
+    exported = jax.export.export(jax.jit(gradients))(*like)
+    assert exported.nr_devices == 1 < jax.device_count()
+    x, scale = jnp.arange(24.0).reshape(3, 8), jnp.ones(8)
+    testing.assert_close(exported.call(x, scale), gradients(x, scale), "float32")
