@@ -312,8 +312,8 @@ def test_implementations_of_jax_can_be_named():
 
 
 def test_a_gpu_runs_our_kernels(with_kernels):
-    def program(dtype="bfloat16", **options):
-        arrays, options = arrays_and_options("grouped", {"is_causal": True, **options}, dtype)
+    def program(**options):  # in float32: beside a GPU, narrow 16-bit heads are left to cuDNN
+        arrays, options = arrays_and_options("grouped", {"is_causal": True, **options})
         return testing.lower_for_cuda(
             lambda arrays: results_and_gradients(nn.dot_product_attention, arrays, options), arrays
         )
