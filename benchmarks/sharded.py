@@ -5,9 +5,10 @@ sequence in shards, forward and backward.
 
 ``python -m benchmarks.sharded`` runs :data:`RUNS` and appends its rows to
 ``benchmarks/results/<gpu>_sharded.csv``. Each run has a process of its own, or one for each GPU.
-Those of one GPU, and then the others, compile at once; one after another has the GPUs to itself. At
-last the common steps on one GPU are timed once more: GPUs get slower as they warm up. All processes
-share XLA's choices of kernels, which it times anew in each process otherwise.
+Those of one GPU, then those of several, compile at once, and one after another has the GPUs to
+itself; the large ones come by themselves. At last the common steps on one GPU are timed once more:
+GPUs get slower as they warm up. All processes share XLA's choices of kernels, which it times anew
+in each process otherwise.
 
 The batch of a training step grows with the GPUs along ``data`` and ``fsdp``; that of an op does
 not.
@@ -23,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,6 +58,7 @@ class Step(NamedTuple):
         seq_len: Their tokens.
         layers: How many layers; None for those of the preset.
         remat: Whether the backward recomputes all of a block but attention.
+        is_large: Whether it needs the memory that other processes keep after they have compiled.
         warm_up: Steps before the timed ones. For some seconds: a GPU that is limited by its power
             is at first about 1% faster.
         steps: Steps in each timed group; None for ``--steps``.
@@ -67,6 +70,7 @@ class Step(NamedTuple):
     seq_len: int
     layers: int | None = None
     remat: bool = False
+    is_large: bool = False
     warm_up: int = 20
     steps: int | None = None
 
@@ -78,10 +82,11 @@ STEPS = {
     "llama3_128k": Step("llama3", "3.2-1b", 1, 2**17, remat=True, warm_up=1, steps=1),
     "llama3_256k": Step("llama3", "3.2-1b", 1, 2**18, remat=True, warm_up=1, steps=1),
     # The state of all layers takes 52 GiB on each of two GPUs.
-    "llama3_half_8b": Step("llama3", "3.1-8b", 2, 4096, layers=16),
-    "llama3_8b": Step("llama3", "3.1-8b", 1, 8192, warm_up=8, steps=6),
+    "llama3_half_8b": Step("llama3", "3.1-8b", 2, 4096, layers=16, is_large=True),
+    "llama3_8b": Step("llama3", "3.1-8b", 1, 8192, is_large=True, warm_up=8, steps=6),
 }
 MODELS = (*STEPS, *OPS)
+_LIMIT_S = 300.0  # for a compilation, and for a run: a GPU without memory leaves others waiting
 _GROUPS = 3  # timed runs of --steps steps; the median is reported
 _PROFILED = 2
 _REPORT = "SHARDED-REPORT "
@@ -386,9 +391,14 @@ def _start(run: Run, process: int, port: int, options: argparse.Namespace) -> su
 
 
 def _read(process: subprocess.Popen, word: str) -> str | None:
-    """The line of a process's output that begins with a word; None where there is none."""
+    """The line of a process's output that begins with a word; None where there is none in time."""
     assert process.stdout is not None
-    return next((line for line in process.stdout if line.startswith(word)), None)
+    timer = threading.Timer(_LIMIT_S, process.kill)
+    timer.start()
+    try:
+        return next((line for line in process.stdout if line.startswith(word)), None)
+    finally:
+        timer.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -417,8 +427,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [
         run for run in RUNS if run.model in options.model and (not meshes or run.mesh in meshes)
     ]
-    on_one = [run for run in runs if not run.mesh]
-    waves = [on_one, [run for run in runs if run.mesh]]
+    on_one, on_all = [run for run in runs if not run.mesh], [run for run in runs if run.mesh]
+    large = [run for run in on_all if run.model in STEPS and STEPS[run.model].is_large]
+    waves = [on_one, [run for run in on_all if run not in large], *([run] for run in large)]
     if not options.smoke:
         waves.append([run for run in on_one if run.model in train.MODELS])
     rows: list[dict[str, Any]] = []
