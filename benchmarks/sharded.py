@@ -240,11 +240,11 @@ def _prepare(run: Run, shape: argparse.Namespace, mesh: Any) -> tuple[Any, Any, 
     import jax.numpy as jnp
 
     from jaxllm import training
-    from jaxllm.models.common import unstack
+    from jaxllm.models.common import SAVE_ATTENTION, unstack
     from jaxllm.training import parallel
 
     module, model = train._module(shape), _model(shape)
-    remat = shape.remat and jax.checkpoint_policies.save_only_these_names("flash_attention")
+    remat = shape.remat and SAVE_ATTENTION
     is_plain = run.implementation == "plain"
     sharding = parallel.batch_sharding(mesh, accumulate=not is_plain)
     leading = () if is_plain else (1,)

@@ -20,7 +20,7 @@ from jaxllm.convert import huggingface, llmc
 from jaxllm.core.backend import BACKENDS
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
-from jaxllm.models.common import SAVE_GEMMS
+from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS
 from jaxllm.training import evaluation, loader, parallel, schedules
 
 
@@ -63,7 +63,12 @@ class Family:
 
 SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
 # What the backward pass recomputes.
-REMAT = {"nothing": False, "activations": SAVE_GEMMS, "blocks": True}
+REMAT = {
+    "nothing": False,
+    "activations": SAVE_GEMMS,
+    "blocks_but_attention": SAVE_ATTENTION,
+    "blocks": True,
+}
 # Options that a resumed run must have in common with its checkpoint.
 IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
 IDENTITY += ("dtype", "unroll")

@@ -92,7 +92,13 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--seq-len", type=int, help="default: 1024 of GPT-2, 4096 of Llama")
     plan.add_argument("--gpu", choices=("h100", "h200"), default="h100")
-    plan.add_argument("--remat", action="store_true", help="recompute blocks in the backward pass")
+    plan.add_argument(
+        "--remat",
+        nargs="?",
+        const="blocks",
+        choices=("blocks", "blocks_but_attention"),
+        help="recompute blocks in the backward pass, or all of them but attention",
+    )
     plan.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
     plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     plan.add_argument(
@@ -104,7 +110,9 @@ def _plan(options: argparse.Namespace) -> str:
     """The text of the subcommand ``plan``."""
     from jaxllm.training.plan_report import plan_text  # needs optax; info does not
 
-    return plan_text(**{name: x for name, x in vars(options).items() if name != "command"})
+    given = {name: x for name, x in vars(options).items() if name != "command"}
+    saves_attention = options.remat == "blocks_but_attention"
+    return plan_text(**given | {"remat": bool(options.remat), "saves_attention": saves_attention})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

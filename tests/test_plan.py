@@ -359,6 +359,29 @@ def test_default_batch_is_the_measured_rows_or_what_fits():
     assert "does not fit" in describe(large)
 
 
+def test_saved_attention_costs_memory_and_is_not_computed_again():
+    plan, again = (small_plan(remat=True, saves_attention=saves) for saves in (True, False))
+    # R L tokens, each with an output of D elements and a float32 number per head.
+    more = 16 * 32 * 2 * (2 * 64 + 4 * 2)
+    assert line(plan, "saved")[0] - line(again, "saved")[0] == more
+    assert compute_of(small_plan()) < compute_of(plan) < compute_of(again)
+    mesh = {"data": 1, "fsdp": 1, "context": 4}
+    saved, none = (
+        sent(small_plan(mesh=mesh, remat=remat, saves_attention=remat), "activations")
+        for remat in (True, False)
+    )
+    assert saved == none
+
+
+def test_a_long_sequence_takes_the_time_that_was_measured():
+    options = {"batch_size": 1, "seq_len": 2**17, "remat": True, "saves_attention": True}
+    plan = make_plan(find_model("3.2-1b"), ONE, **options)
+    rows = csv.DictReader((RESULTS / "h100-80gb-hbm3_sharded.csv").read_text().splitlines())
+    of_one = [row for row in rows if row["model"] == "llama3_128k_3.2-1b" and row["gpus"] == "1"]
+    row = of_one[-1]
+    assert compute_of(plan) == pytest.approx(float(row["step_ms"]) / 1e3, rel=0.01)
+
+
 def test_llama_has_positions_for_longer_sequences():
     plan = make_plan(find_model("3.2-1b"), {"context": 4}, batch_size=1, seq_len=2**18, remat=True)
     assert plan.seq_len > plan.model.config.max_seq_len and plan.fits

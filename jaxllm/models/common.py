@@ -21,6 +21,9 @@ Policy = Callable[..., bool]  # one of jax.checkpoint_policies
 # Saves the results of GEMMs and attention, and recomputes norms, rotations and activations: less
 # memory for little time. The names are those that the ops give their outputs.
 SAVE_GEMMS = jax.checkpoint_policies.save_only_these_names("linear", "flash_attention")
+# Saves attention's output and recomputes the rest of a block: for long sequences, where attention
+# takes most of the time.
+SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names("flash_attention")
 
 
 def run_blocks(

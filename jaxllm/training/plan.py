@@ -22,6 +22,7 @@ from fractions import Fraction
 from jaxllm.training.metrics import PEAK_FLOPS
 from jaxllm.training.parallel import AXES
 from jaxllm.training.plan_inputs import (
+    ATTENTION_MFU,
     FAMILIES,
     GPU_MEMORY,
     Elements,
@@ -29,6 +30,7 @@ from jaxllm.training.plan_inputs import (
     Row,
     Split,
     count_elements,
+    find_model,
     nearest_row,
 )
 
@@ -106,6 +108,7 @@ class Plan:
         seq_len: Tokens of each.
         gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
         remat: Whether each block is recomputed in the backward pass.
+        saves_attention: With remat: all of it but attention, whose output is saved.
         accumulate: Microbatches of a step.
         dtype: The compute dtype.
         interconnect: Bytes per second and GPU between hosts.
@@ -119,6 +122,7 @@ class Plan:
     seq_len: int
     gpu: str
     remat: bool
+    saves_attention: bool
     accumulate: int
     dtype: str
     interconnect: float
@@ -168,7 +172,8 @@ class Plan:
           float32 sum ``4 S``.
         - saved activations ``c R saved_per_token``, where the residual and the norms' outputs are
           whole along ``tensor``, and heads and MLP columns are divided; with remat ``c R 2 L D``,
-          since the residual that goes from block to block is two arrays
+          since the residual that goes from block to block is two arrays, and with attention saved
+          ``R L (c D + 4 N)`` for outputs and statistics, divided along ``tensor``
         - logits of a chunk ``c rows Vt``, and input and input gradient of the head ``2 c R D``
         - gradients of one block's activations ``c R (columns of the MLP / tensor + 2 D)``; with
           remat also the block's own saved activations
@@ -181,7 +186,9 @@ class Plan:
         local, layers = self.elements["all"].local(fsdp), config.layers
         updated = self.elements["all"].local(fsdp * self.updaters)
         rows, saved = self.rows, self.model.saved_per_token(self.split)
-        kept = 2 * layers * config.width if self.remat else saved
+        kept = c * (2 * layers * config.width if self.remat else saved)
+        if self.remat and self.saves_attention:
+            kept += layers * self.split.divide(c * config.width + 4 * config.heads, "qkv")
         columns = self.split.divide(self.model.mlp_columns, "up", "gate_up")
         block = columns + 2 * config.width + (saved // layers if self.remat else 0)
         logits, head_gradient = lm_head_bytes(self)
@@ -203,7 +210,7 @@ class Plan:
                 c * head.local(fsdp) + c * blocks.total // layers,
                 c * updated + is_table_whole * token_table,
             ),
-            MemoryLine("saved activations", *[c * rows * kept] * 2),
+            MemoryLine("saved activations", *[rows * kept] * 2),
             MemoryLine("logits of a chunk", logits),
             MemoryLine("input of the LM head, gradient", 2 * head_input, head_input),
             MemoryLine("activation gradients", 0, c * rows * block),
@@ -311,12 +318,14 @@ class Plan:
           input gradients of ``qkv`` and ``gate_up`` or ``up`` backward, the output of ``out`` once
           more with remat, the embedding, and the input gradient of the LM head. Not counted: the
           LM head's statistics, a few numbers per row.
-        - all-gather along ``context``: keys and values forward and backward, once more with remat;
-          reduce-scatter: their gradients
+        - all-gather along ``context``: keys and values forward and backward, once more where remat
+          recomputes attention; reduce-scatter: their gradients
         - permute along ``context``, half of a GPU's rows each, if that is a whole number: queries
-          and outputs forward, once more with remat; both and their gradients backward
+          and outputs forward, once more where remat recomputes attention; both and their gradients
+          backward
         """
         config, split, again = self.model.config, self.split, int(self.remat)
+        attends_again = int(self.remat and not self.saves_attention)
         layers, context = config.layers, self.mesh["context"]
         sums = layers * (
             ("out" in split) * (1 + again)
@@ -326,11 +335,11 @@ class Plan:
         )
         sums += ("wte" in split) + (("wte" if self.model.is_tied else "lm_head") in split)
         is_zigzag = context > 1 and self.seq_len // context % 2 == 0
-        swaps = layers * (6 + 2 * again) * is_zigzag
+        swaps = layers * (6 + 2 * attends_again) * is_zigzag
         query_columns = split.divide(config.width, "qkv")
         return (
             ("all-reduce", "tensor", sums * self.rows * config.width),
-            ("all-gather", "context", layers * (2 + again) * self.gathered_keys),
+            ("all-gather", "context", layers * (2 + attends_again) * self.gathered_keys),
             ("reduce-scatter", "context", layers * self.gathered_keys),
             ("permute", "context", swaps * self.rows * query_columns // 2),
         )
@@ -344,26 +353,29 @@ class Plan:
 
     @property
     def compute_seconds(self) -> float | None:
-        """The step time without communication: ``A R flops / (peak MFU)``, None without a rate.
+        """The step time without communication, None without a rate.
 
-        ``flops`` is the model's ``flops_per_token``, divided by ``tensor`` but for layers that are
-        not sharded; with remat plus a second forward pass of the blocks, a third of it without the
-        LM head's. ``MFU`` is that of :attr:`rate`, a whole step on one GPU, optimizer included. So
-        norms are assumed to be divided by ``tensor`` too, and narrower GEMMs to be as fast.
+        ``A R (6 M / u + 7 L T D / a) / peak`` for M elements that GEMMs multiply by: causal
+        attention computes two products of half the keys forward and five backward. ``a`` is
+        :data:`jaxllm.training.plan_inputs.ATTENTION_MFU`, and ``u`` what :attr:`rate`, a whole step
+        on one GPU with its norms and its optimizer, leaves for GEMMs. Both terms are divided by
+        ``tensor`` but for layers that are not sharded; with remat a third of the blocks' GEMMs and
+        two sevenths of attention come again. So norms are assumed to be divided by ``tensor`` too,
+        and narrower GEMMs to be as fast.
         """
         if self.rate is None:
             return None
-        config, split = self.model.config, self.split
-        flops = FAMILIES[self.model.family].flops_per_token(config, self.seq_len)
+        config, split, peak = self.model.config, self.split, PEAK_FLOPS[self.gpu.upper()]
+        products, attention = _flops_per_token(self.model, self.seq_len)
         head = "wte" if self.model.is_tied else "lm_head"
         of_head = 6 * config.padded_vocab_size * config.width
-        # What tensor divides: GEMMs, and attention with the heads of qkv.
         divided = 6 * sum(n for layer, n in split.weights.items() if layer in BLOCK_LAYERS)
-        divided += 12 * config.layers * self.seq_len * config.width * ("qkv" in split)
-        blocks = flops - of_head - divided + divided // split.tensor
-        flops = blocks * (4 if self.remat else 3) // 3 + split.divide(of_head, head)
-        peak = PEAK_FLOPS[self.gpu.upper()]
-        return self.accumulate * self.rows * flops / (peak * self.rate.mfu)
+        blocks = products - of_head - divided + divided // split.tensor
+        products = blocks * (4 if self.remat else 3) // 3 + split.divide(of_head, head)
+        attention = split.divide(attention, "qkv")
+        attention += attention * 2 // 7 * (self.remat and not self.saves_attention)
+        flops = products / _products_mfu(self.rate) + attention / ATTENTION_MFU
+        return self.accumulate * self.rows * flops / peak
 
     def step_seconds(self, *, overlap: bool = True) -> float | None:
         """The predicted step time, None without a measured rate.
@@ -391,6 +403,7 @@ def make_plan(
     seq_len: int | None = None,
     gpu: str = "h100",
     remat: bool = False,
+    saves_attention: bool = False,
     accumulate: int = 1,
     dtype: str = "bfloat16",
     interconnect: float = INTERCONNECT,
@@ -407,6 +420,7 @@ def make_plan(
         seq_len: Tokens of each; None for that of the measured row.
         gpu: A key of :data:`jaxllm.training.plan_inputs.GPU_MEMORY`.
         remat: Whether each block is recomputed in the backward pass.
+        saves_attention: With remat: all of it but attention, whose output is saved.
         accumulate: Microbatches of a step.
         dtype: The compute dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         interconnect: Bytes per second and GPU between hosts.
@@ -449,6 +463,7 @@ def make_plan(
         seq_len=seq_len,
         gpu=gpu,
         remat=remat,
+        saves_attention=saves_attention,
         accumulate=accumulate,
         dtype=dtype,
         interconnect=interconnect,
@@ -458,6 +473,22 @@ def make_plan(
     while batch_size is None and not plan.fits and plan.batch_size > shards:
         plan = dataclasses.replace(plan, batch_size=plan.batch_size // shards // 2 * shards)
     return plan
+
+
+def _flops_per_token(model: Model, seq_len: int) -> tuple[int, int]:
+    """Operations of a step for one token: those of GEMMs, and those of causal attention."""
+    config = model.config
+    pairs = config.layers * seq_len * config.width
+    whole = FAMILIES[model.family].flops_per_token(config, seq_len)
+    return whole - 12 * pairs, 7 * pairs
+
+
+def _products_mfu(row: Row) -> float:
+    """The share of the peak of all but attention in a measured step."""
+    family, _, preset = row.model.partition("_")
+    products, attention = _flops_per_token(find_model(f"{family}:{preset}"), row.seq_len)
+    conventional = FAMILIES[family].flops_per_token(FAMILIES[family].PRESETS[preset], row.seq_len)
+    return products / (conventional / row.mfu - attention / ATTENTION_MFU)
 
 
 def lm_head_bytes(plan: Plan) -> tuple[int, int]:

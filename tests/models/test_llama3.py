@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm.convert.huggingface import config_to_dict, from_state_dict, to_state_dict
 from jaxllm.models import llama3
-from jaxllm.models.common import SAVE_GEMMS, stack, unstack
+from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS, stack, unstack
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
@@ -205,6 +205,7 @@ def test_a_token_has_no_influence_on_earlier_logits(params, batch):
 
 
 REMATS = {"nothing": False, "activations": SAVE_GEMMS, "blocks": True}
+REMATS |= {"blocks_but_attention": SAVE_ATTENTION}
 
 
 @pytest.mark.parametrize("form", [stack, unstack])
