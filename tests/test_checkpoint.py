@@ -52,14 +52,15 @@ def test_restored_state_equals_the_saved_state(tmp_path, unrolled):
             state, _ = step(state, batch[..., :-1], batch[..., 1:])
             states[i] = jax.tree.map(np.array, state)
             checkpoint.save(folder, i, state, RECORD | {"step": i})
+    like = fresh(**options)
     with checkpoint.open_folder(tmp_path, keep=None) as folder:
         assert checkpoint.steps(folder) == list(states)
         for i, wanted in states.items():
-            found = checkpoint.restore(folder, fresh(**options), i)
+            found = checkpoint.restore(folder, like, i)
             assert_equal(found, wanted)
             assert_equal(found.copy, training.cast(wanted.params, "bfloat16"))
             assert checkpoint.read_record(folder, i) == RECORD | {"step": i}
-        newest = checkpoint.restore(folder, fresh(**options))
+        newest = checkpoint.restore(folder, like)
         assert int(newest.step) == 8
         assert checkpoint.read_record(folder)["step"] == 8
 

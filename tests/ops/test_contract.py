@@ -136,6 +136,16 @@ def differentiate(fn, inputs):
     return out, lambda cotangents: pull(jax.tree.map(of_kind, cotangents, out))
 
 
+def traced_with_gradients(fn):
+    """``fn`` and its gradients for cotangents of ones: to be traced once, and not run."""
+
+    def run(*inputs):
+        out, pull = differentiate(fn, inputs)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return run
+
+
 def of_kind(ct, out):
     """The cotangent as JAX expects it: float0 for an integer output."""
     floating = jnp.issubdtype(out.dtype, jnp.floating)
@@ -182,14 +192,25 @@ def refusal(case, dtype):
     return None
 
 
+@functools.lru_cache(maxsize=1)  # consecutive tests share a case, in each dtype
+def exact_program(op, name):
+    """The reference implementation and its gradients, for float64 inputs."""
+    return program(reference_function(case_named(op, name)))
+
+
+def case_named(op, name):
+    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
+    return case
+
+
 @functools.lru_cache(maxsize=1)  # consecutive tests share a case and dtype
 def expectation(op, name, dtype):
     """The inputs of a case, and the reference results in float64 and in the dtype."""
-    (case,) = [case for case in CASES if (case.op, case.name) == (op, name)]
+    case = case_named(op, name)
     inputs = testing.make_inputs(case, dtype)
     with jax.enable_x64(True):
         wide = training.cast(inputs, jnp.float64)
-        exact = jax.tree.map(np.asarray, value_and_gradients(reference_function(case), wide))
+        exact = jax.tree.map(np.asarray, exact_program(op, name)(wide))
     return inputs, exact, value_and_gradients(reference_function(case), inputs)
 
 
@@ -344,13 +365,8 @@ def test_scan_and_remat_change_no_results(case, backend):
 @pytest.mark.parametrize(("case", "backend"), traced_under_each_backend(FIRST_CASES))
 def test_kernels_lower_under_x64(case, backend):
     inputs = jax.eval_shape(lambda: testing.make_inputs(case, "float32"))
-
-    def gradients(*inputs):
-        out, pull = differentiate(op_under(case, backend), inputs)
-        return out, pull(jax.tree.map(jnp.ones_like, out))
-
     with jax.enable_x64(True):
-        testing.lower_for_cuda(gradients, *inputs)
+        testing.lower_for_cuda(traced_with_gradients(op_under(case, backend)), *inputs)
 
 
 @pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
@@ -384,9 +400,10 @@ def test_auto_on_hopper_has_the_output_types_of_the_reference(case, monkeypatch)
     # Hopper kernels and the reference must have outputs and residuals of the same types.
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
     inputs = jax.eval_shape(lambda: testing.make_inputs(case, "bfloat16"))
-    program = functools.partial(value_and_gradients, op_under(case, "auto"))
-    expected = functools.partial(value_and_gradients, op_under(case, "xla"))
-    found, wanted = (jax.eval_shape(lambda *a, f=f: f(a), *inputs) for f in (program, expected))
+    found, wanted = (
+        jax.eval_shape(traced_with_gradients(op_under(case, backend)), *inputs)
+        for backend in ("auto", "xla")
+    )
     assert found == wanted
 
 
@@ -433,9 +450,7 @@ def kernels_called(case, backend, program):
 )
 def test_lowered_program_calls_the_kernels_of_its_backend(case, backend, with_kernels):
     inputs = testing.make_inputs(case, "bfloat16")
-    program = testing.lower_for_cuda(
-        lambda *inputs: value_and_gradients(op_under(case, backend), inputs), *inputs
-    )
+    program = testing.lower_for_cuda(traced_with_gradients(op_under(case, backend)), *inputs)
     assert backend == "cuda" or "@jaxllm_" not in program
     assert backend == "pallas" or "triton" not in program
     if backend == "xla":
