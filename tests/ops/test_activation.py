@@ -73,10 +73,10 @@ def test_packed_swiglu_matches_swiglu_of_its_halves():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fn", [bias_add, bias_gelu])
 def test_bias_gradient_is_summed_in_float32(fn, backend):
-    x = jnp.full((4096, 5), 50.0, jnp.bfloat16)  # where the derivative of GELU is one
+    x = jnp.full((1024, 5), 50.0, jnp.bfloat16)  # where the derivative of GELU is one
     pull = jax.vjp(lambda bias: fn(x, bias, backend=backend), jnp.zeros(5, jnp.bfloat16))[1]
     # In bfloat16 a sum of ones stops at 256.
-    assert (pull(jnp.ones_like(x))[0] == 4096).all()
+    assert (pull(jnp.ones_like(x))[0] == 1024).all()
 
 
 def test_bias_add_saves_no_activations():
