@@ -36,7 +36,8 @@ installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
 # What `make kernels` compiles for: every GPU that docs/architectures.md tells of.
 ARCHS ?= 80 86 89 90 90a 100 103 120
 
-.PHONY: help venv install demo test test-gpu test-newest lint format bench kernels docs clean
+.PHONY: help venv install demo test test-gpu test-newest lint format bench kernels wheels test-wheels \
+	docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -76,6 +77,12 @@ bench: $(call installed,train) ## time the ops and the training step; needs a GP
 
 kernels: ## compile every kernel, and link none; ARCHS="80 120" says for which GPUs
 	cuda/compile.sh $(ARCHS)
+
+wheels: ## build the wheels of a release into dist/; needs Python 3.11 and 3.12
+	cmake/wheels.sh
+
+test-wheels: ## install the wheels in dist/ beside jax[cuda12] and jax[cuda13], and try them
+	tests/install_wheels.sh dist/*.whl
 
 docs: $(VENV)/.docs-tools ## build the documentation site into build/docs; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
