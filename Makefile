@@ -16,6 +16,15 @@ endif
 PYTEST_WORKERS ?= 2
 PYTEST_FLAGS ?=
 
+# What depends most on JAX's version, in under two minutes. The longest comes first.
+NEWEST_TESTS := 'tests/test_sharded.py::test_on_eight_devices[whole_arrays]' \
+	tests/ops/test_contract.py::test_lowered_program_calls_the_kernels_of_its_backend \
+	tests/models/test_gpt2.py tests/test_dispatch.py tests/test_versions.py \
+	tests/test_nn.py::test_vmap_matches_a_batch \
+	tests/test_nn.py::test_layer_norm_takes_what_models_have \
+	tests/test_training.py::test_in_place_adamw_matches_optax \
+	tests/test_training.py::test_bfloat16_compute_keeps_float32_state
+
 comma := ,
 PIP := $(VENV)/bin/python -m pip
 KERNEL_SOURCES := $(shell find cuda -name '*.cu*' -o -name '*.cc' -o -name '*.h') \
@@ -27,11 +36,12 @@ installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
 # What `make kernels` compiles for: every GPU that docs/architectures.md tells of.
 ARCHS ?= 80 86 89 90 90a 100 103 120
 
-.PHONY: help venv install demo test test-gpu lint format bench kernels docs clean
+.PHONY: help venv install demo test test-gpu test-newest lint format bench kernels wheels test-wheels \
+	docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 venv: $(VENV)/.created ## make .venv
 
@@ -45,6 +55,9 @@ test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
 
 test-gpu: $(call installed,test) ## run the tests on a GPU; only a kernel that declines it skips one
 	$(PY) -m pytest -n 12 --dist loadgroup --require-gpu $(PYTEST_FLAGS)
+
+test-newest: $(call installed,test) ## run the part of the tests that .ci/run runs on the newest JAX
+	$(PY) -m pytest -n $(PYTEST_WORKERS) $(NEWEST_TESTS) $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-dev ## check formatting, lint and types
 	$(VENV)/bin/ruff format --check .
@@ -64,6 +77,12 @@ bench: $(call installed,train) ## time the ops and the training step; needs a GP
 
 kernels: ## compile every kernel, and link none; ARCHS="80 120" says for which GPUs
 	cuda/compile.sh $(ARCHS)
+
+wheels: ## build the wheels of a release into dist/; needs Python 3.11 and 3.12
+	cmake/wheels.sh
+
+test-wheels: ## install the wheels in dist/ beside jax[cuda12] and jax[cuda13], and try them
+	tests/install_wheels.sh dist/*.whl
 
 docs: $(VENV)/.docs-tools ## build the documentation site into build/docs; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

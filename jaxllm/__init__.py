@@ -16,6 +16,9 @@
 by name.
 """
 
+from jaxllm.core import versions  # noqa: F401  first: an unsupported JAX may fail in what follows
+
+# isort: split
 from jaxllm import nn, ops
 from jaxllm.core.backend import Backend, BackendError, explain, use_backend
 
