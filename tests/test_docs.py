@@ -23,6 +23,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 NOT_RUN = {
     "export": "run by tests/test_export.py",
     "sharding": "needs 16 devices",
+    "use_from_your_model": "run by tests/test_examples_nn.py",
     "your_own_op": "is a part of examples/add_your_own_op.py",
 }
 MEASURED = "| commit | op | case | direction | implementation | us | share of copy |"

@@ -120,5 +120,4 @@ def test_navigation_has_every_page():
     pages = {path.name for path in page_links.DOCS.glob("*.md")}
     pages |= {f"reference/{name}.md" for name in api_names.PAGES}
     pages |= set(page_links.PAGES.values())
-    # docs/site/hooks.py adds this page once it exists.
-    assert pages - {"use_from_your_model.md"} == listed
+    assert pages == listed

@@ -16,16 +16,6 @@ sys.path.insert(0, str(DOCS))
 import api_names  # noqa: E402
 import page_links  # noqa: E402
 
-OPTIONAL = "use_from_your_model.md"  # in the navigation once it exists
-
-
-def on_config(config: Any) -> None:
-    """Adds the optional page to the navigation."""
-    if (DOCS / OPTIONAL).exists():
-        guide = next(entry["Guide"] for entry in config.nav if "Guide" in entry)
-        if OPTIONAL not in [page for entry in guide for page in entry.values()]:
-            guide.append({"Flax NNX, Equinox, your own model": OPTIONAL})
-
 
 def on_files(files: Files, config: Any) -> None:
     """Adds the pages that are not in docs."""
