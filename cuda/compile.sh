@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every kernel for some architectures, and keeps nothing: cuda/compile.sh 80 90a 120
 #
-# Architectures that nvcc lacks are left out, and named. NVCC_FLAGS has more flags: with -Ofc=max,
-# which newer versions of nvcc have, it takes a third of the time and still finds what does not
-# compile.
+# Architectures that nvcc lacks are left out, and named. With NVCC_APPEND_FLAGS=-Ofc=max, which newer
+# versions of nvcc have, it takes a third of the time and still finds what does not compile.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -25,5 +24,5 @@ trap 'rm -rf "$output"' EXIT
 find . -name '*.cu' -printf '%s %P\n' | sort -rn | cut -d' ' -f2 | xargs -P "$(nproc)" -I{} sh -c '
   file=$1 output=$2; shift 2
   nvcc -std=c++17 -I. -fatbin -o "$output/$(echo "$file" | tr / -)" "$@" "$file" ||
-    { echo "does not compile: cuda/$file" >&2; exit 1; }' sh {} "$output" "${targets[@]}" ${NVCC_FLAGS:-}
+    { echo "does not compile: cuda/$file" >&2; exit 1; }' sh {} "$output" "${targets[@]}"
 echo "compiled $(find . -name '*.cu' | wc -l) files for ${names[*]}"
