@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 import tempfile
-import threading
 import types
 from pathlib import Path
 
@@ -26,7 +25,6 @@ if jaxlib.version.__version__.startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
-import jax._src.interpreters.mlir
 import kernel_table
 import pytest
 
@@ -47,20 +45,6 @@ def pytest_addoption(parser):
         type=Path,
         help="take compiled programs from this folder, and add those of this run to it",
     )
-
-
-def _reuse_ir_contexts():
-    """Lowers ten programs in one MLIR context, as JAX 0.11 does: to make one takes 6 ms."""
-    create = jax._src.interpreters.mlir.make_ir_context
-    own = threading.local()
-
-    def reuse():
-        if getattr(own, "uses", 10) == 10:
-            own.context, own.uses = create(), 0
-        own.uses += 1
-        return own.context
-
-    jax._src.interpreters.mlir.make_ir_context = reuse
 
 
 def has_gpu() -> bool:
@@ -126,8 +110,6 @@ def _add_programs(own, shared):
 
 
 def pytest_configure(config):
-    if jaxlib.version.__version__.startswith("0.10."):
-        _reuse_ir_contexts()
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     shared = config.getoption("--compiled")

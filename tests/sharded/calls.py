@@ -23,7 +23,7 @@ from jaxllm.testing import Boxes, Integers, Normal
 SHAPE = {"a": 2, "b": 4}
 ALL = ("a", "b")
 SIZES = {"B": 8, "T": 8, "S": 8, "N": 8, "H": 4, "D": 16, "F": 16, "M": 16, "K": 16, "V": 24}
-SIZES |= {"R": 8, "G": 2, "P": 24, "C": 4, "E": 3}
+SIZES |= {"1": 1, "R": 8, "P": 24, "C": 4, "E": 3, "G": 2}
 
 
 def make_mesh(kind):
@@ -518,14 +518,15 @@ CALLS = [
          has_backward=False),
     *(
         Call(
-            op, _of(op), {"q": "M K", "scales": "M G", **more}, sharded,
+            op, _of(op), {"q": "M 2K", "scales": scales, **more}, sharded, name=name,
             kinds={"q": integers(128, -127, "int8"), "scales": about(0.02, 0.003, "float32")},
-            undeclared=("q", "K"), has_backward=False,
+            has_backward=False,
         )
+        for name, scales in (("", "M K"), ("one_group", "M 1"))
         for op, more, sharded in (
-            ("dequantize", {}, "M"),
-            ("quantized_matvec", {"x": "R K"}, "M R"),
-            ("quantized_matmul", {"x": "R K"}, "M R"),
+            ("dequantize", {}, "M K"),
+            ("quantized_matvec", {"x": "R 2K"}, "M R K"),
+            ("quantized_matmul", {"x": "R 2K"}, "M R K"),
         )
     ),
     Call("reduce_sum", _of("reduce_sum"), {"x": "B T D"}, "B T D", backends=("auto", "xla")),

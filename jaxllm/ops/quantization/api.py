@@ -16,9 +16,10 @@ def _op(name: str, sharding: ShardingRule) -> Op:
     return Op(name, reference=reference, pallas=pallas, cuda=cuda, sharding=sharding)
 
 
-_PRODUCT = ShardingRule("M _, M _, R _ -> R M", "M R")
+# K also stands for the groups along it: a shard has whole ones, or a part of a row's only one.
+_PRODUCT = ShardingRule("M K', M K', R K' -> R M +K", "M R K")
 QUANTIZE = _op("quantize", ShardingRule("... _ -> ... _, ... _"))
-DEQUANTIZE = _op("dequantize", ShardingRule("... _, ... _ -> ... _"))
+DEQUANTIZE = _op("dequantize", ShardingRule("... K, ... K -> ... K", "... K"))
 QUANTIZED_MATVEC = _op("quantized_matvec", _PRODUCT)
 QUANTIZED_MATMUL = _op("quantized_matmul", _PRODUCT)
 
