@@ -81,5 +81,5 @@ def _suppress(
 ) -> Array:
     order = jnp.argsort(scores, stable=True, descending=True)
     static = {"iou_threshold": iou_threshold, "inclusive": inclusive}
-    keep = dispatch(NMS, Direction.INFERENCE, backend, boxes[order], **static)
+    keep = dispatch(NMS, Direction.INFERENCE, backend, jnp.asarray(boxes)[order], **static)
     return jnp.zeros_like(keep).at[order].set(keep, unique_indices=True)
