@@ -1,6 +1,5 @@
 """Options, and what every test runs under."""
 
-import gc
 import os
 import shutil
 import tempfile
@@ -141,14 +140,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU and the CUDA kernels: {reason}"))
-
-
-def pytest_collection_finish():
-    # The modules and the tests live as long as the process: the collector need not visit them. It
-    # runs less often than by default, because tracing makes many objects.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(hookwrapper=True)
