@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
-import jax.export
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -258,7 +257,7 @@ def _rejection(
     """Why an implementation does not run; None if it does."""
     if name == PARTS:
         return None
-    is_symbolic = _has_symbolic_sizes(arrays)
+    is_symbolic = partition.has_symbolic_sizes(arrays)
     if is_symbolic and name in _SIZED and _module(op, name) is not None:
         return f"an array has a symbolic size; {_SIZED[name]} kernels need sizes that are numbers"
     try:
@@ -273,11 +272,6 @@ def _rejection(
 
 
 _SIZED = {"pallas": "Pallas", "xla-gpu": "cuDNN's"}
-
-
-def _has_symbolic_sizes(arrays: tuple) -> bool:
-    """Whether ``jax.export`` traces the call for any batch, or another size that is no number."""
-    return any(map(jax.export.is_symbolic_dim, sum(map(jnp.shape, jax.tree.leaves(arrays)), ())))
 
 
 def _undecided(op: Op, stem: str, arrays: tuple, static: dict[str, Any]) -> str | None:

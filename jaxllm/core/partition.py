@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer, eval_jaxpr  # type: ignore[attr-defined]
@@ -78,6 +80,11 @@ def is_saved(residuals: Any) -> bool:
     return is_pair and isinstance(residuals[1], Saved)
 
 
+def has_symbolic_sizes(arrays: Any) -> bool:
+    """Whether ``jax.export`` traces the call for any batch, or another size that is no number."""
+    return any(map(jax.export.is_symbolic_dim, sum(map(jnp.shape, jax.tree.leaves(arrays)), ())))
+
+
 def is_wanted(args: Any) -> bool:
     """Whether a call of these arrays may run on shards: whether there is more than one device."""
     if is_inside():
@@ -87,9 +94,8 @@ def is_wanted(args: Any) -> bool:
         return is_eager(arrays)
     mesh = mesh_of(arrays)
     if mesh.empty:
-        # Symbolic sizes are those of jax.export, which cannot store a custom_partitioning.
-        is_symbolic = any(not isinstance(size, int) for x in arrays for size in x.shape)
-        return jax.device_count() > 1 and not is_symbolic
+        # jax.export cannot store a custom_partitioning.
+        return jax.device_count() > 1 and not has_symbolic_sizes(arrays)
     return mesh.size > 1 and not mesh.are_all_axes_manual
 
 
