@@ -68,11 +68,12 @@ def nms(
     backend = resolve(backend)
     if boxes.shape[0] == 0:
         return jnp.zeros(0, bool)
+    boxes, scores = jnp.asarray(boxes), jnp.asarray(scores)
     static = backend, as_float("iou_threshold", iou_threshold), bool(inclusive)
     suppress = shards.Function(_suppress, static)
     if partition.is_wanted((boxes, scores)):  # with the sort, so that it sees the shardings
-        arrays = boxes, scores
-        return partition.run(suppress, NMS.name, WHOLE, arrays, is_opaque=backend != "xla")
+        given = boxes, scores
+        return partition.run(suppress, NMS.name, WHOLE, given, is_opaque=backend != "xla")
     return suppress(boxes, scores)
 
 
@@ -81,5 +82,5 @@ def _suppress(
 ) -> Array:
     order = jnp.argsort(scores, stable=True, descending=True)
     static = {"iou_threshold": iou_threshold, "inclusive": inclusive}
-    keep = dispatch(NMS, Direction.INFERENCE, backend, jnp.asarray(boxes)[order], **static)
+    keep = dispatch(NMS, Direction.INFERENCE, backend, boxes[order], **static)
     return jnp.zeros_like(keep).at[order].set(keep, unique_indices=True)
