@@ -27,12 +27,18 @@ def _heading(plan: Plan) -> str:
     microbatches = f"{plan.accumulate} microbatches of " if plan.accumulate > 1 else ""
     return (
         f"{name}, {plan.num_params / 1e9:.3f} billion parameters with padding; "
-        f"{plan.dtype}{', remat' if plan.remat else ''}\n"
+        f"{plan.dtype}{_remat(plan)}\n"
         f"{plan.gpus} {plan.gpu.upper()}, {axes}; "
         f"{microbatches}{plan.batch_size} x {plan.seq_len} tokens, {plan.sequences} x "
         f"{plan.seq_len // mesh['context']} per GPU; {plan.tokens} per step"
         f"{''.join(f'{chr(10)}{note}' for note in _not_split(plan))}"
     )
+
+
+def _remat(plan: Plan) -> str:
+    if not plan.remat:
+        return ""
+    return ", remat of all but attention" if plan.saves_attention else ", remat"
 
 
 def _not_split(plan: Plan) -> list[str]:
