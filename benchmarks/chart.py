@@ -1,21 +1,29 @@
-"""Draws ``docs/images/ops.svg``: the ops on one NVIDIA H200 beside XLA, torch.compile and Liger.
+"""Draws the charts of the documentation from rows of ``benchmarks/results``.
 
-``python -m benchmarks.chart`` reads ``benchmarks/results/h200.csv``. The SVG's description holds
-the numbers, so that a test can compare them with the CSV.
+- ``docs/images/ops.svg``: the ops on one NVIDIA H200 beside XLA, torch.compile and Liger
+- ``docs/images/scaling.svg``: training on two and four H100s, as a share of linear scaling
+
+``python -m benchmarks.chart`` draws both. The description of an SVG holds the numbers, so that a
+test can compare them with the CSV.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.csv"
-CHART = ROOT / "docs" / "images" / "ops.svg"
+SHARDED = ROOT / "benchmarks" / "results" / "h100-80gb-hbm3_sharded.csv"
+IMAGES = ROOT / "docs" / "images"
+CHART = IMAGES / "ops.svg"
+SCALING_CHART = IMAGES / "scaling.svg"
 
 # The op as the CSV names it, case, dtype, direction, and the label. Losses are in it too.
 ROWS = (
@@ -62,6 +70,19 @@ PEERS = {
 }
 
 
+# The model as the CSV names it, the axis of the mesh, and the label.
+SCALING = (
+    ("gpt2_d12", "data", "GPT-2 124M, 32x1024 a GPU, data"),
+    ("gpt2_d12", "fsdp", "GPT-2 124M, 32x1024 a GPU, fsdp"),
+    ("llama3_3.2-1b", "data", "Llama 3.2 1B, 4x4096 a GPU, data"),
+    ("llama3_3.2-1b", "fsdp", "Llama 3.2 1B, 4x4096 a GPU, fsdp"),
+    ("llama3_3.2-1b", "tensor", "Llama 3.2 1B, 4x4096 in all, tensor"),
+    ("llama3_128k_3.2-1b", "context", "Llama 3.2 1B, one sequence of 131,072, context"),
+)
+# How many GPUs -> marker and color.
+GPUS = {"2": ("o", "#1f77b4"), "4": ("s", "#d62728")}
+
+
 def read(path: Path = RESULTS) -> list[dict[str, str]]:
     """The rows of a CSV file of results."""
     with path.open(newline="") as file:
@@ -92,18 +113,46 @@ def numbers(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     return found
 
 
+def scaling(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """What the chart of scaling shows: for each of `SCALING` the share of linear scaling.
+
+    That is the tokens a second of N GPUs over N times those of one GPU, both at the newest commit
+    that has both. Where none has both, each is the newest. One GPU's is the median of its rows.
+
+    Raises:
+        ValueError: One GPU or several were not measured.
+    """
+    found = []
+    for model, axis, label in SCALING:
+        ours = [row for row in rows if (row["model"], row["implementation"]) == (model, "jaxllm")]
+        one = [row for row in ours if row["gpus"] == "1"]
+        shown = {"label": label}
+        for count in GPUS:
+            several = [
+                row
+                for row in ours
+                if (row["mesh"], row["axes"], row["processes"]) == (f"{axis}={count}", "auto", "1")
+            ]
+            commits = {row["commit"] for row in one}
+            both = [row for row in several if row["commit"] in commits] or several
+            if not both:
+                continue
+            of_all = both[-1]
+            same = [row for row in one if row["commit"] == of_all["commit"]] or one[-1:]
+            if not same:
+                raise ValueError(f"one GPU was not measured for {label}")
+            of_one = statistics.median(float(row["tokens_per_s"]) for row in same)
+            share = float(of_all["tokens_per_s"]) / (int(count) * of_one)
+            shown |= {count: f"{share:.3f}", f"commit of {count}": of_all["commit"]}
+        if len(shown) == 1:
+            raise ValueError(f"several GPUs were not measured for {label}")
+        found.append(shown)
+    return found
+
+
 def draw(shown: Sequence[dict[str, str]], path: Path) -> None:
-    """Writes the chart as an SVG with `shown` as its description."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "jaxllm", "font.size": 9}
-    with plt.rc_context(style):
-        figure = plt.figure(figsize=(8, 0.22 * len(shown) + 1.1), facecolor="white")
-        height = 0.22 * len(shown) / (0.22 * len(shown) + 1.1)
-        axes = figure.add_axes((0.44, 0.55 / (0.22 * len(shown) + 1.1), 0.53, height))
+    """Writes the chart of ops as an SVG with `shown` as its description."""
+    with _rows_of_markers(shown, path) as (figure, axes):
         for name, (legend, marker, color) in PEERS.items():
             points = [
                 (float(row[name]) / float(row["cuda"]), -i)
@@ -118,13 +167,42 @@ def draw(shown: Sequence[dict[str, str]], path: Path) -> None:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_xticks([], minor=True)
         axes.set_xlim(0.75, 10)
+        axes.set_xlabel("time / time of the CUDA kernel; right of 1 the CUDA kernel is faster")
+        figure.legend(ncols=3, loc="upper center", frameon=False, borderaxespad=0.2)
+
+
+def draw_scaling(shown: Sequence[dict[str, str]], path: Path) -> None:
+    """Writes the chart of scaling as an SVG with `shown` as its description."""
+    with _rows_of_markers(shown, path) as (figure, axes):
+        for count, (marker, color) in GPUS.items():
+            points = [(100 * float(row[count]), -i) for i, row in enumerate(shown) if count in row]
+            x, y = zip(*points, strict=True)
+            legend = f"{count} H100s"
+            axes.plot(x, y, marker, color=color, label=legend, markersize=5, gid=count, zorder=3)
+        axes.set_xlim(75, 101)
+        axes.set_xlabel("tokens a second, % of linear scaling from one GPU")
+        figure.legend(ncols=2, loc="upper center", frameon=False, borderaxespad=0.2)
+
+
+@contextlib.contextmanager
+def _rows_of_markers(shown: Sequence[dict[str, str]], path: Path) -> Iterator[tuple[Any, Any]]:
+    """A figure with a row for each of `shown`, and its axes; saved at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "jaxllm", "font.size": 9}
+    with plt.rc_context(style):
+        height = 0.22 * len(shown) + 1.1
+        figure = plt.figure(figsize=(8, height), facecolor="white")
+        axes = figure.add_axes((0.44, 0.55 / height, 0.53, (height - 1.1) / height))
+        yield figure, axes
         axes.set_ylim(0.7 - len(shown), 0.7)
         axes.set_yticks(range(0, -len(shown), -1), [row["label"] for row in shown])
         axes.grid(axis="both", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
-        axes.set_xlabel("time / time of the CUDA kernel; right of 1 the CUDA kernel is faster")
-        figure.legend(ncols=3, loc="upper center", frameon=False, borderaxespad=0.2)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None, "Creator": None, "Description": json.dumps(list(shown))}
         figure.savefig(path, metadata=metadata)
@@ -132,10 +210,12 @@ def draw(shown: Sequence[dict[str, str]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draws the chart."""
+    """Draws the charts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=CHART)
-    draw(numbers(read()), parser.parse_args(argv).out)
+    parser.add_argument("--out", type=Path, default=IMAGES, help="the folder")
+    out = parser.parse_args(argv).out
+    draw(numbers(read()), out / CHART.name)
+    draw_scaling(scaling(read(SHARDED)), out / SCALING_CHART.name)
 
 
 if __name__ == "__main__":
