@@ -393,13 +393,18 @@ def largest_error(fn: Callable[..., Array], case: Case, arrays: Sequence[Array])
     return error
 
 
-def time_case(case: Case, repetitions: int) -> list[list[str]]:
-    """One row for each variant: time, rate, error, and the reason if it failed."""
+def time_case(case: Case, repetitions: int, names: Sequence[str] = ("",)) -> list[list[str]]:
+    """One row for each variant: time, rate, error, and the reason if it failed.
+
+    Only variants are run whose name contains one of ``names``.
+    """
     size = 2 * sum(map(math.prod, case.shapes))
     count, note = timing.number_of_sets(size)
     sets = [inputs(case, seed) for seed in range(count)]
     rows = []
     for name, variant in case.variants.items():
+        if not any(part in name for part in names):
+            continue
         fn = jax.jit(variant)
         try:
             error = largest_error(fn, case, sets[0])
@@ -423,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.pallas_successors", description=__doc__
     )
     parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--variant", nargs="+", default=[""], help="parts of names; default: all")
     options = parser.parse_args(argv)
     if jax.default_backend() != "gpu":
         parser.error("there is no GPU here")
@@ -435,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limits = timing.jax_limits("trace")
     print(f"copy {limits.copy_gb_per_s:.0f} GB/s, matmul {limits.matmul_tflop_per_s:.0f} TFLOP/s")
     for case in CASES:
-        rows = time_case(case, options.repetitions)
+        rows = time_case(case, options.repetitions, options.variant)
         print(f"\n{case.name}, bfloat16")
         print(format_table(["variant", "median us", "p20-p80", case.unit, "error", "note"], rows))
     return 0
