@@ -115,12 +115,10 @@ class GPT(nnx.Module):
 def make_step(options: argparse.Namespace) -> tuple[nnx.State, small_models.Step]:
     """The initial state, and the training step."""
 
-    @nnx.jit
-    def create():
-        model = GPT(options, nnx.Rngs(options.seed))
-        return model, nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)
-
-    graph, state = nnx.split(create())
+    # Not jitted: XLA compiles the random numbers of 12 layers together for more than a minute.
+    model = GPT(options, nnx.Rngs(options.seed))
+    optimizer = nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, tokens, labels):

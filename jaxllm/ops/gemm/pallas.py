@@ -30,7 +30,7 @@ def matmul_unsupported(a, b, *_, transpose_a=False, transpose_b=False, **__) -> 
 def matmul_forward(
     a, b, bias, *, transpose_a, transpose_b, activation, out_dtype, precision, interpret=False
 ):
-    """Retransposes ``(out, h)``; ``h`` is the GEMM's result alone, None without an activation."""
+    """Returns ``(out, h)``; ``h`` is the GEMM's result alone, None without an activation."""
     out_dtype = jnp.dtype(out_dtype or a.dtype)
     transposes = (transpose_a, transpose_b)
     (M, K), N = a.shape[:: -1 if transpose_a else 1], b.shape[0 if transpose_b else 1]
@@ -115,7 +115,7 @@ def matvec_unsupported(w, x) -> str | None:
 
 
 def matvec(w, x, *, interpret=False):
-    """Retransposes ``out``; a program has some rows of the matrix, a block of columns at a time."""
+    """Returns ``out``; a program has some rows of the matrix, a block of columns at a time."""
     (M, K), rows = w.shape, x.shape[0]
     if w.size == 0:
         return jnp.zeros((rows, M), x.dtype)
