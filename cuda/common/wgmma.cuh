@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -157,8 +158,17 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
       : floats                                                                                 \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kMajorB)))
 
-// d = a b, added to d where `accumulate`: 64 x 16 times 16 x n, for n of 64, 128 and 192. An
-// operand type of its own, such as 8-bit floats with a depth of 32, is one more branch.
+// Both operands in shared memory, 8-bit floats.
+#define JAXLLM_WGMMA_FLOAT8(types)                                              \
+  asm volatile(                                                                 \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                          \
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32." types " {" JAXLLM_NAMES_96 \
+      "}, %96, %97, "                                                           \
+      "add, 1, 1;\n}"                                                           \
+      : JAXLLM_FLOATS_96(d)                                                     \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+// d = a b, added to d where `accumulate`: 64 x 16 times 16 x n, for n of 64, 128 and 192.
 template <typename T, Major kMajorA, Major kMajorB, int kSize>
 __device__ __forceinline__ void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
@@ -204,6 +214,24 @@ __device__ __forceinline__ void wgmma(float (&d)[kSize], const uint32_t* a, uint
   }
 }
 
+// d = a b of 8-bit floats, added to d where `accumulate`: 64 x 32 times 32 x 192. Both operands are
+// K-major, the only layout that there is. A and B are their types.
+template <typename A, typename B>
+__device__ __forceinline__ void wgmma_float8(float (&d)[96], uint64_t a, uint64_t b,
+                                             int accumulate) {
+  constexpr bool kWideA = std::is_same_v<A, __nv_fp8_e5m2>;
+  constexpr bool kWideB = std::is_same_v<B, __nv_fp8_e5m2>;
+  if constexpr (kWideA && kWideB) {
+    JAXLLM_WGMMA_FLOAT8("e5m2.e5m2");
+  } else if constexpr (kWideA) {
+    JAXLLM_WGMMA_FLOAT8("e5m2.e4m3");
+  } else if constexpr (kWideB) {
+    JAXLLM_WGMMA_FLOAT8("e4m3.e5m2");
+  } else {
+    JAXLLM_WGMMA_FLOAT8("e4m3.e4m3");
+  }
+}
+
 #undef JAXLLM_FLOATS_8
 #undef JAXLLM_FLOATS_32
 #undef JAXLLM_FLOATS_64
@@ -214,5 +242,6 @@ __device__ __forceinline__ void wgmma(float (&d)[kSize], const uint32_t* a, uint
 #undef JAXLLM_WGMMA
 #undef JAXLLM_WGMMA_SS
 #undef JAXLLM_WGMMA_RS
+#undef JAXLLM_WGMMA_FLOAT8
 
 }  // namespace jaxllm::hopper

@@ -72,19 +72,17 @@ __device__ __forceinline__ void consume(typename Gemm::SharedStorage& smem,
     const WorkTile work = scheduler.work();
     float accumulators[Tile::kRowBlocks][Tile::kBlockN / 2];
     epilogue.begin(work, accumulators);
-    warpgroup_fence_operand(accumulators[0]);
-    warpgroup_fence_operand(accumulators[1]);
+#pragma unroll
+    for (auto& of_block : accumulators) warpgroup_fence_operand(of_block);
     if constexpr (kPingPong) {
       // Also because a barrier tells only the present phase from the one before: a consumer that
       // waits at a stage must not be further ahead.
       smem.order[consumer].wait(order_phase);
       order_phase ^= 1;
     }
-    Mainloop::mma(smem.mainloop, smem.pipeline, state, work, consumer, lane, accumulators);
-    if constexpr (kPingPong) {
-      if (thread == 0) smem.order[consumer ^ 1].arrive();
-    }
-    Mainloop::mma_tail(smem.pipeline, state, lane, accumulators);
+    Mainloop::mma(smem.mainloop, smem.pipeline, state, work, consumer, lane, accumulators, [&] {
+      if (kPingPong && thread == 0) smem.order[consumer ^ 1].arrive();
+    });
     if constexpr (kPingPong) state.advance(params.scheduler.k_blocks);  // the other consumer's tile
     scheduler.advance(kPingPong ? Tile::kConsumers : 1);
     epilogue.store(accumulators, work, scheduler.work(), scheduler.is_valid());
@@ -165,9 +163,9 @@ cudaError_t launch_clusters(cudaStream_t stream, int64_t clusters,
 // then all columns of a row are written at about the same time. GPT-2's GEMMs before GELU and
 // before attention took 2 to 3% less time so on an H100. Else B is read again for each group of row
 // tiles, and the more of them the better.
-inline int group_m_of(const GemmShape& shape) {
+inline int group_m_of(const GemmShape& shape, int64_t element_bytes) {
   constexpr int64_t kCachedBytes = int64_t{16} << 20;
-  return shape.columns * shape.depth * 2 <= kCachedBytes ? 4 : 16;
+  return shape.columns * shape.depth * element_bytes <= kCachedBytes ? 4 : 16;
 }
 
 // Runs a GEMM on at most `*clusters` clusters, and returns there how many there are.
@@ -183,7 +181,7 @@ cudaError_t launch_gemm(cudaStream_t stream, const GemmShape& shape, const T* a,
   JAXLLM_RETURN_IF_ERROR(Gemm::Epilogue::to_params(shape, arguments, &params.epilogue));
   int64_t count = clusters == nullptr ? found : std::min<int64_t>(found, *clusters);
   JAXLLM_RETURN_IF_ERROR(
-      Gemm::Scheduler::plan(shape, group_m_of(shape), &params.scheduler, &count));
+      Gemm::Scheduler::plan(shape, group_m_of(shape, sizeof(T)), &params.scheduler, &count));
   if (clusters != nullptr) *clusters = count;
   return launch_clusters<Gemm>(stream, count, params);
 }

@@ -5,8 +5,8 @@
 //   consumer       wgmma     wgmma     ... waits for full[s], releases s when the *next* stage's
 //                                          products are in flight
 //
-// The operand type T and the layout of each operand are template arguments. A type of 8 bits needs
-// a branch in wgmma() and a K-block of 128.
+// The operand type T and the layout of each operand are template arguments. float8_mainloop.cuh has
+// the products of 8-bit floats.
 #pragma once
 
 #include "common/pipeline.cuh"
@@ -18,8 +18,9 @@ namespace jaxllm::hopper {
 
 template <typename T>
 constexpr CUtensorMapDataType kTensorMapType =
-    std::is_same_v<T, __nv_bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    sizeof(T) == 1                     ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+    : std::is_same_v<T, __nv_bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 
 // A is (rows, depth), or (depth, rows) where it is MN-major; B is (columns, depth), or (depth,
 // columns) where it is MN-major. A grouped GEMM has kProblems of both.
@@ -83,11 +84,13 @@ struct Mainloop {
     }
   }
 
-  // A consumer's part: adds the products of a work tile to the accumulators. The last are still in
-  // flight afterwards, until mma_tail().
+  // A consumer's part: adds the products of a work tile to the accumulators. Calls issued() while
+  // the last are in flight.
+  template <class Issued>
   __device__ __forceinline__ static void mma(SharedStorage& smem, Pipeline<Tile::kStages>& pipeline,
                                              State& state, const WorkTile& work, int consumer,
-                                             int lane, Accumulators<Tile>& accumulators) {
+                                             int lane, Accumulators<Tile>& accumulators,
+                                             const Issued& issued) {
     const uint32_t first_row = Tile::kCooperative ? consumer * Tile::kConsumerM : 0;
 #pragma unroll 1
     for (int k_block = work.first_k_block; k_block < work.end_k_block; ++k_block) {
@@ -111,16 +114,16 @@ struct Mainloop {
       if (k_block > work.first_k_block) release_previous(pipeline, state, lane);
       state.advance();
     }
-  }
-
-  __device__ __forceinline__ static void mma_tail(Pipeline<Tile::kStages>& pipeline,
-                                                  const State& state, int lane,
-                                                  Accumulators<Tile>& accumulators) {
+    issued();
     warpgroup_wait<0>(accumulators[0], accumulators[1]);
     release_previous(pipeline, state, lane);
   }
 
- private:
+ protected:
+  // The elements of a row of a box.
+  static constexpr int kRowElements = kSwizzleRowBytes / sizeof(T);
+  static_assert(Tile::kBlockK == kRowElements);
+
   // A K-major operand is one box of kExtent rows; an MN-major one is a box of 64 of the depth for
   // each 64 of kExtent. kShares CTAs load a part of each box.
   template <Major kMajor, int kExtent, int kShares>
@@ -129,9 +132,10 @@ struct Mainloop {
   template <Major kMajor, int kExtent, int kShares>
   static cudaError_t encode_operand(const T* data, int64_t extent, int64_t depth,
                                     CUtensorMap* map) {
-    const Matrix matrix =
-        kMajor == Major::kMN ? Matrix{data, depth, extent} : Matrix{data, extent, depth};
-    return encode_matrix_map(matrix, kTensorMapType<T>, kBoxRows<kMajor, kExtent, kShares>, map);
+    const Matrix matrix = kMajor == Major::kMN ? Matrix{data, depth, extent, sizeof(T)}
+                                               : Matrix{data, extent, depth, sizeof(T)};
+    return encode_matrix_map(matrix, kTensorMapType<T>, kBoxRows<kMajor, kExtent, kShares>, map,
+                             kRowElements);
   }
 
   template <Major kMajor, int kExtent, int kShares>
@@ -139,11 +143,11 @@ struct Mainloop {
                                                       int k, int share, uint16_t ctas,
                                                       const Barrier& full) {
     constexpr int kRows = kBoxRows<kMajor, kExtent, kShares>;
-    constexpr int kBoxes = kMajor == Major::kMN ? kExtent / kSwizzleColumns : 1;
+    constexpr int kBoxes = kMajor == Major::kMN ? kExtent / kRowElements : 1;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      T* const to = target + (box * 64 + share * kRows) * kSwizzleColumns;
-      const int column = kMajor == Major::kMN ? first + box * kSwizzleColumns : k;
+      T* const to = target + (box * 64 + share * kRows) * kRowElements;
+      const int column = kMajor == Major::kMN ? first + box * kRowElements : k;
       const int row = (kMajor == Major::kMN ? k : first) + share * kRows;
       if constexpr (kShares == 1) {
         tma_load_2d(to, map, column, row, full);

@@ -5,25 +5,26 @@
 
 namespace jaxllm::hopper {
 
-// A CTA has a producer warpgroup and two consumer warpgroups. A consumer has 128 rows of a tile:
-// two blocks of 64, the rows of one wgmma.
+// A CTA has a producer warpgroup and two consumer warpgroups. A consumer has kRowBlocks of a tile's
+// blocks of 64 rows, those of one wgmma: two for operands of 16 bits, one for those of 8, whose
+// accumulators are twice as many.
 //
-//   ping-pong      each consumer has a tile of its own (kBlockM 128): one runs its epilogue while
-//                  the other has the tensor cores
-//   cooperative    the consumers share a tile (kBlockM 256): more reuse of B
+//   ping-pong      each consumer has a tile of its own: one runs its epilogue while the other has
+//                  the tensor cores
+//   cooperative    the consumers share a tile of twice the rows: more reuse of B
 //
 // In a cluster kClusterM CTAs have the same columns and share B; kClusterN CTAs share A.
 template <int kBlockN_, int kStages_, int kClusterM_ = 1, int kClusterN_ = 1,
-          bool kCooperative_ = false>
+          bool kCooperative_ = false, int kRowBlocks_ = 2, int kBlockK_ = 64>
 struct GemmTile {
   static constexpr int kConsumers = 2;
   static constexpr bool kCooperative = kCooperative_;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kRowBlocks = 2;  // of a consumer, 64 rows each
+  static constexpr int kRowBlocks = kRowBlocks_;  // of a consumer, 64 rows each
   static constexpr int kConsumerM = kRowBlocks * 64;
   static constexpr int kBlockM = kConsumerM * (kCooperative ? kConsumers : 1);
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kBlockK = 64;
+  static constexpr int kBlockK = kBlockK_;
   static constexpr int kColumnBlocks = kBlockN / kSwizzleColumns;
   static constexpr int kSubtiles = kRowBlocks * kColumnBlocks;  // of a warp: epilogue.cuh
   static constexpr int kStages = kStages_;

@@ -1,0 +1,76 @@
+// The FFI handler of GEMMs of 8-bit floats: checks the buffers, switches on their dtypes, launches.
+#include "common/ffi.h"
+#include "gemm/hopper/float8_matmul.h"
+#include "handlers.h"
+
+namespace jaxllm {
+namespace {
+
+// Calls launch(Type<T>) with the C++ type of a buffer of 8-bit floats; returns its error.
+template <class Launch>
+ffi::Error dispatch_float8(const Buffer& buffer, const char* name, Launch launch) {
+  switch (buffer.element_type()) {
+    case ffi::F8E4M3FN:
+      return launch(Type<__nv_fp8_e4m3>{});
+    case ffi::F8E5M2:
+      return launch(Type<__nv_fp8_e5m2>{});
+    default:
+      return invalid(name, "has dtype " + dtype_name(buffer.element_type()) +
+                               "; float8_e4m3fn or float8_e5m2 is required");
+  }
+}
+
+// jax.vmap gives every buffer the same new leading axes. A scale has one element for each row of
+// its operand, or one for all.
+ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a, Buffer scale_b,
+                            Result out) {
+  const auto of_a = a.dimensions(), of_b = b.dimensions();
+  const auto of_scale_a = scale_a.dimensions(), of_scale_b = scale_b.dimensions();
+  const size_t axes = of_a.size();
+  if (axes < 2 || of_b.size() != axes) {
+    return invalid("b", "has not the axes of a, or a is no matrix");
+  }
+  if (of_scale_a.size() != axes - 1) return invalid("scale_a", "has not the axes of a less one");
+  if (of_scale_b.size() != axes - 1) return invalid("scale_b", "has not the axes of b less one");
+  const int64_t rows = of_a[axes - 2], columns = of_b[axes - 2], depth = of_a[axes - 1];
+  if (of_b[axes - 1] != depth) return invalid("b", "has not the depth of a");
+  int64_t calls = 1;
+  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_a[i];
+  const bool has_one_a = of_scale_a.back() == 1, has_one_b = of_scale_b.back() == 1;
+  const int64_t scales_a = has_one_a ? 1 : rows, scales_b = has_one_b ? 1 : columns;
+  return dispatch_float8(a, "a", [&](auto type_a) {
+    return dispatch_float8(b, "b", [&](auto type_b) {
+      return dispatch_floating(*out, "out", [&](auto type_out) {
+        using A = typename decltype(type_a)::type;
+        using B = typename decltype(type_b)::type;
+        using Out = typename decltype(type_out)::type;
+        const ffi::Error error = check_buffers({
+            {"a", a, a.element_type(), calls * rows * depth},
+            {"b", b, b.element_type(), calls * columns * depth},
+            {"scale_a", scale_a, ffi::F32, calls * scales_a},
+            {"scale_b", scale_b, ffi::F32, calls * scales_b},
+            {"out", *out, dtype_of<Out>(), calls * rows * columns},
+        });
+        if (error.failure()) return error;
+        for (int64_t i = 0; i < calls; ++i) {
+          const Float8Matmul<A, B, Out> call{data<A>(a) + i * rows * depth,
+                                             data<B>(b) + i * columns * depth,
+                                             data<float>(scale_a) + i * scales_a,
+                                             data<float>(scale_b) + i * scales_b,
+                                             has_one_a,
+                                             has_one_b};
+          const cudaError_t status =
+              call.launch(stream, {rows, columns, depth}, data<Out>(out) + i * rows * columns);
+          if (status != cudaSuccess) return to_ffi_error(status);
+        }
+        return ffi::Error::Success();
+      });
+    });
+  });
+}
+
+}  // namespace
+
+JAXLLM_HANDLER(Float8Matmul, Float8MatmulImpl);
+
+}  // namespace jaxllm

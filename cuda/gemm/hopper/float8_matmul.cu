@@ -1,0 +1,46 @@
+#include "gemm/hopper/epilogue_scaled.cuh"
+#include "gemm/hopper/float8_mainloop.cuh"
+#include "gemm/hopper/float8_matmul.h"
+#include "gemm/hopper/kernel.cuh"
+
+namespace jaxllm {
+namespace {
+
+using namespace hopper;
+
+// A consumer has 64 rows, since it needs registers for the sums and the partial sums of as many
+// columns. Cooperative, because one consumer adds while the other has the tensor cores.
+using DeepTile = GemmTile<192, 4, 2, 1, true, 1, 128>;
+// Ping-pong, for a depth of few K-blocks: the epilogue takes as long as the mainloop. For a depth
+// of 768 it took 14 to 17% less time than DeepTile on an H100, and for 2048 and more 14 to 24%
+// more.
+using ShallowTile = GemmTile<192, 5, 2, 1, false, 1, 128>;
+constexpr int64_t kShallowDepth = 1024;
+
+}  // namespace
+
+template <typename A, typename B, typename Out>
+cudaError_t Float8Matmul<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape,
+                                            Out* out) const {
+  if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
+  if (shape.columns % 8 != 0) return cudaErrorNotSupported;
+  const auto run = [&](auto tile) {
+    using Loop = Float8Mainloop<decltype(tile), A, B, Out>;
+    return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueScaled>, uint8_t>(
+        stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
+        {out, {scale_a, has_one_scale_a}, {scale_b, has_one_scale_b}});
+  };
+  return shape.depth <= kShallowDepth ? run(ShallowTile{}) : run(DeepTile{});
+}
+
+#define JAXLLM_FLOAT8_MATMUL(A, B)                   \
+  template struct Float8Matmul<A, B, __nv_bfloat16>; \
+  template struct Float8Matmul<A, B, __half>;        \
+  template struct Float8Matmul<A, B, float>;
+JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e4m3)
+JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e5m2)
+JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e4m3)
+JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e5m2)
+#undef JAXLLM_FLOAT8_MATMUL
+
+}  // namespace jaxllm
