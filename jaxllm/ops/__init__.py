@@ -33,6 +33,7 @@ from jaxllm.ops.quantization.api import (
     quantized_matmul,
     quantized_matvec,
 )
+from jaxllm.ops.quantization.api_float8 import float8_quantize
 from jaxllm.ops.reduction.api import dot, histogram, reduce_max, reduce_sum
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
 from jaxllm.ops.vision.api import nms
@@ -62,6 +63,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_float8",
     "flash_attention_packed",
+    "float8_quantize",
     "gelu",
     "global_norm",
     "histogram",
