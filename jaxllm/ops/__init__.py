@@ -23,6 +23,7 @@ from jaxllm.ops.block.ffn import ffn_block, mlp
 from jaxllm.ops.block.residual import Residual, final_norm, residual
 from jaxllm.ops.embedding.api import embed, tied_embed
 from jaxllm.ops.gemm.api import linear, matmul, matvec
+from jaxllm.ops.gemm.api_float8 import float8_matmul
 from jaxllm.ops.loss.api import cross_entropy
 from jaxllm.ops.loss.api_linear import linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -33,6 +34,7 @@ from jaxllm.ops.quantization.api import (
     quantized_matmul,
     quantized_matvec,
 )
+from jaxllm.ops.quantization.api_float8 import float8_quantize
 from jaxllm.ops.reduction.api import dot, histogram, reduce_max, reduce_sum
 from jaxllm.ops.rotary.api import RopeScaling, rope, rope_table
 from jaxllm.ops.vision.api import nms
@@ -62,6 +64,8 @@ __all__ = [
     "flash_attention",
     "flash_attention_float8",
     "flash_attention_packed",
+    "float8_matmul",
+    "float8_quantize",
     "gelu",
     "global_norm",
     "histogram",

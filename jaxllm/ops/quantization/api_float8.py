@@ -1,0 +1,70 @@
+"""Quantization to float8 with current scales, for ``float8_matmul``."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxllm.ops.checks import check_floating
+
+_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def float8_quantize(
+    x: Float[Array, "*rows K"], dtype: DTypeLike = jnp.float8_e4m3fn, *, axis: int | None = -1
+) -> tuple[Float[Array, "*rows K"], Float[Array, "*rows"]]:
+    r"""Rounds an array to float8, with one current scale per row or one for the array.
+
+    .. math::
+        scale = \max |x| / \max(dtype) \qquad values = round(x / scale)
+
+    The maximum is over the finite elements. Ties round to even, and nothing finite overflows. A row
+    of zeros has the scale 1. Rows whose scale would be below the smallest normal float32 have that
+    as their scale. It has no kernel: XLA fuses it with what computes ``x``.
+
+    Args:
+        x: The array; float32, bfloat16 or float16.
+        dtype: float8_e4m3fn, with 3 bits after the leading one and a maximum of 448, or
+            float8_e5m2, with 2 bits and a maximum of 57344.
+        axis: -1 for one scale per row, over the last axis; None for one scale for the array.
+
+    Returns:
+        ``(values, scale)``: float8 in the shape of ``x``, and float32 of the shape of ``x`` without
+        its last axis, or ``()``. NaN is NaN in ``values``. An infinity is one in float8_e5m2, and
+        NaN in float8_e4m3fn, which has none. Neither changes the scale of its row.
+
+    Raises:
+        TypeError: ``x`` is not floating-point, or ``dtype`` is another than these two.
+        ValueError: ``axis`` is neither -1 nor None, or ``x`` has no axis and ``axis`` is -1.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433.
+
+    Example:
+        >>> values, scale = jaxllm.ops.float8_quantize(jnp.array([[7.0, -3.5], [0.0, 0.0]]))
+        >>> values.astype(float).tolist(), scale.tolist()
+        ([[448.0, -224.0], [0.0, 0.0]], [0.015625, 1.0])
+    """
+    check_floating(x=x)
+    dtype = jnp.dtype(dtype)
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype is {dtype}; it must be float8_e4m3fn or float8_e5m2")
+    if axis not in (-1, None):
+        raise ValueError(f"axis is {axis!r}; it must be -1 or None")
+    if axis == -1 and x.ndim == 0:
+        raise ValueError("x has shape (); it must have a last axis, or axis must be None")
+    largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
+    wide = x.astype(jnp.float32)
+    finite = jnp.where(jnp.isfinite(wide), wide, 0)
+    amax = jnp.max(jnp.abs(finite), axis=axis, initial=0, keepdims=True)
+    scale = jnp.where(amax == 0, 1, jnp.maximum(amax / largest, least))
+    values = jnp.clip(finite / scale, -largest, largest).astype(dtype)
+    # What a cast makes of these depends on the device. NumPy's infinity of e4m3 is NaN.
+    for special, where in (
+        (np.nan, jnp.isnan(wide)),
+        (np.inf, wide == np.inf),
+        (-np.inf, wide == -np.inf),
+    ):
+        values = jnp.where(where, np.asarray(special, dtype), values)
+    return values, scale.reshape(x.shape[:-1] if axis == -1 else ())
