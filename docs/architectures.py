@@ -157,6 +157,7 @@ HOPPER_STEMS = frozenset(
         "matmul_residual",
         "matmul_dgelu",
         "wgrad_pair",
+        "float8_matmul",
     }
 )
 
@@ -308,7 +309,7 @@ def need_rows() -> Iterator[str]:
 def same_everywhere() -> str:
     """The ops whose kernels are the same on every kind of GPU, for one case of each op."""
     kinds = [GPUS[name] for name in ("80", "86", "90", "90a", "120")]
-    shown = {case.op for _, case, _ in ROWS}
+    shown = {case.op for _, case, _ in ROWS} | HOPPER_STEMS
     names = []
     for name in kernel_table.op_objects():
         cases = kernel_table.cases_of(name)

@@ -23,6 +23,7 @@ from jaxllm.ops.block.ffn import ffn_block, mlp
 from jaxllm.ops.block.residual import Residual, final_norm, residual
 from jaxllm.ops.embedding.api import embed, tied_embed
 from jaxllm.ops.gemm.api import linear, matmul, matvec
+from jaxllm.ops.gemm.api_float8 import float8_matmul
 from jaxllm.ops.loss.api import cross_entropy
 from jaxllm.ops.loss.api_linear import linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -63,6 +64,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_float8",
     "flash_attention_packed",
+    "float8_matmul",
     "float8_quantize",
     "gelu",
     "global_norm",

@@ -63,7 +63,7 @@ def programs():
     weight = jax.ShapeDtypeStruct((64, 768), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((768,), jnp.bfloat16)
     yield functools.partial(fused.matmul_residual, "cuda"), (x, weight, bias, residual)
-    # No case has float8 inputs.
+    # No case has inputs of flash_attention_float8.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
     yield ops.flash_attention_float8, (q, q, q, scale, scale, scale)
@@ -177,6 +177,7 @@ VALID_CHANGES = {
     "adamw_update": {("operand", 2, "dtype")},
     "global_norm": {("operand", i, what) for i in range(3) for what in ("dtype", -1, -2)},
     "matmul": {("result", 0, "dtype")},
+    "float8_matmul": {("result", 0, "dtype")},
     "wgrad_pair": {("result", 2, -3)},
 }
 

@@ -464,6 +464,15 @@ CALLS = [
     Call("matvec", _of("matvec"), {"w": "M K", "x": "R K"}, "M R K", has_backward=False),
     *(
         Call(
+            "float8_matmul", _of("float8_matmul", out_dtype=jnp.float32),
+            {"a": "M K", "b": "F K", "scale_a": scale_a, "scale_b": scale_b}, "M F K", name=name,
+            kinds={"a": _float8, "b": _float8, "scale_a": about(1.0), "scale_b": about(1.0)},
+            has_backward=False,
+        )
+        for name, scale_a, scale_b in (("", "M", "F"), ("one_scale", "", ""), ("rows", "M", ""))
+    ),
+    *(
+        Call(
             "cross_entropy",
             _of("cross_entropy", reduction=reduction, label_smoothing=0.1, vocab_size=21),
             {"logits": "B T V", "labels": "B T"}, "B T V", kinds={"labels": integers(21, low=-21)},

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
+import jax.numpy as jnp
+
+from jaxllm.ops.gemm import reference
+from jaxllm.ops.gemm.api_float8 import float8_matmul
 from jaxllm.testing import Case, Normal
 
 
@@ -85,6 +91,75 @@ def _matvec(name: str, rows: int, width: int, out: int, *, large: bool = False) 
     )
 
 
+_FLOAT8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
+def _float8(
+    name: str,
+    rows: int,
+    columns: int,
+    depth: int,
+    formats: str = "e4m3 e4m3",
+    scales: str = "rows columns",
+    *,
+    large: bool = False,
+    refused_by: tuple[str, ...] = (),
+) -> Case:
+    """A ``float8_matmul`` in an output dtype that is the dtype under test.
+
+    ``scales`` names the operands with a scale for each of their rows.
+    """
+    dtypes = [_FLOAT8[each] for each in formats.split()]
+    return Case(
+        "float8_matmul",
+        name,
+        {
+            "a": Normal((rows, depth)),
+            "b": Normal((columns, depth)),
+            "scale_a": Normal((rows,) if "rows" in scales else (), mean=1.0, std=0.2),
+            "scale_b": Normal((columns,) if "columns" in scales else (), mean=1.0, std=0.2),
+        },
+        has_backward=False,
+        refused_by=refused_by,
+        # The tensor cores accumulate with 14 bits: tests/ops/test_float8_matmul.py has the bound.
+        inexact_under=(("cuda", "float32"),),
+        large=large,
+        call=functools.partial(_float8_matmul, dtypes),
+    )
+
+
+def _float8_matmul(dtypes: list[str], a: Any, b: Any, *scales: Any, backend: Any) -> Any:
+    """``float8_matmul`` of arrays in the dtype under test, which is that of the output."""
+    out_dtype = a.dtype.name
+    a, b = (x.astype(dtype) for x, dtype in zip((a, b), dtypes, strict=True))
+    if out_dtype == "float64":  # the exact result
+        a, b = (x.astype(out_dtype) for x in (a, b))
+        scales = tuple(jnp.atleast_1d(scale) for scale in scales)
+        return reference.float8_matmul(a, b, *scales, out_dtype=out_dtype)
+    scales = tuple(scale.astype("float32") for scale in scales)
+    return float8_matmul(a, b, *scales, out_dtype=out_dtype, backend=backend)
+
+
+def _float8_timed(name: str, rows: int, columns: int, depth: int) -> Case:
+    a, b = ((size, depth) for size in (rows, columns))
+    return Case(
+        "float8_matmul",
+        name,
+        {
+            "a": Normal(a, dtype="float8_e4m3fn"),
+            "b": Normal(b, dtype="float8_e4m3fn"),
+            "scale_a": Normal((rows,), mean=1.0, std=0.2, dtype="float32"),
+            "scale_b": Normal((columns,), mean=1.0, std=0.2, dtype="float32"),
+        },
+        # The output is bfloat16, whatever dtype the benchmark asks for.
+        forward_fixed_bytes=(rows + columns) * (depth + 4) + 2 * rows * columns,
+        forward_flops=2 * rows * columns * depth,
+        has_backward=False,
+        large=True,
+        timed_only=True,
+    )
+
+
 CASES = (
     _case("gpt2_124m_qkv", 65536, 768, out=2304, large=True),
     _case("gpt2_124m_up", 65536, 768, out=3072, activation="gelu", large=True),
@@ -129,4 +204,19 @@ CASES = (
     _matvec("rows_16_small", 16, 1024, 48),
     _matvec("odd", 2, 5, 3),
     _matvec("no_columns", 1, 8, 0),
+    _float8_timed("llama3_1b_up", 16384, 11264, 2048),
+    _float8_timed("llama3_1b_head", 16384, 128256, 2048),
+    _float8_timed("gpt2_124m_up", 32768, 3072, 768),
+    _float8_timed("gpt2_124m_down", 32768, 768, 3072),
+    _float8("square_2048", 2048, 2048, 2048, large=True),
+    _float8("rows_3", 3, 8, 144),
+    _float8("one_scale_each", 130, 200, 1040, scales=""),
+    _float8("e4m3_e5m2", 130, 200, 144, "e4m3 e5m2", "rows"),
+    _float8("e5m2_e4m3", 3, 200, 1040, "e5m2 e4m3", "columns"),
+    _float8("e5m2_e5m2", 130, 8, 144, "e5m2 e5m2"),
+    _float8("one_row", 1, 200, 16),
+    _float8("odd", 3, 7, 10, refused_by=("cuda",)),
+    _float8("no_rows", 0, 8, 16),
+    _float8("no_columns", 3, 0, 16),
+    _float8("no_depth", 3, 8, 0, refused_by=("cuda",)),
 )

@@ -44,6 +44,19 @@ def matvec(w, x):
     return jnp.einsum("mk,rk->rm", w.astype(wide), x.astype(wide)).astype(x.dtype)
 
 
+def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
+    """Returns ``out``."""
+    # The products are exact in float32. On a GPU of sm_89 or later, XLA's GemmRewriter replaces
+    # this dot with cuBLASLt's float8 GEMM, and pads the sizes to multiples of 16. One of the
+    # operands must be float8_e4m3fn; otherwise, and on older GPUs, it becomes a float16 GEMM, which
+    # is exact too. At precision DEFAULT cuBLASLt would not add its sums in float32 on the way. It
+    # takes scalar scales alone, so the scales and the rounding are an elementwise fusion.
+    wide = jnp.promote_types(scale_a.dtype, jnp.float32)
+    axes = (((1,), (1,)), ((), ()))
+    out = lax.dot_general(a, b, axes, lax.Precision.HIGHEST, preferred_element_type=wide)
+    return (out * scale_a[:, None] * scale_b).astype(out_dtype)
+
+
 # What fused kernels compute, for the ops whose parts save something else.
 
 

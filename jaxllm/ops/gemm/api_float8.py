@@ -1,0 +1,119 @@
+"""Matrix multiplication of float8 operands."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.checks import check_shape
+from jaxllm.ops.gemm import cuda, reference
+
+_FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_OUT = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _sharding(a: Array, b: Array, scale_a: Array, scale_b: Array, **_: str) -> ShardingRule:
+    # One scale for all rows or columns is on every device.
+    scales = ["M" if scale_a.shape == a.shape[:1] else "_"]
+    scales += ["N" if scale_b.shape == b.shape[:1] else "_"]
+    return ShardingRule(f"M K', N K', {', '.join(scales)} -> M N +K", "M N K")
+
+
+FLOAT8_MATMUL = Op(
+    "float8_matmul",
+    reference=reference,
+    # No Pallas kernel: XLA's GEMM of float8 arrays serves the GPUs that the CUDA kernel does not.
+    cuda=cuda,
+    sharding=_sharding,
+)
+
+
+def float8_matmul(
+    a: Float[Array, "M K"],
+    b: Float[Array, "N K"],
+    scale_a: Float[Array, "*M"],
+    scale_b: Float[Array, "*N"],
+    *,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    backend: Backend | None = None,
+) -> Float[Array, "M N"]:
+    r"""A matrix product of float8 operands, each with one scale, or one scale per row.
+
+    .. math::
+        out_{ij} = scale^a_i \, scale^b_j \sum_k a_{ik} b_{jk}
+
+    Both operands are K-major, as Hopper's float8 tensor cores read them. The scales are current
+    scales, as :func:`float8_quantize` returns them. The result is rounded once, to ``out_dtype``.
+    NaN and infinities propagate. For inference only: there is no derivative.
+
+    The CUDA kernel is for Hopper GPUs, with a depth K that is a multiple of 16 and N a multiple of
+    8. There the tensor cores accumulate with about 14 bits, and the kernel adds their sums in
+    float32 every 512 elements of the depth, 16 instructions. The error before the last rounding is
+    at most :math:`16 \cdot 2^{-13} \, scale^a_i \, scale^b_j \sum_k |a_{ik} b_{jk}|`, and that of
+    float32. Where the depth is sharded, the term of each shard is rounded to ``out_dtype`` before
+    the sum.
+
+    Args:
+        a: The rows, ``(M, K)``; float8_e4m3fn or float8_e5m2.
+        b: The columns, ``(N, K)``; float8_e4m3fn or float8_e5m2, whatever ``a`` has.
+        scale_a: float32; one scale, of shape ``()``, or one per row of ``a``, ``(M,)``.
+        scale_b: float32; one scale, of shape ``()``, or one per row of ``b``, ``(N,)``.
+        out_dtype: bfloat16, float16 or float32.
+        backend: ``"cuda"``, ``"xla"`` or ``"auto"``; None for the surrounding choice. There is no
+            Pallas kernel.
+
+    Returns:
+        The product, ``(M, N)`` in ``out_dtype``.
+
+    Raises:
+        TypeError: ``a`` or ``b`` is not float8_e4m3fn or float8_e5m2, a scale is not float32, or
+            ``out_dtype`` is another than these three.
+        ValueError: ``a`` or ``b`` is not a matrix, they differ in depth, a scale is neither one
+            nor one per row, or the backend is unknown.
+        BackendError: The backend that was asked for cannot serve the call.
+
+    Source: the formats are those of Micikevicius et al., FP8 Formats for Deep Learning, arXiv
+    2209.05433; the accumulation follows section 3.3 of the DeepSeek-V3 report, arXiv 2412.19437.
+
+    Example:
+        >>> a, scale_a = jaxllm.ops.float8_quantize(jnp.ones((2, 16)))
+        >>> b, scale_b = jaxllm.ops.float8_quantize(jnp.ones((8, 16)))
+        >>> jaxllm.ops.float8_matmul(a, b, scale_a, scale_b)[0, 0].item()
+        16.0
+    """
+    for name, array in (("a", a), ("b", b)):
+        _check_dtype(name, array, *_FLOAT8)
+    if a.ndim != 2:
+        raise ValueError(f"a has shape {a.shape}; it must be a matrix, (M, K)")
+    if b.ndim != 2 or b.shape[1] != a.shape[1]:
+        raise ValueError(
+            f"b has shape {b.shape}; it must be (N, {a.shape[1]}) to be multiplied by a {a.shape}"
+        )
+    for name, scale, rows in (("a", scale_a, a), ("b", scale_b, b)):
+        _check_dtype(f"scale_{name}", scale, jnp.float32)
+        if scale.ndim:
+            why = f"one scale for each row of {name} {rows.shape}, or () for one"
+            check_shape(f"scale_{name}", scale, rows.shape[:1], why)
+    dtype = jax.dtypes.canonicalize_dtype(out_dtype)
+    if dtype not in _OUT:
+        raise TypeError(f"out_dtype is {dtype}; it must be {_names(_OUT)}")
+    # As the kernel takes them.
+    scale_a, scale_b = (jnp.atleast_1d(scale) for scale in (scale_a, scale_b))
+    arrays, static = (a, b, scale_a, scale_b), {"out_dtype": dtype.name}
+    return dispatch(FLOAT8_MATMUL, Direction.INFERENCE, resolve(backend), *arrays, **static)
+
+
+def _check_dtype(name: str, array: Array, *known: DTypeLike) -> None:
+    dtype = getattr(array, "dtype", None)
+    if dtype not in known:
+        found = f"dtype {dtype}" if dtype is not None else f"type {type(array).__name__}"
+        raise TypeError(f"{name} has {found}; it must be {_names(known)}")
+
+
+def _names(dtypes: tuple[DTypeLike, ...]) -> str:
+    return " or ".join(jnp.dtype(dtype).name for dtype in dtypes)

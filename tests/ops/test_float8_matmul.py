@@ -1,0 +1,171 @@
+"""Matmuls of float8 operands: their error against float64, and what is rejected."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import testing
+from jaxllm.core import ffi
+from jaxllm.ops import float8_matmul
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+SHAPES = ((1, 8, 16), (3, 200, 144), (130, 200, 1040), (257, 136, 4112))  # rows, columns, depth
+
+
+def operands(shape, formats, one_scale=False, seed=0):
+    """Operands with a heavy tail and a row of zeros, and their scales."""
+    generator = np.random.default_rng(seed)
+    rows, columns, depth = shape
+
+    def draw(size, dtype):
+        x = 0.25 * generator.standard_normal((size, depth), np.float32)
+        tail = np.where(generator.random(x.shape) < 0.01, 1e3 * x, x)
+        tail[size // 2 :: size] = 0
+        return jnp.asarray(np.clip(tail, -448, 448)).astype(dtype)
+
+    def scale(size):
+        drawn = np.float32(2.0) ** generator.uniform(-12, -8, () if one_scale else (size,))
+        return jnp.asarray(drawn, jnp.float32)
+
+    a, b = draw(rows, formats[0]), draw(columns, formats[1])
+    return a, b, scale(rows), scale(columns)
+
+
+def exact(a, b, scale_a, scale_b):
+    """The product in float64, and that of the absolute values."""
+    a, b, scale_a, scale_b = (np.asarray(x, np.float64) for x in (a, b, scale_a, scale_b))
+    scales = scale_a.reshape(-1, 1) * scale_b.reshape(1, -1)
+    with np.errstate(invalid="ignore"):
+        return scales * (a @ b.T), abs(scales) * (abs(a) @ abs(b).T)
+
+
+def assert_bounded(out, arrays, accumulation):
+    """Checks each element: ``accumulation`` times the absolute sum, and the output's rounding."""
+    expected, absolute = exact(*arrays)
+    info = jnp.finfo(out.dtype)
+    bound = accumulation * absolute + 4 * 2.0**-24 * abs(expected)  # two scales
+    bound += float(info.eps) / 2 * (abs(expected) + bound) + float(info.smallest_subnormal)
+    lost = abs(np.asarray(out, np.float64) - expected)
+    assert (lost <= bound).all(), float((lost - bound).max())
+
+
+def float32_bound(depth):
+    return depth * 2.0**-24
+
+
+def tensor_core_bound(depth):
+    """That of the docstring: 14 bits in sums of 512, which are added in float32."""
+    return 2.0**-13 * (512 / 32) + (depth / 512 + 1) * 2.0**-24
+
+
+each_call = pytest.mark.parametrize(
+    ("shape", "formats", "one_scale", "out_dtype"),
+    [
+        pytest.param(shape, pair, one, dtype, id="-".join(map(str, (*shape, *pair, one, dtype))))
+        for shape, (pair, one), dtype in itertools.product(
+            SHAPES,
+            zip([*itertools.product(FORMATS, FORMATS)], (False, True, False, True), strict=True),
+            OUT_DTYPES,
+        )
+    ],
+)
+
+
+@each_call
+def test_error_on_a_cpu_is_that_of_float32_accumulation(shape, formats, one_scale, out_dtype):
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = operands(shape, formats, one_scale)
+        out = float8_matmul(*arrays, out_dtype=out_dtype, backend="xla")
+    assert (out.shape, out.dtype) == (shape[:2], out_dtype)
+    assert_bounded(out, arrays, float32_bound(shape[-1]))
+
+
+@pytest.mark.hopper
+@each_call
+def test_error_of_the_kernel_is_within_the_documented_bound(shape, formats, one_scale, out_dtype):
+    arrays = operands(shape, formats, one_scale)
+    out = float8_matmul(*arrays, out_dtype=out_dtype, backend="cuda")
+    assert (out.shape, out.dtype) == (shape[:2], out_dtype)
+    assert_bounded(out, arrays, tensor_core_bound(shape[-1]))
+
+
+each_backend = pytest.mark.parametrize(
+    "backend", ["xla", pytest.param("cuda", marks=pytest.mark.hopper)]
+)
+
+
+@each_backend
+@pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
+def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats):
+    a, b, scale_a, scale_b = operands((130, 136, 144), formats)
+    a = a.at[3, 5].set(jnp.nan).at[7, 9].set(jnp.inf)  # NaN in e4m3
+    b = b.at[11, 13].set(jnp.nan).at[17, 19].set(-jnp.inf)
+    arrays = a, b, scale_a.at[23].set(jnp.inf), scale_b.at[29].set(jnp.nan)
+    out = np.asarray(float8_matmul(*arrays, out_dtype=jnp.float32, backend=backend))
+    expected, _ = exact(*arrays)
+    for special in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(special(out), special(expected))
+    assert 0.9 < np.isfinite(out).mean() < 1
+
+
+@each_backend
+def test_scalar_scale_gives_the_values_of_equal_scales(backend):
+    a, b, scale_a, scale_b = operands((130, 136, 1040), FORMATS, one_scale=True)
+    scales = jnp.full(130, scale_a), jnp.full(136, scale_b)
+    found = float8_matmul(a, b, scale_a, scale_b, backend=backend)
+    expected = float8_matmul(a, b, *scales, backend=backend)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_lowers_to_its_cuda_kernel_on_hopper_and_to_xla_elsewhere(with_kernels, monkeypatch):
+    arrays = operands((3, 200, 144), FORMATS, one_scale=True)
+    for gpu, is_called in ((ffi.H100, True), (dataclasses.replace(ffi.H100, capability=80), False)):
+        monkeypatch.setattr(ffi, "device", lambda gpu=gpu: gpu)
+        program = testing.lower_for_cuda(float8_matmul, *arrays)
+        assert ("@jaxllm_float8_matmul(" in program) == is_called
+        assert ("f8E4M3FN" in program.partition("dot_general")[2]) == (not is_called)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "reason"),
+    [
+        ((3, 8, 24), {}, r"a \(3, 24\) and b \(8, 24\) have a depth of 24; it must be a multiple"),
+        ((3, 12, 16), {}, r"b \(12, 16\) has 12 columns of the result; they must be a multiple of"),
+        ((3, 8, 16), {"capability": 89}, "the kernel needs a Hopper GPU"),
+        ((3, 8, 16), {"clusters": 0}, "no two SMs of this GPU can run a cluster of the kernel"),
+        ((3, 8, 16), {"has_sm90a": False}, "the CUDA extension is not built for sm_90a"),
+    ],
+)
+def test_kernel_rejects_other_sizes_and_gpus(shape, gpu, reason, with_kernels, monkeypatch):
+    monkeypatch.setattr(ffi, "device", lambda: dataclasses.replace(ffi.H100, **gpu))
+    monkeypatch.setattr(ffi, "devices", lambda: ())
+    arrays = operands(shape, FORMATS)
+    with pytest.raises(jaxllm.BackendError, match=f"cannot serve float8_matmul: {reason}"):
+        float8_matmul(*arrays, backend="cuda")
+    with pytest.raises(jaxllm.BackendError, match="float8_matmul has no pallas kernel"):
+        float8_matmul(*arrays, backend="pallas")
+
+
+def test_wrong_arguments_raise_errors_that_name_them():
+    a, b, scale_a, scale_b = operands((3, 8, 16), FORMATS)
+    f8 = "it must be float8_e4m3fn or float8_e5m2"
+    with pytest.raises(TypeError, match=f"a has dtype bfloat16; {f8}"):
+        float8_matmul(a.astype(jnp.bfloat16), b, scale_a, scale_b)
+    with pytest.raises(TypeError, match=f"b has type list; {f8}"):
+        float8_matmul(a, [1.0], scale_a, scale_b)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"a has shape \(16,\); it must be a matrix, \(M, K\)"):
+        float8_matmul(a[0], b, scale_a, scale_b)
+    with pytest.raises(ValueError, match=r"b has shape \(16, 8\); it must be \(N, 16\)"):
+        float8_matmul(a, b.T, scale_a, scale_b)
+    with pytest.raises(TypeError, match="scale_a has dtype bfloat16; it must be float32"):
+        float8_matmul(a, b, scale_a.astype(jnp.bfloat16), scale_b)
+    with pytest.raises(ValueError, match=r"scale_b has shape \(3,\); it must be \(8,\)"):
+        float8_matmul(a, b, scale_a, scale_a)
+    with pytest.raises(TypeError, match="out_dtype is int32; it must be bfloat16 or float16 or"):
+        float8_matmul(a, b, scale_a, scale_b, out_dtype=int)
