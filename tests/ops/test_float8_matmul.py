@@ -138,6 +138,7 @@ def test_lowers_to_its_cuda_kernel_on_hopper_and_to_xla_elsewhere(with_kernels, 
         ((3, 8, 24), {}, r"a \(3, 24\) and b \(8, 24\) have a depth of 24; it must be a multiple"),
         ((3, 12, 16), {}, r"b \(12, 16\) has 12 columns of the result; they must be a multiple of"),
         ((3, 8, 16), {"capability": 89}, "the kernel needs a Hopper GPU"),
+        ((3, 8, 16), {"clusters": 0}, "no two SMs of this GPU can run a cluster of the kernel"),
         ((3, 8, 16), {"has_sm90a": False}, "the CUDA extension is not built for sm_90a"),
     ],
 )

@@ -58,13 +58,18 @@ def matvec(w, x):
 def float8_matmul_unsupported(a, b, *_, **__) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     (columns, depth), rows = b.shape, a.shape[0]
-    if depth % 16:
+    if depth % 16 or depth == 0:  # TMA takes no array without elements
         return f"a {a.shape} and b {b.shape} have a depth of {depth}; it must be a multiple of 16"
     if columns % 8:
         return f"b {b.shape} has {columns} columns of the result; they must be a multiple of 8"
     if any(size >= _MAX_SIZE for size in (rows, columns, depth)):  # any may be symbolic
         return f"a {a.shape} or b {b.shape} has a size of 2^31 or more"
-    return ffi.no_hopper_reason()
+    if reason := ffi.no_hopper_reason():
+        return reason
+    gpu = ffi.device()
+    if gpu is not None and gpu.clusters == 0:
+        return "no two SMs of this GPU can run a cluster of the kernel"
+    return None
 
 
 def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
