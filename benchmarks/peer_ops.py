@@ -28,6 +28,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("torch.compile", "torch eager"),
     "add": ("torch.compile", "torch eager"),
     "matmul": ("torch.compile", "torch eager"),
+    "float8_matmul": ("cublaslt", "torch rowwise"),
     "linear": ("torch.compile", "torch eager"),
     "mlp": ("torch.compile", "torch eager"),
     "self_attention": ("torch.compile", "torch eager"),
@@ -268,6 +269,28 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
     reductions = (reduce_sum, reduce_max, dot, histogram)
     groups = (norms, activations, others, gemms, blocks, losses, reductions)
     return {fn.__name__: fn for group in groups for fn in group}
+
+
+def cublaslt_ops() -> dict[str, Callable[..., Any]]:
+    """The GEMM of cuBLASLt alone, through torch, with one scale for each operand."""
+    import torch
+
+    def float8_matmul(a, b, scale_a, scale_b):
+        scales = scale_a[0], scale_b[0]
+        return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return {"float8_matmul": float8_matmul}
+
+
+def torch_rowwise_ops() -> dict[str, Callable[..., Any]]:
+    """A GEMM of torch with a scale for each row and column."""
+    import torch
+
+    def float8_matmul(a, b, scale_a, scale_b):
+        scales = scale_a[:, None], scale_b[None]
+        return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return {"float8_matmul": float8_matmul}
 
 
 def _labels(labels: Any) -> Any:

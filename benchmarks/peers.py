@@ -19,7 +19,15 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.peer_ops import PEERS, cut_cross_entropy_ops, liger_ops, torch_ops, torchvision_ops
+from benchmarks.peer_ops import (
+    PEERS,
+    cublaslt_ops,
+    cut_cross_entropy_ops,
+    liger_ops,
+    torch_ops,
+    torch_rowwise_ops,
+    torchvision_ops,
+)
 from jaxllm.testing import Boxes, Case, Normal
 
 
@@ -30,6 +38,8 @@ def _build(peer: str, case: Case, smoke: bool) -> Callable[..., Any]:
         "liger": liger_ops,
         "cut-cross-entropy": cut_cross_entropy_ops,
         "torchvision": torchvision_ops,
+        "cublaslt": cublaslt_ops,
+        "torch rowwise": torch_rowwise_ops,
     }
     ops = by_peer.get(peer, torch_ops)
     device = "cuda" if torch.cuda.is_available() else "cpu"

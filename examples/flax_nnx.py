@@ -114,7 +114,6 @@ class GPT(nnx.Module):
 
 def make_step(options: argparse.Namespace) -> tuple[nnx.State, small_models.Step]:
     """The initial state, and the training step."""
-
     # Not jitted: XLA compiles the random numbers of 12 layers together for more than a minute.
     model = GPT(options, nnx.Rngs(options.seed))
     optimizer = nnx.Optimizer(model, optax.adamw(options.learning_rate), wrt=nnx.Param)

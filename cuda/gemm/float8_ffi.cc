@@ -53,7 +53,7 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
         });
         if (error.failure()) return error;
         for (int64_t i = 0; i < calls; ++i) {
-          const Float8Matmul<A, B, Out> call{data<A>(a) + i * rows * depth,
+          const Float8Gemm<A, B, Out> call{data<A>(a) + i * rows * depth,
                                              data<B>(b) + i * columns * depth,
                                              data<float>(scale_a) + i * scales_a,
                                              data<float>(scale_b) + i * scales_b,

@@ -20,7 +20,7 @@ constexpr int64_t kShallowDepth = 1024;
 }  // namespace
 
 template <typename A, typename B, typename Out>
-cudaError_t Float8Matmul<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape,
+cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape,
                                             Out* out) const {
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
@@ -34,9 +34,9 @@ cudaError_t Float8Matmul<A, B, Out>::launch(cudaStream_t stream, const GemmShape
 }
 
 #define JAXLLM_FLOAT8_MATMUL(A, B)                   \
-  template struct Float8Matmul<A, B, __nv_bfloat16>; \
-  template struct Float8Matmul<A, B, __half>;        \
-  template struct Float8Matmul<A, B, float>;
+  template struct Float8Gemm<A, B, __nv_bfloat16>; \
+  template struct Float8Gemm<A, B, __half>;        \
+  template struct Float8Gemm<A, B, float>;
 JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e4m3)
 JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e5m2)
 JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e4m3)

@@ -15,7 +15,7 @@ namespace jaxllm {
 // cudaErrorNotSupported on other GPUs than Hopper's, where the depth is not a positive multiple of
 // 16 or the columns of 8, and where a pointer is not a multiple of 16 bytes.
 template <typename A, typename B, typename Out>
-struct Float8Matmul {
+struct Float8Gemm {
   const A* a;
   const B* b;
   const float* scale_a;
