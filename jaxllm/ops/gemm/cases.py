@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm.ops.gemm import reference
 from jaxllm.ops.gemm.api_float8 import float8_matmul
@@ -133,7 +134,8 @@ def _float8_matmul(dtypes: list[str], a: Any, b: Any, *scales: Any, backend: Any
     out_dtype = a.dtype.name
     a, b = (x.astype(dtype) for x, dtype in zip((a, b), dtypes, strict=True))
     if out_dtype == "float64":  # the exact result
-        a, b = (x.astype(out_dtype) for x in (a, b))
+        # Without the barrier XLA may leave out both conversions, and with them the rounding.
+        a, b = (x.astype(out_dtype) for x in lax.optimization_barrier((a, b)))
         scales = tuple(jnp.atleast_1d(scale) for scale in scales)
         return reference.float8_matmul(a, b, *scales, out_dtype=out_dtype)
     scales = tuple(scale.astype("float32") for scale in scales)
