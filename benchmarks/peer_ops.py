@@ -273,24 +273,19 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
 
 def cublaslt_ops() -> dict[str, Callable[..., Any]]:
     """The GEMM of cuBLASLt alone, through torch, with one scale for each operand."""
-    import torch
-
-    def float8_matmul(a, b, scale_a, scale_b):
-        scales = scale_a[0], scale_b[0]
-        return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    return {"float8_matmul": float8_matmul}
+    return {"float8_matmul": lambda a, b, *scales: _scaled_mm(a, b, *(s[0] for s in scales))}
 
 
 def torch_rowwise_ops() -> dict[str, Callable[..., Any]]:
     """A GEMM of torch with a scale for each row and column."""
+    return {"float8_matmul": lambda a, b, s_a, s_b: _scaled_mm(a, b, s_a[:, None], s_b[None])}
+
+
+def _scaled_mm(a, b, scale_a, scale_b):
     import torch
 
-    def float8_matmul(a, b, scale_a, scale_b):
-        scales = scale_a[:, None], scale_b[None]
-        return torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    return {"float8_matmul": float8_matmul}
+    options: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(a, b.T, scale_a, scale_b, **options)  # pyright: ignore
 
 
 def _labels(labels: Any) -> Any:

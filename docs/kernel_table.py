@@ -383,7 +383,9 @@ def counts_of(name: str) -> tuple[str, str, str]:
 
 def rows_of(name: str) -> int:
     """The number of measurements of an op, on any GPU."""
-    return sum(row["op"] in (name, FORMER_NAMES.get(name)) for row in (*results(), *results(ON_H100)))
+    return sum(
+        row["op"] in (name, FORMER_NAMES.get(name)) for row in (*results(), *results(ON_H100))
+    )
 
 
 def cases_of(name: str) -> list[Case]:

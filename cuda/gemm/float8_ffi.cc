@@ -54,11 +54,11 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
         if (error.failure()) return error;
         for (int64_t i = 0; i < calls; ++i) {
           const Float8Gemm<A, B, Out> call{data<A>(a) + i * rows * depth,
-                                             data<B>(b) + i * columns * depth,
-                                             data<float>(scale_a) + i * scales_a,
-                                             data<float>(scale_b) + i * scales_b,
-                                             has_one_a,
-                                             has_one_b};
+                                           data<B>(b) + i * columns * depth,
+                                           data<float>(scale_a) + i * scales_a,
+                                           data<float>(scale_b) + i * scales_b,
+                                           has_one_a,
+                                           has_one_b};
           const cudaError_t status =
               call.launch(stream, {rows, columns, depth}, data<Out>(out) + i * rows * columns);
           if (status != cudaSuccess) return to_ffi_error(status);

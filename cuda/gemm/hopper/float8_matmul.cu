@@ -21,7 +21,7 @@ constexpr int64_t kShallowDepth = 1024;
 
 template <typename A, typename B, typename Out>
 cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape,
-                                            Out* out) const {
+                                          Out* out) const {
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
   const auto run = [&](auto tile) {
@@ -33,7 +33,7 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
   return shape.depth <= kShallowDepth ? run(ShallowTile{}) : run(DeepTile{});
 }
 
-#define JAXLLM_FLOAT8_MATMUL(A, B)                   \
+#define JAXLLM_FLOAT8_MATMUL(A, B)                 \
   template struct Float8Gemm<A, B, __nv_bfloat16>; \
   template struct Float8Gemm<A, B, __half>;        \
   template struct Float8Gemm<A, B, float>;
