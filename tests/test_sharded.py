@@ -19,6 +19,7 @@ GROUPS = {
     "manual": ("test_manual.py", ""),
     "whole_arrays": ("test_whole_arrays.py", ""),
     "vocabulary": ("test_vocabulary.py", ""),
+    "float8_linear": ("test_float8_linear.py", ""),
     "planned_moves": ("test_planned_moves.py", ""),
 }
 

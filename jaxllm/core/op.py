@@ -105,7 +105,7 @@ def with_backward(
     forward: Callable[..., tuple[Any, Any]],
     backward: Callable[..., tuple],
     *,
-    sharding: ShardingRule | Callable[[Any], ShardingRule],
+    sharding: ShardingRule | Callable[[Any], ShardingRule] | None,
     primal: Callable[..., Any] | None = None,
     outputs: int = 1,
     reference: Callable[..., Any] | None = None,
@@ -118,7 +118,8 @@ def with_backward(
         backward: ``backward(options, backend, residuals, *cotangents)``, one gradient for each
             array. The first cotangent is an array. Any other is None where nothing depends on that
             output: JAX alone would write zeros of its size for a kernel to read and add.
-        sharding: How forward and backward may be sharded, or a function of the options.
+        sharding: How forward and backward may be sharded, or a function of the options; None where
+            both are made of ops, each of which runs on shards.
         primal: ``primal(options, backend, *arrays) -> outputs`` where nothing is differentiated;
             None for the forward's.
         outputs: The number of outputs; 1 for a single one, which is no tuple.
@@ -137,6 +138,8 @@ def with_backward(
         if not partition.is_wanted(arrays):
             return of(*static, *arrays)
         function, rule = shards.Function(of, static), rule_of(static.options)
+        if rule is None:
+            return partition.forward_of_ops(function, arrays)
         is_opaque = static.backend != "xla"
         return partition.forward(function, name, rule, arrays, is_opaque=is_opaque)
 
@@ -153,10 +156,12 @@ def with_backward(
         if not partition.is_saved(residuals):
             return backward(*static, residuals, *arrays)
         function, rule = shards.Function(backward, static), rule_of(static.options)
+        if rule is None:
+            return partition.backward_of_ops(function, residuals, arrays)
         is_opaque = static.backend != "xla"
         return partition.backward(function, name, rule, residuals, arrays, is_opaque=is_opaque)
 
-    def rule_of(options: Any) -> ShardingRule:
+    def rule_of(options: Any) -> ShardingRule | None:
         return sharding(options) if callable(sharding) else sharding
 
     fn.__name__ = name

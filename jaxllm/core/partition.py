@@ -137,11 +137,20 @@ def forward(
     )
     (outputs, residuals), names = _run(call, args)
     count = len(jax.tree.leaves(outputs, is_leaf=is_packed))
-    shardings = tuple(
-        tuple(explicit_sharding(array_of(leaf)) for leaf in jax.tree.leaves(arg, is_leaf=is_packed))
-        for arg in args
-    )
-    return outputs, (residuals, Saved(names[count:], names[:count], operands, shardings))
+    saved = Saved(names[count:], names[:count], operands, _shardings(args))
+    return outputs, (residuals, saved)
+
+
+def forward_of_ops(function: Function, args: tuple) -> tuple[Any, Any]:
+    """As :func:`forward`, of a function that is made of ops: each of them runs on shards."""
+    outputs, residuals = function(*args)
+    return outputs, (residuals, Saved((), (), (), _shardings(args)))
+
+
+def backward_of_ops(function: Function, residuals: tuple[Any, Saved], cotangents: tuple) -> tuple:
+    """As :func:`backward`, of a function that is made of ops."""
+    kept, saved = residuals
+    return _like_arguments(function(kept, *cotangents), saved.shardings)
 
 
 def backward(
@@ -156,7 +165,7 @@ def backward(
     """``function(residuals, *cotangents) -> gradients`` on shards."""
     kept, saved = residuals
     if not rule.backward_on_shards:
-        return _like_arguments(function(kept, *cotangents), saved.shardings)
+        return backward_of_ops(function, residuals, cotangents)
     given = jax.tree.leaves(cotangents, is_leaf=lambda x: x is None)
     of_cotangents = [n for n, x in zip(saved.outputs, given, strict=True) if x is not None]
     kept = gather_again(kept, saved, cotangents)
@@ -170,6 +179,14 @@ def backward(
         is_opaque,
     )
     return _run(call, (kept, *cotangents))[0]
+
+
+def _shardings(args: tuple) -> tuple[tuple[Any, ...], ...]:
+    """The shardings that the types of arguments have, by argument."""
+    return tuple(
+        tuple(explicit_sharding(array_of(leaf)) for leaf in jax.tree.leaves(arg, is_leaf=is_packed))
+        for arg in args
+    )
 
 
 def _like_arguments(gradients: tuple, shardings: tuple[tuple[Any, ...], ...]) -> tuple:

@@ -38,7 +38,7 @@ from jaxllm.ops.checks import (
     check_shape,
     check_way_back,
 )
-from jaxllm.ops.gemm.api import in_rows, linear
+from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -53,6 +53,7 @@ from jaxllm.ops.gemm.fused import (
     wgrad_pair,
 )
 from jaxllm.ops.gemm.gradients import dgrad_and_wgrad
+from jaxllm.ops.gemm.linear import in_rows
 from jaxllm.ops.rotary.api import rope
 from jaxllm.ops.weights import is_weight
 

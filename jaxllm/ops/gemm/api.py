@@ -8,7 +8,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -17,7 +16,7 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.activation.api import BIAS_ADD, BIAS_GELU, GELU, gelu
+from jaxllm.ops.activation.api import gelu
 from jaxllm.ops.checks import (
     check_floating,
     check_layer,
@@ -26,8 +25,9 @@ from jaxllm.ops.checks import (
     is_certain,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
-from jaxllm.ops.gemm.fused import matmul_bias_gelu
-from jaxllm.ops.gemm.gradients import dgrad_and_wgrad
+from jaxllm.ops.gemm.float8_linear import float8_linear
+from jaxllm.ops.gemm.linear import LinearOptions, activation_backward
+from jaxllm.ops.gemm.linear import linear as _linear
 from jaxllm.ops.quantization.api import quantized_matmul, quantized_matvec
 from jaxllm.ops.weights import Quantized, Transposed, Weight
 
@@ -135,6 +135,7 @@ def linear(
     bias: Float[Array, " D_out"] | None = None,
     *,
     activation: Literal["gelu"] | None = None,
+    precision: Literal["row"] | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows D_out"]:
     r"""A linear layer: a matrix product, a bias, and an activation.
@@ -151,6 +152,13 @@ def linear(
     A :class:`Transposed` or :class:`Quantized` weight is for inference and has no derivative. For
     up to 16 rows a kernel reads it once (:func:`matvec`, :func:`quantized_matvec`).
 
+    With ``precision="row"`` the GEMMs of :math:`xW` and of the gradient of ``x`` have float8
+    operands, by :func:`float8_matmul`. Each row of the left operand and each column of the right
+    one has a current scale, and is rounded to float8_e4m3fn: each element is off by at most
+    :math:`2^{-4}` of its magnitude, or by :math:`2^{-10}` times its scale where that is more. The
+    product is rounded once to the dtype of ``x``, before bias and activation. The gradients of
+    ``weight`` and ``bias`` have unrounded operands. Float8 tensor cores are in GPUs from sm_89 on.
+
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
         weight: The matrix, ``(in, out)``, in the dtype of ``x``; or a :class:`Transposed` or
@@ -159,16 +167,22 @@ def linear(
             output then has these dimensions.
         bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
         activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
+        precision: ``"row"`` for float8 operands with one scale per row; None for the dtype of
+            ``x``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
+            ``"pallas"`` has no float8 GEMM.
 
     Returns:
         The rows of the output, in the dtype of ``x``.
 
     Raises:
-        TypeError: An argument is not floating-point, or differs from ``x`` in dtype.
+        TypeError: An argument is not floating-point, or differs from ``x`` in dtype; or ``x`` is
+            not float32, bfloat16 or float16 and ``precision`` is ``"row"``.
         ValueError: ``weight`` is not a matrix with as many rows as ``x`` has columns, ``bias`` is
-            not as wide as ``weight``, or the activation or the backend is unknown.
-        BackendError: The backend that was asked for cannot serve the call.
+            not as wide as ``weight``, or the activation, the precision or the backend is unknown.
+            ``precision`` is ``"row"`` and ``weight`` is a :class:`Quantized`.
+        BackendError: The backend that was asked for cannot serve the call, or ``precision`` is
+            ``"row"`` and the GPU has no float8 tensor cores.
 
     Source: llm.c's ``matmul_forward`` and ``matmul_backward``.
 
@@ -178,10 +192,13 @@ def linear(
         >>> out = jaxllm.ops.linear(x, weight, bias, activation="gelu")
     """
     _check_option("activation", activation, None, "gelu")
+    _check_option("precision", precision, None, "row")
+    if precision is not None:
+        return float8_linear(x, weight, bias, activation=activation, backend=resolve(backend))
     if isinstance(weight, Transposed | Quantized):
         return _inference_linear(x, weight, bias, activation, backend)
     check_layer("weight", weight, "bias", bias, x, in_parts=True)
-    options = _LinearOptions(activation, weight.ndim)
+    options = LinearOptions(activation, weight.ndim)
     return _linear(x, weight, bias, backend=resolve(backend), options=options)
 
 
@@ -268,75 +285,6 @@ def _check_option(name: str, value: object, *known: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LinearOptions:
-    activation: str | None
-    weight_ndim: int  # above 2 where the columns are in parts
-
-    @property
-    def columns(self) -> str:
-        """The names of the dimensions of the columns; they are sharded along F."""
-        return {2: "F", 3: "_ F", 4: "_ F _"}[self.weight_ndim]
-
-
-def in_rows(weight: Array, bias: Array | None) -> tuple[Array, Array | None]:
-    """A layer whose columns may be in parts as a matrix and a vector."""
-    return lax.collapse(weight, 1), None if bias is None else bias.ravel()
-
-
-def _linear_forward(options, backend, x, weight, bias):
-    columns, arrays = weight.shape[1:], (x, weight, bias)
-    weight, bias = in_rows(weight, bias)
-    if options.activation is None:
-        h = jnp.dot(x, weight)
-        # XLA adds a bias in the GEMM's epilogue where it is an argument of the program.
-        out, saved = (h if bias is None else h + bias), None
-    elif bias is None:
-        saved = jnp.dot(x, weight)
-        out = dispatch(GELU, Direction.FORWARD, backend, saved)
-    else:
-        more = {"saves_derivative": False, "out_columns": 0}
-        out, saved = matmul_bias_gelu(backend, x, weight, bias, **more)
-    shape = (*x.shape[:-1], *columns)
-    outputs = jax.tree.map(lambda y: y.reshape(shape), (out, saved))
-    out, saved = checkpoint_name(outputs, "linear")
-    return out, (*arrays, saved)
-
-
-def _linear_backward(options, backend, residuals, dout):
-    x, weight, bias, h = residuals
-    columns, rows = weight.shape[1:], x.ndim - 1
-    weight, bias = in_rows(weight, bias)
-    h, dout = None if h is None else lax.collapse(h, rows), lax.collapse(dout, rows)
-    dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
-    dx, dweight = dgrad_and_wgrad(x, weight, dh)
-    dbias = None if dbias is None else dbias.reshape(columns)
-    return dx, dweight.reshape(x.shape[-1], *columns), dbias
-
-
-def _activation_backward(backend, activation, h, bias, dout):
-    """Returns the gradients of ``h`` and ``bias`` in ``out = f(h + bias)``."""
-    if activation is None:
-        if bias is None:
-            return dout, None
-        return dout, dispatch(BIAS_ADD, Direction.BACKWARD, backend, dout)
-    if bias is None:
-        return dispatch(GELU, Direction.BACKWARD, backend, h, dout), None
-    return dispatch(BIAS_GELU, Direction.BACKWARD, backend, h, bias.astype(h.dtype), dout)
-
-
-def _linear_sharding(options: _LinearOptions) -> ShardingRule:
-    columns, bias = options.columns, options.columns.replace("F", "F'")
-    if options.activation is not None:  # it is of a whole sum
-        return ShardingRule(
-            f"... D', D {columns}, {bias} -> ... {columns}; ?... {columns}", "... F"
-        )
-    return ShardingRule(f"... D', D {columns}, !{bias} -> ... {columns} +D", "... D F")
-
-
-_linear = with_backward("linear", _linear_forward, _linear_backward, sharding=_linear_sharding)
-
-
-@dataclasses.dataclass(frozen=True)
 class _MatmulOptions:
     transpose_a: bool
     transpose_b: bool
@@ -358,7 +306,7 @@ def _matmul_backward(options, backend, residuals, dout):
     The gradient of an operand that is stored transposed is the transpose: its GEMM's operands swap.
     """
     a, b, bias, h = residuals
-    dh, dbias = _activation_backward(backend, options.activation, h, bias, dout)
+    dh, dbias = activation_backward(backend, options.activation, h, bias, dout)
     dh = dh.astype(a.dtype)
     dbias = None if dbias is None else dbias.astype(bias.dtype)
 

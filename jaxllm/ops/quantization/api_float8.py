@@ -54,10 +54,16 @@ def float8_quantize(
         raise ValueError(f"axis is {axis!r}; it must be -1 or None")
     if axis == -1 and x.ndim == 0:
         raise ValueError("x has shape (); it must have a last axis, or axis must be None")
+    return quantize_over(x, dtype, (x.ndim - 1,) if axis == -1 else tuple(range(x.ndim)))
+
+
+def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """As :func:`float8_quantize`, with one scale for all elements along ``axes``."""
+    dtype = jnp.dtype(dtype)
     largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
     wide = x.astype(jnp.float32)
     finite = jnp.where(jnp.isfinite(wide), wide, 0)
-    amax = jnp.max(jnp.abs(finite), axis=axis, initial=0, keepdims=True)
+    amax = jnp.max(jnp.abs(finite), axis=axes, initial=0, keepdims=True)
     scale = jnp.where(amax == 0, 1, jnp.maximum(amax / largest, least))
     values = jnp.clip(finite / scale, -largest, largest).astype(dtype)
     # What a cast makes of these depends on the device. NumPy's infinity of e4m3 is NaN.
@@ -67,4 +73,4 @@ def float8_quantize(
         (-np.inf, wide == -np.inf),
     ):
         values = jnp.where(where, np.asarray(special, dtype), values)
-    return values, scale.reshape(x.shape[:-1] if axis == -1 else ())
+    return values, jnp.squeeze(scale, axes)

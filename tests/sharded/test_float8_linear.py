@@ -1,0 +1,92 @@
+"""Float8 linear layers on shards: they have the values that they have on one device."""
+
+import jax
+import numpy as np
+import pytest
+from calls import ALL, make_mesh, on_one_device, put
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.ops import linear
+
+SHARDINGS = {
+    "rows": {"x": P(ALL)},
+    "two_rows": {"x": P("a", "b")},
+    "columns": {"weight": P(None, None, ALL), "bias": P(None, ALL)},
+    "depth": {"x": P(None, None, ALL), "weight": P(ALL)},
+    "rows_and_columns": {"x": P("a"), "weight": P(None, None, "b"), "bias": P(None, "b")},
+    "rows_and_depth": {"x": P("a", None, "b"), "weight": P("b")},
+    "fsdp": {"x": P(ALL), "weight": P(ALL)},
+}
+
+
+def arrays():
+    generator = np.random.default_rng(0)
+    shapes = {"x": (8, 4, 16), "weight": (16, 3, 16), "bias": (3, 16), "dout": (8, 4, 3, 16)}
+    drawn = {
+        name: (generator.standard_normal(shape) * 10 ** generator.uniform(-2, 2, shape)).astype("f")
+        for name, shape in shapes.items()
+    }
+    # The scales are powers of two, so that division by them is exact in every program.
+    drawn = {name: np.clip(x, -448, 448) for name, x in drawn.items()}
+    drawn["x"][..., -1] = drawn["weight"][-1] = drawn["weight"][:, 2, -1] = 448
+    drawn["dout"][..., 2, -1] = -448
+    return drawn
+
+
+def value_and_gradients(activation, backend, arrays):
+    def fn(x, weight, bias):
+        options = {"activation": activation, "precision": "row", "backend": backend}
+        return linear(x, weight, bias, **options)
+
+    dout = arrays["dout"]
+    out, pull = jax.vjp(fn, arrays["x"], arrays["weight"], arrays["bias"])
+    sharding = jax.typeof(out).sharding
+    if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+        dout = jax.sharding.reshard(dout, sharding)
+    return out, *pull(dout)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_sharded_layer_equals_that_of_one_device(kind, backend, sharding):
+    given, mesh = arrays(), make_mesh(kind)
+    specs = {name: SHARDINGS[sharding].get(name, P()) for name in given}
+    placed = put(mesh, given, specs)
+    for activation in (None, "gelu"):
+        # A dout that differs in its last bit may be rounded to another float8 number.
+        names = ("out", "dx", "dweight", "dbias")[:: 1 if activation is None else 2]
+        run = jax.jit(value_and_gradients, static_argnums=(0, 1))
+        found = run(activation, backend, placed)
+        wanted = on_one_device(lambda a, of=activation: value_and_gradients(of, "xla", a), given)
+        every = dict(
+            zip(("out", "dx", "dweight", "dbias"), zip(found, wanted, strict=True), strict=True)
+        )
+        for name in names:
+            a, b = (np.asarray(x) for x in every[name])
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * abs(b).max(), err_msg=name)
+        for x, gradient in zip(("x", "weight", "bias"), found[1:], strict=True):
+            if kind == "Explicit":
+                assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_layer_in_a_shard_map_equals_that_of_one_device(check_vma):
+    given, mesh = arrays(), make_mesh("Auto")
+    specs = {"x": P(ALL), "weight": P(), "bias": P(), "dout": P(ALL)}
+
+    def of_shard(arrays):
+        out, dx, *of_weights = value_and_gradients(None, "auto", arrays)
+        # With check_vma JAX sums the gradients of what all shards share.
+        return out, dx, *(x if check_vma else jax.lax.psum(x, ALL) for x in of_weights)
+
+    mapped = jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(P(ALL), P(ALL), P(), P()),
+        check_vma=check_vma,
+    )
+    wanted = on_one_device(lambda arrays: value_and_gradients(None, "xla", arrays), given)
+    for a, b in zip(jax.jit(mapped)(given), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * abs(b).max())
