@@ -121,10 +121,10 @@ def _epilogue_forward(options, backend, h, bias):
     shape = h.shape
     rows = lax.collapse(h, h.ndim - options.weight_ndim + 1)
     offset = None if bias is None else bias.ravel()
-    if options.activation is None:
-        return (rows + offset).reshape(shape), (None, bias)
     if offset is None:
         out = dispatch(GELU, Direction.FORWARD, backend, rows)
+    elif options.activation is None:
+        return (rows + offset).reshape(shape), (None, bias)
     else:
         out = dispatch(BIAS_GELU, Direction.FORWARD, backend, rows, offset)
     return checkpoint_name(out.reshape(shape), "linear"), (h, bias)
@@ -136,7 +136,7 @@ def _epilogue_backward(options, backend, residuals, dout):
     h, dout = None if h is None else lax.collapse(h, first), lax.collapse(dout, first)
     offset = None if bias is None else bias.ravel()
     dh, dbias = activation_backward(backend, options.activation, h, offset, dout)
-    return dh.reshape(shape), None if dbias is None else dbias.reshape(bias.shape)
+    return dh.reshape(shape), None if dbias is None else dbias.reshape(shape[first:])
 
 
 def _epilogue_sharding(options: LinearOptions) -> ShardingRule:
