@@ -182,18 +182,6 @@ def declined_cases_are_skipped(request, skip_if_declined):
         skip_if_declined(lambda: refusal(values["case"], dtype))
 
 
-# Ops with a kernel for Hopper GPUs alone. In a process without such a GPU they are traced for one.
-HOPPER_ONLY = ("float8_matmul",)
-
-
-@pytest.fixture(autouse=True)
-def hopper_kernels_are_traced_for_an_h100(request, monkeypatch):
-    values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    runs = request.node.get_closest_marker("gpu")
-    if not runs and getattr(values.get("case"), "op", "") in HOPPER_ONLY:
-        monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
-
-
 def refusal(case, dtype):
     """The reason why ``cuda`` rejects a case or its gradients; None if it runs."""
     inputs = jax.eval_shape(lambda: testing.make_inputs(case, dtype))
@@ -226,8 +214,8 @@ def expectation(op, name, dtype):
     return inputs, exact, value_and_gradients(reference_function(case), inputs)
 
 
-# Arguments that change no value: the reference functions lack them.
-WITHOUT_EFFECT = ("normalized", "attend")
+# Arguments that change no value, or none by default: the reference functions lack them.
+WITHOUT_EFFECT = ("normalized", "attend", "precision")
 
 
 def defaults(case):

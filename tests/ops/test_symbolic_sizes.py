@@ -7,12 +7,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
-from test_contract import (
-    FIRST_CASES,
-    differentiate,
-    hopper_kernels_are_traced_for_an_h100,  # noqa: F401, a fixture
-    op_under,
-)
+from test_contract import FIRST_CASES, differentiate, op_under
 
 from jaxllm import export, testing
 from jaxllm.core.backend import BackendError
