@@ -214,8 +214,8 @@ def expectation(op, name, dtype):
     return inputs, exact, value_and_gradients(reference_function(case), inputs)
 
 
-# Arguments that change no value, or none by default: the reference functions lack them.
-WITHOUT_EFFECT = ("normalized", "attend", "precision")
+# Arguments that change no value: the reference functions lack them.
+WITHOUT_EFFECT = ("normalized", "attend")
 
 
 def defaults(case):
