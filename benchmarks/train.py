@@ -28,6 +28,10 @@ from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, prove
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
 # The default preset, batch size and sequence length of each model.
 MODELS = {"gpt2": ("d12", 32, 1024), "llama3": ("3.2-1b", 4, 4096)}
+# A shape of no preset: transformer-1p3b of jax-linear-attention, which publishes its float8 speed.
+_SHAPES = {
+    "llama3": {"1.3b": {"layers": 24, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 5632}}
+}
 # Those of the baselines: so low that equal models have equal losses for a few dozen steps.
 LEARNING_RATES = {"gpt2": 6e-4, "llama3": 1e-4}
 COLUMNS = (
@@ -118,15 +122,18 @@ class _Trainer(NamedTuple):
     origin: dict[str, str]
 
 
-def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _batches(
+    options: argparse.Namespace, vocab_size: int, microbatches: int = 1
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    rows = microbatches * options.batch_size
     if options.data:
         from jaxllm import data
 
         shards = data.open_split(options.data, "train")
-        shape = (options.batch_size, options.seq_len)
+        shape = (rows, options.seq_len)
         return [data.batch(shards, *shape, seed=0, step=step) for step in range(_BATCHES)]
     rng = np.random.default_rng(0)
-    shape = (_BATCHES, options.batch_size, options.seq_len + 1)
+    shape = (_BATCHES, rows, options.seq_len + 1)
     samples = rng.integers(0, vocab_size, shape, np.int32)
     return [(sample[:, :-1], sample[:, 1:]) for sample in samples]
 
@@ -134,6 +141,14 @@ def _batches(options: argparse.Namespace, vocab_size: int) -> list[tuple[np.ndar
 def _module(options: argparse.Namespace) -> Any:
     """Our model's module."""
     return importlib.import_module(f"jaxllm.models.{options.model}")
+
+
+def _presets(options: argparse.Namespace) -> dict[str, Any]:
+    """Our model's presets, and other shapes."""
+    presets = dict(_module(options).PRESETS)
+    for name, shape in _SHAPES.get(options.model, {}).items():
+        presets[name] = dataclasses.replace(presets["3.1-8b"], **shape)
+    return presets
 
 
 def _plain(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -178,7 +193,7 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
     module = _module(options)
 
     def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return module.loss(params, tokens, labels, model)
+        return module.loss(params, tokens, labels, model, precision=options.precision[0])
 
     optimizer = training.adamw(LEARNING_RATES[options.model])
     params = unstack(module.init(jax.random.key(0), model))
@@ -195,7 +210,7 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
 
 def _model(options: argparse.Namespace) -> Any:
     """The preset, with positions for the sequence length; a tiny model for a smoke test."""
-    preset = _module(options).PRESETS[options.preset]
+    preset = _presets(options)[options.preset]
     if options.smoke:
         sizes = {"vocab_size": 250, "max_seq_len": options.seq_len, "layers": 2, "heads": 2}
         more = {} if options.model == "gpt2" else {"kv_heads": 1, "mlp_width": 64}
@@ -210,10 +225,11 @@ def _jax_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
     ours = options.worker == "jaxllm"
     state, step = (_jaxllm if ours else _plain)(options, model)
     # The library's step takes microbatches on a leading axis.
-    leading = (1,) if ours else ()
+    leading = (options.accumulate,) if ours else ()
+    shape = (*leading, options.batch_size, options.seq_len)
     batches = [
-        tuple(jnp.asarray(part.reshape(*leading, *part.shape)) for part in batch)
-        for batch in _batches(options, model.vocab_size)
+        tuple(jnp.asarray(part.reshape(shape)) for part in batch)
+        for batch in _batches(options, model.vocab_size, options.accumulate)
     ]
 
     def run(steps: int) -> Any:
@@ -300,10 +316,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
             except timing.NoKernelsError as error:
                 table = f"no profile: {error}"
     median = float(np.median(seconds))
-    tokens = options.batch_size * options.seq_len
+    tokens = options.accumulate * options.batch_size * options.seq_len
     flops = tokens * _module(options).flops_per_token(model, options.seq_len)
     mfu = training.model_flops_utilization(flops, median, trainer.origin["gpu"])
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
+    if options.accumulate > 1:
+        spread = f"{options.accumulate} microbatches; {spread}"
     row = trainer.origin | {
         "step_ms": f"{median * 1e3:.3f}",
         "tokens_per_s": f"{tokens / median:.0f}",
@@ -319,12 +337,15 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 # All implementations
 
 
-def run_worker(implementation: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_worker(
+    implementation: str, backend: str, precision: str | None, options: argparse.Namespace
+) -> dict[str, Any]:
     """Runs one implementation in its own process.
 
     Args:
         implementation: One of :data:`IMPLEMENTATIONS`.
         backend: The backend of jaxllm; "" for the others.
+        precision: The recipe of float8 of jaxllm; None for none, and for the others.
         options: The command line.
 
     Returns:
@@ -332,11 +353,12 @@ def run_worker(implementation: str, backend: str, options: argparse.Namespace) -
     """
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
     command += ["--backend", backend] if backend else []
-    for name in ("model", "preset", "batch_size", "seq_len", "steps", "dtype"):
+    command += ["--precision", str(precision).lower()]
+    for name in ("model", "preset", "batch_size", "seq_len", "accumulate", "steps", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--data", str(options.data.resolve())] if options.data else []
     command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
-    print(f"{implementation} {backend} ...", file=sys.stderr, flush=True)
+    print(f"{implementation} {backend} {precision or ''} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile("w+") as stderr:
         try:
             done = subprocess.run(
@@ -363,6 +385,8 @@ def run_worker(implementation: str, backend: str, options: argparse.Namespace) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Times the training steps; see the module's docstring."""
+    from jaxllm.ops.block.precision import RECIPES
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument(
@@ -370,6 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches; jaxllm only")
     parser.add_argument("--steps", type=int, help="steps in each of three timed groups")
     parser.add_argument(
         "--implementation", nargs="+", choices=IMPLEMENTATIONS, default=["plain", "jaxllm"]
@@ -382,6 +407,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="backends of jaxllm, one after another; default: auto",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=("none", *RECIPES),
+        default=["none"],
+        help="float8 recipes of jaxllm, one after another; default: none",
+    )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="a folder with train_*.bin; default: random tokens"
     )
@@ -397,6 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, on any machine")
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    options.precision = [None if name == "none" else name for name in options.precision]
     preset, *shape = MODELS[options.model]
     options.preset = options.preset or preset
     defaults = (2, 16, 2) if options.smoke else (*shape, 20)
@@ -405,6 +438,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
         setattr(options, name, default if value is None else value)
+    if options.accumulate < 1:
+        parser.error(f"--accumulate is {options.accumulate}; it must be at least 1")
+    if options.accumulate > 1 and set(options.implementation) != {"jaxllm"} and not options.worker:
+        parser.error("--accumulate is for --implementation jaxllm alone")
     if options.data and not sorted(options.data.glob("train_*.bin")):
         parser.error(f"--data {options.data} has no train_*.bin")
 
@@ -412,21 +449,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_REPORT + json.dumps(work(options)), flush=True)
         return 0
 
-    presets = _module(options).PRESETS
+    presets = _presets(options)
     if options.preset not in presets:
         parser.error(f"--preset {options.preset!r} is none of {', '.join(presets)}")
     if options.model != "gpt2" and "torch_compile" in options.implementation:
         parser.error(f"--implementation torch_compile has no {options.model}")
     rows = []
-    jobs = [
-        (implementation, backend)
-        for implementation in options.implementation
-        for backend in (options.backend if implementation == "jaxllm" else [""])
+    ours: list[tuple[str, str | None]] = [
+        (backend, precision) for backend in options.backend for precision in options.precision
     ]
-    for implementation, backend in jobs:
-        report = run_worker(implementation, backend, options)
+    jobs = [
+        (implementation, backend, precision)
+        for implementation in options.implementation
+        for backend, precision in (ours if implementation == "jaxllm" else [("", None)])
+    ]
+    for implementation, backend, precision in jobs:
+        report = run_worker(implementation, backend, precision, options)
+        title = " ".join(filter(None, (implementation, backend, precision)))
         if report["profile"]:
-            print(f"\n{implementation} {backend}: {report['profile']}\n", flush=True)
+            print(f"\n{title}: {report['profile']}\n", flush=True)
         rows.append(
             {
                 "model": "smoke" if options.smoke else f"{options.model}_{options.preset}",
@@ -434,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "seq_len": options.seq_len,
                 "implementation": implementation,
                 "backend": backend,
-                "dtype": options.dtype,
+                "dtype": options.dtype if precision is None else f"{options.dtype} {precision}",
                 "steps": options.steps,
             }
             | report["row"]
@@ -442,7 +483,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A failure's row takes the provenance of the others.
     origin = next(({k: row[k] for k in PROVENANCE} for row in rows if "gpu" in row), {})
     rows = [origin | row for row in rows]
-    columns = ("implementation", "backend", "step_ms", "tokens_per_s", "mfu", "peak_gib", "loss")
+    columns = (
+        "implementation",
+        "backend",
+        "dtype",
+        "step_ms",
+        "tokens_per_s",
+        "mfu",
+        "peak_gib",
+        "loss",
+    )
     columns += ("note",)
     model, batch = rows[0]["model"], f"{options.batch_size} x {options.seq_len}"
     print(f"\n{model}, {batch} tokens a step, {options.dtype}, on {origin.get('gpu', 'unknown')}")

@@ -61,11 +61,13 @@ def train(options: argparse.Namespace) -> None:
     tokens_per_step = options.accumulate * options.batch_size * options.seq_len
     print(
         f"{options.family.name} {options.preset}: {model.num_params(config):,} parameters on "
-        f"{machine(options)} in {options.dtype}, {tokens_per_step:,} tokens a step"
+        f"{machine(options)} in {options.dtype}{with_float8(options)}, {tokens_per_step:,} tokens "
+        "a step"
     )
 
     def loss_fn(params, tokens, labels):
-        return model.loss(params, tokens, labels, config, remat=REMAT[options.remat])
+        how = {"remat": REMAT[options.remat], "precision": options.precision}
+        return model.loss(params, tokens, labels, config, **how)
 
     optimizer = training.adamw(
         options.learning_rate,
@@ -181,6 +183,11 @@ def machine(options: argparse.Namespace) -> str:
     count = jax.process_count()
     processes = f"; {count} processes" if count > 1 else ""
     return f"{options.mesh.size} {kind} ({axes}{processes})"
+
+
+def with_float8(options: argparse.Namespace) -> str:
+    """What is said of the GEMMs with float8 operands."""
+    return "" if options.precision is None else f" with float8 GEMMs ({options.precision})"
 
 
 @contextlib.contextmanager

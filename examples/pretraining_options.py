@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm import data, training
+from jaxllm import data, ops, training
 from jaxllm.convert import huggingface, llmc
 from jaxllm.core.backend import BACKENDS
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
-from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS
+from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS, by_block
 from jaxllm.training import evaluation, loader, parallel, schedules
 
 
@@ -71,7 +71,7 @@ REMAT = {
 }
 # Options that a resumed run must have in common with its checkpoint.
 IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
-IDENTITY += ("dtype", "unroll")
+IDENTITY += ("dtype", "precision", "unroll")
 # Options that a resumed run may change; the change is printed.
 SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
 SETTINGS += ("weight_decay", "max_grad_norm", "microbatch_weights", "max_loss_z", "max_norm_z")
@@ -96,6 +96,12 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--end-of-text", metavar="NAME", help="the token between documents; default: detected")
     add("--backend", choices=BACKENDS, help="of every op; default: JAXLLM_BACKEND, or auto")
     add("--dtype", choices=("float32", "bfloat16"), help="the compute dtype; default: by device")
+    add(
+        "--precision",
+        metavar="RECIPE",
+        help="row or tensor, for float8 operands in the GEMMs of the blocks; or of some layers, as "
+        "in up=row,down=row; default: the compute dtype",
+    )
     add(
         "--remat",
         choices=REMAT,
@@ -250,6 +256,7 @@ def parse(
         if options.vocab_size is None:
             options.vocab_size = (options.tokenizer or BYTES).vocab_size
         options.model_config = make_config(options, config)
+        options.precision = read_precision(options)
         with parallel.first_process_first():
             options.train, options.val = open_data(options)
         options.questions = open_questions(options)
@@ -423,6 +430,23 @@ def make_config(options: argparse.Namespace, loaded: Any) -> Any:
     if options.seq_len > config.max_seq_len or options.preset == "tiny":
         config = dataclasses.replace(config, max_seq_len=options.seq_len)
     return config
+
+
+def read_precision(options: argparse.Namespace) -> ops.Precision:
+    """The recipe of all layers, or those of the layers that ``--precision`` names."""
+    text = options.precision
+    if text is not None and "=" in text:
+        pairs = [part.partition("=") for part in text.split(",")]
+        precision: Any = {name.strip(): recipe.strip() for name, _, recipe in pairs}
+    else:
+        precision = text
+    model, config = options.family.model, options.model_config
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    try:
+        by_block(precision, params["blocks"])
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+    return precision
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

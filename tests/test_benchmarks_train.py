@@ -70,9 +70,15 @@ def test_each_backend_has_a_row(tmp_path, monkeypatch):
     report = {"row": dict.fromkeys(train.PROVENANCE, "-"), "profile": ""}
     monkeypatch.setattr(train, "run_worker", lambda *_: report)
     command = ["--implementation", "plain", "jaxllm", "--backend", "cuda", "xla"]
+    command += ["--precision", "none", "row"]
     assert train.main([*command, "--csv", str(path)]) == 0
-    ran = [(row["implementation"], row["backend"]) for row in read_csv(path)]
-    assert ran == [("plain", ""), ("jaxllm", "cuda"), ("jaxllm", "xla")]
+    ran = [" ".join(row[name] for name in ("implementation", "backend", "dtype"))
+           for row in read_csv(path)]  # fmt: skip
+    assert ran == ["plain  bfloat16"] + [
+        f"jaxllm {backend} {dtype}"
+        for backend in ("cuda", "xla")
+        for dtype in ("bfloat16", "bfloat16 row")
+    ]
 
 
 def test_failed_worker_is_a_row_with_the_reason(tmp_path, monkeypatch):
@@ -212,6 +218,14 @@ def test_all_implementations_train(model, implementation, capsys):
     assert '"tokens_per_s"' in out
 
 
+def test_microbatches_with_float8_train(capsys):
+    options = ["--model", "llama3", "--preset", "1.3b", "--accumulate", "2", "--precision", "row"]
+    assert train.main(["--smoke", *options, "--worker", "jaxllm"]) == 0
+    out = capsys.readouterr().out
+    assert '"tokens_per_s"' in out
+    assert "2 microbatches" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -220,6 +234,8 @@ def test_all_implementations_train(model, implementation, capsys):
         (["--model", "llama3", "--preset", "d24"], "'d24' is none of d6, d12, 3-8b"),
         (["--model", "llama3", "--implementation", "torch_compile"], "torch_compile has no llama3"),
         (["--data", "nowhere"], "has no train_*.bin"),
+        (["--accumulate", "0"], "--accumulate is 0"),
+        (["--accumulate", "2"], "--accumulate is for --implementation jaxllm alone"),
         (["--implementation", "nothing"], "invalid choice"),
     ],
 )

@@ -84,6 +84,9 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--lr", "nan"], "peak nan"),
         (["--final-fraction", "2"], "final_fraction 2.0"),
         (["--warmup", "-2"], "warmup -2"),
+        (["--precision", "fp8"], "--precision is 'fp8'; it must be 'row', 'tensor', None"),
+        (["--precision", "gate=row"], "--precision names 'gate'; the layers are"),
+        (["--precision", "up=row,down"], "--precision['down'] is ''; it must be"),
         (["--data", "other"], "*val*.bin has token 300, but the model has 257"),
         (["--hellaswag", "eval.bin"], "eval.bin: questions has token 50000; the model has"),
         (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has 6 tokens in one"),
@@ -129,6 +132,22 @@ def test_pretrain_losses_do_not_depend_on_remat(remat):
         [record["loss"] for record in read_log(Path("runs", out, "log.jsonl"))] for out in "02"
     )
     np.testing.assert_allclose(again, plain, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "precision"), [(pretrain_gpt2, "row"), (pretrain_llama3, "gate_up=tensor,down=row")]
+)
+def test_pretrain_with_float8_has_nearly_the_losses_without(script, precision, capsys):
+    def losses(out, *options):
+        known = "--smoke --steps 3 --val-every 0 --checkpoint-every 3 --no-tensorboard --out"
+        script.main([*known.split(), out, *options])
+        return np.array([record["loss"] for record in read_log(Path(out, "log.jsonl"))])
+
+    found, expected = losses("float8", "--precision", precision), losses("plain")
+    assert "with float8 GEMMs" in capsys.readouterr().out
+    assert 0 < abs(found - expected).max() < 0.02
+    with pytest.raises(SystemExit, match=r"of a run with precision .*; this one has None"):
+        losses("float8", "--resume")
 
 
 @SCRIPTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
+from jaxllm.ops.block.precision import check_precision
 from jaxllm.ops.checks import is_certain
 
 Params = dict[str, Any]
@@ -64,6 +65,26 @@ def run_blocks(
 
     # The carry has one structure from the start: the one that a block returns.
     return jax.lax.scan(step, h.like(jax.eval_shape(first, h, layers)), layers)[0]
+
+
+def by_block(precision: ops.Precision, layer: Params) -> tuple[ops.Precision, ops.Precision]:
+    """The precision of the attention block, and that of the feed-forward block.
+
+    Args:
+        precision: One recipe, or one by the name of a linear layer, as in ``{"qkv": "row"}``.
+        layer: The parameters of both blocks, whose linear layers these may be.
+
+    Raises:
+        TypeError: ``precision`` is neither a name, a mapping nor None.
+        ValueError: A recipe or a layer is unknown.
+    """
+    parts = layer["attention"], layer["mlp"]
+    check_precision(precision, *parts[0], *parts[1])
+    if precision is None or isinstance(precision, str):
+        return precision, precision
+    chosen: Mapping[str, Any] = precision
+    attention, ffn = ({name: chosen.get(name) for name in part} for part in parts)
+    return attention, ffn
 
 
 class Shape(Protocol):

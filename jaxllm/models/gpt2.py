@@ -117,12 +117,17 @@ def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
 
 
 def block(
-    h: ops.Residual, layer: Params, config: GPT2Config, attend: ops.Attend | None = None
+    h: ops.Residual,
+    layer: Params,
+    config: GPT2Config,
+    attend: ops.Attend | None = None,
+    precision: ops.Precision = None,
 ) -> ops.Residual:
     """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
-    heads, norm1, norm2 = config.heads, layer["ln1"], layer["ln2"]
-    h = ops.attention_block(h, norm1, layer["attention"], heads=heads, causal=True, attend=attend)
-    return ops.ffn_block(h, norm2, layer["mlp"])
+    attention = {"heads": config.heads, "causal": True, "attend": attend}
+    first, second = common.by_block(precision, layer)
+    h = ops.attention_block(h, layer["ln1"], layer["attention"], **attention, precision=first)
+    return ops.ffn_block(h, layer["ln2"], layer["mlp"], precision=second)
 
 
 def forward(
@@ -131,6 +136,7 @@ def forward(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
+    precision: ops.Precision = None,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -141,6 +147,10 @@ def forward(
         remat: Whether each block is recomputed in the backward pass from its input; or what else
             to save: one of ``jax.checkpoint_policies`` or
             ``jaxllm.models.common.SAVE_GEMMS``.
+        precision: ``"row"`` or ``"tensor"`` for float8 operands in the GEMMs of the blocks' linear
+            layers, as in :func:`jaxllm.ops.linear`; or a mapping from the names of layers, as in
+            ``{"up": "row", "down": "row"}``. None for the dtype of ``params``. The rest stays in
+            that dtype, the LM head too.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
@@ -148,9 +158,11 @@ def forward(
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype.
-        ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``.
+        ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``; or
+            ``precision`` has an unknown recipe or layer.
+        BackendError: ``precision`` is not None and the GPU has no float8 tensor cores.
     """
-    hidden, head = _hidden(params, tokens, config, remat)
+    hidden, head = _hidden(params, tokens, config, remat, precision)
     return common.logits(hidden, head)
 
 
@@ -161,6 +173,7 @@ def loss(
     config: GPT2Config,
     *,
     remat: bool | Policy = False,
+    precision: ops.Precision = None,
     ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
@@ -172,14 +185,16 @@ def loss(
             Any other label outside the vocabulary makes the loss NaN.
         config: As in :func:`forward`.
         remat: As in :func:`forward`.
+        precision: As in :func:`forward`.
         ignore_index: The label that is ignored; None for every negative label. As in
             :func:`jaxllm.ops.cross_entropy`.
 
     Raises:
         TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
+        BackendError: As in :func:`forward`.
     """
-    hidden, head = _hidden(params, tokens, config, remat)
+    hidden, head = _hidden(params, tokens, config, remat, precision)
     return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
@@ -231,14 +246,18 @@ def _shapes(config: GPT2Config) -> Params:
 
 
 def _hidden(
-    params: Params, tokens: Array, config: GPT2Config, remat: bool | Policy
+    params: Params,
+    tokens: Array,
+    config: GPT2Config,
+    remat: bool | Policy,
+    precision: ops.Precision,
 ) -> tuple[Array, Array | ops.Quantized]:
     """The input of the LM head, (B, T, D), and the LM head."""
     common.check_tokens(tokens, config.max_seq_len)
     x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
-        return block(h, layer, config)
+        return block(h, layer, config, precision=precision)
 
     h = common.run_blocks(run, ops.residual(x), params["blocks"], remat=remat)
     return ops.final_norm(h, params["ln_f"]), common.lm_head({**params, "wte": head})

@@ -162,12 +162,14 @@ def block(
     config: Llama3Config,
     rope_table: tuple[Array, Array],
     attend: ops.Attend | None = None,
+    precision: ops.Precision = None,
 ) -> ops.Residual:
     """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
-    heads = {"heads": config.heads, "kv_heads": config.kv_heads}
-    attention = {"causal": True, "rope_table": rope_table, "attend": attend}
-    h = ops.attention_block(h, layer["norm1"], layer["attention"], **heads, **attention)
-    return ops.ffn_block(h, layer["norm2"], layer["mlp"], activation="swiglu")
+    attention = {"heads": config.heads, "kv_heads": config.kv_heads, "causal": True}
+    attention |= {"rope_table": rope_table, "attend": attend}
+    first, second = common.by_block(precision, layer)
+    h = ops.attention_block(h, layer["norm1"], layer["attention"], **attention, precision=first)
+    return ops.ffn_block(h, layer["norm2"], layer["mlp"], activation="swiglu", precision=second)
 
 
 def forward(
@@ -176,9 +178,11 @@ def forward(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
+    precision: ops.Precision = None,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token, as :func:`jaxllm.models.gpt2.forward`."""
-    return common.logits(_hidden(params, tokens, config, remat), common.lm_head(params))
+    hidden = _hidden(params, tokens, config, remat, precision)
+    return common.logits(hidden, common.lm_head(params))
 
 
 def loss(
@@ -188,10 +192,11 @@ def loss(
     config: Llama3Config,
     *,
     remat: bool | Policy = False,
+    precision: ops.Precision = None,
     ignore_index: int | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32, as :func:`jaxllm.models.gpt2.loss`."""
-    hidden, head = _hidden(params, tokens, config, remat), common.lm_head(params)
+    hidden, head = _hidden(params, tokens, config, remat, precision), common.lm_head(params)
     return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
@@ -238,13 +243,19 @@ def rope_table(positions: Array, config: Llama3Config) -> tuple[Array, Array]:
     )
 
 
-def _hidden(params: Params, tokens: Array, config: Llama3Config, remat: bool | Policy) -> Array:
+def _hidden(
+    params: Params,
+    tokens: Array,
+    config: Llama3Config,
+    remat: bool | Policy,
+    precision: ops.Precision,
+) -> Array:
     """The input of the LM head, (B, T, D)."""
     common.check_tokens(tokens, config.max_seq_len)
     table = rope_table(jnp.arange(tokens.shape[1]), config)
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
-        return block(h, layer, config, table)
+        return block(h, layer, config, table, precision=precision)
 
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
     return ops.final_norm(

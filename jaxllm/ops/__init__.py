@@ -20,6 +20,7 @@ from jaxllm.ops.attention.api_softmax import repeat_kv, softmax
 from jaxllm.ops.block.attention import Attend, attention_block, self_attention
 from jaxllm.ops.block.decode import decode_block
 from jaxllm.ops.block.ffn import ffn_block, mlp
+from jaxllm.ops.block.precision import Precision
 from jaxllm.ops.block.residual import Residual, final_norm, residual
 from jaxllm.ops.embedding.api import embed, tied_embed
 from jaxllm.ops.gemm.api import linear, matmul, matvec
@@ -42,6 +43,7 @@ from jaxllm.ops.weights import Quantized, Transposed
 
 __all__ = [
     "Attend",
+    "Precision",
     "Quantized",
     "Residual",
     "RopeScaling",

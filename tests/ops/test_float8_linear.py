@@ -1,6 +1,7 @@
 """Linear layers with float8 operands: values and gradients against float64, and transforms."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,16 @@ from jaxllm.ops import Quantized, Transposed, bias_gelu, float8_quantize, gelu, 
 
 DTYPES = ("float32", "bfloat16", "float16")
 PEAK = 0.875  # 448 / 2^9: scales are powers of two, and division by them is exact in every program
+RECIPES = ("row", "tensor")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def row(*arrays, **options):
-    return linear(*arrays, precision="row", **options)
+def layer(recipe, **static):
+    return functools.partial(linear, precision=recipe, **static)
+
+
+row = layer("row")
 
 
 def arrays(dtype="float32", rows=(2, 5), columns=(24,), depth=32, scale_is_exact=True):
@@ -44,13 +50,14 @@ def values_and_gradients(fn, x, weight, bias, dout):
     return out, *pull(dout)
 
 
-def assert_product(found, a, b):
-    """Checks ``found`` against the float64 product of two matrices, rounded by rows."""
+def assert_product(found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn")):
+    """Checks ``found`` against the float64 product of two matrices, rounded by a recipe."""
     a, b = a.reshape(found.size // b.shape[0], -1), b.reshape(b.shape[0], -1)
-    wide = []
-    for matrix in (a, b):
-        values, scale = float8_quantize(matrix)
-        wide.append(np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None])
+    wide, axis = [], -1 if recipe == "row" else None
+    for matrix, dtype in zip((a, b), dtypes, strict=True):
+        values, scale = float8_quantize(matrix, dtype, axis=axis)
+        scale = np.broadcast_to(np.asarray(scale, np.float64), len(matrix))
+        wide.append(np.asarray(values, np.float64) * scale[:, None])
     expected, absolute = wide[0] @ wide[1].T, abs(wide[0]) @ abs(wide[1]).T
     info = jnp.finfo(found.dtype)
     bound = (a.shape[1] + 4) * 2.0**-24 * absolute
@@ -61,69 +68,90 @@ def assert_product(found, a, b):
     assert (abs(np.asarray(a, float) @ np.asarray(b, float).T - expected) > bound).any()
 
 
+# What the gradient of the output is rounded to, and the other operand.
+GRADIENT_AND_OTHER = {
+    "row": ("float8_e4m3fn", "float8_e4m3fn"),
+    "tensor": ("float8_e5m2", "float8_e4m3fn"),
+}
+
+
+@each_recipe
 @each_dtype
-@pytest.mark.parametrize("rows", [(), (7,), (2, 5)])
-@pytest.mark.parametrize("columns", [(24,), (3, 8), (3, 2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [((), (24,)), ((), (3, 8)), ((7,), (3, 8)), ((2, 5), (24,)), ((2, 5), (3, 2, 4))],
+)
 @pytest.mark.parametrize("scale_is_exact", [True, False])
-def test_value_and_dx_are_products_of_rounded_operands(dtype, rows, columns, scale_is_exact):
+def test_results_are_products_of_rounded_operands(recipe, dtype, rows, columns, scale_is_exact):
     x, weight, _, dout = arrays(dtype, rows, columns, scale_is_exact=scale_is_exact)
-    out, pull = jax.vjp(row, x, weight)
+    out, pull = jax.vjp(layer(recipe), x, weight)
     dx, dweight = pull(dout)
     assert (out.shape, out.dtype) == ((*rows, *columns), dtype)
     assert (dx.shape, dx.dtype) == (x.shape, dtype)
     assert (dweight.shape, dweight.dtype) == (weight.shape, dtype)
-    assert_product(out, x, weight.reshape(32, -1).T)
-    assert_product(dx, dout, weight)
+    assert_product(out, x, weight.reshape(32, -1).T, recipe)
+    of_dout = GRADIENT_AND_OTHER[recipe]
+    assert_product(dx, dout, weight, recipe, of_dout)
+    if recipe == "tensor":
+        dout = dout.reshape(-1, weight[0].size)
+        assert_product(dweight, x.reshape(-1, 32).T, dout.T, recipe, of_dout[::-1])
 
 
+@each_recipe
 @each_dtype
 @pytest.mark.parametrize("backend", ["auto", "xla"])
-def test_gradients_of_weight_and_bias_are_those_without_float8(dtype, backend):
+def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtype, backend):
     given = arrays(dtype)
-    _, _, *found = values_and_gradients(lambda *a: row(*a, backend=backend), *given)
-    _, _, *wanted = values_and_gradients(lambda *a: linear(*a, backend=backend), *given)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
+    _, _, *found = values_and_gradients(layer(recipe, backend=backend), *given)
+    _, _, *wanted = values_and_gradients(layer(None, backend=backend), *given)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    assert (found[0] == wanted[0]).all() == (recipe == "row")
 
 
+@each_recipe
 @each_dtype
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("columns", [(24,), (3, 8)])
-def test_bias_and_activation_follow_the_rounded_product(dtype, with_bias, columns):
+@pytest.mark.parametrize(("with_bias", "columns"), [(False, (24,)), (True, (24,)), (True, (3, 8))])
+def test_bias_and_activation_follow_the_rounded_product(recipe, dtype, with_bias, columns):
     x, weight, bias, dout = arrays(dtype, columns=columns)
-    bias = bias if with_bias else None
-    h = row(x, weight).reshape(10, 24)
-    assert row(x, weight, bias).dtype == dtype
+    bias, fn = bias if with_bias else None, layer(recipe)
+    h = fn(x, weight).reshape(10, 24)
+    assert fn(x, weight, bias).dtype == dtype
     if bias is not None:
-        np.testing.assert_array_equal(row(x, weight, bias).reshape(10, 24), h + bias.ravel())
-    out, pull = jax.vjp(lambda *a: row(*a, activation="gelu"), x, weight, bias)
+        np.testing.assert_array_equal(fn(x, weight, bias).reshape(10, 24), h + bias.ravel())
+    out, pull = jax.vjp(lambda *a: fn(*a, activation="gelu"), x, weight, bias)
     epilogue = gelu if bias is None else lambda h: bias_gelu(h, bias.ravel())
     wanted, pull_epilogue = jax.vjp(epilogue, h)
     np.testing.assert_array_equal(out.reshape(10, 24), wanted)
     (dh,) = pull_epilogue(dout.reshape(10, 24))
     dx, dweight, dbias = pull(dout)
-    assert_product(dx, dh, weight)
-    of_plain = jax.vjp(linear, x.reshape(10, 32), weight.reshape(32, 24))[1](dh)
-    testing.assert_close(dweight.reshape(32, 24), of_plain[1], dtype)
+    of_dh = GRADIENT_AND_OTHER[recipe]
+    assert_product(dx, dh, weight, recipe, of_dh)
+    if recipe == "row":
+        of_plain = jax.vjp(linear, x.reshape(10, 32), weight.reshape(32, 24))[1](dh)
+        testing.assert_close(dweight.reshape(32, 24), of_plain[1], dtype)
+    else:
+        assert_product(dweight, x.reshape(10, 32).T, dh.T, recipe, of_dh[::-1])
     if bias is not None:
         wanted = jax.vjp(bias_gelu, h, bias.ravel())[1](dout.reshape(10, 24))[1]
         testing.assert_close(dbias.ravel(), wanted, dtype)
 
 
+@each_recipe
 @each_dtype
-def test_rows_of_zeros_give_zeros(dtype):
+def test_rows_of_zeros_give_zeros(recipe, dtype):
     x, weight, _, dout = arrays(dtype)
+    fn = layer(recipe)
     masked = jnp.array([False, True, False, True, False])
     x, dout = (jnp.where(masked[:, None], 0, a) for a in (x, dout))
-    out, pull = jax.vjp(row, x, weight)
+    out, pull = jax.vjp(fn, x, weight)
     dx, _ = pull(dout)
     for found in (out, dx):
         assert not found[:, masked].any()
         assert found[:, ~masked].any()
-    assert not row(x, jnp.zeros_like(weight)).any()
-    assert row(x[:0], weight).shape == (0, 5, 24)
-    assert row(x[..., :0], weight[:0]).shape == (2, 5, 24)
-    assert not row(x[..., :0], weight[:0]).any()
+    assert not fn(x, jnp.zeros_like(weight)).any()
+    assert fn(x[:0], weight).shape == (0, 5, 24)
+    assert fn(x[..., :0], weight[:0]).shape == (2, 5, 24)
+    assert not fn(x[..., :0], weight[:0]).any()
 
 
 def test_masked_rows_do_not_change_the_others():
@@ -136,52 +164,65 @@ def test_masked_rows_do_not_change_the_others():
     np.testing.assert_array_equal(pull_part(changed)[0][:, kept], pull(dout)[0][:, kept])
 
 
+@each_recipe
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
-def test_nonfinite_elements_make_their_rows_nan(special):
+def test_nonfinite_elements_stay_visible_in_their_rows_alone(recipe, special):
     x, weight, _, dout = arrays()
-    is_nan = np.isnan(row(x.at[1, 2, 3].set(special), weight))
+    fn = layer(recipe)
+    is_nan = np.isnan(fn(x.at[1, 2, 3].set(special), weight))
     assert is_nan[1, 2].all()
     assert is_nan.sum() == 24
-    assert np.isnan(row(x, weight.at[5, 7].set(special)))[..., 7].all()
-    dx = jax.vjp(row, x, weight)[1](dout.at[1, 2, 3].set(special))[0]
-    assert np.isnan(dx[1, 2]).all()
-    assert np.isnan(dx).sum() == 32
+    assert np.isnan(fn(x, weight.at[5, 7].set(special)))[..., 7].all()
+    dx, dweight = jax.vjp(fn, x, weight)[1](dout.at[1, 2, 3].set(special))
+    lost = ~np.isfinite(dx)
+    assert lost[1, 2].all()
+    assert lost.sum() == 32
+    lost = ~np.isfinite(dweight)
+    assert lost[:, 3].all()
+    assert lost.sum() == 32
 
 
+@each_recipe
 @each_dtype
-def test_error_of_a_product_is_that_of_its_rounded_factors(dtype):
+def test_error_of_a_product_is_that_of_its_rounded_factors(recipe, dtype):
     x, weight, _, _ = arrays(dtype, scale_is_exact=False)
+    fn, by_row = layer(recipe), recipe == "row"
     exact = np.asarray(x, float) @ np.asarray(weight, float)
     absolute = abs(np.asarray(x, float)) @ abs(np.asarray(weight, float))
     # The smallest step times the scale, of either factor.
-    ends = (abs(np.asarray(array, float)).max(axis) for array, axis in ((x, -1), (weight, 0)))
-    x_step, w_step = (2.0**-10 / 448 * end for end in ends)
+    sides = (x, -1 if by_row else None), (weight, 0 if by_row else None)
+    ends = (abs(np.asarray(array, float)).max(axis) for array, axis in sides)
+    x_step, w_step = (np.asarray(2.0**-10 / 448 * end) for end in ends)
     small = x_step[..., None] * abs(np.asarray(weight, float)).sum(0)
     small = small + w_step * abs(np.asarray(x, float)).sum(-1)[..., None]
     bound = (1 + 2.0**-4) * ((2 * 2.0**-4 + 2.0**-8) * absolute + small)
     bound += float(jnp.finfo(dtype).eps) * abs(exact) + 1e-7
-    assert (abs(np.asarray(row(x, weight), float) - exact) <= bound).all()
+    assert (abs(np.asarray(fn(x, weight), float) - exact) <= bound).all()
 
 
-def test_transposed_weight_gives_the_value_of_the_plain_one():
+@each_recipe
+def test_transposed_weight_gives_the_value_of_the_plain_one(recipe):
     x, weight, bias, _ = arrays("bfloat16")
+    fn = layer(recipe)
     for rows in (x, x[0, 0], jnp.tile(x, (2, 1, 1))):
         for activation in (None, "gelu"):
-            found = row(rows, Transposed(weight.T), bias, activation=activation)
-            wanted = row(rows, weight, bias, activation=activation)
+            found = fn(rows, Transposed(weight.T), bias, activation=activation)
+            wanted = fn(rows, weight, bias, activation=activation)
             np.testing.assert_array_equal(found, wanted)
 
 
-def loss(x, weight, bias):
-    return (row(x, weight, bias) * jnp.cos(jnp.arange(24.0))).sum()
+def loss(x, weight, bias, fn=row):
+    return (fn(x, weight, bias) * jnp.cos(jnp.arange(24.0))).sum()
 
 
-def test_transforms_give_the_values_of_plain_calls():
+@each_recipe
+def test_transforms_give_the_values_of_plain_calls(recipe):
     x, weight, bias, _ = arrays()
-    plain = jax.value_and_grad(loss, (0, 1, 2))
+    of_recipe = functools.partial(loss, fn=layer(recipe))
+    plain = jax.value_and_grad(of_recipe, (0, 1, 2))
     wanted = plain(x, weight, bias)
     testing.assert_close(jax.jit(plain)(x, weight, bias), wanted, "float32")
-    remat = jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2))
+    remat = jax.value_and_grad(jax.checkpoint(of_recipe), (0, 1, 2))
     testing.assert_close(jax.jit(remat)(x, weight, bias), wanted, "float32")
     of_each = jax.vmap(plain, (0, None, None))(x, weight, bias)
     each = [plain(x[i], weight, bias) for i in range(2)]
@@ -231,27 +272,48 @@ def test_inputs_alone_are_saved_without_an_activation():
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(jax.vjp(row, x, weight)[1]))
 
 
-def test_explain_lists_both_float8_gemms():
-    x, weight, bias, _ = arrays()
-    calls = jaxllm.explain(jax.value_and_grad(loss, (0, 1)), x, weight, bias).calls
-    calls = [call for call in calls if call.stem == "float8_matmul"]
-    assert [call.shapes.split()[:2] for call in calls] == [
+def test_rounded_input_is_saved_where_dw_is_its_product():
+    x, weight, _, _ = arrays()
+    kept = jax.tree.leaves(jax.vjp(layer("tensor"), x, weight)[1])
+    of_x = [leaf.dtype for leaf in kept if leaf.shape == x.shape]
+    assert of_x == [jnp.float8_e4m3fn]
+
+
+FLOAT8_GEMMS = {
+    "row": [
         ["float8_e4m3fn[10,32]", "float8_e4m3fn[24,32]"],
         ["float8_e4m3fn[10,24]", "float8_e4m3fn[32,24]"],
-    ]
+    ],
+    "tensor": [
+        ["float8_e4m3fn[10,32]", "float8_e4m3fn[24,32]"],
+        ["float8_e4m3fn[32,10]", "float8_e5m2[24,10]"],
+        ["float8_e5m2[10,24]", "float8_e4m3fn[32,24]"],
+    ],
+}
 
 
-def test_lowers_to_two_float8_kernels_and_one_gemm_on_hopper(with_kernels, monkeypatch):
+@each_recipe
+def test_explain_lists_every_float8_gemm(recipe):
+    x, weight, bias, _ = arrays()
+    of_recipe = functools.partial(loss, fn=layer(recipe))
+    calls = jaxllm.explain(jax.value_and_grad(of_recipe, (0, 1)), x, weight, bias).calls
+    calls = [call for call in calls if call.stem == "float8_matmul"]
+    assert [call.shapes.split()[:2] for call in calls] == FLOAT8_GEMMS[recipe]
+
+
+@each_recipe
+def test_lowers_to_float8_kernels_on_hopper(recipe, with_kernels, monkeypatch):
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
-    given = arrays("bfloat16", columns=(48,))
+    given = arrays("bfloat16", rows=(2, 8), columns=(48,))
 
     def both(*given):
-        return values_and_gradients(lambda *a: row(*a, backend="cuda"), *given)
+        return values_and_gradients(layer(recipe, backend="cuda"), *given)
 
     program = testing.lower_for_cuda(both, *given)
-    assert program.count("@jaxllm_float8_matmul(") == 2
+    assert program.count("@jaxllm_float8_matmul(") == len(FLOAT8_GEMMS[recipe])
     gemms = [line for line in program.splitlines() if "dot_general" in line]
     assert all("bf16" in line and "f8" not in line for line in gemms)
+    assert bool(gemms) == (recipe == "row")
 
 
 def test_gpu_without_float8_raises_an_error_that_says_so(monkeypatch):
@@ -271,7 +333,7 @@ def test_gpu_without_float8_raises_an_error_that_says_so(monkeypatch):
 
 def test_wrong_arguments_raise_errors_that_name_them():
     x, weight, bias, _ = arrays()
-    with pytest.raises(ValueError, match="precision is 'fp8'; it must be None or 'row'"):
+    with pytest.raises(ValueError, match="'fp8'; it must be None or 'row' or 'tensor'"):
         linear(x, weight, precision="fp8")  # pyright: ignore
     with pytest.raises(ValueError, match=r"weight has shape \(24, 32\); it must be \(32, D_out\)"):
         row(x, weight.T)
@@ -289,14 +351,13 @@ def test_wrong_arguments_raise_errors_that_name_them():
 
 
 @pytest.mark.hopper
+@each_recipe
 @each_dtype
 @pytest.mark.parametrize("activation", [None, "gelu"])
-def test_kernels_agree_with_xla(dtype, activation):
-    x, weight, bias, dout = arrays(dtype, rows=(3, 100), columns=(3, 64), depth=1040)
+def test_kernels_agree_with_xla(recipe, dtype, activation):
+    given = arrays(dtype, rows=(4, 100), columns=(3, 64), depth=1040)
     found, wanted = (
-        values_and_gradients(
-            lambda *a, of=backend: row(*a, activation=activation, backend=of), x, weight, bias, dout
-        )
+        values_and_gradients(layer(recipe, activation=activation, backend=backend), *given)
         for backend in ("cuda", "xla")
     )
     # The tensor cores sum with 14 bits. With an activation dh may be rounded to other numbers.

@@ -33,9 +33,9 @@ def arrays():
     return drawn
 
 
-def value_and_gradients(activation, backend, arrays):
+def value_and_gradients(recipe, activation, backend, arrays):
     def fn(x, weight, bias):
-        options = {"activation": activation, "precision": "row", "backend": backend}
+        options = {"activation": activation, "precision": recipe, "backend": backend}
         return linear(x, weight, bias, **options)
 
     dout = arrays["dout"]
@@ -46,19 +46,23 @@ def value_and_gradients(activation, backend, arrays):
     return out, *pull(dout)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("row", "auto"), ("row", "xla"), ("tensor", "auto")]
+)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_sharded_layer_equals_that_of_one_device(kind, backend, sharding):
+def test_sharded_layer_equals_that_of_one_device(recipe, backend, kind, sharding):
     given, mesh = arrays(), make_mesh(kind)
     specs = {name: SHARDINGS[sharding].get(name, P()) for name in given}
     placed = put(mesh, given, specs)
     for activation in (None, "gelu"):
         # A dout that differs in its last bit may be rounded to another float8 number.
         names = ("out", "dx", "dweight", "dbias")[:: 1 if activation is None else 2]
-        run = jax.jit(value_and_gradients, static_argnums=(0, 1))
-        found = run(activation, backend, placed)
-        wanted = on_one_device(lambda a, of=activation: value_and_gradients(of, "xla", a), given)
+        run = jax.jit(value_and_gradients, static_argnums=(0, 1, 2))
+        found = run(recipe, activation, backend, placed)
+        wanted = on_one_device(
+            lambda a, of=activation: value_and_gradients(recipe, of, "xla", a), given
+        )
         every = dict(
             zip(("out", "dx", "dweight", "dbias"), zip(found, wanted, strict=True), strict=True)
         )
@@ -76,7 +80,7 @@ def test_layer_in_a_shard_map_equals_that_of_one_device(check_vma):
     specs = {"x": P(ALL), "weight": P(), "bias": P(), "dout": P(ALL)}
 
     def of_shard(arrays):
-        out, dx, *of_weights = value_and_gradients(None, "auto", arrays)
+        out, dx, *of_weights = value_and_gradients("row", None, "auto", arrays)
         # With check_vma JAX sums the gradients of what all shards share.
         return out, dx, *(x if check_vma else jax.lax.psum(x, ALL) for x in of_weights)
 
@@ -87,6 +91,6 @@ def test_layer_in_a_shard_map_equals_that_of_one_device(check_vma):
         out_specs=(P(ALL), P(ALL), P(), P()),
         check_vma=check_vma,
     )
-    wanted = on_one_device(lambda arrays: value_and_gradients(None, "xla", arrays), given)
+    wanted = on_one_device(lambda arrays: value_and_gradients("row", None, "xla", arrays), given)
     for a, b in zip(jax.jit(mapped)(given), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * abs(b).max())

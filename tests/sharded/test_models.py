@@ -55,12 +55,12 @@ def batch():
     return jax.device_get((tokens, labels))
 
 
-def train(name, stacked, place=jax.device_put):
+def train(name, stacked, place=jax.device_put, precision=None):
     """Losses, parameters and gradient norms of a few steps; the final state, and the program."""
     model, config = MODELS[name]
 
     def loss(params, tokens, labels):
-        return model.loss(params, tokens, labels, config)
+        return model.loss(params, tokens, labels, config, precision=precision)
 
     state, arrays = place((first_state(name, stacked), batch()))
     step = training.make_train_step(loss, OPTIMIZER).lower(state, *arrays).compile()
@@ -72,10 +72,22 @@ def train(name, stacked, place=jax.device_put):
 
 
 @functools.cache
-def on_one_device(name, stacked):
+def on_one_device(name, stacked, precision=None):
     with jaxllm.use_backend("xla"):
-        found, state, _ = train(name, stacked)
+        found, state, _ = train(name, stacked, precision=precision)
     return found, jax.device_get(state.params)
+
+
+def place_on(mesh):
+    """A function that puts a state and batches on a mesh."""
+
+    def place(given):
+        state, arrays = given
+        shardings = parallel.state_shardings(mesh, state)
+        of_batch = parallel.batch_sharding(mesh)
+        return jax.device_put(state, shardings), jax.device_put(arrays, of_batch)
+
+    return place
 
 
 # Explicit axes and unrolled blocks on meshes that have what the others have.
@@ -98,15 +110,8 @@ def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
     sizes = LAYOUTS[layout]
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=kind, devices=devices)
-
-    def place(given):
-        state, arrays = given
-        shardings = parallel.state_shardings(mesh, state)
-        of_batch = parallel.batch_sharding(mesh)
-        return jax.device_put(state, shardings), jax.device_put(arrays, of_batch)
-
     with jax.set_mesh(mesh), jaxllm.use_backend("auto"):
-        found, state, program = train(name, stacked, place)
+        found, state, program = train(name, stacked, place_on(mesh))
     expected, params = on_one_device(name, stacked)
     np.testing.assert_allclose(found, expected, rtol=3e-6)
     for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
@@ -114,6 +119,23 @@ def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
         np.testing.assert_allclose(jax.device_get(got), want, atol=5e-5)
     check_shardings(mesh, state)
     check_moves(program, sizes, MODELS[name][1])
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("gpt2", "row"), ("llama3", "tensor")])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
+def test_a_step_with_float8_is_near_that_of_one_device(name, recipe, kind):
+    sizes = LAYOUTS["fsdp x tensor"]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=kind, devices=devices)
+    with jax.set_mesh(mesh), jaxllm.use_backend("auto"):
+        found, state, program = train(name, True, place_on(mesh), recipe)
+    expected, _ = on_one_device(name, True, recipe)
+    # An element that differs in its last bit may be rounded to another float8 number.
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    check_shardings(mesh, state)
+    check_moves(program, sizes, MODELS[name][1])
+    assert "f8e4m3fn" in program
 
 
 def check_shardings(mesh, state):

@@ -30,6 +30,7 @@ from jaxllm.ops.attention.api import (
     head_width,
 )
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
+from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import Residual, carry, check_keys, check_residual, pre_norm
 from jaxllm.ops.checks import (
     check_floating,
@@ -39,6 +40,7 @@ from jaxllm.ops.checks import (
     check_way_back,
 )
 from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.float8_linear import Recipe
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -74,6 +76,7 @@ def attention_block(
     segment_ids: Integer[Array, "B T"] | None = None,
     rope_table: tuple[Array, Array] | None = None,
     attend: Attend | None = None,
+    precision: Precision = None,
     backend: Backend | None = None,
 ) -> Residual:
     r"""Attention block: ``x + out(attention(qkv(norm(x))))``.
@@ -100,6 +103,9 @@ def attention_block(
         rope_table: Cosines and sines that rotate queries and keys.
         attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
             rotation, in the place of attention over the sequence; to use a cache, for example.
+        precision: ``"row"`` or ``"tensor"`` for float8 operands in the GEMMs of both layers, as in
+            :func:`jaxllm.ops.linear`; a mapping from the names of layers for some of them; None
+            for the dtype of ``h``. Attention itself stays in that dtype.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -107,8 +113,10 @@ def attention_block(
 
     Raises:
         TypeError: ``h`` is no :class:`Residual`, or an array is of the wrong kind or dtype.
-        ValueError: The shapes do not fit together, or an option is out of range.
-        BackendError: The backend that was asked for cannot serve the call.
+        ValueError: The shapes do not fit together, or an option is out of range; or ``precision``
+            has an unknown recipe or layer, or is not None for a ``Quantized`` weight.
+        BackendError: The backend that was asked for cannot serve the call, or ``precision`` is not
+            None and the GPU has no float8 tensor cores.
 
     Source: Vaswani et al., "Attention is all you need"; Xiong et al., "On layer normalization in
     the transformer architecture" (arXiv:2002.04745); llm.c's ``gpt2_forward``, ``gpt2_backward``.
@@ -118,7 +126,8 @@ def attention_block(
     arrays = (h, norm, weights["qkv"], weights["out"], segment_ids, rope_table)
     attention = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
     attention |= {"causal": causal, "scale": scale, "window": window}
-    return compose(_BLOCK, resolve(backend), *arrays, **attention, attend=attend)
+    static = {**attention, "attend": attend, "recipes": of_layers(precision, "qkv", "out")}
+    return compose(_BLOCK, resolve(backend), *arrays, **static)
 
 
 def check_parameters(norm: object, weights: Any, *layers: str) -> None:
@@ -141,15 +150,17 @@ def _unfused(
     heads: int,
     kv_heads: int,
     attend: Attend | None,
+    recipes: tuple[Recipe | None, Recipe | None] = (None, None),
     **options: Any,
 ) -> Residual:
+    of_qkv, of_out = recipes
     x, h = pre_norm(h, norm, backend)
     options |= {"segment_ids": segment_ids, "backend": backend}
     is_plain = not is_weight(qkv["weight"]) and qkv.get("bias") is not None
-    if attend is None and rope_table is None and is_plain:
+    if attend is None and rope_table is None and is_plain and of_qkv is None:
         attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
-        return leave_to_next_norm(h, attended, "out", out, backend)
-    packed = linear(x, **qkv, backend=backend)
+        return leave_to_next_norm(h, attended, "out", out, of_out, backend)
+    packed = linear(x, **qkv, precision=of_qkv, backend=backend)
     if attend is None:
         options["rope_table"] = rope_table
         attended = flash_attention_packed(packed, heads, kv_heads, **options)
@@ -158,23 +169,27 @@ def _unfused(
         if rope_table is not None:
             q, k = rope(q, k, *rope_table, backend=backend)
         attended = rows(attend(q, k, v))
-    return leave_to_next_norm(h, attended, "out", out, backend)
+    return leave_to_next_norm(h, attended, "out", out, of_out, backend)
 
 
-def _unsupported(h, norm, qkv, out, segment_ids, rope_table, *, attend, **_) -> str | None:
+def _unsupported(
+    h, norm, qkv, out, segment_ids, rope_table, *, attend, recipes=(None, None), **_
+) -> str | None:
     """Why the fused kernels cannot serve a call; None if they can."""
     del segment_ids
     if attend is not None or rope_table is not None:
         return "attention rotates queries and keys, or is the caller's; the fused block has neither"
-    if reason := unsupported_by_layers(h, qkv, out):
+    if reason := unsupported_by_layers(h, qkv, out, recipes):
         return reason
     if qkv["weight"].ndim == 4 and qkv["weight"].shape[1] != 3:
         return "several queries share a key head, and the columns of qkv are in parts"
     return None
 
 
-def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
+def unsupported_by_layers(h, first: Layer, last: Layer, recipes) -> str | None:
     """Why a block of a norm and two layers is not fused; None if it may be."""
+    if any(recipes):
+        return "a layer's GEMMs have float8 operands; those of the fused block have the dtype of h"
     if h.kind != "layer":
         return f"the block begins with the norm {h.kind!r}; the fused block has a layer norm"
     if is_weight(first["weight"]) or is_weight(last["weight"]):
@@ -185,7 +200,12 @@ def unsupported_by_layers(h, first: Layer, last: Layer) -> str | None:
 
 
 def leave_to_next_norm(
-    h: Residual, x: Array, name: str, layer: Layer, backend: Backend | None
+    h: Residual,
+    x: Array,
+    name: str,
+    layer: Layer,
+    recipe: Recipe | None,
+    backend: Backend | None,
 ) -> Residual:
     """The residual plus a layer of ``x``; the next norm's kernel adds it, and the layer's bias."""
     weight, bias = layer["weight"], layer.get("bias")
@@ -193,7 +213,7 @@ def leave_to_next_norm(
         names = (f"the weight of {name}", weight, f"the bias of {name}", bias)
         check_layer(*names, x, f"the input of {name}")
         check_way_back(*names[:2], h.x)
-    branch = linear(x, weight, backend=backend)
+    branch = linear(x, weight, precision=recipe, backend=backend)
     check_shape(f"the result of {name}", branch, h.x.shape, "as the residual")
     return carry(h, h.x, branch=(branch, bias))
 
@@ -210,9 +230,10 @@ def _fused(
     heads: int,
     kv_heads: int,
     attend: None,
+    recipes: tuple[None, None] = (None, None),
     **options: Any,
 ) -> Residual:
-    del attend
+    del attend, recipes
     x = h.x
     check_floating(x=x)
     if x.ndim != 3:

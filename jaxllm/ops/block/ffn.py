@@ -25,9 +25,11 @@ from jaxllm.ops.block.attention import (
     unsupported_by_layers,
     without_normalized,
 )
+from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
 from jaxllm.ops.checks import check_layer, check_pre_norm, check_way_back
 from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.float8_linear import Recipe
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -51,6 +53,7 @@ def ffn_block(
     weights: Mapping[str, Layer],
     *,
     activation: Literal["gelu", "swiglu"] = "gelu",
+    precision: Precision = None,
     backend: Backend | None = None,
 ) -> Residual:
     r"""Feed-forward block: ``x + down(f(up(norm(x))))``.
@@ -71,6 +74,9 @@ def ffn_block(
             a weight (D, 2, F) can be sharded along F), and ``down``. Each has a ``weight`` (array,
             ``Transposed`` or ``Quantized``) and may have a ``bias``.
         activation: ``"gelu"``, the tanh form, or ``"swiglu"``.
+        precision: ``"row"`` or ``"tensor"`` for float8 operands in the GEMMs of both layers, as in
+            :func:`jaxllm.ops.linear`; a mapping from the names of layers for some of them; None
+            for the dtype of ``h``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -78,8 +84,10 @@ def ffn_block(
 
     Raises:
         TypeError: ``h`` is no :class:`Residual`, or an array is of the wrong kind or dtype.
-        ValueError: The shapes do not fit together, or the activation is unknown.
-        BackendError: The backend that was asked for cannot serve the call.
+        ValueError: The shapes do not fit together, or the activation is unknown; or ``precision``
+            has an unknown recipe or layer, or is not None for a ``Quantized`` weight.
+        BackendError: The backend that was asked for cannot serve the call, or ``precision`` is not
+            None and the GPU has no float8 tensor cores.
 
     Source: llm.c's ``gpt2_forward`` and ``gpt2_backward``; Shazeer, "GLU variants improve
     transformer" (arXiv:2002.05202).
@@ -90,7 +98,8 @@ def ffn_block(
     first = "up" if activation == "gelu" else "gate_up"
     check_parameters(norm, weights, first, "down")
     arrays = (h, norm, weights[first], weights["down"])
-    return compose(_BLOCK, resolve(backend), *arrays, activation=activation)
+    static = {"activation": activation, "recipes": of_layers(precision, first, "down")}
+    return compose(_BLOCK, resolve(backend), *arrays, **static)
 
 
 def _unfused(
@@ -101,22 +110,24 @@ def _unfused(
     down: Layer,
     *,
     activation: str,
+    recipes: tuple[Recipe | None, Recipe | None] = (None, None),
 ) -> Residual:
+    of_up, of_down = recipes
     x, h = pre_norm(h, norm, backend)
     if activation == "gelu":
-        hidden = linear(x, **up, activation="gelu", backend=backend)
+        hidden = linear(x, **up, activation="gelu", precision=of_up, backend=backend)
     else:
-        gate_up = linear(x, **up, backend=backend)
+        gate_up = linear(x, **up, precision=of_up, backend=backend)
         by_parts = gate_up.ndim > x.ndim
         hidden = swiglu_packed(gate_up, by_parts=by_parts, backend=backend)
-    return leave_to_next_norm(h, hidden, "down", down, backend)
+    return leave_to_next_norm(h, hidden, "down", down, of_down, backend)
 
 
-def _unsupported(h, norm, up, down, *, activation) -> str | None:
+def _unsupported(h, norm, up, down, *, activation, recipes=(None, None)) -> str | None:
     """Why the fused kernels cannot serve a call; None if they can."""
     if activation != "gelu":
         return f"the activation is {activation!r}; the fused block has GELU"
-    return unsupported_by_layers(h, up, down)
+    return unsupported_by_layers(h, up, down, recipes)
 
 
 def _fused(
@@ -127,8 +138,9 @@ def _fused(
     down: Layer,
     *,
     activation: str,
+    recipes: tuple[None, None] = (None, None),
 ) -> Residual:
-    del activation
+    del activation, recipes
     x, up_bias, down_bias = h.x, up.get("bias"), down.get("bias")
     check_layer("the weight of up", up["weight"], "the bias of up", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[1]), x.dtype)

@@ -25,7 +25,7 @@ from jaxllm.ops.checks import (
     is_certain,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
-from jaxllm.ops.gemm.float8_linear import float8_linear
+from jaxllm.ops.gemm.float8_linear import RECIPES, Recipe, float8_linear
 from jaxllm.ops.gemm.linear import LinearOptions, activation_backward
 from jaxllm.ops.gemm.linear import linear as _linear
 from jaxllm.ops.quantization.api import quantized_matmul, quantized_matvec
@@ -135,7 +135,7 @@ def linear(
     bias: Float[Array, " D_out"] | None = None,
     *,
     activation: Literal["gelu"] | None = None,
-    precision: Literal["row"] | None = None,
+    precision: Recipe | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "*rows D_out"]:
     r"""A linear layer: a matrix product, a bias, and an activation.
@@ -152,12 +152,16 @@ def linear(
     A :class:`Transposed` or :class:`Quantized` weight is for inference and has no derivative. For
     up to 16 rows a kernel reads it once (:func:`matvec`, :func:`quantized_matvec`).
 
-    With ``precision="row"`` the GEMMs of :math:`xW` and of the gradient of ``x`` have float8
-    operands, by :func:`float8_matmul`. Each row of the left operand and each column of the right
-    one has a current scale, and is rounded to float8_e4m3fn: each element is off by at most
-    :math:`2^{-4}` of its magnitude, or by :math:`2^{-10}` times its scale where that is more. The
-    product is rounded once to the dtype of ``x``, before bias and activation. The gradients of
-    ``weight`` and ``bias`` have unrounded operands. Float8 tensor cores are in GPUs from sm_89 on.
+    With a ``precision`` GEMMs have float8 operands, by :func:`float8_matmul`, with current scales.
+    With ``"row"`` these are the GEMMs of :math:`xW` and of the gradient of ``x``. Each row of the
+    left operand and each column of the right one has a scale, and is rounded to float8_e4m3fn: each
+    element is off by at most :math:`2^{-4}` of its magnitude, or by :math:`2^{-10}` times its scale
+    where that is more. With ``"tensor"`` it is the GEMM of the gradient of ``weight`` too, with one
+    scale for each array. The gradient of the output is rounded to float8_e5m2, and is off by at
+    most :math:`2^{-3}` of its magnitude, or by :math:`2^{-17}` times the scale; the other operands
+    are rounded to float8_e4m3fn. Products are rounded once to the dtype of ``x``, before bias and
+    activation. The gradient of ``bias`` has unrounded operands. Float8 tensor cores are in GPUs
+    from sm_89 on.
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
@@ -167,8 +171,8 @@ def linear(
             output then has these dimensions.
         bias: One offset a column of the output, in the dtype of ``x``; None for no offset.
         activation: ``"gelu"`` for the tanh form of :func:`jaxllm.ops.gelu`; None for none.
-        precision: ``"row"`` for float8 operands with one scale per row; None for the dtype of
-            ``x``.
+        precision: ``"row"`` for float8 operands with one scale per row, ``"tensor"`` with one per
+            array; None for the dtype of ``x``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
             ``"pallas"`` has no float8 GEMM.
 
@@ -177,12 +181,12 @@ def linear(
 
     Raises:
         TypeError: An argument is not floating-point, or differs from ``x`` in dtype; or ``x`` is
-            not float32, bfloat16 or float16 and ``precision`` is ``"row"``.
+            not float32, bfloat16 or float16 and ``precision`` is not None.
         ValueError: ``weight`` is not a matrix with as many rows as ``x`` has columns, ``bias`` is
             not as wide as ``weight``, or the activation, the precision or the backend is unknown.
-            ``precision`` is ``"row"`` and ``weight`` is a :class:`Quantized`.
-        BackendError: The backend that was asked for cannot serve the call, or ``precision`` is
-            ``"row"`` and the GPU has no float8 tensor cores.
+            ``precision`` is not None and ``weight`` is a :class:`Quantized`.
+        BackendError: The backend that was asked for cannot serve the call, or ``precision`` is not
+            None and the GPU has no float8 tensor cores.
 
     Source: llm.c's ``matmul_forward`` and ``matmul_backward``.
 
@@ -192,9 +196,10 @@ def linear(
         >>> out = jaxllm.ops.linear(x, weight, bias, activation="gelu")
     """
     _check_option("activation", activation, None, "gelu")
-    _check_option("precision", precision, None, "row")
+    _check_option("precision", precision, None, *RECIPES)
     if precision is not None:
-        return float8_linear(x, weight, bias, activation=activation, backend=resolve(backend))
+        static = {"activation": activation, "recipe": precision, "backend": resolve(backend)}
+        return float8_linear(x, weight, bias, **static)
     if isinstance(weight, Transposed | Quantized):
         return _inference_linear(x, weight, bias, activation, backend)
     check_layer("weight", weight, "bias", bias, x, in_parts=True)
