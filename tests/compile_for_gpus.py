@@ -17,14 +17,15 @@ import sys
 import warnings
 
 CASES = (
-    ("data=8", "auto"),
-    ("fsdp=8", "auto"),
-    ("fsdp=8", "explicit"),
-    ("fsdp=4,tensor=2", "auto"),
-    ("fsdp=2,context=2,tensor=2", "explicit"),
-    ("data=8,fsdp=8", "auto"),
-    ("fsdp=16,tensor=4", "auto"),
-    ("data=2,fsdp=8,context=2,tensor=2", "auto"),
+    ("data=8", "auto", None),
+    ("fsdp=8", "auto", None),
+    ("fsdp=8", "explicit", None),
+    ("fsdp=8", "auto", "row"),
+    ("fsdp=4,tensor=2", "auto", None),
+    ("fsdp=2,context=2,tensor=2", "explicit", None),
+    ("data=8,fsdp=8", "auto", None),
+    ("fsdp=16,tensor=4", "auto", None),
+    ("data=2,fsdp=8,context=2,tensor=2", "auto", None),
 )
 MOVES = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 H100 = """
@@ -59,7 +60,7 @@ def main(folder: str, name: str) -> None:
         print(json.dumps(compile_step(jax, name, *case)), flush=True)
 
 
-def compile_step(jax, name, mesh_text, kind):
+def compile_step(jax, name, mesh_text, kind, precision):
     """What a training step moves, beside what may be moved, in elements of a device."""
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -92,7 +93,7 @@ def compile_step(jax, name, mesh_text, kind):
         return training.init_state(params, optimizer, copy_dtype="bfloat16")
 
     def loss(params, tokens, labels):
-        return model.loss(params, tokens, labels, config)
+        return model.loss(params, tokens, labels, config, precision=precision)
 
     with jax.set_mesh(mesh), jaxllm.use_backend("cuda"), warnings.catch_warnings(record=True) as w:
         warnings.simplefilter("always")
@@ -106,25 +107,31 @@ def compile_step(jax, name, mesh_text, kind):
             loss, optimizer, compute_dtype="bfloat16", shardings=shardings
         )
         compiled = step.lower(state, batch, batch).compile()
-    moved = []
+    moved, in_float8 = [], 0
     for text, of, is_start in re.findall(MOVES, compiled.as_text()):
-        shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)]
+        arrays = re.findall(r"(\w+)\[([\d,]+)\]", text)
         # The type of a start has the operands before the results.
-        shapes = shapes[len(shapes) // 2 :] if is_start else shapes
-        moved.append((of, list(map(math.prod, shapes))))
+        arrays = arrays[len(arrays) // 2 :] if is_start else arrays
+        elements = [math.prod(map(int, dims.split(","))) for _, dims in arrays]
+        moved.append((of, elements))
+        dtypes = [dtype for dtype, _ in arrays]
+        in_float8 += sum(x for x, dtype in zip(elements, dtypes, strict=True) if "f8" in dtype)
     specs = jax.tree.leaves(jax.tree.map(lambda of: of.spec, shardings.copy))
     weights = set()
     for x, spec in zip(jax.tree.leaves(state.copy), specs, strict=True):
         axes = jax.tree.leaves(tuple(spec))
         whole = x.size // (sizes["tensor"] if "tensor" in axes else 1)
         weights |= {whole, whole // sizes["fsdp"]}  # as passes read it, and as it is stored
+    in_blocks = jax.tree.leaves_with_path(state.copy["blocks"])
     keys = config.kv_heads if name == "llama3" else config.heads
     keys *= tokens[0] * tokens[1] * config.head_width // sizes["tensor"]
     return {
-        "case": [mesh_text, kind],
+        "case": [mesh_text, kind, precision],
         "moved": moved,
+        "in_float8": in_float8,
         "weights": sorted(weights),
         "keys": keys,
+        "in_blocks": sum(x.size for path, x in in_blocks if path[-1].key == "weight"),
         "parameters": sum(x.size for x in jax.tree.leaves(state.copy)),
         "warnings": [str(x.message) for x in w if "Gather" in x.category.__name__],
         "kernels": sorted(

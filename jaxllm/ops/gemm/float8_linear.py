@@ -51,8 +51,8 @@ RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 _DTYPE = jnp.float8_e4m3fn
 # e4m3 has 3 bits after the leading one, and e5m2 has 2 and a wider range. Gradients of one row are
-# near enough to each other for e4m3: with a scale per row, elements below 2^-18 of the largest
-# become 0. Those of a whole array are not: with one scale and e5m2, below 2^-32 of the largest.
+# near enough to each other for e4m3: with a scale per row, elements below 2^-19 of the largest
+# become 0. Those of a whole array are not: with one scale and e5m2, below 2^-33 of the largest.
 _GRADIENT_DTYPES = {"row": jnp.float8_e4m3fn, "tensor": jnp.float8_e5m2}
 
 
