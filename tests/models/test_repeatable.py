@@ -7,6 +7,7 @@ import pytest
 
 import jaxllm
 from jaxllm.models import gpt2, llama3
+from jaxllm.ops.block.precision import RECIPES
 from jaxllm.training import cast
 
 MODELS = {
@@ -21,14 +22,18 @@ MODELS = {
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "precision", [None, *(pytest.param(name, marks=pytest.mark.hopper) for name in RECIPES)]
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_repeat_bit_for_bit(name):
+def test_gradients_repeat_bit_for_bit(name, precision):
     model, config = MODELS[name]
     params = cast(model.init(jax.random.key(0), config), jnp.bfloat16)
     tokens = jax.random.randint(jax.random.key(1), (3, 257), 0, config.vocab_size)
 
     def step(params):
-        return jax.value_and_grad(model.loss)(params, tokens[:, :-1], tokens[:, 1:], config)
+        batch = tokens[:, :-1], tokens[:, 1:]
+        return jax.value_and_grad(model.loss)(params, *batch, config, precision=precision)
 
     with jaxllm.use_backend("cuda"):
         step = jax.jit(step)
