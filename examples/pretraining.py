@@ -187,7 +187,10 @@ def machine(options: argparse.Namespace) -> str:
 
 def with_float8(options: argparse.Namespace) -> str:
     """What is said of the GEMMs with float8 operands."""
-    return "" if options.precision is None else f" with float8 GEMMs ({options.precision})"
+    chosen = options.precision
+    if chosen is not None and not isinstance(chosen, str):
+        chosen = ", ".join(f"{name}={recipe}" for name, recipe in chosen.items())
+    return "" if chosen is None else f" with float8 GEMMs ({chosen})"
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ def test_pretrain_with_float8_has_nearly_the_losses_without(capsys):
         return np.array([record["loss"] for record in read_log(Path(out, "log.jsonl"))])
 
     found, expected = losses("float8", "--precision", "gate_up=tensor,down=row"), losses("plain")
-    assert "with float8 GEMMs" in capsys.readouterr().out
+    assert "with float8 GEMMs (gate_up=tensor, down=row)" in capsys.readouterr().out
     assert 0 < abs(found - expected).max() < 0.02
     with pytest.raises(SystemExit, match=r"of a run with precision .*; this one has None"):
         losses("float8", "--resume")

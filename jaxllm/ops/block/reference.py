@@ -1,4 +1,7 @@
-"""Blocks in ``jax.numpy``, for JAX to differentiate: what each of them computes."""
+"""Blocks in ``jax.numpy``, for JAX to differentiate: what each of them computes.
+
+They are those without a ``precision``: JAX would not find the derivatives of float8 layers.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,19 @@ def _norm(x, norm, kind, eps):
     return rms_norm(x, norm["scale"], eps=eps)
 
 
-def attention_block(x, norm, weights, *, kind="layer", eps=1e-5, heads, kv_heads=None, **options):
+def attention_block(
+    x, norm, weights, *, kind="layer", eps=1e-5, heads, kv_heads=None, precision=None, **options
+):
     """``x + out(attention(qkv(norm(x))))``."""
+    assert precision is None
     qkv = linear(_norm(x, norm, kind, eps), **weights["qkv"])
     out = flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
     return _add(x, out, weights["out"])
 
 
-def ffn_block(x, norm, weights, *, kind="layer", eps=1e-5, activation="gelu"):
+def ffn_block(x, norm, weights, *, kind="layer", eps=1e-5, activation="gelu", precision=None):
     """``x + down(f(up(norm(x))))``; with ``"swiglu"`` one matrix gives both gate and up."""
+    assert precision is None
     normalized = _norm(x, norm, kind, eps)
     if activation == "gelu":
         hidden = linear(normalized, **weights["up"], activation="gelu")
