@@ -59,7 +59,8 @@ def check(found):
     assert others == ({"collective-permute"} if sizes["context"] > 1 else set()), case
     if sizes["tensor"] == sizes["context"] == 1:  # biases, scales of norms and scalars
         summed = [size for kind, of in found["moved"] if kind == "all-reduce" for size in of]
-        assert max(summed) <= 2**14, case  # maxima of columns too
+        # In float8 also a maximum for each column of a weight, of which gate_up has 2^14.
+        assert max(summed) < (2**14 + 1 if case[2] else 2**14), case
         assert any(kind == "reduce-scatter" for kind, _ in found["moved"]), case
     assert "adamw_update" in found["kernels"]
     assert any(kernel.startswith("flash_attention") for kernel in found["kernels"]), case
