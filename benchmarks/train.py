@@ -483,17 +483,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A failure's row takes the provenance of the others.
     origin = next(({k: row[k] for k in PROVENANCE} for row in rows if "gpu" in row), {})
     rows = [origin | row for row in rows]
-    columns = (
-        "implementation",
-        "backend",
-        "dtype",
-        "step_ms",
-        "tokens_per_s",
-        "mfu",
-        "peak_gib",
-        "loss",
-    )
-    columns += ("note",)
+    columns = ("implementation", "backend", "dtype", "step_ms", "tokens_per_s", "mfu", "peak_gib")
+    columns += ("loss", "note")
     model, batch = rows[0]["model"], f"{options.batch_size} x {options.seq_len}"
     print(f"\n{model}, {batch} tokens a step, {options.dtype}, on {origin.get('gpu', 'unknown')}")
     print(format_table(columns, [[row.get(column, "-") for column in columns] for row in rows]))
