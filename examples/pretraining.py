@@ -186,7 +186,7 @@ def machine(options: argparse.Namespace) -> str:
 
 
 def with_float8(options: argparse.Namespace) -> str:
-    """What is said of the GEMMs with float8 operands."""
+    """The float8 recipe, for the first line of the output."""
     chosen = options.precision
     if chosen is not None and not isinstance(chosen, str):
         chosen = ", ".join(f"{name}={recipe}" for name, recipe in chosen.items())
