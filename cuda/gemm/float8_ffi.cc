@@ -1,24 +1,10 @@
 // The FFI handler of GEMMs of 8-bit floats: checks the buffers, switches on their dtypes, launches.
-#include "common/ffi.h"
+#include "common/ffi_float8.h"
 #include "gemm/hopper/float8_matmul.h"
 #include "handlers.h"
 
 namespace jaxllm {
 namespace {
-
-// Calls launch(Type<T>) with the C++ type of a buffer of 8-bit floats; returns its error.
-template <class Launch>
-ffi::Error dispatch_float8(const Buffer& buffer, const char* name, Launch launch) {
-  switch (buffer.element_type()) {
-    case ffi::F8E4M3FN:
-      return launch(Type<__nv_fp8_e4m3>{});
-    case ffi::F8E5M2:
-      return launch(Type<__nv_fp8_e5m2>{});
-    default:
-      return invalid(name, "has dtype " + dtype_name(buffer.element_type()) +
-                               "; float8_e4m3fn or float8_e5m2 is required");
-  }
-}
 
 // jax.vmap gives every buffer the same new leading axes. A scale has one element for each row of
 // its operand, or one for all.

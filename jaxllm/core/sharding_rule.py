@@ -25,13 +25,13 @@ class ShardingRule:
     Attributes:
         dims: The names of the dimensions of each argument, and of each result after the arrow, as
             in ``"... D, D, D -> ... D; ..., ..."``. After the semicolon stands what the forward
-            saves beside arguments and results. ``...`` stands for any leading dimensions; ``_`` for
-            a dimension that each device has whole; ``+B`` after the names of a result for a term
-            of a sum over shards of B, and ``=1`` where it is wanted in the sharding of operand 1.
-            ``[B T | B S]`` are the arrays of a tuple. Saved arrays with a ``?`` before them are all
-            there or none. An argument with a ``!`` before it is added once where a result is such a
-            sum. XLA does not carry a sharding on from or to a dimension with a prime, as ``D'``:
-            that of a weight must not reach the activations.
+            saves beside arguments and results. ``...`` stands for any number of dimensions; ``_``
+            for a dimension that each device has whole; ``+B`` after the names of a result for a
+            term of a sum over shards of B, and ``=1`` where it is wanted in the sharding of operand
+            1. ``[B T | B S]`` are the arrays of a tuple. Saved arrays with a ``?`` before them are
+            all there or none. An argument with a ``!`` before it is added once where a result is
+            such a sum. XLA does not carry a sharding on from or to a dimension with a prime, as
+            ``D'``: that of a weight must not reach the activations.
         sharded: The names along which the op may be sharded. Of all others each device has the
             whole; XLA gathers what is sharded along them.
         backward_on_shards: Whether the backward runs on shards too. False where ``jax.numpy``
@@ -165,9 +165,9 @@ def _rows(words: Any) -> Iterator[str]:
 
 def _names(words: Sequence[str], leaf: Any, place: str) -> Names:
     rank = len(leaf.shape)
-    if words[:1] == ["..."]:
-        count = rank - len(words) + 1
-        words = [*ROWS[:count], *words[1:]]
+    if "..." in words:
+        at, count = words.index("..."), rank - len(words) + 1
+        words = [*words[:at], *ROWS[:count], *words[at + 1 :]]
     # Of fewer dimensions, the last; before all that are named, whole ones.
     words = [WHOLE_DIM] * (rank - len(words)) + list(words)[max(len(words) - rank, 0) :]
     return tuple(

@@ -73,7 +73,13 @@ def test_swiglu_block_with_columns_in_parts_is_made_of_its_layers(precision):
         hidden = linear(rms_norm(x, scale), gate_up, precision=precision)
         return x + linear(swiglu_packed(hidden, by_parts=True), down, precision=precision)
 
-    assert_equal(with_gradients(block, arrays), with_gradients(by_layer, arrays))
+    found, expected = (with_gradients(fn, arrays) for fn in (block, by_layer))
+    if jax.default_backend() == "cpu":
+        assert_equal(found, expected)
+    # XLA on a GPU adds the residual in another fusion of each.
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected
+    )
 
 
 @pytest.mark.parametrize(

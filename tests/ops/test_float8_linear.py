@@ -50,6 +50,10 @@ def values_and_gradients(fn, x, weight, bias, dout):
     return out, *pull(dout)
 
 
+# What a sum may be off by, over the sum of the absolute products: the bound of float8_matmul.
+ACCUMULATION = {"cpu": 0.0, "gpu": 16 * 2.0**-13}
+
+
 def assert_product(found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn")):
     """Checks ``found`` against the float64 product of two matrices, rounded by a recipe."""
     a, b = a.reshape(found.size // b.shape[0], -1), b.reshape(b.shape[0], -1)
@@ -60,7 +64,7 @@ def assert_product(found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e
         wide.append(np.asarray(values, np.float64) * scale[:, None])
     expected, absolute = wide[0] @ wide[1].T, abs(wide[0]) @ abs(wide[1]).T
     info = jnp.finfo(found.dtype)
-    bound = (a.shape[1] + 4) * 2.0**-24 * absolute
+    bound = ((a.shape[1] + 4) * 2.0**-24 + ACCUMULATION[jax.default_backend()]) * absolute
     bound += float(info.eps) / 2 * (abs(expected) + bound) + float(info.smallest_subnormal)
     lost = abs(np.asarray(found, np.float64).reshape(expected.shape) - expected)
     assert (lost <= bound).all(), float((lost - bound).max())
@@ -275,7 +279,7 @@ def test_inputs_alone_are_saved_without_an_activation():
 def test_rounded_input_is_saved_where_dw_is_its_product():
     x, weight, _, _ = arrays()
     kept = jax.tree.leaves(jax.vjp(layer("tensor"), x, weight)[1])
-    of_x = [leaf.dtype for leaf in kept if leaf.shape == x.shape]
+    of_x = [leaf.dtype for leaf in kept if leaf.size == x.size]
     assert of_x == [jnp.float8_e4m3fn]
 
 
@@ -341,7 +345,7 @@ def test_wrong_arguments_raise_errors_that_name_them():
         row(x, weight, bias.astype("bfloat16"))
     with pytest.raises(ValueError, match="precision is 'row'; it must be None with a Quantized"):
         row(x, Quantized(*quantize(weight.T, group_size=16)))
-    with pytest.raises(jaxllm.BackendError, match="float8_matmul has no pallas kernel"):
+    with pytest.raises(jaxllm.BackendError, match="float8_round has no pallas kernel"):
         row(x, weight, backend="pallas")
     with (
         jax.enable_x64(True),

@@ -18,9 +18,12 @@ from test_contract import CASES, implementations, op_under, value_and_gradients
 import jaxllm
 from jaxllm import ops, testing
 from jaxllm.core import ffi
+from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
+from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND
 
+INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
 
 
@@ -63,6 +66,13 @@ def programs():
     weight = jax.ShapeDtypeStruct((64, 768), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((768,), jnp.bfloat16)
     yield functools.partial(fused.matmul_residual, "cuda"), (x, weight, bias, residual)
+    # The linear layers with float8 operands call it: not by its name, which no case has.
+    for dtype in (jnp.bfloat16, jnp.float32):
+        matrix = jax.ShapeDtypeStruct((48, 72), dtype)
+        for layout, scales in (("rows", 48), ("transposed", 72), ("both", 1)):
+            given = (matrix, jax.ShapeDtypeStruct((scales,), jnp.float32))
+            static = {"dtype": "float8_e4m3fn", "layout": layout}
+            yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
     # No case has inputs of flash_attention_float8.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -178,6 +188,9 @@ VALID_CHANGES = {
     "global_norm": {("operand", i, what) for i in range(3) for what in ("dtype", -1, -2)},
     "matmul": {("result", 0, "dtype")},
     "float8_matmul": {("result", 0, "dtype")},
+    "float8_round": {("operand", 0, "dtype")},
+    "float8_round_transposed": {("operand", 0, "dtype")},
+    "float8_round_both": {("operand", 0, "dtype")},
     "wgrad_pair": {("result", 2, -3)},
 }
 

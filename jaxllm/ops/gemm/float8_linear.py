@@ -43,7 +43,8 @@ from jaxllm.ops.activation.api import BIAS_GELU, GELU
 from jaxllm.ops.checks import check_layer
 from jaxllm.ops.gemm.api_float8 import float8_matmul
 from jaxllm.ops.gemm.linear import LinearOptions, activation_backward, linear
-from jaxllm.ops.quantization.api_float8 import quantize_over
+from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND
+from jaxllm.ops.quantization.rounding import current_scale
 from jaxllm.ops.weights import Quantized, Transposed, Weight
 
 Recipe = Literal["row", "tensor"]
@@ -94,43 +95,114 @@ def float8_linear(
     return _epilogue(h, bias, backend=backend, options=options)
 
 
+def _product_without_backward(options, backend, x, weight):
+    (x8,) = _quantize(x, ("...", "D"), x.ndim - 1, ("rows",), _DTYPE, options, backend)
+    return _product_of(x8, x.dtype, weight, options, backend)
+
+
 def _product_forward(options, backend, x, weight):
-    columns, of_tensor = options.columns, options.recipe == "tensor"
-    summed = (x.ndim - 1,), (0,)
-    x8 = _quantize(x, summed[0], _DTYPE, options)
-    weight8 = _quantize(weight, summed[1], _DTYPE, options)
-    scales = ", " if of_tensor else f"..., {columns}"
-    rule = ShardingRule(f"... D', D {columns}, {scales} -> ... {columns} +D", "... D F")
-    out = _multiply(rule, backend, x.dtype, x8, weight8, summed)
+    if options.recipe == "row":
+        return _product_without_backward(options, backend, x, weight), (x, weight)
     # With one scale dW is a product of the same rounded elements.
-    return checkpoint_name(out, "linear"), (x8 if of_tensor else x, weight)
+    names, layouts = ("...", "D"), ("rows", "transposed")
+    x8, transposed = _quantize(x, names, x.ndim - 1, layouts, _DTYPE, options, backend)
+    return _product_of(x8, x.dtype, weight, options, backend), (transposed, weight)
+
+
+def _product_of(x8, dtype, weight, options, backend):
+    """``h`` of the rounded ``x``."""
+    columns = options.columns
+    (weight8,) = _quantize(weight, ("D", columns), 1, ("transposed",), _DTYPE, options, backend)
+    scales = _scales(options, "...", columns)
+    rule = ShardingRule(f"... D', {columns} D, {scales} -> ... {columns} +D", "... D F")
+    out = _multiply(rule, backend, dtype, x8, weight8, (x8[0].ndim - 1, weight.ndim - 1))
+    return checkpoint_name(out, "linear")
 
 
 def _product_backward(options, backend, residuals, dout):
     x, weight = residuals
-    columns, rows = options.columns, tuple(range(dout.ndim - weight.ndim + 1))
-    summed = tuple(range(len(rows), dout.ndim)), tuple(range(1, weight.ndim))
-    dout8 = _quantize(dout, summed[0], _GRADIENT_DTYPES[options.recipe], options)
+    columns, rows = options.columns, dout.ndim - weight.ndim + 1
+    of_dout = "...", columns
+    dtype = _GRADIENT_DTYPES[options.recipe]
     if options.recipe == "tensor":
-        scales, rule = ", ", ShardingRule(f"... D, ... {columns}, , -> D {columns} +...", "... D F")
-        dweight = _multiply(rule, backend, dout.dtype, x, dout8, (rows, rows))
+        layouts = "rows", "transposed"
+        dout8, transposed = _quantize(dout, of_dout, rows, layouts, dtype, options, backend)
+        rule = ShardingRule(f"D ..., {columns} ..., , -> D {columns} +...", "... D F")
+        kept = 1, weight.ndim - 1
+        dweight = _multiply(rule, backend, dout.dtype, x, transposed, kept)
     else:
         # The weight gradient's own rule shards it. XLA removes GEMMs whose results are not used.
-        scales, plain = "..., D", LinearOptions(None, weight.ndim)
+        (dout8,) = _quantize(dout, of_dout, rows, ("rows",), dtype, options, backend)
+        plain = LinearOptions(None, weight.ndim)
         _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
         (dweight,) = pull(dout)
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
-    weight8 = _quantize(weight, summed[1], _DTYPE, options)
+    (weight8,) = _quantize(weight, ("D", columns), 1, ("rows",), _DTYPE, options, backend)
+    scales = _scales(options, "...", "D")
     rule = ShardingRule(f"... {columns}, D {columns}, {scales} -> ... D +F", "... D F")
-    return _multiply(rule, backend, dout.dtype, dout8, weight8, summed), dweight
+    return _multiply(rule, backend, dout.dtype, dout8, weight8, (rows, 1)), dweight
+
+
+def _scales(options: _Options, rows: str, columns: str) -> str:
+    """The dimensions of the scales of both operands, in a :class:`ShardingRule`."""
+    return f"{rows}, {columns}" if options.recipe == "row" else ", "
 
 
 def _quantize(
-    x: Array, summed: tuple[int, ...], dtype: DTypeLike, options: _Options
-) -> tuple[Array, Array]:
-    """Rounds an operand, with one scale along the axes that are summed over, or along all."""
-    axes = summed if options.recipe == "row" else tuple(range(x.ndim))
-    return quantize_over(x, dtype, axes)
+    x: Array,
+    names: tuple[str, str],
+    split: int,
+    layouts: tuple[str, ...],
+    dtype: DTypeLike,
+    options: _Options,
+    backend: Backend,
+) -> list[tuple[Array, Array]]:
+    """Rounds an operand, with one scale per row of the result, or one.
+
+    Args:
+        x: The operand, a matrix whose rows and columns may each be several axes.
+        names: In a :class:`ShardingRule`, the names of the axes that are the rows, and of those
+            that are the columns.
+        split: How many axes are the rows.
+        layouts: Of the results: ``"rows"`` for the matrix as it is, ``"transposed"``, or with one
+            scale both.
+        dtype: The format.
+        options: Those of the layer.
+        backend: A resolved backend.
+
+    Returns:
+        For each layout the values and the scale. The transposed one has the axes of the columns
+        first.
+    """
+    rows, columns = names
+    axes, scales = tuple(range(x.ndim)), ""
+    if options.recipe == "row":
+        of_columns = layouts == ("transposed",)
+        axes, scales = (axes[:split], columns) if of_columns else (axes[split:], rows)
+    scale = current_scale(x, dtype, axes)
+    results = {"rows": f"{rows} {columns}", "transposed": f"{columns} {rows}"}
+    of_results = ", ".join(results[layout] for layout in layouts)
+    rule = ShardingRule(f"{rows} {columns}, {scales} -> {of_results}", "... D F")
+    layout = "both" if len(layouts) == 2 else layouts[0]
+    function = shards.Function(_round_shard, (backend, jnp.dtype(dtype).name, layout, split))
+    if not partition.is_wanted((x, scale)):
+        values = function(x, scale)
+    else:
+        values = partition.run(function, "linear", rule, (x, scale), is_opaque=backend != "xla")
+    return [(each, scale) for each in (values if layout == "both" else (values,))]
+
+
+def _round_shard(backend, dtype, layout, split, x, scale):
+    rows, columns = x.shape[:split], x.shape[split:]
+    matrix = x.reshape(math.prod(rows), math.prod(columns))
+    static = {"dtype": dtype, "layout": layout}
+    direction, scale = Direction.INFERENCE, scale.reshape(-1)
+    results = dispatch(FLOAT8_ROUND, direction, backend, matrix, scale, **static)
+    if layout == "rows":
+        return results.reshape(x.shape)
+    if layout == "transposed":
+        return results.reshape(*columns, *rows)
+    return results[0].reshape(x.shape), results[1].reshape(*columns, *rows)
 
 
 def _multiply(
@@ -139,31 +211,26 @@ def _multiply(
     dtype: DTypeLike,
     a: tuple[Array, Array],
     b: tuple[Array, Array],
-    summed: tuple[tuple[int, ...], tuple[int, ...]],
+    kept: tuple[int, int],
 ) -> Array:
-    """The product of two rounded operands, with their scales, over some axes of each."""
-    function = shards.Function(_multiply_shard, (backend, jnp.dtype(dtype).name, summed))
+    """The product of two rounded operands, with their scales, over all but the first axes of each.
+
+    Both are K-major: what is summed over is last.
+    """
+    function = shards.Function(_multiply_shard, (backend, jnp.dtype(dtype).name, kept))
     arrays = (a[0], b[0], a[1], b[1])
     if not partition.is_wanted(arrays):
         return function(*arrays)
     return partition.run(function, "linear", rule, arrays, is_opaque=backend != "xla")
 
 
-def _multiply_shard(backend, dtype, summed, a, b, scale_a, scale_b):
-    (a, rows), (b, columns) = map(_k_major, (a, b), summed)
+def _multiply_shard(backend, dtype, kept, a, b, scale_a, scale_b):
+    rows, columns = a.shape[: kept[0]], b.shape[: kept[1]]
+    depth = math.prod(a.shape[kept[0] :])
+    a, b = a.reshape(math.prod(rows), depth), b.reshape(math.prod(columns), depth)
     scales = (scale.ravel() if scale.ndim else scale for scale in (scale_a, scale_b))
     out = float8_matmul(a, b, *scales, out_dtype=dtype, backend=backend)
     return out.reshape(*rows, *columns)
-
-
-def _k_major(x: Array, summed: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """An operand as a matrix with the summed axes last, and the shape of the others.
-
-    XLA fuses a transpose with the rounding.
-    """
-    kept = tuple(axis for axis in range(x.ndim) if axis not in summed)
-    rows, depth = (tuple(x.shape[axis] for axis in axes) for axes in (kept, summed))
-    return x.transpose(*kept, *summed).reshape(math.prod(rows), math.prod(depth)), rows
 
 
 def _unrounded(_):
@@ -172,7 +239,12 @@ def _unrounded(_):
 
 
 _product = with_backward(
-    "linear", _product_forward, _product_backward, sharding=None, reference=_unrounded
+    "linear",
+    _product_forward,
+    _product_backward,
+    sharding=None,
+    primal=_product_without_backward,
+    reference=_unrounded,
 )
 
 

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxllm.core.dispatch import Op
+from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating
+from jaxllm.ops.quantization import cuda, reference
+from jaxllm.ops.quantization.rounding import current_scale, round_to_float8
+
+Layout = Literal["rows", "transposed", "both"]
 
 _DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def _sharding(x: Array, scale: Array, *, dtype: str, layout: Layout) -> ShardingRule:
+    del dtype
+    results = {"rows": "M K", "transposed": "K M", "both": "M K, K M"}[layout]
+    of_result, each = (x.shape[1], "K") if layout == "transposed" else (x.shape[0], "M")
+    return ShardingRule(f"M K, {each if scale.size == of_result > 1 else '_'} -> {results}", "M K")
+
+
+FLOAT8_ROUND = Op(
+    "float8_round",
+    reference=reference,
+    # No Pallas kernel: there is none of float8_matmul.
+    cuda=cuda,
+    sharding=_sharding,
+)
+"""The matrix ``x / scale``, rounded to float8 in the layouts that float8_matmul takes.
+
+``(x, scale)`` with ``dtype`` and ``layout``: as it is, transposed, or both. A scale per row of the
+result, or one. What is finite does not overflow.
+"""
 
 
 def float8_quantize(
@@ -54,23 +82,6 @@ def float8_quantize(
         raise ValueError(f"axis is {axis!r}; it must be -1 or None")
     if axis == -1 and x.ndim == 0:
         raise ValueError("x has shape (); it must have a last axis, or axis must be None")
-    return quantize_over(x, dtype, (x.ndim - 1,) if axis == -1 else tuple(range(x.ndim)))
-
-
-def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """As :func:`float8_quantize`, with one scale for all elements along ``axes``."""
-    dtype = jnp.dtype(dtype)
-    largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
-    wide = x.astype(jnp.float32)
-    finite = jnp.where(jnp.isfinite(wide), wide, 0)
-    amax = jnp.max(jnp.abs(finite), axis=axes, initial=0, keepdims=True)
-    scale = jnp.where(amax == 0, 1, jnp.maximum(amax / largest, least))
-    values = jnp.clip(finite / scale, -largest, largest).astype(dtype)
-    # What a cast makes of these depends on the device. NumPy's infinity of e4m3 is NaN.
-    for special, where in (
-        (np.nan, jnp.isnan(wide)),
-        (np.inf, wide == np.inf),
-        (-np.inf, wide == -np.inf),
-    ):
-        values = jnp.where(where, np.asarray(special, dtype), values)
-    return values, jnp.squeeze(scale, axes)
+    axes = (x.ndim - 1,) if axis == -1 else tuple(range(x.ndim))
+    scale = current_scale(x, dtype, axes)
+    return round_to_float8(x, jnp.expand_dims(scale, axes), dtype), scale

@@ -67,3 +67,28 @@ def quantized_matmul(q, scales, x):
     dtype = x.dtype if x.dtype in _DTYPES else jnp.float32
     w = dequantize(q, scales, dtype=dtype).astype(x.dtype)
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def float8_round_unsupported(x, scale, *, dtype, layout) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del scale, dtype
+    rows, columns = x.shape
+    if x.dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+        return f"x has dtype {x.dtype}; the kernel takes {names}"
+    if columns % 8:
+        return f"x {x.shape} has {columns} columns; they must be a multiple of 8"
+    if layout != "rows" and rows % 16:
+        return f"x {x.shape} has {rows} rows; to be transposed they must be a multiple of 16"
+    return None
+
+
+def float8_round(x, scale, *, dtype, layout):
+    """Returns the matrix ``x / scale`` in float8, as a matrix, transposed, or both."""
+    values = jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype))
+    transposed = jax.ShapeDtypeStruct(x.shape[::-1], jnp.dtype(dtype))
+    if layout == "both":
+        return tuple(ffi.call("float8_round_both", [values, transposed], x, scale))
+    if layout == "rows":
+        return ffi.call("float8_round", [values], x, scale)[0]
+    return ffi.call("float8_round_transposed", [transposed], x, scale)[0]

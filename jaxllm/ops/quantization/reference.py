@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jaxllm.ops.quantization.rounding import round_to_float8
+
 
 def quantize(w, *, group_size):
     """Returns ``(q, scales)``."""
@@ -49,3 +51,15 @@ def quantized_matmul(q, scales, x):
     """Returns ``out``."""
     # A GEMM of many rows, in the dtype of x for the tensor cores.
     return jnp.einsum("rk,mk->rm", x, dequantize(q, scales).astype(x.dtype))
+
+
+# Float8
+
+
+def float8_round(x, scale, *, dtype, layout):
+    """Returns the matrix ``x / scale`` in float8, as a matrix, transposed, or both."""
+    of_columns = layout == "transposed"
+    values = round_to_float8(x, scale if of_columns else scale[:, None], dtype)
+    if layout == "rows":
+        return values
+    return values.T if of_columns else (values, values.T)

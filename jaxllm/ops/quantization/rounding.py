@@ -1,0 +1,34 @@
+"""The formulas of rounding to float8: a current scale, and the values."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+
+def current_scale(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> Array:
+    """The scale of ``float8_quantize``, one for all elements along ``axes``."""
+    largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
+    wide = x.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0)), axis=axes, initial=0)
+    return jnp.where(amax == 0, 1, jnp.maximum(amax / largest, least))
+
+
+def round_to_float8(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """``x / scale`` in float8, for scales that broadcast; what is finite does not overflow."""
+    dtype = jnp.dtype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    # As the kernel divides: by a product with the inverse, which is at most a unit away.
+    quotients = jnp.where(jnp.isfinite(wide), wide, 0) * (1 / scale)
+    values = jnp.clip(quotients, -largest, largest).astype(dtype)
+    # What a cast makes of these depends on the device. NumPy's infinity of e4m3 is NaN.
+    for special, where in (
+        (np.nan, jnp.isnan(wide)),
+        (np.inf, wide == np.inf),
+        (-np.inf, wide == -np.inf),
+    ):
+        values = jnp.where(where, np.asarray(special, dtype), values)
+    return values
