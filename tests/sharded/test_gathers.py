@@ -98,6 +98,7 @@ INSIDE = {
     "linear_cross_entropy_with_gradients": _OF_LOSSES,
 } | dict.fromkeys(
     (
+        "float8_round",
         "fold_norm",
         "fold_norm_backward",
         "matmul_bias",

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxllm.core.dispatch import Op
-from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_floating
 from jaxllm.ops.quantization import cuda, reference
 from jaxllm.ops.quantization.rounding import current_scale, round_to_float8
 
-Layout = Literal["rows", "transposed", "both"]
-
 _DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-def _sharding(x: Array, scale: Array, *, dtype: str, layout: Layout) -> ShardingRule:
-    del dtype
-    results = {"rows": "M K", "transposed": "K M", "both": "M K, K M"}[layout]
-    of_result, each = (x.shape[1], "K") if layout == "transposed" else (x.shape[0], "M")
-    return ShardingRule(f"M K, {each if scale.size == of_result > 1 else '_'} -> {results}", "M K")
 
 
 FLOAT8_ROUND = Op(
@@ -31,12 +19,12 @@ FLOAT8_ROUND = Op(
     reference=reference,
     # No Pallas kernel: there is none of float8_matmul.
     cuda=cuda,
-    sharding=_sharding,
 )
 """The matrix ``x / scale``, rounded to float8 in the layouts that float8_matmul takes.
 
 ``(x, scale)`` with ``dtype`` and ``layout``: as it is, transposed, or both. A scale per row of the
-result, or one. What is finite does not overflow.
+result, or one. What is finite does not overflow. On sharded arrays it runs inside of linear layers,
+on their shards.
 """
 
 
