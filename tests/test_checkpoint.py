@@ -403,8 +403,13 @@ def test_checksum_distinguishes_equal_values_with_different_bits():
     assert checksums({"k": jax.random.key(0)}) != checksums({"k": jax.random.key(1)})
 
 
+# The opposite of what conftest.py asks for.
+OPTIMIZED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false"
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_run_is_bit_identical(tmp_path):
+    """All runs share a cache and take many steps, so optimized programs save time."""
     (tmp_path / "shards").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 20_000)
     data.write_shard(tmp_path / "shards" / "train.bin", tokens)
@@ -414,7 +419,11 @@ def test_killed_and_resumed_run_is_bit_identical(tmp_path):
         capture_output=True,
         text=True,
         env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {OPTIMIZED}",
+        },
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
