@@ -1,5 +1,5 @@
-// Bytes: x is read once, and each result is written once. The transposition goes through shared
-// memory, in words of four rows:
+// Rounds a matrix to 8-bit floats, and transposes it. The matrix is read once, and each result is
+// written once. The transposition goes through shared memory, in words of four rows:
 //
 //                 8 columns                              a word: 4 rows of a column
 //            +---------------+                          +---+
@@ -24,9 +24,9 @@ constexpr int kPacksOfRow = kTileColumns / kPack;  // threads that share a row o
 constexpr int kTileRows = kThreads / kPacksOfRow * kRowsOfThread;
 constexpr int kColumnWords = kTileRows / kRowsOfThread;
 
-// The place of a word of a column in shared memory. The columns of one thread follow each other at
-// whole turns of the banks. Those of its neighbour begin 4 words later, as far as the words of one
-// column that a warp has: no two lanes of a store meet.
+// The place of a word of a column in shared memory. In a store a warp writes 4 words of each of 8
+// columns, which are kPack columns apart. Their places are shifted by 4 banks each: no two lanes
+// share a bank.
 __device__ __forceinline__ int word_index(int column, int word) {
   return column * kColumnWords + column / kPack * 4 + word;
 }

@@ -66,7 +66,7 @@ def programs():
     weight = jax.ShapeDtypeStruct((64, 768), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((768,), jnp.bfloat16)
     yield functools.partial(fused.matmul_residual, "cuda"), (x, weight, bias, residual)
-    # The linear layers with float8 operands call it: not by its name, which no case has.
+    # No case names float8_round: linear layers with float8 operands call it.
     for dtype in (jnp.bfloat16, jnp.float32):
         matrix = jax.ShapeDtypeStruct((48, 72), dtype)
         for layout, scales in (("rows", 48), ("transposed", 72), ("both", 1)):
