@@ -11,12 +11,16 @@ from jaxllm.core import ffi
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+def _dtype_reason(name, array) -> str | None:
+    if array.dtype in _DTYPES:
+        return None
+    names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
+    return f"{name} has dtype {array.dtype}; the kernel takes {names}"
+
+
 def quantize_unsupported(w, **_) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    if w.dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        return f"w has dtype {w.dtype}; the kernel takes {names}"
-    return None
+    return _dtype_reason("w", w)
 
 
 def dequantize_unsupported(q, scales, **_) -> str | None:
@@ -28,10 +32,7 @@ def dequantize_unsupported(q, scales, **_) -> str | None:
 
 def quantized_matvec_unsupported(q, scales, x) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    if x.dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        return f"x has dtype {x.dtype}; the kernel takes {names}"
-    return dequantize_unsupported(q, scales)
+    return _dtype_reason("x", x) or dequantize_unsupported(q, scales)
 
 
 def quantized_matmul_unsupported(q, scales, x) -> str | None:
@@ -73,9 +74,8 @@ def float8_round_unsupported(x, scale, *, dtype, layout) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     del scale, dtype
     rows, columns = x.shape
-    if x.dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
-        return f"x has dtype {x.dtype}; the kernel takes {names}"
+    if reason := _dtype_reason("x", x):
+        return reason
     if columns % 8:
         return f"x {x.shape} has {columns} columns; they must be a multiple of 8"
     if layout != "rows" and rows % 16:
