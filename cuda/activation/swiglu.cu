@@ -1,26 +1,8 @@
-#include "activation/functions.cuh"
 #include "activation/swiglu.h"
+#include "activation/swiglu_each.cuh"
 #include "common/elementwise.cuh"
 
 namespace jaxllm {
-namespace {
-
-struct SwigluForward {
-  __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
-    out[0] = silu(in[0]) * in[1];
-  }
-};
-
-struct SwigluBackward {
-  __device__ __forceinline__ void operator()(const float (&in)[3], float (&out)[2]) const {
-    const float gate = in[0], up = in[1], dout = in[2];
-    const float s = logistic(gate);
-    out[0] = dout * up * s * (1.0f + gate * (1.0f - s));
-    out[1] = dout * gate * s;
-  }
-};
-
-}  // namespace
 
 template <typename T>
 cudaError_t Swiglu<T>::forward(cudaStream_t stream, const T* gate, const T* up, T* out,

@@ -7,9 +7,10 @@ namespace jaxllm {
 namespace {
 
 // jax.vmap gives every buffer the same new leading axes. A scale has one element for each row of
-// its operand, or one for all.
-ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a, Buffer scale_b,
-                            Result out) {
+// its operand, or one for all. amax has one for each part of the columns; nullptr where it is not
+// wanted.
+ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const Buffer& scale_a,
+                    const Buffer& scale_b, Result* out, Result* amax) {
   const auto of_a = a.dimensions(), of_b = b.dimensions();
   const auto of_scale_a = scale_a.dimensions(), of_scale_b = scale_b.dimensions();
   const size_t axes = of_a.size();
@@ -24,9 +25,11 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
   for (size_t i = 0; i + 2 < axes; ++i) calls *= of_a[i];
   const bool has_one_a = of_scale_a.back() == 1, has_one_b = of_scale_b.back() == 1;
   const int64_t scales_a = has_one_a ? 1 : rows, scales_b = has_one_b ? 1 : columns;
+  const int64_t parts = amax ? (*amax)->dimensions().back() : 1;
+  if (parts != 1 && parts != 2) return invalid("amax", "is of neither one nor two parts");
   return dispatch_float8(a, "a", [&](auto type_a) {
     return dispatch_float8(b, "b", [&](auto type_b) {
-      return dispatch_floating(*out, "out", [&](auto type_out) {
+      return dispatch_floating(**out, "out", [&](auto type_out) {
         using A = typename decltype(type_a)::type;
         using B = typename decltype(type_b)::type;
         using Out = typename decltype(type_out)::type;
@@ -35,7 +38,8 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
             {"b", b, b.element_type(), calls * columns * depth},
             {"scale_a", scale_a, ffi::F32, calls * scales_a},
             {"scale_b", scale_b, ffi::F32, calls * scales_b},
-            {"out", *out, dtype_of<Out>(), calls * rows * columns},
+            {"out", **out, dtype_of<Out>(), calls * rows * columns},
+            {"amax", amax ? **amax : scale_a, ffi::F32, calls * (amax ? parts : scales_a)},
         });
         if (error.failure()) return error;
         for (int64_t i = 0; i < calls; ++i) {
@@ -46,7 +50,8 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
                                            has_one_a,
                                            has_one_b};
           const cudaError_t status =
-              call.launch(stream, {rows, columns, depth}, data<Out>(out) + i * rows * columns);
+              call.launch(stream, {rows, columns, depth}, data<Out>(*out) + i * rows * columns,
+                          amax ? data<float>(*amax) + i * parts : nullptr, static_cast<int>(parts));
           if (status != cudaSuccess) return to_ffi_error(status);
         }
         return ffi::Error::Success();
@@ -55,8 +60,19 @@ ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scal
   });
 }
 
+ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a, Buffer scale_b,
+                            Result out) {
+  return multiply(stream, a, b, scale_a, scale_b, &out, nullptr);
+}
+
+ffi::Error Float8MatmulAmaxImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
+                                Buffer scale_b, Result out, Result amax) {
+  return multiply(stream, a, b, scale_a, scale_b, &out, &amax);
+}
+
 }  // namespace
 
 JAXLLM_HANDLER(Float8Matmul, Float8MatmulImpl);
+JAXLLM_HANDLER(Float8MatmulAmax, Float8MatmulAmaxImpl);
 
 }  // namespace jaxllm

@@ -1,7 +1,9 @@
-// The FFI handlers of rounding to 8-bit floats, one for each layout of the result.
+// The FFI handlers of rounding to 8-bit floats, and of SwiGLU that does so, one for each layout of
+// the result.
 #include "common/ffi_float8.h"
 #include "handlers.h"
 #include "quantization/float8_round.h"
+#include "quantization/float8_swiglu.h"
 
 namespace jaxllm {
 namespace {
@@ -61,8 +63,88 @@ ffi::Error Float8RoundBothImpl(cudaStream_t stream, Buffer x, Buffer scale, Resu
   return round_to_float8(stream, x, scale, &values, &transposed);
 }
 
+// The sizes of a call of SwiGLU, from gate_up of (..., rows, 2 width).
+struct SwigluSizes {
+  int64_t calls = 1, rows, width;
+
+  ffi::Error read(const Buffer& gate_up) {
+    const auto of_x = gate_up.dimensions();
+    if (of_x.size() < 2) return invalid("gate_up", "is no matrix");
+    if (of_x.back() % 2 != 0) return invalid("gate_up", "has no even number of columns");
+    rows = of_x[of_x.size() - 2];
+    width = of_x.back() / 2;
+    for (size_t i = 0; i + 2 < of_x.size(); ++i) calls *= of_x[i];
+    return ffi::Error::Success();
+  }
+};
+
+// transposed is nullptr where it is not wanted.
+ffi::Error swiglu_forward(cudaStream_t stream, const Buffer& gate_up, const Buffer& scale,
+                          Result* values, Result* transposed) {
+  SwigluSizes sizes;
+  ffi::Error error = sizes.read(gate_up);
+  if (error.failure()) return error;
+  const int64_t size = sizes.rows * sizes.width, total = sizes.calls * size;
+  const Buffer& first = **values;
+  error = check_buffers({{"scale", scale, ffi::F32, sizes.calls},
+                         {"values", first, ffi::F8E4M3FN, total},
+                         {"transposed", transposed ? **transposed : first, ffi::F8E4M3FN, total}});
+  if (error.failure()) return error;
+  return dispatch_floating(gate_up, "gate_up", [&](auto type) {
+    using T = typename decltype(type)::type;
+    for (int64_t i = 0; i < sizes.calls; ++i) {
+      const Float8Swiglu<T> call{data<T>(gate_up) + 2 * i * size, data<float>(scale) + i,
+                                 sizes.rows, sizes.width};
+      const auto part = [&](Result* result) {
+        return result ? data<__nv_fp8_e4m3>(*result) + i * size : nullptr;
+      };
+      const cudaError_t status = call.forward(stream, part(values), part(transposed));
+      if (status != cudaSuccess) return to_ffi_error(status);
+    }
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error Float8SwigluForwardImpl(cudaStream_t stream, Buffer gate_up, Buffer scale,
+                                   Result values) {
+  return swiglu_forward(stream, gate_up, scale, &values, nullptr);
+}
+
+ffi::Error Float8SwigluForwardBothImpl(cudaStream_t stream, Buffer gate_up, Buffer scale,
+                                       Result values, Result transposed) {
+  return swiglu_forward(stream, gate_up, scale, &values, &transposed);
+}
+
+ffi::Error Float8SwigluBackwardImpl(cudaStream_t stream, Buffer gate_up, Buffer dout, Buffer scale,
+                                    Result values, Result transposed) {
+  SwigluSizes sizes;
+  ffi::Error error = sizes.read(gate_up);
+  if (error.failure()) return error;
+  const int64_t size = sizes.rows * sizes.width, total = sizes.calls * size;
+  error = check_buffers({{"dout", dout, gate_up.element_type(), total},
+                         {"scale", scale, ffi::F32, sizes.calls},
+                         {"values", *values, ffi::F8E5M2, 2 * total},
+                         {"transposed", *transposed, ffi::F8E5M2, 2 * total}});
+  if (error.failure()) return error;
+  return dispatch_floating(gate_up, "gate_up", [&](auto type) {
+    using T = typename decltype(type)::type;
+    for (int64_t i = 0; i < sizes.calls; ++i) {
+      const Float8Swiglu<T> call{data<T>(gate_up) + 2 * i * size, data<float>(scale) + i,
+                                 sizes.rows, sizes.width};
+      const cudaError_t status = call.backward(stream, data<T>(dout) + i * size,
+                                               data<__nv_fp8_e5m2>(values) + 2 * i * size,
+                                               data<__nv_fp8_e5m2>(transposed) + 2 * i * size);
+      if (status != cudaSuccess) return to_ffi_error(status);
+    }
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 
+JAXLLM_HANDLER(Float8SwigluForward, Float8SwigluForwardImpl);
+JAXLLM_HANDLER(Float8SwigluForwardBoth, Float8SwigluForwardBothImpl);
+JAXLLM_HANDLER(Float8SwigluBackward, Float8SwigluBackwardImpl);
 JAXLLM_HANDLER(Float8Round, Float8RoundImpl);
 JAXLLM_HANDLER(Float8RoundTransposed, Float8RoundTransposedImpl);
 JAXLLM_HANDLER(Float8RoundBoth, Float8RoundBothImpl);

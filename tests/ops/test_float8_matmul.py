@@ -11,7 +11,9 @@ import pytest
 import jaxllm
 from jaxllm import testing
 from jaxllm.core import ffi
+from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.ops import float8_matmul
+from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -112,6 +114,56 @@ def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats):
     for special in (np.isnan, np.isposinf, np.isneginf):
         np.testing.assert_array_equal(special(out), special(expected))
     assert 0.9 < np.isfinite(out).mean() < 1
+
+
+def with_amax(arrays, parts, backend, out_dtype="bfloat16"):
+    static = {"out_dtype": out_dtype, "parts": parts}
+    a, b, *scales = arrays
+    arrays = a, b, *map(jnp.atleast_1d, scales)
+    return dispatch(FLOAT8_MATMUL_AMAX, Direction.INFERENCE, backend, *arrays, **static)
+
+
+@each_backend
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize(("columns", "parts"), [(200, 1), (136, 2), (384, 2), (640, 2), (640, 1)])
+def test_amax_is_the_largest_finite_element_of_each_part(columns, parts, out_dtype, backend):
+    a, b, _, scale_b = operands((257, columns, 1040), FORMATS, one_scale=True)
+    a = a.at[3, 5].set(jnp.nan)  # a row of NaN
+    b = b.at[columns - 1].multiply(8).at[0].set(0).at[0, 7].set(448)
+    scale = {"float16": 2.0**20, "bfloat16": 1.0, "float32": 1.0}[out_dtype]
+    # In float16 some elements are rounded to infinity.
+    arrays = a, b, jnp.asarray(scale, jnp.float32), scale_b
+    out, amax = with_amax(arrays, parts, backend, out_dtype)
+    plain = float8_matmul(*arrays, out_dtype=out_dtype, backend=backend)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(plain, np.float32))
+    wide = abs(np.asarray(out, np.float32).reshape(257, parts, -1))
+    assert np.isinf(wide).any() == (out_dtype == "float16")
+    expected = np.where(np.isfinite(wide), wide, 0).max((0, 2))
+    np.testing.assert_array_equal(amax, expected)
+    assert (expected > 0).all()
+
+
+@each_backend
+def test_amax_of_zeros_and_of_no_rows_is_zero(backend):
+    a, b, scale_a, scale_b = operands((32, 128, 64), FORMATS, one_scale=True)
+    for rows in (0 * a, a[:0]):
+        np.testing.assert_array_equal(with_amax((rows, b, scale_a, scale_b), 2, backend)[1], 0)
+
+
+@each_backend
+def test_amax_under_vmap_is_that_of_each_call(backend):
+    a, b, scale_a, scale_b = operands((32, 128, 64), FORMATS, one_scale=True)
+    batch = jnp.stack([a, a[::-1], 0 * a])
+
+    def of_one(a):
+        return with_amax((a, b, scale_a, scale_b), 2, backend)
+
+    found = jax.vmap(of_one)(batch)
+    for i, one in enumerate(batch):
+        for result, expected in zip(found, of_one(one), strict=True):
+            np.testing.assert_array_equal(
+                result[i].astype(jnp.float32), expected.astype(jnp.float32)
+            )
 
 
 @each_backend

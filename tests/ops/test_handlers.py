@@ -21,7 +21,8 @@ from jaxllm.core import ffi
 from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
-from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND
+from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX
+from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND, FLOAT8_SWIGLU
 
 INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
@@ -73,6 +74,20 @@ def programs():
             given = (matrix, jax.ShapeDtypeStruct((scales,), jnp.float32))
             static = {"dtype": "float8_e4m3fn", "layout": layout}
             yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
+    # Nor these, which MLPs with float8 operands call.
+    for dtype in (jnp.bfloat16, jnp.float32):
+        gate_up, dout = (jax.ShapeDtypeStruct((48, width), dtype) for width in (144, 72))
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        for layout in ("rows", "both"):
+            static = {"layout": layout}
+            call = functools.partial(dispatch, FLOAT8_SWIGLU, Direction.FORWARD, "cuda", **static)
+            yield call, (gate_up, one)
+        call = functools.partial(dispatch, FLOAT8_SWIGLU, Direction.BACKWARD, "cuda")
+        yield call, (gate_up, dout, one)
+        a, b = (jax.ShapeDtypeStruct((rows, 64), jnp.float8_e4m3fn) for rows in (48, 128))
+        static = {"out_dtype": dtype.__name__, "parts": 2}
+        call = functools.partial(dispatch, FLOAT8_MATMUL_AMAX, INFERENCE, "cuda", **static)
+        yield call, (a, b, one, one)
     # No case has inputs of flash_attention_float8.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -188,9 +203,12 @@ VALID_CHANGES = {
     "global_norm": {("operand", i, what) for i in range(3) for what in ("dtype", -1, -2)},
     "matmul": {("result", 0, "dtype")},
     "float8_matmul": {("result", 0, "dtype")},
+    "float8_matmul_amax": {("result", 0, "dtype"), ("result", 1, -1)},
     "float8_round": {("operand", 0, "dtype")},
     "float8_round_transposed": {("operand", 0, "dtype")},
     "float8_round_both": {("operand", 0, "dtype")},
+    "float8_swiglu_forward": {("operand", 0, "dtype")},
+    "float8_swiglu_forward_both": {("operand", 0, "dtype")},
     "wgrad_pair": {("result", 2, -3)},
 }
 

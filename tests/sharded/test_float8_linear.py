@@ -1,4 +1,6 @@
-"""Float8 linear layers on shards: they have the values that they have on one device."""
+"""Float8 linear layers and MLPs on shards: they have the values that they have on one device."""
+
+import functools
 
 import jax
 import numpy as np
@@ -7,6 +9,7 @@ from calls import ALL, make_mesh, on_one_device, put
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.ops import linear
+from jaxllm.ops.gemm.float8_mlp import float8_mlp
 
 SHARDINGS = {
     "rows": {"x": P(ALL)},
@@ -72,6 +75,54 @@ def test_sharded_layer_equals_that_of_one_device(recipe, backend, kind, sharding
         for x, gradient in zip(("x", "weight", "bias"), found[1:], strict=True):
             if kind == "Explicit":
                 assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
+
+
+MLP_SHARDINGS = {
+    "rows": {"x": P(ALL)},
+    "tensor": {"gate_up": P(None, None, ALL), "down": P(ALL)},
+    "rows_and_tensor": {"x": P("a"), "gate_up": P(None, None, "b"), "down": P("b")},
+    "fsdp": {"x": P(ALL), "gate_up": P(ALL), "down": P(None, ALL)},
+    "depth": {"x": P(None, None, ALL), "gate_up": P(ALL)},
+}
+
+
+def mlp_arrays():
+    """Rows and columns of the shards are of different magnitudes: each would have its own scale."""
+    generator = np.random.default_rng(0)
+    shapes = {"x": (8, 4, 16), "gate_up": (16, 2, 32), "down": (32, 16), "dout": (8, 4, 16)}
+    drawn = {name: generator.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+    drawn["x"] *= np.linspace(0.1, 1, 8, dtype="f")[:, None, None]
+    drawn["gate_up"] *= np.linspace(0.05, 0.5, 32, dtype="f")
+    return drawn
+
+
+def mlp_with_gradients(backend, arrays):
+    dout = arrays["dout"]
+    fn = functools.partial(float8_mlp, backend=backend)
+    out, pull = jax.vjp(fn, arrays["x"], arrays["gate_up"], arrays["down"])
+    sharding = jax.typeof(out).sharding
+    if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+        dout = jax.sharding.reshard(dout, sharding)
+    return out, *pull(dout)
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("sharding", MLP_SHARDINGS)
+def test_sharded_mlp_equals_that_of_one_device(backend, kind, sharding):
+    given, mesh = mlp_arrays(), make_mesh(kind)
+    specs = {name: MLP_SHARDINGS[sharding].get(name, P()) for name in given}
+    placed = put(mesh, given, specs)
+    found = jax.jit(mlp_with_gradients, static_argnums=0)(backend, placed)
+    wanted = on_one_device(functools.partial(mlp_with_gradients, "xla"), given)
+    for name, a, b in zip(("out", "dx", "dgate_up", "ddown"), found, wanted, strict=True):
+        # An element that differs in its last bit may be rounded to another float8 number. With a
+        # scale for each shard most would be.
+        away = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
+        assert away < 0.004, name
+    for x, gradient in zip(("x", "gate_up", "down"), found[1:], strict=True):
+        if kind == "Explicit":
+            assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -98,7 +98,9 @@ INSIDE = {
     "linear_cross_entropy_with_gradients": _OF_LOSSES,
 } | dict.fromkeys(
     (
+        "float8_matmul_amax",
         "float8_round",
+        "float8_swiglu",
         "fold_norm",
         "fold_norm_backward",
         "matmul_bias",

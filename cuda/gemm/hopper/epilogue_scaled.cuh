@@ -1,6 +1,9 @@
-// out = p scale_a scale_b, of the product p: a factor for each row, and one for each column.
+// out = p scale_a scale_b, of the product p: a factor for each row, and one for each column. Where
+// it is wanted, also the largest finite |out| of all columns, or of each half of them.
 #pragma once
 
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
 #include "gemm/hopper/epilogue.cuh"
 
 namespace jaxllm::hopper {
@@ -15,6 +18,13 @@ struct Scales {
   }
 };
 
+// Where the largest |out| goes: a float for each part of `columns` columns, zero before the kernel,
+// that no subtile crosses. At most two parts; nullptr where it is not wanted.
+struct Amax {
+  float* data = nullptr;
+  int64_t columns = 0;
+};
+
 // A result of 16 bits goes through shared memory and TMA, one of 32 past both: four lanes of a row
 // write 32 bytes, a sector. The subtiles of the latter serve for the factors alone.
 template <typename T>
@@ -27,17 +37,21 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   struct Arguments {
     T* out;
     Scales scale_a, scale_b;
+    Amax amax;
   };
   struct Params {
     CUtensorMap map;  // of a result of 16 bits
     T* out;           // one of 32
     Scales scale_a, scale_b;
     int rows, columns;
+    float* amax;
+    int columns_of_part;
   };
 
   const Params& params;
   float of_rows[Tile::kRowBlocks][2];      // those of the lane
   float2 of_columns[Tile::kColumnBlocks];  // of each 64, two in each lane
+  float largest[2] = {};                   // |out| of each part, in the lane's tiles so far
 
   // A warp has a buffer more than it stores from: the factors of the columns lie there in order.
   static_assert(Tile::kSubtiles % kSubtileBuffers != 0);
@@ -48,6 +62,8 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
     params->scale_b = arguments.scale_b;
     params->rows = static_cast<int>(shape.rows);
     params->columns = static_cast<int>(shape.columns);
+    params->amax = arguments.amax.data;
+    params->columns_of_part = static_cast<int>(arguments.amax.columns);
     if constexpr (sizeof(T) == 4) {
       return cudaSuccess;
     } else {
@@ -86,12 +102,57 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
       factors[block * 32 + this->lane] = of_columns[block];
     }
     __syncwarp();
+    if (params.amax == nullptr) {
+      store_subtiles<false>(accumulators, work, factors);
+    } else {
+      store_subtiles<true>(accumulators, work, factors);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    if (params.amax == nullptr) return;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      // Floats that are not negative are in the order of their bits.
+      const int of_lane = __float_as_int(rounded(largest[part]));
+      const int of_warp = __reduce_max_sync(kFullWarp, of_lane);
+      if (this->lane > 0 || part * params.columns_of_part >= params.columns) continue;
+      atomicMax(reinterpret_cast<int*>(params.amax + part), of_warp);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static float rounded(float x) { return to_float(from_float<T>(x)); }
+
+  // Of a subtile that has infinities, or numbers that are rounded to one.
+  template <class Value>
+  __device__ __forceinline__ static float largest_finite(const Value& value) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = value(j, half);
+        const float x = fabsf(pair.x), y = fabsf(pair.y);
+        if (isfinite(rounded(x))) largest = fmaxf(largest, x);
+        if (isfinite(rounded(y))) largest = fmaxf(largest, y);
+      }
+    }
+    return largest;
+  }
+
+  template <bool kAmax>
+  __device__ __forceinline__ void store_subtiles(Accumulators<Tile>& accumulators,
+                                                 const WorkTile& work, const float2* factors) {
     for_each_subtile<Tile>([&](const Subtile<Tile>& subtile) {
+      float of_subtile = 0.0f;  // NaN leaves it as it is
       const auto value = [&](int j, int half) {
         const float2 p = accumulator_pair<Tile>(accumulators, subtile, j, half);
         const float2 column = factors[subtile.column_block() * 32 + 4 * j + this->lane % 4];
         const float row = of_rows[subtile.row_block()][half];
-        return float2{p.x * row * column.x, p.y * row * column.y};
+        const float2 pair{p.x * row * column.x, p.y * row * column.y};
+        if (kAmax) of_subtile = fmaxf(of_subtile, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        return pair;
       };
       if constexpr (sizeof(T) == 2) {
         T* const out = this->acquire_buffer(subtile);
@@ -100,10 +161,14 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
       } else {
         write_rows(work, subtile, value);
       }
+      if (!kAmax) return;
+      if (!isfinite(rounded(of_subtile))) of_subtile = largest_finite(value);
+      const bool is_first = this->column(work, subtile) < params.columns_of_part;
+      largest[0] = is_first ? fmaxf(largest[0], of_subtile) : largest[0];
+      largest[1] = is_first ? largest[1] : fmaxf(largest[1], of_subtile);
     });
   }
 
- private:
   // The part of a tile that the consumer has.
   __device__ __forceinline__ WorkTile own(WorkTile work) const {
     if (Tile::kCooperative) work.row += this->consumer * Tile::kConsumerM;

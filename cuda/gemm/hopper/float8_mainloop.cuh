@@ -4,11 +4,13 @@
 // The tensor cores keep some 14 bits of a sum of products of 8-bit floats. So they add up
 // kPromotedBlocks K-blocks, and the warpgroup adds these partial sums in float32:
 //
-//   consumer 0   wgmma wgmma wgmma wgmma | sums += partial | wgmma ...
-//   consumer 1     wgmma wgmma wgmma wgmma | sums += partial | wgmma ...
+//   consumer 0   wgmma wgmma wgmma wgmma | sums += partial | wgmma wgmma wgmma wgmma | ...
+//   consumer 1   wgmma wgmma | sums += partial | wgmma wgmma wgmma wgmma | sums += partial | ...
 //
-// While one consumer of a cooperative tile adds, the tensor cores have the products of the other.
-// In ping-pong they wait, but for the last partial sums of a tile.
+// While one consumer of a cooperative tile adds, the tensor cores have the products of the other:
+// the first sum of consumer 1 is of half as many K-blocks. Where both added at the same time, GEMMs
+// of Llama 3.2 1B took 3 to 15% more time on an H100. In ping-pong the tensor cores wait, but for
+// the last partial sums of a tile.
 //
 // Of 8192 products of positive numbers the sum was too small by, on an H100:
 //
@@ -45,9 +47,13 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
     float partial[Tile::kBlockN / 2];
 #pragma unroll
     for (float& value : partial) value = 0.0f;
+    int blocks = Tile::kCooperative && consumer == 1 ? kPromotedBlocks / 2 : kPromotedBlocks;
+    int end = work.first_k_block;
 #pragma unroll 1
-    for (int first = work.first_k_block; first < work.end_k_block; first += kPromotedBlocks) {
-      const int end = min(first + kPromotedBlocks, work.end_k_block);
+    while (end < work.end_k_block) {
+      const int first = end;
+      end = min(first + blocks, work.end_k_block);
+      blocks = kPromotedBlocks;
 #pragma unroll 1
       for (int k_block = first; k_block < end; ++k_block) {
         pipeline.consumer_wait(state);

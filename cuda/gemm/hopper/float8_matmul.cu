@@ -1,3 +1,4 @@
+#include "common/zero_counter.cuh"
 #include "gemm/hopper/epilogue_scaled.cuh"
 #include "gemm/hopper/float8_mainloop.cuh"
 #include "gemm/hopper/float8_matmul.h"
@@ -19,15 +20,22 @@ constexpr int64_t kShallowDepth = 1024;
 }  // namespace
 
 template <typename A, typename B, typename Out>
-cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape,
-                                          Out* out) const {
+cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape, Out* out,
+                                          float* amax, int parts) const {
+  if (parts > 1 && shape.columns % (parts * int64_t{kSwizzleColumns}) != 0) {
+    return cudaErrorNotSupported;
+  }
+  if (amax != nullptr) JAXLLM_RETURN_IF_ERROR(zero_counter(stream, amax, parts));
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
   const auto run = [&](auto tile) {
     using Loop = Float8Mainloop<decltype(tile), A, B, Out>;
     return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueScaled>, uint8_t>(
         stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
-        {out, {scale_a, has_one_scale_a}, {scale_b, has_one_scale_b}});
+        {out,
+         {scale_a, has_one_scale_a},
+         {scale_b, has_one_scale_b},
+         {amax, shape.columns / parts}});
   };
   return shape.depth <= kShallowDepth ? run(ShallowTile{}) : run(DeepTile{});
 }

@@ -12,8 +12,12 @@ namespace jaxllm {
 // (columns, depth), e4m3 or e5m2 each; out bfloat16, float16 or float32. A scale may be one for
 // all.
 //
+// amax, where it is no nullptr, gets the largest finite |out| of each of `parts` equal parts of the
+// columns, one or two.
+//
 // cudaErrorNotSupported on other GPUs than Hopper's, where the depth is not a positive multiple of
-// 16 or the columns of 8, and where a pointer is not a multiple of 16 bytes.
+// 16 or the columns of 8, where two parts have not a multiple of 64 columns, and where a pointer is
+// not a multiple of 16 bytes.
 template <typename A, typename B, typename Out>
 struct Float8Gemm {
   const A* a;
@@ -22,7 +26,8 @@ struct Float8Gemm {
   const float* scale_b;
   bool has_one_scale_a, has_one_scale_b;
 
-  cudaError_t launch(cudaStream_t stream, const GemmShape& shape, Out* out) const;
+  cudaError_t launch(cudaStream_t stream, const GemmShape& shape, Out* out, float* amax = nullptr,
+                     int parts = 1) const;
 };
 
 }  // namespace jaxllm

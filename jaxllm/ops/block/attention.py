@@ -40,7 +40,7 @@ from jaxllm.ops.checks import (
     check_way_back,
 )
 from jaxllm.ops.gemm.api import linear
-from jaxllm.ops.gemm.float8_linear import Recipe
+from jaxllm.ops.gemm.float8_operands import Recipe
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -208,14 +208,19 @@ def leave_to_next_norm(
     backend: Backend | None,
 ) -> Residual:
     """The residual plus a layer of ``x``; the next norm's kernel adds it, and the layer's bias."""
+    check_branch(h, x, name, layer)
+    branch = linear(x, layer["weight"], precision=recipe, backend=backend)
+    check_shape(f"the result of {name}", branch, h.x.shape, "as the residual")
+    return carry(h, h.x, branch=(branch, layer.get("bias")))
+
+
+def check_branch(h: Residual, x: Array | jax.ShapeDtypeStruct, name: str, layer: Layer) -> None:
+    """Checks a layer of ``x`` whose result is added to the residual."""
     weight, bias = layer["weight"], layer.get("bias")
     if not is_weight(weight):
         names = (f"the weight of {name}", weight, f"the bias of {name}", bias)
         check_layer(*names, x, f"the input of {name}")
         check_way_back(*names[:2], h.x)
-    branch = linear(x, weight, precision=recipe, backend=backend)
-    check_shape(f"the result of {name}", branch, h.x.shape, "as the residual")
-    return carry(h, h.x, branch=(branch, bias))
 
 
 def _fused(

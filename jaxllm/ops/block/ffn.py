@@ -20,6 +20,7 @@ from jaxllm.ops.activation.api import BIAS_ADD, swiglu_packed
 from jaxllm.ops.block.attention import (
     Layer,
     add_and_normalize,
+    check_branch,
     check_parameters,
     leave_to_next_norm,
     unsupported_by_layers,
@@ -29,7 +30,8 @@ from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
 from jaxllm.ops.checks import check_layer, check_pre_norm, check_way_back
 from jaxllm.ops.gemm.api import linear
-from jaxllm.ops.gemm.float8_linear import Recipe
+from jaxllm.ops.gemm.float8_mlp import float8_mlp
+from jaxllm.ops.gemm.float8_operands import Recipe
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -42,6 +44,7 @@ from jaxllm.ops.gemm.fused import (
     wgrad_pair,
 )
 from jaxllm.ops.gemm.gradients import dgrad_and_wgrad, wgrad
+from jaxllm.ops.weights import is_weight
 
 # With fewer rows the partial sums of wgrad_pair cost more than the idle SMs of XLA's two GEMMs.
 _MIN_PAIR_ROWS = 65536
@@ -116,11 +119,23 @@ def _unfused(
     x, h = pre_norm(h, norm, backend)
     if activation == "gelu":
         hidden = linear(x, **up, activation="gelu", precision=of_up, backend=backend)
+    elif _is_float8_mlp(up, down, recipes):
+        hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[2]), x.dtype)
+        check_branch(h, hidden, "down", down)
+        out = float8_mlp(x, up["weight"], down["weight"], backend=backend)
+        return carry(h, h.x, branch=(out, down.get("bias")))
     else:
         gate_up = linear(x, **up, precision=of_up, backend=backend)
         by_parts = gate_up.ndim > x.ndim
         hidden = swiglu_packed(gate_up, by_parts=by_parts, backend=backend)
     return leave_to_next_norm(h, hidden, "down", down, of_down, backend)
+
+
+def _is_float8_mlp(up: Layer, down: Layer, recipes: tuple[Recipe | None, Recipe | None]) -> bool:
+    """Whether SwiGLU writes the float8 operands of the GEMMs after it."""
+    weight, is_plain = up["weight"], not any(map(is_weight, (up["weight"], down["weight"])))
+    has_parts = is_plain and weight.ndim == 3 and weight.shape[1] == 2
+    return has_parts and up.get("bias") is None and recipes == ("tensor", "tensor")
 
 
 def _unsupported(h, norm, up, down, *, activation, recipes=(None, None)) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxllm.ops.gemm.float8_linear import RECIPES, Recipe
+from jaxllm.ops.gemm.float8_operands import RECIPES, Recipe
 
 Precision = Recipe | Mapping[str, Recipe | None] | None
 """How the linear layers of a block are multiplied: one recipe for all, or one by the name of each.

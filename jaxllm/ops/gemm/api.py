@@ -25,7 +25,8 @@ from jaxllm.ops.checks import (
     is_certain,
 )
 from jaxllm.ops.gemm import cuda, pallas, reference
-from jaxllm.ops.gemm.float8_linear import RECIPES, Recipe, float8_linear
+from jaxllm.ops.gemm.float8_linear import float8_linear
+from jaxllm.ops.gemm.float8_operands import RECIPES, Recipe
 from jaxllm.ops.gemm.linear import LinearOptions, activation_backward
 from jaxllm.ops.gemm.linear import linear as _linear
 from jaxllm.ops.quantization.api import quantized_matmul, quantized_matvec

@@ -33,6 +33,13 @@ FLOAT8_MATMUL = Op(
 )
 
 
+FLOAT8_MATMUL_AMAX = Op("float8_matmul_amax", reference=reference, cuda=cuda)
+"""As FLOAT8_MATMUL; it also returns the largest finite absolute value of the result, as float32.
+
+With ``parts`` 2 it is that of each half of the columns, and with 1 that of all.
+"""
+
+
 def float8_matmul(
     a: Float[Array, "M K"],
     b: Float[Array, "N K"],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.core import ffi
+from jaxllm.ops.rounding import amax
 
 _MAX_SIZE = 2**31  # TMA's coordinates
 
@@ -77,3 +78,19 @@ def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
     result = jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.dtype(out_dtype))
     (out,) = ffi.call("float8_matmul", [result], a, b, scale_a, scale_b)
     return out
+
+
+float8_matmul_amax_unsupported = float8_matmul_unsupported
+
+
+def float8_matmul_amax(a, b, scale_a, scale_b, *, out_dtype, parts):
+    """Returns ``out``, and its largest finite absolute value in each part of the columns."""
+    rows, columns = a.shape[0], b.shape[0]
+    if parts > 1 and columns % (parts * 64):  # the epilogue takes one part of 64 columns at a time
+        out = float8_matmul(a, b, scale_a, scale_b, out_dtype=out_dtype)
+        return out, amax(out.reshape(rows, parts, columns // parts), (0, 2))
+    results = (
+        jax.ShapeDtypeStruct((rows, columns), jnp.dtype(out_dtype)),
+        jax.ShapeDtypeStruct((parts,), jnp.float32),
+    )
+    return tuple(ffi.call("float8_matmul_amax", results, a, b, scale_a, scale_b))

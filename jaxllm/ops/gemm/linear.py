@@ -26,8 +26,13 @@ class LinearOptions:
 
     @property
     def columns(self) -> str:
-        """The names of the dimensions of the columns; they are sharded along F."""
-        return {2: "F", 3: "_ F", 4: "_ F _"}[self.weight_ndim]
+        """As :func:`column_names`."""
+        return column_names(self.weight_ndim)
+
+
+def column_names(weight_ndim: int) -> str:
+    """The names of the dimensions of a weight's columns; they are sharded along F."""
+    return {2: "F", 3: "_ F", 4: "_ F _"}[weight_ndim]
 
 
 def in_rows(weight: Array, bias: Array | None) -> tuple[Array, Array | None]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.dispatch import Op
 from jaxllm.ops.checks import check_floating
 from jaxllm.ops.quantization import cuda, reference
-from jaxllm.ops.quantization.rounding import current_scale, round_to_float8
+from jaxllm.ops.rounding import current_scale, round_to_float8
 
 _DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -25,6 +25,14 @@ FLOAT8_ROUND = Op(
 ``(x, scale)`` with ``dtype`` and ``layout``: as it is, transposed, or both. A scale per row of the
 result, or one. What is finite does not overflow. On sharded arrays it runs inside of linear layers,
 on their shards.
+"""
+
+
+FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda)
+"""SwiGLU of the halves of the rows of ``gate_up``, rounded to float8 as by ``FLOAT8_ROUND``.
+
+Forward ``(gate_up, scale)``, with ``layout`` ``"rows"`` or ``"both"``: in float8_e4m3fn. Backward
+``(gate_up, dout, scale)``: the gradient of ``gate_up`` in float8_e5m2, both layouts. One scale.
 """
 
 

@@ -73,22 +73,58 @@ def quantized_matmul(q, scales, x):
 def float8_round_unsupported(x, scale, *, dtype, layout) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     del scale, dtype
-    rows, columns = x.shape
-    if reason := _dtype_reason("x", x):
+    return _tile_reason("x", x, x.shape[1], layout)
+
+
+def _tile_reason(name, x, columns, layout) -> str | None:
+    """Why float8_tile.cuh does not serve ``columns`` columns of ``x``; None if it does."""
+    rows = x.shape[0]
+    if reason := _dtype_reason(name, x):
         return reason
     if columns % 8:
-        return f"x {x.shape} has {columns} columns; they must be a multiple of 8"
+        return f"{name} {x.shape} has {columns} columns; they must be a multiple of 8"
     if layout != "rows" and rows % 16:
-        return f"x {x.shape} has {rows} rows; to be transposed they must be a multiple of 16"
+        return f"{name} {x.shape} has {rows} rows; to be transposed they must be a multiple of 16"
     return None
 
 
 def float8_round(x, scale, *, dtype, layout):
     """Returns the matrix ``x / scale`` in float8, as a matrix, transposed, or both."""
-    values = jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype))
-    transposed = jax.ShapeDtypeStruct(x.shape[::-1], jnp.dtype(dtype))
+    values, transposed = _float8_results(x.shape, dtype)
     if layout == "both":
         return tuple(ffi.call("float8_round_both", [values, transposed], x, scale))
     if layout == "rows":
         return ffi.call("float8_round", [values], x, scale)[0]
     return ffi.call("float8_round_transposed", [transposed], x, scale)[0]
+
+
+def _float8_results(shape, dtype):
+    """A float8 matrix and the transposed one."""
+    return [jax.ShapeDtypeStruct(each, jnp.dtype(dtype)) for each in (shape, shape[::-1])]
+
+
+def float8_swiglu_forward_unsupported(gate_up, scale, *, layout) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del scale
+    return _tile_reason("half of gate_up", gate_up, gate_up.shape[1] // 2, layout)
+
+
+def float8_swiglu_forward(gate_up, scale, *, layout):
+    """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
+    rows, columns = gate_up.shape
+    results = _float8_results((rows, columns // 2), jnp.float8_e4m3fn)
+    if layout == "both":
+        return tuple(ffi.call("float8_swiglu_forward_both", results, gate_up, scale))
+    return ffi.call("float8_swiglu_forward", results[:1], gate_up, scale)[0]
+
+
+def float8_swiglu_backward_unsupported(gate_up, dout, scale) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del dout
+    return float8_swiglu_forward_unsupported(gate_up, scale, layout="both")
+
+
+def float8_swiglu_backward(gate_up, dout, scale):
+    """Returns the gradient of ``gate_up`` over ``scale`` in float8_e5m2, and transposed."""
+    results = _float8_results(gate_up.shape, jnp.float8_e5m2)
+    return tuple(ffi.call("float8_swiglu_backward", results, gate_up, dout, scale))

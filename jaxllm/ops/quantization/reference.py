@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxllm.ops.quantization.rounding import round_to_float8
+from jaxllm.ops.activation import reference as activations
+from jaxllm.ops.rounding import round_to_float8
 
 
 def quantize(w, *, group_size):
@@ -63,3 +64,18 @@ def float8_round(x, scale, *, dtype, layout):
     if layout == "rows":
         return values
     return values.T if of_columns else (values, values.T)
+
+
+def float8_swiglu_forward(gate_up, scale, *, layout):
+    """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    hidden = activations.swiglu_forward(gate, up)
+    return float8_round(hidden, scale, dtype="float8_e4m3fn", layout=layout)
+
+
+def float8_swiglu_backward(gate_up, dout, scale):
+    """Returns the gradient of ``gate_up`` over ``scale`` in float8_e5m2, and transposed."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gradients = activations.swiglu_backward(gate, up, dout.astype(jnp.float32))
+    dgate_up = jnp.concatenate(gradients, axis=-1)
+    return float8_round(dgate_up, scale, dtype="float8_e5m2", layout="both")

@@ -1,4 +1,4 @@
-"""The formulas of rounding to float8: a current scale, and the values."""
+"""The formulas of rounding to float8: scales, and the values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from jax import Array
 from jax.typing import DTypeLike
 
 
+def amax(x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest finite absolute value along ``axes``, in float32; 0 where there is none."""
+    wide = x.astype(jnp.float32)
+    return jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0)), axis=axes, initial=0)
+
+
+def scale_of(bound: Array, dtype: DTypeLike) -> Array:
+    """The scale with which no absolute value up to ``bound`` overflows a format."""
+    largest, wide = float(jnp.finfo(dtype).max), jnp.finfo(jnp.float32)
+    scale = jnp.clip(bound, max=float(wide.max)) / largest
+    return jnp.where(bound == 0, 1, jnp.maximum(scale, float(wide.tiny)))
+
+
 def current_scale(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> Array:
     """The scale of ``float8_quantize``, one for all elements along ``axes``."""
-    largest, least = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
-    wide = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0)), axis=axes, initial=0)
-    return jnp.where(amax == 0, 1, jnp.maximum(amax / largest, least))
+    return scale_of(amax(x, axes), dtype)
 
 
 def round_to_float8(x: Array, scale: Array, dtype: DTypeLike) -> Array:

@@ -1,0 +1,162 @@
+// The tile of kernels that write 8-bit floats: as a matrix, transposed, or both. Each element is
+// computed once. The transposition goes through shared memory, in words of four rows:
+//
+//                 8 columns                              a word: 4 rows of a column
+//            +---------------+                          +---+
+//   4 rows   | of one thread |   -> registers, bytes -> |   | x 8 columns -> shared memory
+//            +---------------+      permuted            +---+
+//
+//   shared memory -> 16 rows of a column at once -> a row of the transposed matrix
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "common/launch.h"
+#include "common/vector.cuh"
+
+namespace jaxllm::float8 {
+
+constexpr int kThreads = 256;
+constexpr int kPack = 8;          // neighbours in a row, of one thread
+constexpr int kRowsOfThread = 4;  // as many bytes as a word
+constexpr int kTileColumns = 64;
+constexpr int kPacksOfRow = kTileColumns / kPack;  // threads that share a row of a tile
+constexpr int kTileRows = kThreads / kPacksOfRow * kRowsOfThread;
+constexpr int kColumnWords = kTileRows / kRowsOfThread;
+constexpr int kSharedWords = kTileColumns * kColumnWords + kPacksOfRow * 4;
+
+// The place of a word of a column in shared memory. In a store a warp writes 4 words of each of 8
+// columns, which are kPack columns apart. Their places are shifted by 4 banks each: no two lanes
+// share a bank.
+__device__ __forceinline__ int word_index(int column, int word) {
+  return column * kColumnWords + column / kPack * 4 + word;
+}
+
+template <typename Float8>
+constexpr bool kHasInfinity = std::is_same_v<Float8, __nv_fp8_e5m2>;
+
+// Two floats as bytes, the first one lower. The conversion itself makes the largest number of an
+// infinity.
+template <typename Float8>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  constexpr auto kFormat = kHasInfinity<Float8> ? __NV_E5M2 : __NV_E4M3;
+  if constexpr (!kHasInfinity<Float8>) {
+    // Zero times an infinity is NaN, and times another number it is a zero of that number's sign.
+    low = fmaf(low, 0.0f, low);
+    high = fmaf(high, 0.0f, high);
+  }
+  uint32_t pair = __nv_cvt_float2_to_fp8x2({low, high}, __NV_SATFINITE, kFormat);
+  if constexpr (kHasInfinity<Float8>) {
+    // One more than the largest number is the infinity.
+    pair += (isinf(low) ? 0x0001u : 0u) + (isinf(high) ? 0x0100u : 0u);
+  }
+  return pair;
+}
+
+// The bytes of four words as a matrix, transposed.
+__device__ __forceinline__ void transpose_bytes(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
+  const uint32_t left_top = __byte_perm(rows[0], rows[1], 0x5140);
+  const uint32_t left_bottom = __byte_perm(rows[2], rows[3], 0x5140);
+  const uint32_t right_top = __byte_perm(rows[0], rows[1], 0x7362);
+  const uint32_t right_bottom = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(left_top, left_bottom, 0x5410);
+  columns[1] = __byte_perm(left_top, left_bottom, 0x7632);
+  columns[2] = __byte_perm(right_top, right_bottom, 0x5410);
+  columns[3] = __byte_perm(right_top, right_bottom, 0x7632);
+}
+
+// The rounded elements of a thread: kRowsOfThread rows of kPack bytes.
+struct Words {
+  uint32_t of[kPack / 4][kRowsOfThread];
+
+  template <typename Float8>
+  __device__ __forceinline__ void set_row(int i, const float (&quotients)[kPack]) {
+#pragma unroll
+    for (int j = 0; j < kPack; j += 4) {
+      of[j / 4][i] = round_pair<Float8>(quotients[j], quotients[j + 1]) |
+                     round_pair<Float8>(quotients[j + 2], quotients[j + 3]) << 16;
+    }
+  }
+};
+
+// The tile of a CTA of a grid of tiles_of_row(columns) tiles a row, and the part of one thread.
+struct Tile {
+  int64_t rows, columns;  // of the matrix
+  int64_t first_row, first_column;
+  int pack, group;
+
+  __host__ __device__ static int64_t tiles_of_row(int64_t columns) {
+    return (columns + kTileColumns - 1) / kTileColumns;
+  }
+  static int64_t count(int64_t rows, int64_t columns) {
+    return divide_up(rows, kTileRows) * tiles_of_row(columns);
+  }
+
+  __device__ __forceinline__ Tile(int64_t rows, int64_t columns) : rows(rows), columns(columns) {
+    const int64_t of_row = tiles_of_row(columns);
+    first_row = blockIdx.x / of_row * kTileRows;
+    first_column = blockIdx.x % of_row * kTileColumns;
+    pack = threadIdx.x % kPacksOfRow;
+    group = threadIdx.x / kPacksOfRow;
+  }
+
+  __device__ __forceinline__ int64_t row() const { return first_row + group * kRowsOfThread; }
+  __device__ __forceinline__ int64_t column() const { return first_column + pack * kPack; }
+  __device__ __forceinline__ bool has_row(int i) const {
+    return row() + i < rows && column() < columns;
+  }
+
+  // Loads the thread's rows of a matrix with `stride` elements from row to row.
+  template <typename T>
+  __device__ __forceinline__ void load(const T* from, int64_t stride,
+                                       Pack<T, kPack> (&packs)[kRowsOfThread]) const {
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      packs[i] = has_row(i) ? jaxllm::load<kPack>(from + (row() + i) * stride + column())
+                            : Pack<T, kPack>{};
+    }
+  }
+
+  __device__ __forceinline__ void store(const Words& words, uint8_t* to, int64_t stride) const {
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      if (!has_row(i)) continue;
+      uint2* const at = reinterpret_cast<uint2*>(to + (row() + i) * stride + column());
+      *at = {words.of[0][i], words.of[1][i]};
+    }
+  }
+
+  // The first half of the transposition; __syncthreads() comes before the second.
+  __device__ __forceinline__ void stage_transposed(const Words& words, uint32_t* shared) const {
+#pragma unroll
+    for (int half = 0; half < kPack / 4; ++half) {
+      uint32_t of_columns[4];
+      transpose_bytes(words.of[half], of_columns);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        shared[word_index(pack * kPack + half * 4 + j, group)] = of_columns[j];
+      }
+    }
+  }
+
+  // Stores the transposed tile: `to` is (columns, rows).
+  __device__ __forceinline__ void store_transposed(const uint32_t* shared, uint8_t* to) const {
+    constexpr int kChunks = kColumnWords / 4;  // of 16 rows
+    for (int i = threadIdx.x; i < kTileColumns * kChunks; i += kThreads) {
+      const int of_tile = i / kChunks, chunk = i % kChunks;
+      const int64_t to_row = first_column + of_tile, to_column = first_row + chunk * 16;
+      if (to_row >= columns || to_column >= rows) continue;
+      *reinterpret_cast<uint4*>(to + to_row * rows + to_column) =
+          *reinterpret_cast<const uint4*>(&shared[word_index(of_tile, chunk * 4)]);
+    }
+  }
+};
+
+// Whether the tiles serve a matrix; the transposed one where it is wanted.
+inline bool serves(int64_t rows, int64_t columns, bool transposed) {
+  return columns % kPack == 0 && (!transposed || rows % 16 == 0);
+}
+
+}  // namespace jaxllm::float8

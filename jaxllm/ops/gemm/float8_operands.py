@@ -1,0 +1,229 @@
+"""Float8 operands and their GEMMs, on sharded arrays too: what layers with float8 are made of.
+
+The scales are computed before a GEMM runs on shards: their maxima are over whole rows and arrays,
+also where these are sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxllm.core import ffi, partition, shards
+from jaxllm.core.backend import Backend, BackendError
+from jaxllm.core.dispatch import Direction, dispatch
+from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.checks import check_layer
+from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, float8_matmul
+from jaxllm.ops.gemm.linear import column_names
+from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND
+from jaxllm.ops.rounding import amax, current_scale
+from jaxllm.ops.weights import Quantized, Transposed, Weight
+
+Recipe = Literal["row", "tensor"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+Float8 = tuple[Array, Array]  # the values of an operand, and its scale or scales
+
+# e4m3 has 3 bits after the leading one, and e5m2 has 2 and a wider range. Gradients of one row are
+# near enough to each other for e4m3: with a scale per row, elements below 2^-19 of the largest
+# become 0. Those of a whole array are not: with one scale and e5m2, below 2^-33 of the largest.
+OPERAND_DTYPE = jnp.float8_e4m3fn
+GRADIENT_DTYPES = {"row": jnp.float8_e4m3fn, "tensor": jnp.float8_e5m2}
+
+
+def checked_weight(
+    x: Array | jax.ShapeDtypeStruct,
+    weight: Weight,
+    bias: Array | None,
+    recipe: Recipe,
+    backend: Backend,
+) -> Array:
+    """The weight of a layer with float8 operands as an array.
+
+    Raises:
+        TypeError: An array is not float32, bfloat16 or float16, or differs from ``x`` in dtype.
+        ValueError: The shapes do not fit together, or the weight is a ``Quantized``.
+        BackendError: The GPU has no float8 tensor cores.
+    """
+    if isinstance(weight, Quantized):
+        raise ValueError(f"precision is {recipe!r}; it must be None with a Quantized weight")
+    weight = weight.array.T if isinstance(weight, Transposed) else weight
+    check_layer("weight", weight, "bias", bias, x, in_parts=True)
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"x has dtype {x.dtype}; with precision {recipe!r} it must be float32, bfloat16 or "
+            "float16"
+        )
+    gpu = ffi.device()
+    if gpu is not None and gpu.capability < 89 and backend != "xla":
+        raise BackendError(
+            f"backend {backend!r} cannot serve linear with precision {recipe!r}: this GPU, "
+            f"sm_{gpu.capability}, has no float8 tensor cores (sm_89 or later); leave precision "
+            "out, or use backend 'xla', which multiplies the rounded values in float16 there"
+        )
+    return weight
+
+
+def quantize(
+    x: Array,
+    names: tuple[str, str],
+    split: int,
+    layouts: tuple[str, ...],
+    dtype: DTypeLike,
+    recipe: Recipe,
+    backend: Backend,
+) -> list[Float8]:
+    """Rounds an operand, with one scale per row of the result, or one.
+
+    Args:
+        x: The operand, a matrix whose rows and columns may each be several axes.
+        names: In a :class:`ShardingRule`, the names of the axes that are the rows, and of those
+            that are the columns.
+        split: How many axes are the rows.
+        layouts: Of the results: ``"rows"`` for the matrix as it is, ``"transposed"``, or with one
+            scale both.
+        dtype: The format.
+        recipe: That of the layer.
+        backend: A resolved backend.
+
+    Returns:
+        For each layout the values and the scale. The transposed one has the axes of the columns
+        first.
+    """
+    rows, columns = names
+    axes, scales = tuple(range(x.ndim)), ""
+    if recipe == "row":
+        of_columns = layouts == ("transposed",)
+        axes, scales = (axes[:split], columns) if of_columns else (axes[split:], rows)
+    scale = current_scale(x, dtype, axes)
+    results = {"rows": f"{rows} {columns}", "transposed": f"{columns} {rows}"}
+    of_results = ", ".join(results[layout] for layout in layouts)
+    rule = ShardingRule(f"{rows} {columns}, {scales} -> {of_results}", "... D F")
+    layout = "both" if len(layouts) == 2 else layouts[0]
+    function = shards.Function(_round_shard, (backend, jnp.dtype(dtype).name, layout, split))
+    if not partition.is_wanted((x, scale)):
+        values = function(x, scale)
+    else:
+        values = partition.run(function, "linear", rule, (x, scale), is_opaque=backend != "xla")
+    return [(each, scale) for each in (values if layout == "both" else (values,))]
+
+
+def _round_shard(backend, dtype, layout, split, x, scale):
+    rows, columns = x.shape[:split], x.shape[split:]
+    matrix = x.reshape(math.prod(rows), math.prod(columns))
+    static = {"dtype": dtype, "layout": layout}
+    direction, scale = Direction.INFERENCE, scale.reshape(-1)
+    results = dispatch(FLOAT8_ROUND, direction, backend, matrix, scale, **static)
+    if layout == "rows":
+        return results.reshape(x.shape)
+    if layout == "transposed":
+        return results.reshape(*columns, *rows)
+    return results[0].reshape(x.shape), results[1].reshape(*columns, *rows)
+
+
+def product(
+    x: Float8,
+    weight: Array,
+    recipe: Recipe,
+    backend: Backend,
+    *,
+    dtype: DTypeLike,
+    parts: int | None = None,
+) -> tuple[Array, Array | None]:
+    """The rounded ``x`` times the weight, and with ``parts`` as :func:`multiply` its maxima."""
+    columns, layouts = column_names(weight.ndim), ("transposed",)
+    (weight8,) = quantize(weight, ("D", columns), 1, layouts, OPERAND_DTYPE, recipe, backend)
+    scales = f"..., {columns}" if recipe == "row" else ", "
+    rule = ShardingRule(f"... D', {columns} D, {scales} -> ... {columns} +D", "... D F")
+    kept = x[0].ndim - 1, weight.ndim - 1
+    results = multiply(rule, backend, x, weight8, kept, dtype=dtype, parts=parts)
+    return checkpoint_name(results, "linear")
+
+
+def input_gradient(
+    dout: Float8,
+    weight: Array,
+    recipe: Recipe,
+    backend: Backend,
+    *,
+    dtype: DTypeLike,
+    parts: int | None = None,
+) -> tuple[Array, Array | None]:
+    """The gradient of a layer's input, and with ``parts`` as :func:`multiply` its maxima."""
+    columns, layouts = column_names(weight.ndim), ("rows",)
+    (weight8,) = quantize(weight, ("D", columns), 1, layouts, OPERAND_DTYPE, recipe, backend)
+    scales = "..., D" if recipe == "row" else ", "
+    rule = ShardingRule(f"... {columns}, D {columns}, {scales} -> ... D +F", "... D F")
+    kept = dout[0].ndim - weight.ndim + 1, 1
+    return multiply(rule, backend, dout, weight8, kept, dtype=dtype, parts=parts)
+
+
+def weight_gradient(
+    x: Float8, dout: Float8, weight_ndim: int, backend: Backend, *, dtype: DTypeLike
+) -> Array:
+    """The gradient of a weight, of operands that are transposed and have one scale each."""
+    columns = column_names(weight_ndim)
+    rule = ShardingRule(f"D ..., {columns} ..., , -> D {columns} +...", "... D F")
+    return multiply(rule, backend, x, dout, (1, weight_ndim - 1), dtype=dtype)[0]
+
+
+def multiply(
+    rule: ShardingRule,
+    backend: Backend,
+    a: Float8,
+    b: Float8,
+    kept: tuple[int, int],
+    *,
+    dtype: DTypeLike,
+    parts: int | None = None,
+) -> tuple[Array, Array | None]:
+    """The product of two rounded operands over all but the first axes of each.
+
+    Args:
+        rule: The names of the axes of the operands, of their scales and of the product.
+        backend: A resolved backend.
+        a: The operand whose first axes are the rows of the product. It is K-major: what is summed
+            over is last.
+        b: Likewise for the columns.
+        kept: How many axes of ``a`` and of ``b`` are those of the product.
+        dtype: That of the product.
+        parts: 1 for the largest absolute value of the product; 2 for that of each half of the
+            columns, whose first axis is 2; None for none.
+
+    Returns:
+        The product, and float32 maxima of shape ``(parts,)``, or None.
+    """
+    arrays = (a[0], b[0], a[1], b[1])
+    is_sharded = partition.is_wanted(arrays)
+    of_shard = None if is_sharded else parts
+    function = shards.Function(_multiply_shard, (backend, jnp.dtype(dtype).name, kept, of_shard))
+    if not is_sharded:
+        return function(*arrays)
+    out, _ = partition.run(function, "linear", rule, arrays, is_opaque=backend != "xla")
+    if parts is None:
+        return out, None
+    axis = kept[0] if parts == 2 else out.ndim
+    return out, amax(out, tuple(i for i in range(out.ndim) if i != axis)).reshape(parts)
+
+
+def _multiply_shard(backend, dtype, kept, parts, a, b, scale_a, scale_b):
+    rows, columns = a.shape[: kept[0]], b.shape[: kept[1]]
+    depth = math.prod(a.shape[kept[0] :])
+    a, b = a.reshape(math.prod(rows), depth), b.reshape(math.prod(columns), depth)
+    largest = None
+    if parts is None:
+        scales = (scale.ravel() if scale.ndim else scale for scale in (scale_a, scale_b))
+        out = float8_matmul(a, b, *scales, out_dtype=dtype, backend=backend)
+    else:
+        arrays, static = (a, b, scale_a.ravel(), scale_b.ravel()), {"out_dtype": dtype}
+        direction = Direction.INFERENCE
+        out, largest = dispatch(
+            FLOAT8_MATMUL_AMAX, direction, backend, *arrays, **static, parts=parts
+        )
+    return out.reshape(*rows, *columns), largest
