@@ -3,6 +3,7 @@
 import inspect
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import test_contract
@@ -67,7 +68,7 @@ def test_dtypes_are_spread_over_cases():
 
 
 def test_slow_tests_are_left_out_and_those_for_a_gpu_kept():
-    def item(a, *marks):
+    def item(a, *marks) -> Any:
         markers = {name: SimpleNamespace(args=(("a",),)) for name in marks}
         callspec = SimpleNamespace(params={"a": a})
         return SimpleNamespace(path=a, get_closest_marker=markers.get, callspec=callspec)
