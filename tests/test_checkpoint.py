@@ -408,7 +408,7 @@ OPTIMIZED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_pas
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(4, 24), pytest.param(20, 80, marks=pytest.mark.slow)]
+    ("kills", "steps"), [(2, 24), pytest.param(20, 80, marks=pytest.mark.slow)]
 )
 def test_killed_and_resumed_run_is_bit_identical(tmp_path, kills, steps):
     """All runs share a cache and take many steps, so optimized programs save time."""
