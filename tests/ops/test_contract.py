@@ -267,7 +267,7 @@ def test_unsupported_cases_are_rejected(case, backend):
         for pair in itertools.permutations(implementations(case), 2)
     ],
 )
-@pytest.mark.covering(("op", "forward", "backward"))
+@pytest.mark.covering(("case",), ("op", "forward", "backward"))
 def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatch):
     inputs = testing.make_inputs(case, "float32")
     expected = value_and_gradients(op_under(case, "xla"), inputs)
