@@ -434,6 +434,6 @@ def test_killed_and_resumed_run_is_bit_identical(tmp_path, kills, steps):
     for number, losses in enumerate(runs):
         assert losses.items() <= whole.items(), f"after kill {number}"
     assert runs[-1] == whole
-    assert found["half_written"] >= max(kills // 10, 1)
+    assert found["half_written"] >= kills // 10
     models = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "broken")]
     assert models[0].read_bytes() == models[1].read_bytes()
