@@ -36,8 +36,8 @@ installed = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-$(1))
 # What `make kernels` compiles for: every GPU that docs/architectures.md tells of.
 ARCHS ?= 80 86 89 90 90a 100 103 120
 
-.PHONY: help venv install demo test test-gpu test-newest lint format bench kernels wheels test-wheels \
-	docs clean
+.PHONY: help venv install demo test test-all test-gpu test-newest lint format bench kernels wheels \
+	test-wheels docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -50,10 +50,13 @@ install: $(call installed,train) ## install jaxllm into .venv, editable, with wh
 demo: $(call installed,train) ## train a small GPT-2, sample from it, draw the loss
 	$(PY) examples/pretrain_gpt2.py
 
-test: $(call installed,test) ## run the tests; PYTEST_FLAGS adds options
+test: $(call installed,test) ## run tests that cover all (tests/tiers.py); PYTEST_FLAGS adds options
+	$(PY) -m pytest -n $(PYTEST_WORKERS) --covering $(PYTEST_FLAGS)
+
+test-all: $(call installed,test) ## run all tests, in several times the time of `make test`
 	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
-test-gpu: $(call installed,test) ## run the tests on a GPU; only a kernel that declines it skips one
+test-gpu: $(call installed,test) ## run all tests on a GPU; only a kernel that declines it skips one
 	$(PY) -m pytest -n 12 --dist loadgroup --require-gpu $(PYTEST_FLAGS)
 
 test-newest: $(call installed,test) ## run the part of the tests that .ci/run runs on the newest JAX

@@ -26,12 +26,19 @@ if jaxlib.version.__version__.startswith("0.10."):
 import jax
 import kernel_table
 import pytest
+import tiers
 
 import jaxllm.core.ffi
 from jaxllm import training
 
+# What the test processes tell the one that prints the summary.
+OUTPUT = pytest.StashKey[dict]()
+
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--covering", action="store_true", help="run fewer tests that cover all; see tests/tiers.py"
+    )
     parser.addoption(
         "--require-gpu", action="store_true", help="fail, rather than skip, without a GPU"
     )
@@ -129,17 +136,40 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")
 
 
+def deselect(config, items, away):
+    config.hook.pytest_deselected(items=away)
+    away = set(away)
+    items[:] = [item for item in items if item not in away]
+
+
 def pytest_collection_modifyitems(config, items):
     if jax.default_backend() == "gpu":
-        away = [item for item in items if item.get_closest_marker("no_gpu")]
-        config.hook.pytest_deselected(items=away)
-        items[:] = [item for item in items if item not in away]
+        deselect(config, items, [item for item in items if item.get_closest_marker("no_gpu")])
+    if config.getoption("--covering"):
+        away = tiers.left_out(items)
+        deselect(config, items, away)
+        # pytest-xdist passes this to the process that prints the summary.
+        getattr(config, "workeroutput", config.stash.setdefault(OUTPUT, {}))["left_out"] = len(away)
     if has_gpu():
         return
     reason = jaxllm.core.ffi.unavailable_reason() or "no GPU"
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU and the CUDA kernels: {reason}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash.setdefault(OUTPUT, {}).update(getattr(node, "workeroutput", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    number = config.stash.get(OUTPUT, {}).get("left_out")
+    if number is not None:
+        terminalreporter.write_line(
+            f"--covering left out {number} tests; `make test-all` runs them, and so does pytest"
+            " without --covering. See tests/tiers.py."
+        )
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,6 +1,6 @@
 """Trains once without interruption and once with many kills; test_checkpoint.py runs this.
 
-    PYTHONPATH=.:examples python tests/kill_and_resume.py FOLDER KILLS
+    PYTHONPATH=.:examples python tests/kill_and_resume.py FOLDER KILLS STEPS
 
 Every run is a child that is forked after all imports, so a restart takes a second or two. Half of
 the kills come at a random time, the others while a checkpoint is being written. FOLDER/shards has
@@ -25,18 +25,17 @@ import pretrain_gpt2
 from jaxllm import training
 from jaxllm.training import runlog
 
-STEPS = 80
 CHECKPOINTS = ["--checkpoint-every", "2", "--keep", "2", "--keep-every", "20", "--resume"]
 
 
-def fork(folder: Path, name: str, *more: str) -> int:
+def fork(folder: Path, name: str, steps: int, *more: str) -> int:
     """Starts a run in the background."""
     if child := os.fork():
         return child
     log = os.open(folder / f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    arguments = ["--smoke", "--steps", str(STEPS), "--data", str(folder / "shards"), *more]
+    arguments = ["--smoke", "--steps", str(steps), "--data", str(folder / "shards"), *more]
     arguments += ["--val-every", "0", "--no-tensorboard", "--out", str(folder / name)]
     try:
         pretrain_gpt2.main(arguments)
@@ -46,9 +45,9 @@ def fork(folder: Path, name: str, *more: str) -> int:
         os._exit(1)
 
 
-def finish(folder: Path, name: str, *more: str) -> None:
+def finish(folder: Path, name: str, steps: int, *more: str) -> None:
     """Runs to completion."""
-    _, status = os.waitpid(fork(folder, name, *more), 0)
+    _, status = os.waitpid(fork(folder, name, steps, *more), 0)
     assert status == 0, (folder / f"{name}.txt").read_text()
 
 
@@ -68,11 +67,11 @@ def losses(folder: Path, name: str) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in runlog.read_log(log)} if log.exists() else {}
 
 
-def main(folder: Path, kills: int) -> None:
+def main(folder: Path, kills: int, steps: int) -> None:
     """Prints the JSON object of the module's docstring."""
     training.keep_compiled(folder / "cache")
     warnings.filterwarnings("ignore", message=r"os\.fork\(\)")
-    finish(folder, "whole")
+    finish(folder, "whole", steps)
     checkpoints = folder / "broken" / "checkpoints"
 
     def half_written() -> bool:
@@ -81,7 +80,7 @@ def main(folder: Path, kills: int) -> None:
     chance, runs, halves, start_up = random.Random(0), [], 0, 0.0
     for kill in range(kills):
         began = time.perf_counter()
-        child = fork(folder, "broken", *CHECKPOINTS)
+        child = fork(folder, "broken", steps, *CHECKPOINTS)
         if kill == 0:
             assert wait(60, lambda: bool(losses(folder, "broken"))), "the run does not start"
             start_up = time.perf_counter() - began
@@ -97,10 +96,10 @@ def main(folder: Path, kills: int) -> None:
         assert os.WIFSIGNALED(status), "the run ended before it was killed"
         halves += half_written()
         runs.append(losses(folder, "broken"))
-    finish(folder, "broken", *CHECKPOINTS)
+    finish(folder, "broken", steps, *CHECKPOINTS)
     runs.append(losses(folder, "broken"))
     print(json.dumps({"whole": losses(folder, "whole"), "runs": runs, "half_written": halves}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

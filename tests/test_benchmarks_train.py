@@ -192,8 +192,12 @@ def test_plain_llama_matches_llama3(unrolled, scaling):
     noise = iter(jax.random.split(jax.random.key(1), 9))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)
     tokens, labels = jax.random.randint(jax.random.key(2), (2, 3, 24), 0, 128)
-    ours, gradients = jax.value_and_grad(llama3.loss)(params, tokens, labels, model)
-    theirs = jax.value_and_grad(plain_llama3.loss)(named_like_plain(params), tokens, labels, config)
+    ours, gradients = jax.jit(jax.value_and_grad(llama3.loss), static_argnums=3)(
+        params, tokens, labels, model
+    )
+    theirs = jax.jit(jax.value_and_grad(plain_llama3.loss), static_argnums=3)(
+        named_like_plain(params), tokens, labels, config
+    )
     assert error(theirs[0], ours) <= 1e-5
     for a, b in zip(
         jax.tree.leaves(theirs[1]), jax.tree.leaves(named_like_plain(gradients)), strict=True
@@ -201,7 +205,7 @@ def test_plain_llama_matches_llama3(unrolled, scaling):
         assert error(a, b) <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.covering(("model",), ("implementation",))
 @pytest.mark.parametrize(
     ("model", "implementation"),
     [

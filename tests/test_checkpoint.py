@@ -45,7 +45,7 @@ def test_restored_state_equals_the_saved_state(tmp_path, unrolled):
     """Later steps overwrite the donated buffers while the checkpoint is being written."""
     options = {"copy_dtype": "bfloat16", "detect_anomalies": True, "unrolled": unrolled}
     step = training.make_train_step(loss_fn, OPTIMIZER, compute_dtype="bfloat16")
-    tokens = np.random.default_rng(0).integers(0, 61, (8, 1, 4, 17), np.int32)
+    tokens = np.random.default_rng(0).integers(0, 61, (4, 1, 4, 17), np.int32)
     states, state = {}, fresh(**options)
     with checkpoint.open_folder(tmp_path, keep=None) as folder:
         for i, batch in enumerate(tokens, 1):
@@ -61,8 +61,8 @@ def test_restored_state_equals_the_saved_state(tmp_path, unrolled):
             assert_equal(found.copy, training.cast(wanted.params, "bfloat16"))
             assert checkpoint.read_record(folder, i) == RECORD | {"step": i}
         newest = checkpoint.restore(folder, like)
-        assert int(newest.step) == 8
-        assert checkpoint.read_record(folder)["step"] == 8
+        assert int(newest.step) == 4
+        assert checkpoint.read_record(folder)["step"] == 4
 
 
 @pytest.mark.parametrize("optimizer", [optim.adamw(1e-2), optax.adamw(1e-2)], ids=["ours", "optax"])
@@ -336,8 +336,8 @@ def test_save_rejects_unstorable_states_before_writing(tmp_path, params, message
         assert checkpoint.steps(folder) == []
 
 
-def test_flipped_bits_are_found_and_arrays_are_resharded(tmp_path):
-    flips = 25
+@pytest.mark.parametrize("flips", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_flipped_bits_are_found_and_arrays_are_resharded(tmp_path, flips):
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "damaged_checkpoints.py"), str(tmp_path), str(flips)],
         capture_output=True,
@@ -407,15 +407,17 @@ def test_checksum_distinguishes_equal_values_with_different_bits():
 OPTIMIZED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false"
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_run_is_bit_identical(tmp_path):
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(2, 24), pytest.param(20, 80, marks=pytest.mark.slow)]
+)
+def test_killed_and_resumed_run_is_bit_identical(tmp_path, kills, steps):
     """All runs share a cache and take many steps, so optimized programs save time."""
     (tmp_path / "shards").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 20_000)
     data.write_shard(tmp_path / "shards" / "train.bin", tokens)
-    kills = 20
+    script = str(ROOT / "tests" / "kill_and_resume.py")
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "kill_and_resume.py"), str(tmp_path), str(kills)],
+        [sys.executable, script, str(tmp_path), str(kills), str(steps)],
         capture_output=True,
         text=True,
         env=os.environ
@@ -428,7 +430,7 @@ def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     whole, runs = found["whole"], found["runs"]
-    assert len(whole) == 80 and len(runs) == kills + 1
+    assert len(whole) == steps and len(runs) == kills + 1
     for number, losses in enumerate(runs):
         assert losses.items() <= whole.items(), f"after kill {number}"
     assert runs[-1] == whole

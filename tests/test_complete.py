@@ -88,6 +88,7 @@ def test_greedy_is_that_of_hugging_face(model, config, huggingface):
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.covering(("model",), ("temperature",))
 def test_a_stream_has_the_same_tokens(model, config, temperature):
     options = {"config": config, "max_new_tokens": 12, "temperature": temperature, "top_p": 0.9}
     params, key = random_params(model, config), jax.random.key(3)
@@ -125,11 +126,15 @@ def test_a_stop_token_ends_a_text_and_no_other(model, config):
 def test_an_int8_cache_is_close(model, config):
     params = random_params(model, config)
     tokens, lengths = jnp.array([[5, 9, 2, 4], [7, 1, 0, 0]]), jnp.array([4, 2])
+
+    @jax.jit
+    def run(params, cache):
+        _, cache = prefill(model, params, tokens, lengths, config, cache)
+        return decode_step(model, params, jnp.array([3, 8]), config, cache)
+
     found = {}
     for dtype in (jnp.float32, jnp.int8):
-        cache = init_cache(config, 2, 8, dtype)
-        _, cache = prefill(model, params, tokens, lengths, config, cache)
-        logits, cache = decode_step(model, params, jnp.array([3, 8]), config, cache)
+        logits, cache = run(params, init_cache(config, 2, 8, dtype))
         assert cache.lengths.tolist() == [5, 3]
         found[dtype] = logits[:, : config.vocab_size]
     difference = abs(found[jnp.int8] - found[jnp.float32]).max()
@@ -140,7 +145,8 @@ def test_an_int8_cache_is_close(model, config):
 def test_no_sequences_are_no_error(model, config):
     params = model.init(jax.random.key(0), config)
     cache = init_cache(config, 0, 8, jnp.float32)
-    logits, cache = decode_step(model, params, jnp.zeros(0, jnp.int32), config, cache)
+    step = jax.jit(functools.partial(decode_step, model, config=config))
+    logits, cache = step(params, jnp.zeros(0, jnp.int32), cache=cache)
     assert logits.shape == (0, config.padded_vocab_size)
     assert cache.lengths.shape == (0,)
 

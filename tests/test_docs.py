@@ -19,10 +19,13 @@ from jaxllm.training import optim
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-# Pages whose examples are not run as they are, with the reason.
+# Pages whose examples test_examples_run does not run, with the reason.
 NOT_RUN = {
+    "backends": "run by test_example_of_backends_gives_one_result",
     "export": "run by tests/test_export.py",
+    "inference": "run by test_example_of_inference_generates_and_shrinks",
     "sharding": "needs 16 devices",
+    "training": "run by test_example_of_training_learns",
     "use_from_your_model": "run by tests/test_examples_nn.py",
     "your_own_op": "is a part of examples/add_your_own_op.py",
 }
@@ -170,6 +173,7 @@ def draw_qkv(T, S, heads=2, width=8):
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@jax.jit
 def attend(q, k, v, mask):
     return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None])
 

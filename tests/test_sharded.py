@@ -30,14 +30,15 @@ def test_each_file_is_in_a_group():
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_on_eight_devices(group):
+def test_on_eight_devices(group, request):
     file, keyword = GROUPS[group]
     # The options of this process, with which its conftest has compiled, and eight devices.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    covering = ["--covering"] if request.config.getoption("--covering") else []
     run = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
-            *("-k", keyword), str(ROOT / "tests" / "sharded" / file),
+            *covering, *("-k", keyword), str(ROOT / "tests" / "sharded" / file),
         ],
         capture_output=True,
         text=True,

@@ -52,6 +52,7 @@ def unfused_ops(x, norm, weights, backend=None, **options):
         (2, 1, {"causal": True, "segment_ids": jnp.array([[0, 0, 1, 1, 1, 2]] * 2)}),
     ],
 )
+@pytest.mark.covering(("options", "backend"), ("form", "backend"), ("options", "form"))
 def test_block_matches_unfused_ops(form, N, K, options, backend):
     arrays = attention_block_arrays(N, K)
     options = {"heads": N, "kv_heads": K, "backend": backend} | options

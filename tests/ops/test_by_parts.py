@@ -59,6 +59,7 @@ def test_swiglu_of_parts(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.covering(("heads", "backend"), ("rotates", "backend"), ("heads", "rotates"))
 def test_attention_of_parts(heads, kv_heads, rotates, backend):
     arrays = drawn({"qkv": (B, T, heads // kv_heads + 2, kv_heads, H)})
     table = ops.rope_table(jnp.arange(T), H, theta=1e4) if rotates else None
@@ -75,6 +76,7 @@ def test_attention_of_parts(heads, kv_heads, rotates, backend):
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.covering(("heads", "backend"), ("kind", "rotates", "backend"), ("heads", "kind"))
 def test_an_attention_block_of_parts(heads, kv_heads, kind, rotates, backend):
     columns = (heads // kv_heads + 2, kv_heads, H)
     shapes = {"x": (B, T, D), "scale": (D,), "qkv": (D, *columns), "bias": columns}

@@ -242,6 +242,7 @@ def defaults(case):
         if all(dtype != "bfloat16" for _, dtype in case.inexact_under)
     ],
 )
+@pytest.mark.covering(("case", "backend"), ("op", "backend", "dtype"))
 def test_matches_reference(case, dtype, backend):
     inputs, expected, reference = expectation(case.op, case.name, dtype)
     actual = value_and_gradients(op_under(case, backend), inputs)
@@ -266,6 +267,7 @@ def test_unsupported_cases_are_rejected(case, backend):
         for pair in itertools.permutations(implementations(case), 2)
     ],
 )
+@pytest.mark.covering(("case",), ("op", "forward", "backward"))
 def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatch):
     inputs = testing.make_inputs(case, "float32")
     expected = value_and_gradients(op_under(case, "xla"), inputs)
@@ -293,6 +295,7 @@ def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatc
 
 @pytest.mark.parametrize(("case", "backend"), each_backend(FEW_CASES))
 @pytest.mark.parametrize("mapped", ["first", "all"])
+@pytest.mark.covering(("case",), ("op", "backend"), ("op", "mapped"))
 def test_vmap_matches_a_loop(case, backend, mapped):
     fn = op_under(case, backend)
     batches = [testing.make_inputs(case, "float32", seed) for seed in range(3)]
@@ -339,6 +342,7 @@ def test_shard_map_gradients_have_the_vma_of_their_arguments(case, backend):
         if backend != "xla"
     ],
 )
+@pytest.mark.covering(("op", "backend"))
 def test_output_is_the_same_without_gradients(case, backend):
     # Without gradients an op may skip residuals, or run another kernel.
     fn = op_under(case, backend)
@@ -387,6 +391,7 @@ def test_transposed_input_under_jit_gives_the_same_output(case, backend):
         if backend != "xla"  # XLA's scatter-add on a GPU and cuDNN are not deterministic
     ],
 )
+@pytest.mark.covering(("op", "backend"))
 def test_gradients_repeat_bit_for_bit(case, dtype, backend):
     inputs = testing.make_inputs(case, dtype)
     run = program(op_under(case, backend))

@@ -81,6 +81,7 @@ BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 @pytest.mark.parametrize(("width", "tokens"), [(3, 40), (768, 500), (8, 0)])
+@pytest.mark.covering(("dtype", "backend"), ("width", "backend"), ("width", "dtype"))
 def test_gradient_of_a_returned_table_is_added_to_the_embedding_gradient(
     backend, dtype, width, tokens
 ):

@@ -150,12 +150,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("op", "dtype", "mean"), CALLS)
+@pytest.mark.covering(("op", "dtype"), ("op", "mean"))
 def test_reference_error_is_within_its_bound(op, dtype, mean):
     *_, errors = expectation(op, dtype, mean, SMALL)
     assert max(errors) <= REFERENCE_BOUND[dtype]
 
 
 @pytest.mark.parametrize(("op", "dtype", "mean"), CALLS)
+@pytest.mark.covering(("op", "dtype"), ("op", "mean"))
 def test_pallas_is_as_exact_as_the_reference(op, dtype, mean):
     arrays, cotangents, exact, errors = expectation(op, dtype, mean, SMALL)
     check(program(op, "pallas")(arrays, cotangents), exact, errors)

@@ -60,6 +60,7 @@ def test_cudnn_results_have_the_expected_shapes_and_dtypes(pretend_cudnn):
         ({"dtype": "float32"}, {}, "q has dtype float32; cuDNN's attention takes bfloat16 and"),
         ({"H": 12}, {}, "heads are 12 wide"),
         ({"H": 136}, {}, "heads are 136 wide"),
+        ({"B": 0}, {}, "q or k has no elements"),
         ({"T": 1}, {}, "needs two keys or more"),
         ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
         ({}, {"scale": -0.5}, "scale is -0.5; cuDNN's attention takes scales above zero"),

@@ -126,6 +126,7 @@ def test_pallas_visits_exactly_the_visible_tiles(T, S, causal, window):
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.covering(("options",), ("dtype",))
 def test_pallas_lowers_to_three_kernels_for_a_gpu(shapes, options, dtype):
     def gradient(*qkv):
         total = lambda *qkv: flash_attention(*qkv, **options, backend="pallas").sum()  # noqa: E731

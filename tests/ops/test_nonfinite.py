@@ -81,6 +81,7 @@ def depends_on(run, inputs, leaf):
 
 
 @pytest.mark.parametrize(("case", "dtype", "backend"), sweep(FEW_CASES))
+@pytest.mark.covering(("op", "backend", "dtype"))
 def test_nan_propagates_as_in_the_reference(case, dtype, backend):
     inputs = testing.make_inputs(case, dtype)
     run = program(op_under(case, backend))
@@ -131,6 +132,7 @@ def assert_nan_pattern(actual, expected, must, may, what):
     ("case", "dtype", "backend"),
     sweep(c for c in FEW_CASES if c.op not in MASKED and not is_causal_softmax(c)),
 )
+@pytest.mark.covering(("op", "backend", "dtype"))
 def test_infinity_propagates_as_in_the_reference(case, dtype, backend):
     inputs = testing.make_inputs(case, dtype)
     fn, xla = jax.jit(op_under(case, backend)), jax.jit(op_under(case, "xla"))

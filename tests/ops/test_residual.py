@@ -237,6 +237,7 @@ def test_residual_is_serialized_in_an_exported_program(name):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.covering(("form", "unrolled"), ("form", "remat"), ("unrolled", "remat"))
 def test_blocks_run_in_a_scan(form, remat, unrolled):
     x, layer, norm, _ = layer_arrays()
     layers = [jax.tree.map(lambda x, i=i: x * (1 + i / 8), layer) for i in range(3)]

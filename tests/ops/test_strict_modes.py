@@ -194,6 +194,7 @@ def arguments(model, config, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(("model", "backend"), ("dtype",))
 def test_strict_promotion_changes_no_output_type_of_a_model(model, config, dtype, backend):
     args = arguments(model, config, dtype)
     with jaxllm.use_backend(backend):
@@ -259,7 +260,7 @@ def complete(model, config, params):
     return [tokens.tolist() for tokens in (*sampled, *greedy)]
 
 
-MODES = {"strict": strict, "x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
+MODES = {"strict": strict, "disable_jit": jax.disable_jit, "x64": lambda: jax.enable_x64(True)}
 
 
 @functools.cache
@@ -272,6 +273,7 @@ def everything_of(model, config):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.covering(("model",), ("mode",))
 def test_training_and_generation_are_the_same_in_each_mode(model, config, mode):
     losses, tokens = everything_of(model, config)
     with MODES[mode]():

@@ -42,6 +42,7 @@ def test_box_with_a_nan_corner_overlaps_nothing(corner, first, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("inclusive", [False, True])
+@pytest.mark.covering(("backend", "count"), ("backend", "inclusive"), ("count", "inclusive"))
 def test_nms_matches_a_greedy_loop(backend, count, inclusive):
     specs = {"boxes": testing.Boxes((count, 4), 30.0, 20.0), "scores": testing.Normal((count,))}
     boxes, scores = testing.make_inputs(testing.Case("nms", "", specs), "float32", seed=count)

@@ -54,6 +54,7 @@ def value_and_gradients(recipe, activation, backend, arrays):
 )
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.covering(("recipe", "backend", "kind"), ("sharding", "kind"), ("sharding", "recipe"))
 def test_sharded_layer_equals_that_of_one_device(recipe, backend, kind, sharding):
     given, mesh = arrays(), make_mesh(kind)
     specs = {name: SHARDINGS[sharding].get(name, P()) for name in given}

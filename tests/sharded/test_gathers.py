@@ -67,6 +67,7 @@ def alternately(call):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["undeclared", "of_every_second_array"])
 @pytest.mark.filterwarnings("ignore::jaxllm.core.gathers.GatherWarning")
+@pytest.mark.covering(("which",), ("kind",))
 def test_any_sharding_matches_one_device(which, kind):
     if which == "undeclared":
         specs = {name: call.gathered() for name, call in UNDECLARED.items()}

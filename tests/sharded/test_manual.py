@@ -37,6 +37,7 @@ def wanted(name):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", SUMS)
+@pytest.mark.covering(("name",), ("check_vma",))
 def test_manual_axes_match_one_device(name, check_vma):
     call, arrays, mesh = SUMS[name], SUMS[name].arrays(), make_mesh("Auto")
     specs = call.specs({"B": ALL})
@@ -54,6 +55,7 @@ def test_manual_axes_match_one_device(name, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SUMS)
+@pytest.mark.covering(("name", "kind"), ("name", "check_vma"), ("kind", "check_vma"))
 def test_partly_manual_axes_match_one_device(name, kind, check_vma):
     call, arrays, mesh = SUMS[name], SUMS[name].arrays(), make_mesh(kind)
     specs, manual = (call.specs({"B": axes}) for axes in (ALL, "a"))

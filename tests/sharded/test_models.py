@@ -106,6 +106,7 @@ FORMS = [("auto", layout, True) for layout in LAYOUTS] + [
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
+@pytest.mark.covering(("name", "layout"), ("kind", "layout"), ("name", "kind"), ("kind", "stacked"))
 def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
     sizes = LAYOUTS[layout]
     devices = jax.devices()[: math.prod(sizes.values())]
@@ -124,6 +125,7 @@ def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
 @pytest.mark.parametrize(("name", "recipe"), [("gpt2", "row"), ("llama3", "tensor")])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
+@pytest.mark.covering(("name",), ("kind",))
 def test_a_step_with_float8_is_near_that_of_one_device(name, recipe, kind):
     sizes = LAYOUTS["fsdp x tensor"]
     devices = jax.devices()[: math.prod(sizes.values())]

@@ -37,6 +37,7 @@ def watch_assignments(monkeypatch, op):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", [call for call in CALLS if call.sharded], ids=str)
+@pytest.mark.covering(("call",), ("op", "kind"))
 def test_declared_shardings_match_one_device_without_gathers(call, kind, monkeypatch):
     possible, used = watch_assignments(monkeypatch, call.op)
     mesh, arrays = make_mesh(kind), call.arrays()

@@ -74,6 +74,7 @@ def scanned(loss, arrays):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FEW)
+@pytest.mark.covering(("name",), ("kind",))
 def test_scan_and_checkpoint_change_no_results(name, kind):
     call, mesh = FEW[name], make_mesh(kind)
     policy = jax.checkpoint_policies.save_only_these_names(call.op, "linear", "flash_attention")
@@ -96,6 +97,7 @@ def test_scan_and_checkpoint_change_no_results(name, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", FEW.values(), ids=str)
+@pytest.mark.covering(("call",), ("kind",))
 def test_vmap_matches_a_loop(call, kind):
     mesh = make_mesh(kind)
     arrays = call.arrays()

@@ -57,6 +57,7 @@ def as_is(tree):
 
 @pytest.mark.parametrize("backend", ["auto", "pallas", "xla"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.covering(("backend",), ("kind",))
 def test_stochastic_rounding_is_the_same_bits_as_on_one_device(kind, backend):
     mesh = make_mesh(kind)
     # The Pallas kernel numbers the elements of a shard in one sequence.
@@ -231,6 +232,7 @@ def test_rows_and_columns_that_fill_no_tile_are_not_sharded(shape, tiles, sharda
     "name",
     ["layer_norm", "linear", "flash_attention", "global_norm", "cross_entropy-none", "embed"],
 )
+@pytest.mark.covering(("name",), ("kind",))
 def test_eager_calls_run_on_shards(name, kind):
     mesh = make_mesh(kind)
     (call,) = [call for call in CALLS if str(call) == name]
@@ -245,6 +247,7 @@ def test_eager_calls_run_on_shards(name, kind):
 
 @pytest.mark.parametrize("with_mesh", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.covering(("kind",), ("with_mesh",))
 def test_numpy_arrays_and_numbers_mix_with_sharded_arrays(kind, with_mesh):
     mesh = make_mesh(kind)
     names = ("layer_norm", "linear", "flash_attention-all_options", "embed", "linear_cross_entropy")
