@@ -237,7 +237,6 @@ def test_rows_of_a_batch_are_those_of_the_whole_batch(order):
             read(rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "llama3"])
 def test_training_on_a_mesh_equals_training_on_one_device(tmp_path, case):
     run = subprocess.run(
@@ -323,7 +322,6 @@ def end(processes):
         process.wait()
 
 
-@pytest.mark.slow
 def test_killed_process_ends_the_run_and_the_resumed_run_is_bit_identical(tmp_path):
     (tmp_path / "shards").mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 20_000)
