@@ -26,6 +26,7 @@ from jaxllm import data
 from jaxllm.convert import huggingface, llmc
 from jaxllm.core import ffi
 from jaxllm.core.backend import resolve
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import gpt2
 from jaxllm.training import checkpoint
 
@@ -84,6 +85,11 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--lr", "nan"], "peak nan"),
         (["--final-fraction", "2"], "final_fraction 2.0"),
         (["--warmup", "-2"], "warmup -2"),
+        (["--ignore-next-document"], "--ignore-next-document needs --document-mask"),
+        (
+            ["--document-mask", "--vocab-size", "3000"],
+            "the end-of-text token of a vocabulary of 3000 is unknown; pass --tokenizer",
+        ),
         (["--precision", "fp8"], "--precision is 'fp8'; it must be 'row', 'tensor', None"),
         (["--precision", "gate=row"], "--precision names 'gate'; the layers are"),
         (["--precision", "up=row,down"], "--precision['down'] is ''; it must be"),
@@ -276,6 +282,34 @@ def test_pretrain_resumes_where_it_stopped(monkeypatch, capsys):
     assert f"resuming from step {len(first)}\nwith max_loss_z 1000000000.0, which was" in printed
     assert printed.count("which was") == 1
     assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
+
+
+def test_pretrain_with_a_document_mask_resumes_where_it_stopped(monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    ends = rng.random(3000) < 0.1
+    Path("shards").mkdir()
+    for split in ("train", "val"):
+        tokens = np.where(ends, BYTES.end_of_text, rng.integers(0, 256, 3000))
+        data.write_shard(f"shards/{split}.bin", tokens)
+    options = ["--data", "shards", "--steps", 4, "--checkpoint-every", 2]
+    masked = [*options, "--document-mask", "--ignore-next-document"]
+    found = {}
+    for name, flags in (("plain", options), ("mask", options + masked[-2:-1]), ("both", masked)):
+        with monkeypatch.context() as patch:
+            if name == "both":
+                press_ctrl_c(patch, {2})
+            smoke(*flags, "--out", f"runs/{name}")
+        found[name] = read_log(Path("runs", name, "log.jsonl"))
+    assert len(found["both"]) < 4 == len(found["mask"])
+    assert found["mask"][0]["loss"] != found["plain"][0]["loss"]
+    assert found["both"][0]["loss"] != found["mask"][0]["loss"]
+    with pytest.raises(SystemExit, match="of a run with document_mask True; this one has None"):
+        smoke(*options, "--out", "runs/both", "--resume")
+    smoke(*masked, "--out", "runs/both", "--resume")
+    smoke(*masked, "--out", "runs/whole")
+    resumed, whole = (read_log(Path("runs", name, "log.jsonl")) for name in ("both", "whole"))
+    assert [r["loss"] for r in resumed] == [r["loss"] for r in whole]
+    capsys.readouterr()
 
 
 def test_failed_save_keeps_the_previous_model(monkeypatch):
