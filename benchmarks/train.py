@@ -125,7 +125,7 @@ class _Trainer(NamedTuple):
 
 def _batches(
     options: argparse.Namespace, vocab_size: int, microbatches: int = 1
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray, ...]]:
     rows = microbatches * options.batch_size
     if options.data:
         from jaxllm import data
@@ -504,10 +504,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours: list[tuple[str, str | None, int]] = list(
         itertools.product(options.backend, options.precision, options.documents)
     )
-    jobs: list[tuple[str, str, str | None, int]] = [
-        (implementation, *how)
+    jobs = [
+        (implementation, backend, precision, documents)
         for implementation in options.implementation
-        for how in (ours if implementation == "jaxllm" else [("", None, 0)])
+        for backend, precision, documents in (
+            ours if implementation == "jaxllm" else [("", None, 0)]
+        )
     ]
     for implementation, backend, precision, documents in jobs:
         report = run_worker(implementation, backend, precision, documents, options)

@@ -324,7 +324,7 @@ def test_pretrain_batches_have_documents_and_ignored_labels():
     )
     tokens, labels, *documents = masked
     assert tokens.shape == (2, 2, 32)
-    assert all(map(np.array_equal, documents, data.find_documents(tokens, 256)))
+    assert all(map(np.array_equal, documents, data.find_documents(np.asarray(tokens), 256)))
     assert np.array_equal(ignoring[1], np.where(tokens == 256, -1, labels))
     parts = zip((tokens, *documents), (ignoring[0], *ignoring[2:]), strict=True)
     assert all(np.array_equal(a, b) for a, b in parts)
