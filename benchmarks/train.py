@@ -10,6 +10,7 @@ import argparse
 import collections
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -124,7 +125,7 @@ class _Trainer(NamedTuple):
 
 def _batches(
     options: argparse.Namespace, vocab_size: int, microbatches: int = 1
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray, ...]]:
     rows = microbatches * options.batch_size
     if options.data:
         from jaxllm import data
@@ -136,6 +137,21 @@ def _batches(
     shape = (_BATCHES, rows, options.seq_len + 1)
     samples = rng.integers(0, vocab_size, shape, np.int32)
     return [(sample[:, :-1], sample[:, 1:]) for sample in samples]
+
+
+def _documents(options: argparse.Namespace, rows: int) -> list[tuple[np.ndarray, ...]]:
+    """The segment ids and positions of each batch; empty tuples where each row is a document.
+
+    After each token a document ends with the probability 1/N, for N the mean length. So lengths
+    have a geometric distribution, and documents cross the ends of rows, as in a stream of text.
+    """
+    from jaxllm import data
+
+    (mean,) = options.documents
+    if not mean:
+        return [()] * _BATCHES
+    is_end = np.random.default_rng(1).random((_BATCHES, rows, options.seq_len)) < 1 / mean
+    return [data.find_documents(ends, end_of_text=1) for ends in is_end]
 
 
 def _module(options: argparse.Namespace) -> Any:
@@ -192,8 +208,9 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
 
     module = _module(options)
 
-    def loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-        return module.loss(params, tokens, labels, model, precision=options.precision[0])
+    def loss(params: Any, tokens: jax.Array, labels: jax.Array, *documents: Any) -> jax.Array:
+        how = dict(zip(("segment_ids", "positions"), documents, strict=False))
+        return module.loss(params, tokens, labels, model, precision=options.precision[0], **how)
 
     optimizer = training.adamw(LEARNING_RATES[options.model])
     params = unstack(module.init(jax.random.key(0), model))
@@ -201,8 +218,8 @@ def _jaxllm(options: argparse.Namespace, model: Any) -> tuple[Any, Callable[...,
     state = training.init_state(params, optimizer, copy_dtype=copy_dtype)
     train_step = training.make_train_step(loss, optimizer, compute_dtype=options.dtype)
 
-    def step(state: Any, tokens: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        state, metrics = train_step(state, tokens, labels)
+    def step(state: Any, *batch: jax.Array) -> tuple[Any, jax.Array]:
+        state, metrics = train_step(state, *batch)
         return state, metrics["loss"]
 
     return state, step
@@ -227,9 +244,13 @@ def _jax_trainer(options: argparse.Namespace, model: Any) -> _Trainer:
     # The library's step takes microbatches on a leading axis.
     leading = (options.accumulate,) if ours else ()
     shape = (*leading, options.batch_size, options.seq_len)
+    rows = options.accumulate * options.batch_size
+    documents = _documents(options, rows) if ours else [()] * _BATCHES
     batches = [
-        tuple(jnp.asarray(part.reshape(shape)) for part in batch)
-        for batch in _batches(options, model.vocab_size, options.accumulate)
+        tuple(jnp.asarray(part.reshape(shape)) for part in (*batch, *more))
+        for batch, more in zip(
+            _batches(options, model.vocab_size, options.accumulate), documents, strict=True
+        )
     ]
 
     def run(steps: int) -> Any:
@@ -322,6 +343,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
     if options.accumulate > 1:
         spread = f"{options.accumulate} microbatches; {spread}"
+    if any(options.documents):
+        spread = f"packed documents of {options.documents[0]} tokens on average; {spread}"
     row = trainer.origin | {
         "step_ms": f"{median * 1e3:.3f}",
         "tokens_per_s": f"{tokens / median:.0f}",
@@ -338,7 +361,11 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_worker(
-    implementation: str, backend: str, precision: str | None, options: argparse.Namespace
+    implementation: str,
+    backend: str,
+    precision: str | None,
+    documents: int,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Runs one implementation in its own process.
 
@@ -346,6 +373,8 @@ def run_worker(
         implementation: One of :data:`IMPLEMENTATIONS`.
         backend: The backend of jaxllm; "" for the others.
         precision: The recipe of float8 of jaxllm; None for none, and for the others.
+        documents: The mean length of packed documents; 0 where each row is a document, and for the
+            others.
         options: The command line.
 
     Returns:
@@ -353,12 +382,13 @@ def run_worker(
     """
     command = [sys.executable, "-m", "benchmarks.train", "--worker", implementation]
     command += ["--backend", backend] if backend else []
-    command += ["--precision", str(precision).lower()]
+    command += ["--precision", str(precision).lower(), "--documents", str(documents)]
     for name in ("model", "preset", "batch_size", "seq_len", "accumulate", "steps", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--data", str(options.data.resolve())] if options.data else []
     command += [f"--{name}" for name in ("profile", "smoke") if getattr(options, name)]
-    print(f"{implementation} {backend} {precision or ''} ...", file=sys.stderr, flush=True)
+    title = _title(implementation, backend, precision, documents)
+    print(f"{title} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile("w+") as stderr:
         try:
             done = subprocess.run(
@@ -381,6 +411,11 @@ def run_worker(
     # The last lines of a traceback may be notes; the exception's own line begins with its type.
     error = next((x for x in reversed(log) if re.match(_EXCEPTION, x)), "")
     return {"row": {"note": "; ".join(filter(None, (status, error)))[:200]}, "profile": ""}
+
+
+def _title(implementation: str, backend: str, precision: str | None, documents: int) -> str:
+    packed = f"documents={documents}" if documents else ""
+    return " ".join(filter(None, (implementation, backend, precision, packed)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -415,6 +450,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="float8 recipes of jaxllm, one after another; default: none",
     )
     parser.add_argument(
+        "--documents",
+        nargs="+",
+        type=int,
+        metavar="N",
+        default=[0],
+        help="time jaxllm on rows packed with documents of N tokens on average, for each N; 0: a "
+        "row is one document; default: 0",
+    )
+    parser.add_argument(
         "--data", type=Path, metavar="DIR", help="a folder with train_*.bin; default: random tokens"
     )
     parser.add_argument(
@@ -442,6 +486,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--accumulate is {options.accumulate}; it must be at least 1")
     if options.accumulate > 1 and set(options.implementation) != {"jaxllm"} and not options.worker:
         parser.error("--accumulate is for --implementation jaxllm alone")
+    if (least := min(options.documents)) < 0:
+        parser.error(f"--documents is {least}; it must be at least 0")
     if options.data and not sorted(options.data.glob("train_*.bin")):
         parser.error(f"--data {options.data} has no train_*.bin")
 
@@ -455,17 +501,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.model != "gpt2" and "torch_compile" in options.implementation:
         parser.error(f"--implementation torch_compile has no {options.model}")
     rows = []
-    ours: list[tuple[str, str | None]] = [
-        (backend, precision) for backend in options.backend for precision in options.precision
-    ]
+    ours: list[tuple[str, str | None, int]] = list(
+        itertools.product(options.backend, options.precision, options.documents)
+    )
     jobs = [
-        (implementation, backend, precision)
+        (implementation, backend, precision, documents)
         for implementation in options.implementation
-        for backend, precision in (ours if implementation == "jaxllm" else [("", None)])
+        for backend, precision, documents in (
+            ours if implementation == "jaxllm" else [("", None, 0)]
+        )
     ]
-    for implementation, backend, precision in jobs:
-        report = run_worker(implementation, backend, precision, options)
-        title = " ".join(filter(None, (implementation, backend, precision)))
+    for implementation, backend, precision, documents in jobs:
+        report = run_worker(implementation, backend, precision, documents, options)
+        title = _title(implementation, backend, precision, documents)
         if report["profile"]:
             print(f"\n{title}: {report['profile']}\n", flush=True)
         rows.append(
@@ -473,7 +521,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "model": "smoke" if options.smoke else f"{options.model}_{options.preset}",
                 "batch_size": options.batch_size,
                 "seq_len": options.seq_len,
-                "implementation": implementation,
+                # Another name: these rows do not compare with those of one document a row.
+                "implementation": _title(implementation, "", None, documents),
                 "backend": backend,
                 "dtype": options.dtype if precision is None else f"{options.dtype} {precision}",
                 "steps": options.steps,

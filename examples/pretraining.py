@@ -65,8 +65,9 @@ def train(options: argparse.Namespace) -> None:
         "a step"
     )
 
-    def loss_fn(params, tokens, labels):
+    def loss_fn(params, tokens, labels, segment_ids=None, positions=None):
         how = {"remat": REMAT[options.remat], "precision": options.precision}
+        how |= {"segment_ids": segment_ids, "positions": positions}
         return model.loss(params, tokens, labels, config, **how)
 
     optimizer = training.adamw(
@@ -118,9 +119,9 @@ def train(options: argparse.Namespace) -> None:
                 """Waits until a step is done; returns its record for the log."""
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 if values.pop("halted_at"):
-                    tokens, labels = make_batch(options.train, options, step - 1)
+                    batch = make_batch(options.train, options, step - 1)
                     why = training.explain_halt(
-                        loss_fn, state.params, tokens, labels, compute_dtype=options.dtype
+                        loss_fn, state.params, *batch, compute_dtype=options.dtype
                     )
                     raise SystemExit(f"\nstep {step}: loss {values['loss']} is not finite\n{why}")
                 elapsed = time.perf_counter() - began
@@ -141,9 +142,9 @@ def train(options: argparse.Namespace) -> None:
                 bar.update()
 
             for step in range(first + 1, options.steps + 1):
-                tokens, labels = upcoming.result()
+                batch = upcoming.result()
                 upcoming = pool.submit(make_batch, options.train, options, step)
-                state, metrics = train_step(state, tokens, labels)
+                state, metrics = train_step(state, *batch)
                 if pending:  # report the previous step while this one runs
                     report(measure(*pending))
                 pending = step, metrics
@@ -294,6 +295,7 @@ def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> f
         seq_len=options.seq_len,
         batches=options.val_batches,
         sharding=rows_sharding(options),
+        **options.documents,
     )
 
 

@@ -61,6 +61,7 @@ class Family:
         return self.model.__name__.rpartition(".")[-1]
 
 
+GPT2_END_OF_TEXT = 50256  # GPT-2's last token
 SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
 # What the backward pass recomputes.
 REMAT = {
@@ -71,7 +72,7 @@ REMAT = {
 }
 # Options that a resumed run must have in common with its checkpoint.
 IDENTITY = ("preset", "vocab_size", "seed", "order", "batch_size", "seq_len", "accumulate")
-IDENTITY += ("dtype", "precision", "unroll")
+IDENTITY += ("dtype", "precision", "unroll", "document_mask", "ignore_next_document")
 # Options that a resumed run may change; the change is printed.
 SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
 SETTINGS += ("weight_decay", "max_grad_norm", "microbatch_weights", "max_loss_z", "max_norm_z")
@@ -118,6 +119,19 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--data", type=Path, help="a folder of *train*.bin and *val*.bin; default: data/stdlib")
     add("--order", choices=("shuffled", "llmc"), default="shuffled", help="of the batches")
     add("--seed", type=int, default=0)
+    # Absent, not False, as in the checkpoints of runs before these flags.
+    flag: dict[str, Any] = {"action": "store_true", "default": None}
+    add(
+        "--document-mask",
+        **flag,
+        help="mask attention by document, and restart the positions in each: a document follows "
+        "each end-of-text token",
+    )
+    add(
+        "--ignore-next-document",
+        **flag,
+        help="with --document-mask, ignore labels that are the first token of another document",
+    )
 
     add = parser.add_argument_group(
         "training (defaults of the first six: by the preset)"
@@ -236,6 +250,8 @@ def parse(
     if not 0 <= options.seed < 2**63:
         parser.error(f"--seed is {options.seed}, must be from 0 to 2**63 - 1")
     options.warmup = min(options.warmup, options.steps)
+    if options.ignore_next_document and not options.document_mask:
+        parser.error("--ignore-next-document needs --document-mask")
     if options.save_llmc and family.stem != "gpt2":
         parser.error("--save-llmc: llm.c's format supports only GPT-2")
     try:
@@ -257,6 +273,7 @@ def parse(
             options.vocab_size = (options.tokenizer or BYTES).vocab_size
         options.model_config = make_config(options, config)
         options.precision = read_precision(options)
+        options.documents = document_options(options)
         with parallel.first_process_first():
             options.train, options.val = open_data(options)
         options.questions = open_questions(options)
@@ -326,6 +343,22 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
 
 
+def document_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``data.batch`` that mask attention by document; empty without the flag."""
+    if not options.document_mask:
+        return {}
+    if options.tokenizer is not None:
+        end_of_text = options.tokenizer.end_of_text
+    elif options.vocab_size == GPT2_END_OF_TEXT + 1:
+        end_of_text = GPT2_END_OF_TEXT
+    else:
+        raise ValueError(
+            f"--document-mask: the end-of-text token of a vocabulary of {options.vocab_size} is "
+            "unknown; pass --tokenizer"
+        )
+    return {"end_of_text": end_of_text, "ignore_next_document": bool(options.ignore_next_document)}
+
+
 def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:
     """Opens the two splits; builds the default corpus if it does not exist."""
     folder = options.data
@@ -362,10 +395,11 @@ def open_questions(options: argparse.Namespace) -> list[evaluation.Question]:
 
 def make_batch(
     dataset: data.Dataset, options: argparse.Namespace, step: int
-) -> tuple[np.ndarray | jax.Array, np.ndarray | jax.Array]:
+) -> tuple[np.ndarray | jax.Array, ...]:
     """The tokens and labels of a step, counted from 0, of shape (accumulate, B, T).
 
-    With a mesh they are sharded, and each process reads its part.
+    With ``--document-mask``, segment ids and positions follow. With a mesh they are sharded, and
+    each process reads its part.
     """
     A, B, T = options.accumulate, options.batch_size, options.seq_len
     if options.mesh is not None:
@@ -373,13 +407,12 @@ def make_batch(
         read = functools.partial(read_rows, dataset, options, step)
         return loader.load_batch(sharding, (A, B, T), read)
     parts = [read_rows(dataset, options, step, range(i * B, (i + 1) * B)) for i in range(A)]
-    tokens, labels = map(np.stack, zip(*parts, strict=True))
-    return tokens, labels
+    return tuple(map(np.stack, zip(*parts, strict=True)))
 
 
 def read_rows(
     dataset: data.Dataset, options: argparse.Namespace, step: int, rows: range
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Some of the sequences of a step, (len(rows), T): rows of one of its microbatches.
 
     Row i is row ``i % B`` of microbatch ``i // B``.
@@ -388,10 +421,13 @@ def read_rows(
     if options.order == "llmc":
         microbatch = rows.start // B
         rows = range(rows.start - microbatch * B, rows.stop - microbatch * B)
-        part = data.batch_in_order(dataset, B, T, index=step * A + microbatch, rows=rows)
+        of_step: Any = {"index": step * A + microbatch, "rows": rows, **options.documents}
+        part = data.batch_in_order(dataset, B, T, **of_step)
     else:
-        part = data.batch(dataset, A * B, T, seed=options.seed, step=step, rows=rows)
-    if (largest := max(of.max() for of in part)) >= options.vocab_size:
+        of_step = {"seed": options.seed, "step": step, "rows": rows, **options.documents}
+        part = data.batch(dataset, A * B, T, **of_step)
+    tokens, labels, *_ = part
+    if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
         raise ValueError(
             f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
             "pass --vocab-size (50257 for GPT-2's tokens)"

@@ -33,13 +33,16 @@ CASES = {
         "axes": {"fsdp": 2, "context": 2, "tensor": 2},
         "axis_type": "auto",
         "unroll": False,
+        "documents": {"end_of_text": 7, "ignore_next_document": True},
     },
     "llama3": {
         "axes": {"data": 2, "fsdp": 2, "tensor": 2},
         "axis_type": "explicit",
         "unroll": True,
+        "documents": {},
     },
 }
+DOCUMENTS: dict[str, Any] = CASES[sys.argv[1]]["documents"]
 KEPT: dict[str, Any] = {"copy_dtype": "bfloat16", "detect_anomalies": True}
 OPTIMIZER = training.adamw(1e-3)
 DATASET = data.Dataset((np.random.default_rng(0).integers(0, 100, 9000).astype(np.uint16),))
@@ -72,12 +75,18 @@ def check_creation(mesh, init, state, unroll):
     assert memory.temp_size_in_bytes < 1.3 * per_device(state)
 
 
+def make_loss(model, config):
+    def loss_fn(params, tokens, labels, segment_ids=None, positions=None):
+        documents = {"segment_ids": segment_ids, "positions": positions}
+        return model.loss(params, tokens, labels, config, **documents)
+
+    return loss_fn
+
+
 def train(model, config, batches, state, shardings=None):
     """The state and the losses after the steps of the batches."""
 
-    def loss_fn(params, tokens, labels):
-        return model.loss(params, tokens, labels, config)
-
+    loss_fn = make_loss(model, config)
     options: dict[str, Any] = {"compute_dtype": "float32", "shardings": shardings}
     step = training.make_train_step(loss_fn, OPTIMIZER, learning_rate=1e-3, **options)
     losses = []
@@ -96,7 +105,7 @@ def train(model, config, batches, state, shardings=None):
 
 
 def read(step, rows=None):
-    return data.batch(DATASET, A * B, T, seed=0, step=step, rows=rows)
+    return data.batch(DATASET, A * B, T, seed=0, step=step, rows=rows, **DOCUMENTS)
 
 
 def sharded_batches(mesh):
@@ -128,11 +137,8 @@ def sample(model, config, params):
 
 def outputs(model, config, params, sharding=None):
     """The validation loss, and the accuracy on random questions."""
-    evaluate = training.make_eval_step(
-        lambda params, tokens, labels: model.loss(params, tokens, labels, config),
-        compute_dtype="float32",
-    )
-    sizes = {"batch_size": B, "seq_len": T, "batches": 2}
+    evaluate = training.make_eval_step(make_loss(model, config), compute_dtype="float32")
+    sizes = {"batch_size": B, "seq_len": T, "batches": 2, **DOCUMENTS}
     loss = training.mean_loss(evaluate, params, DATASET, **sizes, sharding=sharding)
     random = np.random.default_rng(1)
     questions = [

@@ -1,10 +1,12 @@
 """The training and generation benchmarks, their kernel categories and records."""
 
+import argparse
 import csv
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import generate, ops, record, sharded, timing, train
@@ -70,15 +72,26 @@ def test_each_backend_has_a_row(tmp_path, monkeypatch):
     report = {"row": dict.fromkeys(train.PROVENANCE, "-"), "profile": ""}
     monkeypatch.setattr(train, "run_worker", lambda *_: report)
     command = ["--implementation", "plain", "jaxllm", "--backend", "cuda", "xla"]
-    command += ["--precision", "none", "row"]
+    command += ["--precision", "none", "row", "--documents", "0", "512"]
     assert train.main([*command, "--csv", str(path)]) == 0
     ran = [" ".join(row[name] for name in ("implementation", "backend", "dtype"))
            for row in read_csv(path)]  # fmt: skip
     assert ran == ["plain  bfloat16"] + [
-        f"jaxllm {backend} {dtype}"
+        f"jaxllm{documents} {backend} {dtype}"
         for backend in ("cuda", "xla")
         for dtype in ("bfloat16", "bfloat16 row")
+        for documents in ("", " documents=512")
     ]
+
+
+def test_packed_documents_have_the_mean_length():
+    options = argparse.Namespace(documents=[50], seq_len=4000)
+    drawn = train._documents(options, rows=8)
+    counts = [segment_ids[:, -1] + 1 for segment_ids, _ in drawn]
+    assert len(drawn) == train._BATCHES
+    assert 4000 / np.mean(counts) == pytest.approx(50, rel=0.1)
+    again = train._documents(options, rows=8)
+    assert all(np.array_equal(a, b) for a, b in zip(drawn[1], again[1], strict=True))
 
 
 def test_failed_worker_is_a_row_with_the_reason(tmp_path, monkeypatch):
@@ -224,10 +237,11 @@ def test_all_implementations_train(model, implementation, capsys):
 
 def test_microbatches_with_float8_train(capsys):
     options = ["--model", "llama3", "--preset", "1.3b", "--accumulate", "2", "--precision", "row"]
+    options += ["--documents", "5"]
     assert train.main(["--smoke", *options, "--worker", "jaxllm"]) == 0
     out = capsys.readouterr().out
     assert '"tokens_per_s"' in out
-    assert "2 microbatches" in out
+    assert "packed documents of 5 tokens on average; 2 microbatches" in out
 
 
 @pytest.mark.parametrize(
@@ -239,6 +253,7 @@ def test_microbatches_with_float8_train(capsys):
         (["--model", "llama3", "--implementation", "torch_compile"], "torch_compile has no llama3"),
         (["--data", "nowhere"], "has no train_*.bin"),
         (["--accumulate", "0"], "--accumulate is 0"),
+        (["--documents", "256", "-1"], "--documents is -1"),
         (["--accumulate", "2"], "--accumulate is for --implementation jaxllm alone"),
         (["--implementation", "nothing"], "invalid choice"),
     ],

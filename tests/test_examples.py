@@ -19,6 +19,7 @@ import pretraining
 import pytest
 import switch_backends
 import tokenizers
+from pretraining_options import make_batch, parse
 from pretraining_scripts import SCRIPTS, read_log
 
 import jaxllm
@@ -26,6 +27,7 @@ from jaxllm import data
 from jaxllm.convert import huggingface, llmc
 from jaxllm.core import ffi
 from jaxllm.core.backend import resolve
+from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import gpt2
 from jaxllm.training import checkpoint
 
@@ -84,6 +86,11 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--lr", "nan"], "peak nan"),
         (["--final-fraction", "2"], "final_fraction 2.0"),
         (["--warmup", "-2"], "warmup -2"),
+        (["--ignore-next-document"], "--ignore-next-document needs --document-mask"),
+        (
+            ["--document-mask", "--vocab-size", "3000"],
+            "the end-of-text token of a vocabulary of 3000 is unknown; pass --tokenizer",
+        ),
         (["--precision", "fp8"], "--precision is 'fp8'; it must be 'row', 'tensor', None"),
         (["--precision", "gate=row"], "--precision names 'gate'; the layers are"),
         (["--precision", "up=row,down"], "--precision['down'] is ''; it must be"),
@@ -276,6 +283,51 @@ def test_pretrain_resumes_where_it_stopped(monkeypatch, capsys):
     assert f"resuming from step {len(first)}\nwith max_loss_z 1000000000.0, which was" in printed
     assert printed.count("which was") == 1
     assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
+
+
+def test_pretrain_with_a_document_mask_resumes_where_it_stopped(monkeypatch):
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random(3000) < 0.1, BYTES.end_of_text, rng.integers(0, 256, 3000))
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", tokens)
+    data.write_shard("shards/val.bin", tokens[:500])
+    options = ["--data", "shards", "--steps", 4, "--checkpoint-every", 2]
+    masked = [*options, "--document-mask", "--ignore-next-document"]
+
+    def run(out, *flags):
+        known = ["--smoke", "--val-every", 0, "--sample-every", 0, "--no-tensorboard"]
+        pretrain_gpt2.main([*map(str, (*known, *flags)), "--out", out])
+        records = read_log(Path(out, "log.jsonl"))
+        return [(record["step"], record["loss"], record.get("val_loss")) for record in records]
+
+    whole = run("whole", *masked)
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, {2})
+        assert len(run("stopped", *masked)) < 4
+    with pytest.raises(SystemExit, match="of a run with document_mask True; this one has None"):
+        run("stopped", *options, "--resume")
+    assert run("stopped", *masked, "--resume") == whole
+    plain = run("plain", "--data", "shards", "--steps", 1)
+    assert plain[0][1] != whole[0][1]
+
+
+def test_pretrain_batches_have_documents_and_ignored_labels():
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", np.arange(2000) % 257)  # 256 is the end-of-text token
+    flags = ["--smoke", "--data", "shards", "--document-mask"]
+    masked, ignoring = (
+        make_batch(options.train, options, 3)
+        for options in (
+            parse([*flags, *more], pretrain_gpt2.FAMILY, None)
+            for more in ([], ["--ignore-next-document"])
+        )
+    )
+    tokens, labels, *documents = masked
+    assert tokens.shape == (2, 2, 32)
+    assert all(map(np.array_equal, documents, data.find_documents(np.asarray(tokens), 256)))
+    assert np.array_equal(ignoring[1], np.where(tokens == 256, -1, labels))
+    parts = zip((tokens, *documents), (ignoring[0], *ignoring[2:]), strict=True)
+    assert all(np.array_equal(a, b) for a, b in parts)
 
 
 def test_failed_save_keeps_the_previous_model(monkeypatch):

@@ -1,5 +1,6 @@
 """Data: text files to token shards, and token shards to batches."""
 
+from jaxllm.data.document_mask import find_documents, ignore_next_document
 from jaxllm.data.shard_format import read_shard, write_shard
 from jaxllm.data.shards import (
     STANDARD_LIBRARY_SKIP,
@@ -26,7 +27,9 @@ __all__ = [
     "build",
     "check_vocabulary",
     "ensure_standard_library",
+    "find_documents",
     "find_texts",
+    "ignore_next_document",
     "num_windows",
     "open_dataset",
     "open_split",

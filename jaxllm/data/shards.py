@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
+from jaxllm.data import document_mask
 from jaxllm.data.compression import plain_name, read_bytes
 from jaxllm.data.documents import ENDINGS, TEXTS
 from jaxllm.data.files import check_new, new_folder, walk
@@ -122,7 +123,9 @@ def batch(
     seed: int,
     step: int,
     rows: range | None = None,
-) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    end_of_text: int | None = None,
+    ignore_next_document: bool = False,
+) -> tuple[Int32[np.ndarray, "B T"], ...]:
     """The batch of one training step, a pure function of the seed and the step.
 
     An epoch visits every window once. Each epoch has its own random order, from the seed. A batch
@@ -137,13 +140,19 @@ def batch(
         step: The number of batches before this one; at least 0.
         rows: Read only these windows of the batch, such as ``range(4, 8)``; None for all. So each
             of several processes can read its part of one batch.
+        end_of_text: The token between documents, to also return the document of each token and
+            its position there, which mask attention by document. None for neither.
+        ignore_next_document: With ``end_of_text``: whether labels that begin another document are
+            -1, which a loss ignores. See :func:`jaxllm.data.ignore_next_document`.
 
     Returns:
         ``(tokens, labels)``, int32 of shape (B, T), or (len(rows), T). The labels are the tokens
-        shifted by one.
+        shifted by one. With ``end_of_text``, ``(tokens, labels, segment_ids, positions)``, all of
+        this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
-        ValueError: The data set is shorter than one window, or an argument is out of range.
+        ValueError: The data set is shorter than one window, an argument is out of range, or
+            ``ignore_next_document`` is true without ``end_of_text``.
     """
     rows = _check_rows(rows, batch_size)
     _check_at_least(
@@ -164,7 +173,7 @@ def batch(
         shard = int(np.searchsorted(ends, window, side="right"))
         start = (window - int(ends[shard] - counts[shard])) * seq_len
         samples[i] = dataset.shards[shard][start : start + seq_len + 1]
-    return samples[:, :-1], samples[:, 1:]
+    return _with_documents(samples[:, :-1], samples[:, 1:], end_of_text, ignore_next_document)
 
 
 def batch_in_order(
@@ -176,7 +185,9 @@ def batch_in_order(
     rank: int = 0,
     ranks: int = 1,
     rows: range | None = None,
-) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+    end_of_text: int | None = None,
+    ignore_next_document: bool = False,
+) -> tuple[Int32[np.ndarray, "B T"], ...]:
     """A batch in llm.c's sequential order, without shuffling.
 
     Within a shard, batch i of rank r is the B*T + 1 tokens from ``(i * ranks + r) * B * T`` on. The
@@ -190,14 +201,16 @@ def batch_in_order(
         rank: The rank of this process.
         ranks: The number of processes that share the data.
         rows: Read only these windows of the batch; None for all.
+        end_of_text: As in :func:`batch`.
+        ignore_next_document: As in :func:`batch`.
 
     Returns:
         ``(tokens, labels)``, int32 of shape (B, T), or (len(rows), T). The labels are the tokens
-        shifted by one.
+        shifted by one. With ``end_of_text``, ``(tokens, labels, segment_ids, positions)``, all of
+        this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
-        ValueError: No shard is long enough for a batch of all ranks, or an argument is out of
-            range.
+        ValueError: No shard is long enough for a batch of all ranks, or as in :func:`batch`.
     """
     _check_at_least(batch_size=(batch_size, 1), seq_len=(seq_len, 1), index=(index, 0))
     rows = _check_rows(rows, batch_size)
@@ -217,7 +230,22 @@ def batch_in_order(
     start = (position - first) * together + (rank * batch_size + rows.start) * seq_len
     tokens = dataset.shards[shard][start : start + len(rows) * seq_len + 1].astype(np.int32)
     shape = len(rows), seq_len
-    return tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
+    tokens, labels = tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
+    return _with_documents(tokens, labels, end_of_text, ignore_next_document)
+
+
+def _with_documents(
+    tokens: np.ndarray, labels: np.ndarray, end_of_text: int | None, ignore_next_document: bool
+) -> tuple[np.ndarray, ...]:
+    """A batch, and with ``end_of_text`` the segment ids and positions of its tokens."""
+    if end_of_text is None:
+        if ignore_next_document:
+            raise ValueError("ignore_next_document is True; it needs end_of_text")
+        return tokens, labels
+    documents = document_mask.find_documents(tokens, end_of_text)
+    if ignore_next_document:
+        labels = document_mask.ignore_next_document(tokens, labels, end_of_text)
+    return tokens, labels, *documents
 
 
 def _check_rows(rows: range | None, batch_size: int) -> range:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
 from jaxllm.ops.block.precision import check_precision
-from jaxllm.ops.checks import is_certain
+from jaxllm.ops.checks import check_integer, check_shape, is_certain
 
 Params = dict[str, Any]
 # attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
@@ -282,6 +282,32 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
             f"tokens has shape {tokens.shape}, sequences of {tokens.shape[1]}; the model has "
             f"max_seq_len {max_seq_len}"
         )
+
+
+def check_documents(
+    tokens: Array, segment_ids: Array | None, positions: Array | None
+) -> tuple[Array | None, Array | None]:
+    """Checks what says where documents begin in the rows of ``tokens``.
+
+    Args:
+        tokens: The tokens, (B, T).
+        segment_ids: The document of each token, (B, T), or None.
+        positions: The position of each token in its document, (B, T), or None.
+
+    Returns:
+        ``(segment_ids, positions)``, as JAX arrays.
+
+    Raises:
+        TypeError: An argument is not of an integer dtype.
+        ValueError: An argument differs from ``tokens`` in shape.
+    """
+    given = {"segment_ids": segment_ids, "positions": positions}
+    for name, array in given.items():
+        if array is not None:
+            check_integer(**{name: array})
+            check_shape(name, array, tokens.shape, "the shape of tokens")
+    segment_ids, positions = (None if x is None else jnp.asarray(x) for x in given.values())
+    return segment_ids, positions
 
 
 def check_sizes(config: Any, *names: str) -> None:

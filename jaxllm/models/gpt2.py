@@ -122,9 +122,14 @@ def block(
     config: GPT2Config,
     attend: ops.Attend | None = None,
     precision: ops.Precision = None,
+    segment_ids: Array | None = None,
 ) -> ops.Residual:
-    """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
+    """One block; ``attend`` takes the place of attention over the sequence, to use a cache.
+
+    With ``segment_ids``, (B, T), a token attends only to tokens of its own segment.
+    """
     attention = {"heads": config.heads, "causal": True, "attend": attend}
+    attention |= {"segment_ids": segment_ids}
     first, second = common.by_block(precision, layer)
     h = ops.attention_block(h, layer["ln1"], layer["attention"], **attention, precision=first)
     return ops.ffn_block(h, layer["ln2"], layer["mlp"], precision=second)
@@ -137,6 +142,8 @@ def forward(
     *,
     remat: bool | Policy = False,
     precision: ops.Precision = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, "B T Vp"]:
     """The logits of the token after each token.
 
@@ -151,18 +158,26 @@ def forward(
             layers, as in :func:`jaxllm.ops.linear`; or a mapping from the names of layers, as in
             ``{"up": "row", "down": "row"}``. None for the dtype of ``params``. The rest stays in
             that dtype, the LM head too.
+        segment_ids: The document of each token, for rows that hold several: a token attends only
+            to tokens with its own id. :func:`jaxllm.data.find_documents` computes them. None if
+            each row is one document.
+        positions: The position of each token, which for packed documents begins at 0 in each. It
+            selects the row of the position table, clamped to ``config.max_seq_len - 1``. None for
+            0 to T - 1.
 
     Returns:
         Logits over the padded vocabulary, in the dtype of ``params``. The columns from
         ``config.vocab_size`` on are padding.
 
     Raises:
-        TypeError: ``tokens`` is not of an integer dtype.
+        TypeError: ``tokens``, ``segment_ids`` or ``positions`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``; or
-            ``precision`` has an unknown recipe or layer.
+            ``segment_ids`` or ``positions`` differs from ``tokens`` in shape; or ``precision`` has
+            an unknown recipe or layer.
         BackendError: ``precision`` is not None and the GPU has no float8 tensor cores.
     """
-    hidden, head = _hidden(params, tokens, config, remat, precision)
+    documents = segment_ids, positions
+    hidden, head = _hidden(params, tokens, config, remat, precision, documents)
     return common.logits(hidden, head)
 
 
@@ -175,6 +190,8 @@ def loss(
     remat: bool | Policy = False,
     precision: ops.Precision = None,
     ignore_index: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32.
 
@@ -188,13 +205,16 @@ def loss(
         precision: As in :func:`forward`.
         ignore_index: The label that is ignored; None for every negative label. As in
             :func:`jaxllm.ops.cross_entropy`.
+        segment_ids: As in :func:`forward`.
+        positions: As in :func:`forward`.
 
     Raises:
-        TypeError: ``tokens`` or ``labels`` is not of an integer dtype.
+        TypeError: As in :func:`forward`, or ``labels`` is not of an integer dtype.
         ValueError: As in :func:`forward`, or ``labels`` differs from ``tokens`` in shape.
         BackendError: As in :func:`forward`.
     """
-    hidden, head = _hidden(params, tokens, config, remat, precision)
+    documents = segment_ids, positions
+    hidden, head = _hidden(params, tokens, config, remat, precision, documents)
     return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
@@ -251,13 +271,20 @@ def _hidden(
     config: GPT2Config,
     remat: bool | Policy,
     precision: ops.Precision,
+    documents: tuple[Array | None, Array | None],
 ) -> tuple[Array, Array | ops.Quantized]:
     """The input of the LM head, (B, T, D), and the LM head."""
     common.check_tokens(tokens, config.max_seq_len)
-    x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])
+    segment_ids, positions = common.check_documents(tokens, *documents)
+    if positions is None:
+        x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])
+    else:
+        x, head = ops.tied_embed(tokens, params["wte"])
+        # An embedding too: XLA's gradient of an indexed array has no fixed order of summation.
+        x += ops.embed(positions, params["wpe"])
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
-        return block(h, layer, config, precision=precision)
+        return block(h, layer, config, precision=precision, segment_ids=segment_ids)
 
     h = common.run_blocks(run, ops.residual(x), params["blocks"], remat=remat)
     return ops.final_norm(h, params["ln_f"]), common.lm_head({**params, "wte": head})

@@ -163,10 +163,14 @@ def block(
     rope_table: tuple[Array, Array],
     attend: ops.Attend | None = None,
     precision: ops.Precision = None,
+    segment_ids: Array | None = None,
 ) -> ops.Residual:
-    """One block; ``attend`` takes the place of attention over the sequence, to use a cache."""
+    """One block; ``attend`` takes the place of attention over the sequence, to use a cache.
+
+    With ``segment_ids``, (B, T), a token attends only to tokens of its own segment.
+    """
     attention = {"heads": config.heads, "kv_heads": config.kv_heads, "causal": True}
-    attention |= {"rope_table": rope_table, "attend": attend}
+    attention |= {"rope_table": rope_table, "attend": attend, "segment_ids": segment_ids}
     first, second = common.by_block(precision, layer)
     h = ops.attention_block(h, layer["norm1"], layer["attention"], **attention, precision=first)
     return ops.ffn_block(h, layer["norm2"], layer["mlp"], activation="swiglu", precision=second)
@@ -179,9 +183,14 @@ def forward(
     *,
     remat: bool | Policy = False,
     precision: ops.Precision = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, "B T Vp"]:
-    """The logits of the token after each token, as :func:`jaxllm.models.gpt2.forward`."""
-    hidden = _hidden(params, tokens, config, remat, precision)
+    """The logits of the token after each token, as :func:`jaxllm.models.gpt2.forward`.
+
+    ``positions`` are the positions by which queries and keys rotate; they are not clamped.
+    """
+    hidden = _hidden(params, tokens, config, remat, precision, (segment_ids, positions))
     return common.logits(hidden, common.lm_head(params))
 
 
@@ -194,9 +203,12 @@ def loss(
     remat: bool | Policy = False,
     precision: ops.Precision = None,
     ignore_index: int | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    positions: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
     """The mean cross entropy of the labels, in float32, as :func:`jaxllm.models.gpt2.loss`."""
-    hidden, head = _hidden(params, tokens, config, remat, precision), common.lm_head(params)
+    hidden = _hidden(params, tokens, config, remat, precision, (segment_ids, positions))
+    head = common.lm_head(params)
     return common.lm_head_loss(head, hidden, labels, config, remat=remat, ignore_index=ignore_index)
 
 
@@ -249,13 +261,16 @@ def _hidden(
     config: Llama3Config,
     remat: bool | Policy,
     precision: ops.Precision,
+    documents: tuple[Array | None, Array | None],
 ) -> Array:
     """The input of the LM head, (B, T, D)."""
     common.check_tokens(tokens, config.max_seq_len)
-    table = rope_table(jnp.arange(tokens.shape[1]), config)
+    segment_ids, positions = common.check_documents(tokens, *documents)
+    positions = jnp.arange(tokens.shape[1]) if positions is None else positions
+    table = rope_table(positions, config)
 
     def run(h: ops.Residual, layer: Params) -> ops.Residual:
-        return block(h, layer, config, table, precision=precision)
+        return block(h, layer, config, table, precision=precision, segment_ids=segment_ids)
 
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
     return ops.final_norm(

@@ -129,7 +129,7 @@ def explain_halt(
     params: Any,
     tokens: ArrayLike,
     labels: ArrayLike,
-    *,
+    *more: ArrayLike,
     compute_dtype: DTypeLike | None = None,
 ) -> str:
     """Names the tensors that are not finite in the step at which a run halted.
@@ -140,6 +140,7 @@ def explain_halt(
             still has them.
         tokens: The tokens of that step, (accumulate, B, T).
         labels: The labels of that step, (accumulate, B, T).
+        *more: What else that step got.
         compute_dtype: As in :func:`jaxllm.training.make_train_step`.
 
     Returns:
@@ -149,7 +150,7 @@ def explain_halt(
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
     lines = [f"parameter {fault}" for fault in nonfinite(params)]
     gradients = jax.jit(jax.value_and_grad(loss_fn))
-    for i, microbatch in enumerate(zip(jnp.asarray(tokens), jnp.asarray(labels), strict=True)):
+    for i, microbatch in enumerate(zip(*map(jnp.asarray, (tokens, labels, *more)), strict=True)):
         loss, grads = gradients(cast(params, dtype), *microbatch)
         faults = [f"gradient of {fault}" for fault in nonfinite(grads)]
         if faults or not jnp.isfinite(loss):

@@ -34,8 +34,8 @@ def check_batch_size(sharding: jax.NamedSharding, batch_size: int) -> None:
 def load_batch(
     sharding: jax.NamedSharding,
     shape: tuple[int, ...],
-    read: Callable[[range], tuple[np.ndarray, np.ndarray]],
-) -> tuple[Int[Array, "*A B T"], Int[Array, "*A B T"]]:
+    read: Callable[[range], tuple[np.ndarray, ...]],
+) -> tuple[Int[Array, "*A B T"], ...]:
     """Reads a batch in shards: each process reads only the sequences of its devices.
 
     The global batch does not depend on the mesh or on the number of processes.
@@ -44,11 +44,13 @@ def load_batch(
         sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`.
         shape: The shape of the global tokens, (accumulate, B, T) or (B, T).
         read: ``read(rows) -> (tokens, labels)``, the sequences with these numbers, of shape
-            (len(rows), T). The numbers count through all microbatches, from 0 to
-            accumulate * B - 1. For example :func:`jaxllm.data.batch` with its argument ``rows``.
+            (len(rows), T). More arrays of this shape may follow, such as segment ids. The numbers
+            count through all microbatches, from 0 to accumulate * B - 1. For example
+            :func:`jaxllm.data.batch` with its argument ``rows``.
 
     Returns:
-        ``(tokens, labels)``, global arrays of the shape and sharding.
+        ``(tokens, labels)`` and what else ``read`` returns, as global arrays of the shape and
+        sharding.
 
     Raises:
         ValueError: The devices of the mesh do not divide B, or those along ``context`` T.
@@ -61,20 +63,24 @@ def load_batch(
             f"sequences have {length} tokens; it must be a multiple of {context}, the devices of "
             f"the mesh along context"
         )
-    found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    found: dict[tuple[int, int], list[np.ndarray]] = {}
 
-    def shard(index: Any, which: int) -> np.ndarray:
+    def read_part(index: Any) -> list[np.ndarray]:
         start, stop, _ = index[-2].indices(size)
         if (start, stop) not in found:
             rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
-            tokens, labels = (np.stack(of) for of in zip(*rows, strict=True))
-            found[start, stop] = (tokens, labels) if leading else (tokens[0], labels[0])
-        return found[start, stop][which][..., index[-1]]  # with context, a part of each sequence
+            found[start, stop] = [
+                np.stack(of) if leading else of[0] for of in zip(*rows, strict=True)
+            ]
+        return found[start, stop]
 
-    tokens, labels = (
+    def shard(index: Any, which: int) -> np.ndarray:
+        return read_part(index)[which][..., index[-1]]  # with context, a part of each sequence
+
+    first = next(iter(sharding.addressable_devices_indices_map(shape).values()))
+    return tuple(
         jax.make_array_from_callback(
             shape, sharding, lambda index, which=which: shard(index, which)
         )
-        for which in (0, 1)
+        for which in range(len(read_part(first)))
     )
-    return tokens, labels

@@ -31,7 +31,7 @@ from jaxllm.training.optim import Optimizer
 from jaxllm.training.schedules import Schedule
 
 Params = Any  # a nested dict of arrays
-LossFn = Callable[[Params, Int[Array, "B T"], Int[Array, "B T"]], Float[Array, ""]]
+LossFn = Callable[..., Float[Array, ""]]  # of the parameters, tokens, labels and what follows them
 
 
 class TrainState(NamedTuple):
@@ -187,8 +187,10 @@ def make_train_step(
     labels. So the result does not depend on how the sequences are split into microbatches.
 
     Args:
-        loss_fn: ``loss_fn(params, tokens, labels) -> loss``, the mean loss of one microbatch over
-            the labels that count. Tokens and labels have shape (B, T).
+        loss_fn: ``loss_fn(params, tokens, labels, *more) -> loss``, the mean loss of one microbatch
+            over the labels that count. All arrays but the parameters have shape (B, T), or another
+            that begins with B. ``more`` is what the step gets after the labels, such as the segment
+            ids and positions of :func:`jaxllm.data.batch`.
         optimizer: A jaxllm or optax optimizer. An :class:`Optimizer` updates in place, and without
             accumulation takes gradients in the compute dtype.
         learning_rate: The optimizer's rate or schedule, to report it in the metrics. (An optax
@@ -212,8 +214,9 @@ def make_train_step(
             :func:`default_compiler_options` with ``shardings``, else for none.
 
     Returns:
-        ``step(state, tokens, labels) -> (state, metrics)``, with tokens and labels of shape
-        (accumulate, B, T). The input state is donated.
+        ``step(state, tokens, labels, *more) -> (state, metrics)``, with tokens and labels of shape
+        (accumulate, B, T), and in ``more`` arrays whose first axis is the microbatch. The input
+        state is donated.
 
         The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
         ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
@@ -225,23 +228,23 @@ def make_train_step(
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
     weigh = _weigher(microbatch_weights)
 
-    def train_step(state: TrainState, tokens: Array, labels: Array):
+    def train_step(state: TrainState, tokens: Array, labels: Array, *more: Array):
         # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
         # with respect to the cast ones.
         params = cast(state.params if state.copy is None else state.copy, dtype)
         narrow = jax.tree.leaves(state.copy)
         copy = {"copy_dtype": narrow[0].dtype} if narrow else {}
 
-        def gradients(tokens: Array, labels: Array):
-            loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
+        def gradients(*microbatch: Array):
+            loss, grads = jax.value_and_grad(loss_fn)(params, *microbatch)
             if shardings is not None:  # a device needs the sum of what it updates
                 grads = meshes.placed(grads, shardings.params)
             return loss.astype(jnp.float32), grads
 
-        def weighted(weight: Array, tokens: Array, labels: Array):
+        def weighted(weight: Array, *microbatch: Array):
             return jax.tree.map(
                 lambda x: jnp.where(weight == 0, jnp.zeros_like(x), weight.astype(x.dtype) * x),
-                widen(gradients(tokens, labels)),
+                widen(gradients(*microbatch)),
             )
 
         def accumulate(total, microbatch):
@@ -250,9 +253,9 @@ def make_train_step(
         # The first microbatch starts the sum, so that without accumulation there is no second
         # copy of the gradients.
         if len(tokens) == 1:
-            total = gradients(tokens[0], labels[0])
+            total = gradients(*(x[0] for x in (tokens, labels, *more)))
         else:
-            microbatches = (weigh(labels), tokens, labels)
+            microbatches = (weigh(labels), tokens, labels, *more)
             first, rest = ([x[i] for x in microbatches] for i in (0, slice(1, None)))
             total, _ = jax.lax.scan(accumulate, weighted(*first), rest)
         total_loss, grads = total
@@ -360,7 +363,7 @@ def _optax_step(
 
 def make_eval_step(
     loss_fn: LossFn, *, compute_dtype: DTypeLike | None = None
-) -> Callable[[Params, ArrayLike, ArrayLike], Float[Array, ""]]:
+) -> Callable[..., Float[Array, ""]]:
     """Makes the jitted function that computes the loss without gradients.
 
     Args:
@@ -368,18 +371,18 @@ def make_eval_step(
         compute_dtype: As in :func:`make_train_step`.
 
     Returns:
-        ``evaluate(params, tokens, labels) -> loss``, with tokens and labels of shape (B, T).
+        ``evaluate(params, tokens, labels, *more) -> loss``, with tokens and labels of shape (B, T).
     """
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
 
-    def evaluate(params: Params, tokens: Array, labels: Array) -> Array:
-        return loss_fn(cast(params, dtype), tokens, labels).astype(jnp.float32)
+    def evaluate(params: Params, tokens: Array, labels: Array, *more: Array) -> Array:
+        return loss_fn(cast(params, dtype), tokens, labels, *more).astype(jnp.float32)
 
     return jax.jit(evaluate)
 
 
 def mean_loss(
-    evaluate: Callable[[Params, ArrayLike, ArrayLike], Float[Array, ""]],
+    evaluate: Callable[..., Float[Array, ""]],
     params: Params,
     dataset: data.Dataset,
     *,
@@ -387,6 +390,8 @@ def mean_loss(
     seq_len: int,
     batches: int | None = None,
     sharding: jax.NamedSharding | None = None,
+    end_of_text: int | None = None,
+    ignore_next_document: bool = False,
 ) -> float:
     """The mean loss over the labels of a data set; its exponential is the perplexity.
 
@@ -402,13 +407,17 @@ def mean_loss(
             the data set has less than one full batch, some windows are read twice.
         sharding: The sharding of the batches, of shape (B, T), for sharded parameters. See
             :func:`jaxllm.training.parallel.batch_sharding`.
+        end_of_text: As in :func:`jaxllm.data.batch`. Then ``evaluate`` also gets the segment ids
+            and positions of a batch, after the labels.
+        ignore_next_document: As in :func:`jaxllm.data.batch`.
 
     Returns:
         The loss in nats per token.
 
     Raises:
         ValueError: The data set is shorter than one window; ``batches``, ``batch_size`` or
-            ``seq_len`` is below 1; or the sharding does not divide ``batch_size``.
+            ``seq_len`` is below 1; the sharding does not divide ``batch_size``; or
+            ``ignore_next_document`` is true without ``end_of_text``.
     """
     if batches is not None and batches < 1:
         raise ValueError(f"batches is {batches}; it must be at least 1, or None")
@@ -417,18 +426,20 @@ def mean_loss(
             f"batch_size is {batch_size} and seq_len {seq_len}; they must be at least 1"
         )
     full = max(data.num_windows(dataset, seq_len) // batch_size, 1)
+    documents: Any = {"end_of_text": end_of_text, "ignore_next_document": ignore_next_document}
+    read_batch = functools.partial(data.batch, dataset, batch_size, seq_len, seed=0, **documents)
     losses, counts = [], []
     for i in range(full if batches is None else min(batches, full)):
-        read = functools.partial(data.batch, dataset, batch_size, seq_len, seed=0, step=i)
+        read = functools.partial(read_batch, step=i)
         if sharding is None:
-            tokens, labels = read()
-            counts.append(np.count_nonzero(label_mask(labels)))
-            losses.append(evaluate(params, tokens, labels))
+            batch = read()
+            counts.append(np.count_nonzero(label_mask(batch[1])))
+            losses.append(evaluate(params, *batch))
             continue
         # One program at a time: on CPUs, the collectives of programs that run at once can deadlock.
-        tokens, labels = load_batch(sharding, (batch_size, seq_len), _by_rows(read))
-        counts.append(int(_count_labels(labels)))
-        losses.append(jax.block_until_ready(evaluate(params, tokens, labels)))
+        batch = load_batch(sharding, (batch_size, seq_len), _by_rows(read))
+        counts.append(int(_count_labels(batch[1])))
+        losses.append(jax.block_until_ready(evaluate(params, *batch)))
     # A batch without labels adds nothing, even if its loss is NaN.
     losses = np.asarray(jax.device_get(losses), np.float64)
     losses = np.where(counts, losses, 0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import training
+from jaxllm import data, training
 from jaxllm.core.gathers import GatherWarning
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import unstack
@@ -55,14 +55,22 @@ def batch():
     return jax.device_get((tokens, labels))
 
 
-def train(name, stacked, place=jax.device_put, precision=None):
+@functools.cache
+def packed_batch():
+    """The batch with documents that end at each token below 10: of ten tokens on average."""
+    tokens, labels = batch()
+    return tokens, labels, *data.find_documents(np.where(tokens < 10, 0, tokens), end_of_text=0)
+
+
+def train(name, stacked, place=jax.device_put, precision=None, arrays=None):
     """Losses, parameters and gradient norms of a few steps; the final state, and the program."""
     model, config = MODELS[name]
 
-    def loss(params, tokens, labels):
-        return model.loss(params, tokens, labels, config, precision=precision)
+    def loss(params, tokens, labels, segment_ids=None, positions=None):
+        documents = {"segment_ids": segment_ids, "positions": positions}
+        return model.loss(params, tokens, labels, config, precision=precision, **documents)
 
-    state, arrays = place((first_state(name, stacked), batch()))
+    state, arrays = place((first_state(name, stacked), batch() if arrays is None else arrays))
     step = training.make_train_step(loss, OPTIMIZER).lower(state, *arrays).compile()
     found = []
     for _ in range(STEPS):
@@ -135,6 +143,26 @@ def test_a_step_with_float8_is_near_that_of_one_device(name, recipe, kind):
     expected, _ = on_one_device(name, True, recipe)
     # An element that differs in its last bit may be rounded to another float8 number.
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+    check_shardings(mesh, state)
+    check_moves(program, sizes, MODELS[name][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stacked"), [("gpt2", "auto", True), ("llama3", "explicit", False)]
+)
+@pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
+def test_a_step_of_packed_documents_is_that_of_one_device(name, kind, stacked):
+    sizes = LAYOUTS["all"]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = parallel.make_mesh(**{"data": 1, **sizes}, axis_type=kind, devices=devices)
+    with jax.set_mesh(mesh), jaxllm.use_backend("auto"):
+        found, state, program = train(name, stacked, place_on(mesh), arrays=packed_batch())
+    with jaxllm.use_backend("xla"):
+        expected, wanted, _ = train(name, stacked, arrays=packed_batch())
+    np.testing.assert_allclose(found, expected, rtol=3e-6)
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), strict=True)
+    for got, want in pairs:
+        np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), atol=5e-5)
     check_shardings(mesh, state)
     check_moves(program, sizes, MODELS[name][1])
 
