@@ -425,7 +425,8 @@ def table() -> str:
         "tests instead of cases, and no Pallas kernel: it is for inference on Hopper, and its",
         "fallback is the reference implementation. `float8_matmul` has no Pallas kernel either:",
         "its fallback is XLA's GEMM of float8 arrays. In a linear layer its operands are rounded",
-        "by [float8_round.cu](../cuda/quantization/float8_round.cu), an op without cases.",
+        "by [float8_round.cu](../cuda/quantization/float8_round.cu), or written in float8 by "
+        "[float8_swiglu.cu](../cuda/quantization/float8_swiglu.cu), ops without cases.",
         "",
         *rows_of_ops(),
         "",
