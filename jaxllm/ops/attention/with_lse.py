@@ -47,7 +47,8 @@ def make_rule(op: Op, op_of_piece: Op, *, sharding: ShardingRule) -> Callable[..
 
     def implementation(direction: Direction, backend: Backend, given: Any) -> Callable[..., Any]:
         shard = shards.current_shard()
-        if not context.is_needed(shard, *(given * 2)[:2]):
+        q, k = given[:2] if op is op_of_piece else given * 2
+        if not context.is_needed(shard, q, k):
             return functools.partial(dispatch, op, direction, backend)
         in_context, on_projection = {
             Direction.FORWARD: (context.forward, packing.forward),
