@@ -194,9 +194,12 @@ def test_packed_attention_matches_unpacked(backend, by_parts):
         return out.reshape(q.shape), lse
 
     arrays = (q, k, v, SINKS)
-    rotated = lambda q, k, v, sinks: exact(  # noqa: E731
-        *rope(q, k, *(x.astype(q.dtype) for x in table), backend="xla"), v, sinks, causal=True
-    )
+
+    def rotated(q, k, v, sinks):
+        cos, sin = (x.astype(q.dtype) for x in table)
+        q, k = rope(q, k, cos, sin, backend="xla")
+        return exact(q, k, v, sinks, causal=True)
+
     assert_close(with_gradients(packed, arrays), in_float64(rotated, arrays), "float32")
 
 
@@ -266,8 +269,8 @@ def test_cudnn_rejects_the_gradient_of_lse_with_its_reason(pretend_cudnn):
     qkv = attention_arrays(T=16, N=4, K=2, H=64, dtype="bfloat16")
 
     def on_gpu(weight):
-        def total(*qkv):
-            out, lse = flash_attention(*qkv, SINKS, return_lse=True, backend="xla")
+        def total(q, k, v):
+            out, lse = flash_attention(q, k, v, SINKS, return_lse=True, backend="xla")
             return out.astype(jnp.float32).sum() + (weight * lse.sum() if weight else 0)
 
         return jaxllm.explain(jax.grad(total), *qkv).calls
