@@ -126,10 +126,7 @@ def unsupported(unpacked: Callable) -> Callable:
 
 
 def unsupported_with_bias(packed: Callable) -> Callable:
-    """``self_attention_backward_unsupported`` by a ``flash_attention_packed_backward_unsupported``.
-
-    Likewise ``self_attention_backward_slower``.
-    """
+    """``self_attention_backward_unsupported`` by that of ``flash_attention_packed_backward``."""
 
     def summed(qkv, out, lse, dout, delta, row_sums, *rest, **options) -> str | None:
         """Why the kernels cannot serve a call; None if they can."""
