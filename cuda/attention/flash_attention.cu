@@ -134,6 +134,7 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
   const FlashShape& shape = call.shape;
   if (shape.batch == 0) return compute_bias_gradient(stream, call);
   if (!is_served(shape, call.options)) return cudaErrorInvalidValue;
+  if (call.dlse != nullptr && call.options.bias.gradient != nullptr) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(compute_segment_ranges(stream, shape, call.options));
   JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, /*with_queries=*/true));
   FlashBackward<T> unrotated = call;  // what the kernels compute

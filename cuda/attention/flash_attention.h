@@ -142,7 +142,8 @@ struct FlashBackward {
   FlashOptions options;
   HeadRows<const T> q = {}, k = {}, v = {}, out = {}, dout = {};
   const float* lse = nullptr;
-  float* delta = nullptr;  // a workspace like lse
+  float* delta = nullptr;       // a workspace like lse
+  const float* dlse = nullptr;  // the gradient of lse, or null; not with a bias
   HeadRows<T> dq = {}, dk = {}, dv = {};
 };
 

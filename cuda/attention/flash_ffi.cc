@@ -87,6 +87,7 @@ struct FlashCall {
   Qkv qkv;
   FlashShape shape;
   FlashOptions options;
+  const float* dlse = nullptr;  // of the backward
 };
 
 // What differs between the directions: the floats of the scratch, and whether there are gradients.
@@ -98,15 +99,16 @@ constexpr FlashDirection kForward{flash_forward_scratch, false};
 constexpr FlashDirection kBackward{flash_backward_scratch, true};
 
 // Reads the options of a call. `extras` are the tables of cosines and sines, if the attribute
-// `rope` is true, then the segments of the queries and keys, if there are segments. With the
-// attribute `hopper` the scratch has direction.scratch_size(shape) floats.
+// `rope` is true, then the segments of the queries and keys, if there are segments, then the
+// gradient of lse, if there is an attribute `dlse`. With the attribute `hopper` the scratch has
+// direction.scratch_size(shape) floats.
 ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
                                       ffi::Dictionary attributes, FlashWorkspaces workspaces,
                                       FlashDirection direction) {
   const auto found_shape =
       qkv.is_packed ? packed_shape_of(qkv.q, attributes) : flash_shape_of(qkv.q, qkv.k, qkv.v);
   if (found_shape.has_error()) return ffi::Unexpected(found_shape.error());
-  FlashCall call{qkv, *found_shape, {}};
+  FlashCall call{qkv, *found_shape, {}, nullptr};
   const FlashShape& shape = call.shape;
   FlashOptions& options = call.options;
   const auto scale = attributes.get<float>("scale"), softcap = attributes.get<float>("softcap");
@@ -126,8 +128,9 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   if (*by_parts && !*rope) return ffi::Unexpected(invalid("by_parts", "is for calls that rotate"));
   options.softcap = *softcap;
   const size_t tables = *rope ? 2 : 0;
-  const bool segments = extras.size() == tables + 2;
-  if (extras.size() != tables && !segments) {
+  const size_t of_lse = direction.has_gradients && attributes.contains("dlse") ? 1 : 0;
+  const bool segments = extras.size() == tables + 2 + of_lse;
+  if (extras.size() != tables + of_lse && !segments) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("there are too few or too many arrays"));
   }
   const int64_t ranges = shape.batch * flash_segment_ranges(shape.queries, shape.keys);
@@ -145,6 +148,13 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
     const auto found = rope_of(shape, extras, *interleaved, *by_parts, workspaces.rotated);
     if (found.has_error()) return ffi::Unexpected(found.error());
     options.rope = *found;
+  }
+  if (of_lse != 0) {
+    const auto dlse = extras.get<Buffer>(extras.size() - 1);
+    if (!dlse) return ffi::Unexpected(invalid("dlse", "is no array"));
+    const ffi::Error of_dlse = check_buffers({{"dlse", *dlse, ffi::F32, query_rows(shape)}});
+    if (of_dlse.failure()) return ffi::Unexpected(of_dlse);
+    call.dlse = data<float>(*dlse);
   }
   if (!segments) return call;
   const auto of_queries = extras.get<Buffer>(tables), of_keys = extras.get<Buffer>(tables + 1);
@@ -210,7 +220,7 @@ ffi::Error launch_backward(cudaStream_t stream, const ffi::ErrorOr<FlashCall>& f
     set_heads(shape, gradients, call.dq, call.dk, call.dv);
     call.out = {data<T>(out), shape.heads * shape.width};
     call.dout = {data<T>(dout), shape.heads * shape.width};
-    call.lse = data<float>(lse), call.delta = data<float>(delta);
+    call.lse = data<float>(lse), call.delta = data<float>(delta), call.dlse = found->dlse;
     return check_and_launch({{"out", out, dtype_of<T>(), query_elements(shape)},
                              {"lse", lse, ffi::F32, query_rows(shape)},
                              {"dout", dout, dtype_of<T>(), query_elements(shape)},
@@ -298,6 +308,7 @@ ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out
   auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
                             {segment_ranges, rotated, scratch}, kBackward);
   if (call.has_error()) return call.error();
+  if (call->dlse != nullptr) return invalid("dlse", "is not for self-attention");
   const auto bias = bias_of(qkv, call->shape, *attributes.get<bool>("hopper"), dbias, partial);
   if (bias.has_error()) return bias.error();
   call->options.bias = *bias;

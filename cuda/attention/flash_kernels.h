@@ -10,7 +10,8 @@ namespace jaxllm::attention {
 cudaError_t compute_segment_ranges(cudaStream_t stream, const FlashShape& shape,
                                    const FlashOptions& options);
 
-// delta = rowsum(dout * out), of each head of each query.
+// delta = rowsum(dout * out) - dlse, of each head of each query: the kernels compute the gradient
+// of the scores as p * (dp - delta).
 template <typename T>
 cudaError_t compute_delta(cudaStream_t stream, const FlashBackward<T>& call);
 

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kVector, typename T>
 __global__ void __launch_bounds__(kThreads)
     delta_kernel(HeadRows<const T> out, HeadRows<const T> dout, int64_t rows, int heads,
-                 int queries, int width, float* delta) {
+                 int queries, int width, const float* dlse, float* delta) {
   constexpr int kLanes = 8;
   const int lane = threadIdx.x % kLanes;
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes);
@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     sum_over_lanes<kLanes>(sum);
     if (lane == 0 && index < count) {
-      delta[(row / queries * heads + head) * queries + row % queries] = sum[0];
+      const int64_t at = (row / queries * heads + head) * queries + row % queries;
+      delta[at] = dlse == nullptr ? sum[0] : sum[0] - dlse[at];
     }
   }
 }
@@ -101,7 +102,7 @@ cudaError_t compute_delta(cudaStream_t stream, const FlashBackward<T>& call) {
   const auto launch = [&](auto kernel) {
     return launch_kernel(stream, kernel, {dim3(static_cast<unsigned>(ctas)), kThreads}, call.out,
                          call.dout, rows, static_cast<int>(shape.heads),
-                         static_cast<int>(shape.queries), static_cast<int>(shape.width),
+                         static_cast<int>(shape.queries), static_cast<int>(shape.width), call.dlse,
                          call.delta);
   };
   return aligned ? launch(delta_kernel<kVector, T>) : launch(delta_kernel<1, T>);

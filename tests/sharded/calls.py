@@ -171,6 +171,18 @@ def _attention_packed(arrays, backend, heads=10, kv_heads=1):
     return ops.flash_attention_packed(qkv, heads, kv_heads, **options, backend=backend)
 
 
+def _attention_with_sinks(arrays, backend):
+    q, k, v, sinks, segments = arrays.values()
+    options = {"causal": True, "segment_ids": segments, "return_lse": True, "backend": backend}
+    return ops.flash_attention(q, k, v, sinks, **options)
+
+
+def _attention_packed_with_sinks(arrays, backend):
+    qkv, sinks = arrays.values()
+    options = {"causal": True, "sinks": sinks, "return_lse": True, "backend": backend}
+    return ops.flash_attention_packed(qkv, 16, 8, **options)
+
+
 def _self_attention(arrays, backend, heads=2):
     x, weight, bias, segments = arrays.values()
     options = {"causal": True, "segment_ids": segments}
@@ -315,6 +327,11 @@ CALLS = [
         name="all_options",
         is_large=True,
     ),
+    Call(
+        "flash_attention", _attention_with_sinks, {**_QKV, "sinks": "3N", "segments": "B T"},
+        "T B N", kinds={"segments": integers(3)}, context=("B T N H", "B T"), name="sinks",
+        is_large=True,
+    ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
         "flash_attention", _of("flash_attention", causal=True),
@@ -339,6 +356,11 @@ CALLS = [
             ("by_parts", "E", 8, None),
             ("grouped_by_parts", "C", 16, ("qkv", "H")),
         )
+    ),
+    Call(
+        "flash_attention_packed", _attention_packed_with_sinks,
+        {"qkv": "B T C N 2H", "sinks": "2N"}, "B T N", context=("B T N 2H",), name="sinks",
+        is_large=True,
     ),
     Call(
         "flash_attention_float8",

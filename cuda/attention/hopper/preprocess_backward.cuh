@@ -40,14 +40,16 @@ __device__ __forceinline__ void zero_semaphores(const BackwardParams& params, in
   if (index == 0) *params.tile_counter = 0;
 }
 
-// Writes lse and delta = rowsum(dout * out), zero semaphores, and zeros of dq where no key is seen.
+// Writes lse and delta = rowsum(dout * out) - dlse, where dlse is null or the gradient of lse, zero
+// semaphores, and zeros of dq where no key is seen.
 // A group of threads takes a row, a pack each, and a CTA consecutive queries of one head. With a
 // bias they are a whole tile, of which the CTA also writes the column sums of dout.
 template <typename T, class Traits, bool kSegments, bool kBias>
 __global__ void __launch_bounds__(kRowThreads)
     flash_attention_backward_hopper_preprocess_kernel(const __grid_constant__ BackwardParams params,
                                                       HeadRows<const T> out, HeadRows<const T> dout,
-                                                      const float* lse, HeadRows<T> dq) {
+                                                      const float* lse, const float* dlse,
+                                                      HeadRows<T> dq) {
   constexpr int kGroup = Traits::kHeadDim / kPackSize<T>, kRows = kRowThreads / kGroup;
   constexpr int kPasses = kBias ? Traits::kBlockM / kRows : 1;
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
@@ -65,7 +67,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int64_t column = head * Traits::kHeadDim + threadIdx.x % kGroup * kPackSize<T>;
   const int first_query = blockIdx.x * kPasses * kRows + threadIdx.x / kGroup;
   Pack<T> outs[kPasses] = {}, douts[kPasses] = {};
-  float lses[kPasses];
+  float lses[kPasses], dlses[kPasses] = {};
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int query = first_query + pass * kRows;
@@ -75,6 +77,7 @@ __global__ void __launch_bounds__(kRowThreads)
       outs[pass] = load<kPackSize<T>>(out.data + token * out.row_stride + column);
       douts[pass] = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
       lses[pass] = lse[row * queries + query];
+      if (!kBias && dlse != nullptr) dlses[pass] = dlse[row * queries + query];
     }
   }
 
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int lane = kGroup / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
     if (threadIdx.x % kGroup == 0 && query < padded_queries) {
       params.lse[row * padded_queries + query] = scaled_lse(lses[pass]);
-      params.delta[row * padded_queries + query] = sum;
+      params.delta[row * padded_queries + query] = sum - dlses[pass];
     }
     if (query < queries &&
         visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() == 0) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, xla
+from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, with_lse, xla
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import (
+    as_bool,
     as_float,
     as_integer,
     check_floating,
@@ -44,10 +45,31 @@ FLASH_ATTENTION_FLOAT8 = Op(
 )
 
 
+@overload
+def flash_attention(
+    q: Array, k: Array, v: Array, sinks: Array | None = None, *,
+    causal: bool = False, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
+    rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
+    return_lse: Literal[False] = False, backend: Backend | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def flash_attention(
+    q: Array, k: Array, v: Array, sinks: Array | None = None, *,
+    causal: bool = False, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
+    rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
+    return_lse: Literal[True], backend: Backend | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
 def flash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
+    sinks: Float[Array, " N"] | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -58,8 +80,9 @@ def flash_attention(
     | None = None,
     rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
     interleaved: bool = False,
+    return_lse: bool = False,
     backend: Backend | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     r"""Scaled dot-product attention, of any number of query heads to a key head.
 
     .. math::
@@ -72,10 +95,23 @@ def flash_attention(
     stands at the last key: query t stands at position ``p = t + S - T``. All of the conditions
     that are asked for must hold. A query that sees no key gives zeros, and has no gradient.
 
+    ``lse`` is the logarithm of the sum of the exponentials of each query's scores: with the scale
+    and the softcap, over the keys that it sees, and -inf if there are none. Attention over two
+    parts of the keys merges to attention over all of them, gradients included: with
+    ``lse = jnp.logaddexp(lse_1, lse_2)`` it is the sum of ``jnp.exp(lse_i - lse) * out_i``. A query
+    without a key in either part has to be left out: the difference is no number.
+
+    A sink is one more score, of a head and without a key: its exponential joins the denominator of
+    each query's softmax, so that the weights of the keys add up to less than one.
+
     Args:
         q: The queries; float32, bfloat16 or float16 for the kernels.
         k: The keys, in the dtype of ``q``; K divides N.
         v: The values, in the shape and dtype of ``k``.
+        sinks: The sink of each query head, float32 or in the dtype of ``q``; neither ``scale`` nor
+            ``softcap`` changes it. Whatever the kernel it costs one elementwise pass over the
+            output, which rounds it once more, and a read of the output and its gradient in the
+            backward.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
@@ -87,19 +123,24 @@ def flash_attention(
             sines that :func:`jaxllm.ops.rope_table` makes, (T, R) or (B, T, R), float32 for the
             kernels. T must equal S. They are constants: their gradients are zero.
         interleaved: Whether the columns that rotate as a pair are neighbours.
+        return_lse: Whether to return ``lse`` too. Both results may be differentiated; cuDNN cannot
+            serve the gradient of ``lse``.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
-        What each query read, in the shape and dtype of ``q``.
+        What each query read, in the shape and dtype of ``q``; with ``return_lse`` the pair of that
+        and ``lse``, (B, N, T) in float32 (float64 of float64 arrays), which includes the sinks.
 
     Raises:
-        TypeError: An array is of the wrong kind, or ``k`` or ``v`` differs from ``q`` in dtype.
+        TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or
+            ``sinks`` is neither float32 nor in the dtype of ``q``.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
             or ``softcap`` not above 0, ``rope_table`` comes with T other than S, or the backend is
             unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);
+    Xiao et al., "Attention sinks" (arXiv:2309.17453), learned as in gpt-oss (arXiv:2508.10925);
     llm.c's ``attention_forward`` and ``attention_backward``.
 
     Example:
@@ -109,8 +150,35 @@ def flash_attention(
     _check_arrays(q, k, v)
     arrays = (q, k, v, check_segment_ids(q, k, segment_ids), check_rope_table(q, k, rope_table))
     options = _options(causal, scale, window, softcap, q.shape[-1], interleaved)
-    attend = _flash_attention_of_one if 1 in (q.shape[1], k.shape[1]) else _flash_attention
-    return attend(*arrays, backend=resolve(backend), options=options)
+    return_lse = as_bool("return_lse", return_lse)
+    sinks = _check_sinks(sinks, q.shape[2], q.dtype)
+    is_one = 1 in (q.shape[1], k.shape[1])
+    if sinks is None and not return_lse:
+        attend = _flash_attention_of_one if is_one else _flash_attention
+        return attend(*arrays, backend=resolve(backend), options=options)
+    attend = _flash_attention_of_one_with_lse if is_one else _flash_attention_with_lse
+    results = attend(*arrays, sinks, backend=resolve(backend), options=options)
+    return results if return_lse else results[0]
+
+
+@overload
+def flash_attention_packed(
+    qkv: Array, heads: int, kv_heads: int | None = None, *,
+    causal: bool = False, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, segment_ids: Array | None = None,
+    rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
+    sinks: Array | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def flash_attention_packed(
+    qkv: Array, heads: int, kv_heads: int | None = None, *,
+    causal: bool = False, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, segment_ids: Array | None = None,
+    rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
+    sinks: Array | None = None, return_lse: Literal[True], backend: Backend | None = None,
+) -> tuple[Array, Array]: ...  # fmt: skip
 
 
 def flash_attention_packed(
@@ -125,8 +193,10 @@ def flash_attention_packed(
     segment_ids: Integer[Array, "B T"] | None = None,
     rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
     interleaved: bool = False,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     backend: Backend | None = None,
-) -> Float[Array, "B T N*H"]:
+) -> Float[Array, "B T N*H"] | tuple[Float[Array, "B T N*H"], Float[Array, "B N T"]]:
     """:func:`flash_attention` of one projection that holds queries, keys and values.
 
     The CUDA kernels read the three where they stand, and write their gradients into one array: no
@@ -147,10 +217,13 @@ def flash_attention_packed(
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys first.
         interleaved: Whether the columns that rotate as a pair are neighbours.
+        sinks: As in :func:`flash_attention`, in the order of the heads of the output.
+        return_lse: As in :func:`flash_attention`.
         backend: As in :func:`flash_attention`.
 
     Returns:
-        What each query read, head after head, in the dtype of ``qkv``.
+        What each query read, head after head, in the dtype of ``qkv``; with ``return_lse`` the pair
+        of that and ``lse``, (B, N, T) in float32.
 
     Raises:
         TypeError: An array is of the wrong kind.
@@ -171,8 +244,15 @@ def flash_attention_packed(
     H = head_width(qkv, options)
     q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, H), qkv.dtype)
     arrays = (qkv, segments, check_rope_table(q, q, rope_table))
-    attend = _flash_attention_by_parts if is_by_parts(qkv) else _flash_attention_packed
-    return attend(*arrays, backend=resolve(backend), options=options)
+    return_lse = as_bool("return_lse", return_lse)
+    sinks = _check_sinks(sinks, options.heads, qkv.dtype)
+    by_parts = is_by_parts(qkv)
+    if sinks is None and not return_lse:
+        attend = _flash_attention_by_parts if by_parts else _flash_attention_packed
+        return attend(*arrays, backend=resolve(backend), options=options)
+    attend = _flash_attention_by_parts_with_lse if by_parts else _flash_attention_packed_with_lse
+    results = attend(*arrays, sinks, backend=resolve(backend), options=options)
+    return results if return_lse else results[0]
 
 
 def flash_attention_float8(
@@ -259,6 +339,16 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
         )
     check_same_dtype("k", k, "q", q)
     check_same_dtype("v", v, "q", q)
+
+
+def _check_sinks(sinks: Array | None, heads: int, dtype: Any) -> Array | None:
+    if sinks is None:
+        return None
+    check_floating(sinks=sinks)
+    check_shape("sinks", sinks, (heads,), "the query heads")
+    if sinks.dtype not in (jnp.float32, dtype):
+        raise TypeError(f"sinks has dtype {sinks.dtype}; it must be float32 or {dtype}, as q is")
+    return sinks
 
 
 def check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
@@ -495,5 +585,24 @@ _flash_attention_packed, _flash_attention_by_parts = (
     for dims, sharded in (
         ("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B T"),
         ("B T _ N _, [B T | B T], [B T R | B T R] -> B T N; B N T", "B T N"),
+    )
+)
+_flash_attention_with_lse, _flash_attention_of_one_with_lse = (
+    with_lse.make_rule(
+        FLASH_ATTENTION,
+        FLASH_ATTENTION,
+        sharding=ShardingRule(
+            "B T N H, B T N H, B T N H, [B T | B T], [B T R | B T R], N -> B T N H, B N T", sharded
+        ),
+    )
+    for sharded in ("B T N", "B N")
+)
+_flash_attention_packed_with_lse, _flash_attention_by_parts_with_lse = (
+    with_lse.make_rule(
+        FLASH_ATTENTION_PACKED, FLASH_ATTENTION, sharding=ShardingRule(dims, sharded)
+    )
+    for dims, sharded in (
+        ("B T P, [B T | B T], [B T R | B T R], _ -> B T E, B N T", "B T"),
+        ("B T _ N _, [B T | B T], [B T R | B T R], N -> B T N, B N T", "B T N"),
     )
 )

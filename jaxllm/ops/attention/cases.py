@@ -20,6 +20,7 @@ def _attention(
     keys: int | None = None,
     kv_heads: int | None = None,
     std: float = 1.0,
+    sinks: bool = False,
     large: bool = False,
     timed_only: bool = False,
     **static: Any,
@@ -29,10 +30,13 @@ def _attention(
     of_q, of_kv = batch * length * heads * width, batch * keys * kv_heads * width
     # Two matmuls of (T, H) and (S, H) forward, five backward; a causal mask leaves half of them.
     matmul = 2 * of_q * keys // (2 if static.get("causal") else 1)
+    inputs = {"q": Normal(q, std=std), "k": Normal(kv), "v": Normal(kv)}
+    if sinks:
+        inputs["sinks"] = Normal((heads,), dtype="float32")
     return Case(
         "flash_attention",
         name,
-        {"q": Normal(q, std=std), "k": Normal(kv), "v": Normal(kv)},
+        inputs,
         static,
         # Forward: q, k, v in, out out. Backward: those and dout in, dq, dk, dv out.
         forward_elements=2 * (of_q + of_kv),
@@ -274,6 +278,38 @@ CASES = (
     _attention("rope_128", 1, 70, 2, 128, kv_heads=1, causal=True, rope_table=_angles(70, 64)),
     # A table for each sequence, of pairs that are neighbours and fewer than fill a head.
     _attention("rope_odd", 2, 9, 2, 13, window=5, rope_table=_angles(2, 9, 5), interleaved=True),
+    # With all optional arrays of the backward's handler.
+    _attention(
+        "lse",
+        2,
+        40,
+        4,
+        64,
+        kv_heads=2,
+        causal=True,
+        segment_ids=_packed(2, 13, 27),
+        rope_table=_angles(40, 32),
+        return_lse=True,
+    ),
+    _attention(
+        "lse_128", 1, 70, 2, 128, keys=90, kv_heads=1, causal=True, window=30, return_lse=True
+    ),
+    # Some queries have a segment that no key has.
+    _attention(
+        "sinks",
+        2,
+        21,
+        4,
+        8,
+        keys=40,
+        kv_heads=2,
+        sinks=True,
+        window=9,
+        softcap=4.0,
+        segment_ids=(_scattered(2, 21, 5, seed=0), _scattered(2, 40, 4, seed=1)),
+        return_lse=True,
+    ),
+    _attention("sinks_64", 1, 131, 2, 64, kv_heads=1, sinks=True, causal=True),
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),
@@ -343,6 +379,19 @@ CASES = (
             interleaved=True,
         )
         for name, by_parts in (("all_options", False), ("by_parts_all_options", True))
+    ),
+    _projection(
+        "lse",
+        2,
+        40,
+        4,
+        64,
+        kv_heads=2,
+        by_parts=True,
+        causal=True,
+        segment_ids=_packed(2, 13, 27),
+        rope_table=_angles(40, 32),
+        return_lse=True,
     ),
     _projection("wide_heads", 1, 20, 2, 192, kv_heads=1, rope_table=_angles(20, 96)),
     _projection(

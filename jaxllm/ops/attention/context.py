@@ -161,6 +161,7 @@ def backward(
     dout: Array,
     segments: Pair,
     table: Pair,
+    dlse: Array | None = None,
     *,
     interleaved: bool,
     **options: Any,
@@ -179,6 +180,7 @@ def backward(
         dout: The gradient of ``out``.
         segments: The segments.
         table: The cosines and sines.
+        dlse: The gradient of ``lse``; None where it has none.
         interleaved: How columns rotate.
         **options: The other options.
 
@@ -190,7 +192,7 @@ def backward(
     q, k = _rotate(Direction.FORWARD, backend, q, k, table, interleaved)
     pieces, options = _plan(shard, q, k, **options)
     of_queries, of_keys = segments or (None, None)
-    chunks = _send(shard, pieces, (q, out, lse, dout, of_queries))
+    chunks = _send(shard, pieces, (q, out, lse, dout, dlse, of_queries))
     keys = _gather(shard, (k, v, of_keys))
 
     def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Array, Array, Array]:
@@ -199,8 +201,9 @@ def backward(
             return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
         k, v, of_keys = _cut(keys, piece.keys)
         # Queries, statistics and gradients of what is appended are zero, and add nothing.
-        longer, *given, of_queries = _append(piece.beyond, chunk)
-        arrays = (longer, k, v, *given, _pair(of_queries, of_keys), None)
+        longer, *given, dlse, of_queries = _append(piece.beyond, chunk)
+        more = () if dlse is None else (dlse,)
+        arrays = (longer, k, v, *given, _pair(of_queries, of_keys), None, *more)
         dq, dk, dv = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
         ends = ((0, 0), (piece.keys.start, keys[0].shape[1] - piece.keys.stop), (0, 0), (0, 0))
         return dq[:, : q.shape[1]], jnp.pad(dk, ends), jnp.pad(dv, ends)

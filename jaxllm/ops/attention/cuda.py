@@ -28,9 +28,11 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
     return _unsupported(q, k, rest[-1]) or _shared_memory_reason(q, "forward")
 
 
-def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **_) -> str | None:
+def flash_attention_backward_unsupported(
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **_
+) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rest[-1]) or _shared_memory_reason(q, "backward")
+    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward")
 
 
 def _unsupported(q, k, rope_table) -> str | None:
@@ -66,7 +68,9 @@ flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsuppo
 flash_attention_packed_backward_unsupported = packing.unsupported(
     flash_attention_backward_unsupported
 )
-self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
+self_attention_backward_unsupported = packing.unsupported_with_bias(
+    flash_attention_packed_backward_unsupported
+)
 
 
 def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
@@ -133,7 +137,7 @@ def flash_attention_forward(
     q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
 ):
     """Returns ``(out, lse)``."""
-    extras = (*(rope_table or ()), *(segment_ids or ()))
+    extras = _extras(segment_ids, rope_table)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
@@ -141,14 +145,15 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
     *, causal, scale, window, softcap, interleaved=False,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``."""
-    arrays = (q, k, v, out, lse, dout, *(rope_table or ()), *(segment_ids or ()))
+    """Returns ``(dq, dk, dv)``; ``dlse`` is the gradient of ``lse``, None where it has none."""
+    arrays = (q, k, v, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k, softcap))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options |= _dlse_option(dlse)
     return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
 
 
@@ -169,17 +174,19 @@ def flash_attention_packed_forward(
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
-    extras = (*(rope_table or ()), *(segment_ids or ()))
+    extras = _extras(segment_ids, rope_table)
     qkv = lax.collapse(qkv, 2)
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
 
 
-def flash_attention_packed_backward(qkv, out, lse, dout, *extras, **options):
-    """Returns ``dqkv``."""
-    if _has_apart(qkv) and extras[-1] is None:
-        return _split_backward(qkv, out, lse, dout, *extras, **options)
-    arrays = (qkv, out, lse, dout)
-    return _packed_backward("flash_attention_packed_backward", (), arrays, *extras, **options)[0]
+def flash_attention_packed_backward(
+    qkv, out, lse, dout, segment_ids, rope_table, dlse=None, **options
+):
+    """Returns ``dqkv``; ``dlse`` is the gradient of ``lse``, None where it has none."""
+    arrays, more = (qkv, out, lse, dout), (segment_ids, rope_table, dlse)
+    if _has_apart(qkv) and rope_table is None:
+        return _split_backward(*arrays, *more, **options)
+    return _packed_backward("flash_attention_packed_backward", (), arrays, *more, **options)[0]
 
 
 def self_attention_backward(
@@ -245,7 +252,7 @@ def repeat_kv_backward(dout, *, groups):
 
 
 def _packed_backward(
-    stem, more, arrays, segment_ids, rope_table,
+    stem, more, arrays, segment_ids, rope_table, dlse=None,
     *, heads, kv_heads, causal, scale, window, softcap, interleaved,
 ):  # fmt: skip
     """Returns ``dqkv``, workspaces, and ``more`` results."""
@@ -253,9 +260,10 @@ def _packed_backward(
     q, k = _unpacked(qkv, heads, kv_heads)
     by_parts = _has_apart(qkv)
     workspaces = _workspaces(q, k, segment_ids, rope_table, has_gradients=by_parts)
-    extras = (*(rope_table or ()), *(segment_ids or ()))
+    extras = _extras(segment_ids, rope_table, dlse)
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
+    options |= _dlse_option(dlse)
     flat = lax.collapse(qkv, 2)
     scratch = _backward_scratch(q, k, softcap)
     results = (_like(flat), _query_statistic(q), *workspaces, scratch, *more)
@@ -280,6 +288,16 @@ def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -
         "interleaved": interleaved,
         "by_parts": False,
     }
+
+
+def _extras(segment_ids, rope_table, dlse=None) -> tuple:
+    """The arrays of a call that it may lack, in the order of the handlers."""
+    return (*(rope_table or ()), *(segment_ids or ()), *(() if dlse is None else (dlse,)))
+
+
+def _dlse_option(dlse) -> dict[str, Any]:
+    """The attribute that says that the last array is the gradient of lse; no other call has it."""
+    return {} if dlse is None else {"dlse": True}
 
 
 def _unpacked(qkv: jax.Array, heads: int, kv_heads: int) -> tuple:

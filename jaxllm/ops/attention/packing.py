@@ -77,11 +77,11 @@ def forward(unpacked: Callable) -> Callable:
 def backward(unpacked: Callable) -> Callable:
     """``flash_attention_packed_backward`` by a ``flash_attention_backward``."""
 
-    def packed(qkv, out, lse, dout, segment_ids, rope_table, *, heads, kv_heads, **options):
+    def packed(qkv, out, lse, dout, *rest, heads, kv_heads, **options):
         """Returns ``dqkv``."""
         q, k, v = split(qkv, heads, kv_heads)
         out, dout = out.reshape(q.shape), dout.reshape(q.shape)
-        gradients = unpacked(q, k, v, out, lse, dout, segment_ids, rope_table, **options)
+        gradients = unpacked(q, k, v, out, lse, dout, *rest, **options)
         return join(*gradients, by_parts=is_by_parts(qkv))
 
     return packed
@@ -114,8 +114,7 @@ def backward_with_bias(packed: Callable) -> Callable:
 def unsupported(unpacked: Callable) -> Callable:
     """``flash_attention_packed_unsupported`` by a ``flash_attention_unsupported``.
 
-    Likewise the predicates of the other ops that have a projection, in either direction: theirs are
-    the arrays behind it.
+    Likewise that of its backward: theirs are the arrays behind the projection.
     """
 
     def packed(qkv, *rest, heads, kv_heads, **options) -> str | None:
@@ -124,3 +123,14 @@ def unsupported(unpacked: Callable) -> Callable:
         return unpacked(q, k, v, *rest, **options)
 
     return packed
+
+
+def unsupported_with_bias(packed: Callable) -> Callable:
+    """``self_attention_backward_unsupported`` by that of ``flash_attention_packed_backward``."""
+
+    def summed(qkv, out, lse, dout, delta, row_sums, *rest, **options) -> str | None:
+        """Why the kernels cannot serve a call; None if they can."""
+        del delta, row_sums
+        return packed(qkv, out, lse, dout, *rest, **options)
+
+    return summed

@@ -60,9 +60,11 @@ def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
     return _unsupported(q, k, rest[-1])
 
 
-def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **_) -> str | None:
+def flash_attention_backward_unsupported(
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **_
+) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rest[-1])
+    return _unsupported(q, k, rope_table)
 
 
 def _unsupported(q, k, rope_table) -> str | None:
@@ -101,10 +103,10 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
     *, causal, scale, window, softcap, interleaved=False, interpret=False, tiles=None,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``; ``tiles`` stands in for those of the table."""
+    """Returns ``(dq, dk, dv)``; ``dlse`` may be None; ``tiles`` replaces the table's."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
@@ -114,6 +116,8 @@ def flash_attention_backward(
     problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
     tiles = tiles or problem.tiles(q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
     arrays = (
         _flat(q), _flat(k), _flat(v), _flat(dout), lse.reshape(B, N * T), delta.reshape(B, N * T),
     )  # fmt: skip
@@ -147,7 +151,9 @@ flash_attention_packed_backward_unsupported = packing.unsupported(
 )
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
-self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
+self_attention_backward_unsupported = packing.unsupported_with_bias(
+    flash_attention_packed_backward_unsupported
+)
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
 
 

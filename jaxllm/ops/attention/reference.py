@@ -16,6 +16,17 @@ so that, with :math:`dp = dout\,v^T` and the softmax's own rule
 A key head that serves several query heads gets the sum of their gradients. A query that sees no
 key has :math:`out = 0` and :math:`lse = -\infty`, and no gradient.
 
+Where :math:`lse` is a result too and has a gradient, :math:`\partial lse / \partial s = p` adds
+:math:`p\,dlse` to :math:`ds`: the backward takes :math:`\delta - dlse` for :math:`\delta`.
+
+A sink is a score :math:`z` of a head, and no key: it joins the denominator of each query's softmax,
+
+.. math::
+    lse = \log\left( e^z + \sum_{s \in M_t} e^{s_{ts}} \right) \qquad
+    dz = \sum_t e^{z - lse_t}\,(dlse_t - \delta_t)
+
+and all that is said above holds with this :math:`lse`.
+
 The scores are held in memory, (B, N, T, S) in float32 (float64 for float64 inputs), so
 memory grows with T S. The precision of float32 matmuls is JAX's ``jax_default_matmul_precision``.
 
@@ -75,7 +86,10 @@ def _normalize(scores: Array) -> tuple[Array, Array]:
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.exp(scores - largest[..., None])
     total = weights.sum(axis=-1)
-    return weights / jnp.where(total == 0, 1, total)[..., None], largest + jnp.log(total)
+    # Of no keys the logarithm would be -inf too, and its derivative no number.
+    some = jnp.where(total == 0, 1, total)
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(some))
+    return weights / some[..., None], lse
 
 
 def _mask(T: int, S: int, causal: bool, window: int | None, segment_ids) -> Array:
@@ -97,6 +111,7 @@ def flash_attention(
     q,
     k,
     v,
+    sinks=None,
     *,
     causal=False,
     scale=None,
@@ -105,6 +120,7 @@ def flash_attention(
     segment_ids=None,
     rope_table=None,
     interleaved=False,
+    return_lse=False,
 ):
     """The reference implementation of ``flash_attention``, for JAX to differentiate."""
     if segment_ids is not None and not isinstance(segment_ids, tuple):
@@ -112,8 +128,16 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
     rope_table = lax.stop_gradient(rope_table)
+    dtype = q.dtype
+    if sinks is not None:
+        q, k, v = map(_wide, (q, k, v))
     arrays = (q, k, v, segment_ids, rope_table)
-    return flash_attention_forward(*arrays, **options, interleaved=interleaved)[0]
+    out, lse = flash_attention_forward(*arrays, **options, interleaved=interleaved)
+    if sinks is not None:
+        total = jnp.logaddexp(lse, _wide(sinks)[:, None])
+        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
+        out, lse = (out * share.swapaxes(1, 2)[..., None]).astype(dtype), total
+    return (out, lse) if return_lse else out
 
 
 def flash_attention_forward(
@@ -135,10 +159,10 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
     *, causal, scale, window, softcap, interleaved=False,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``."""
+    """Returns ``(dq, dk, dv)``; ``dlse`` is the gradient of ``lse``, None where it has none."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     B, T, N, _ = q.shape
@@ -149,6 +173,8 @@ def flash_attention_backward(
     # The mask comes before exp: a row without keys has lse = -inf, and exp(inf) is no number.
     p = jnp.exp(jnp.where(mask, scores - lse.reshape(B, K, N // K, T, 1), -jnp.inf))
     delta = jnp.einsum("btkgh,btkgh->bkgt", _group(out, K), dout)
+    if dlse is not None:
+        delta = delta - dlse.reshape(delta.shape)
     dp = jnp.einsum("btkgh,bskh->bkgts", dout, _wide(v))
     dscores = p * (dp - delta[..., None])
     if softcap is not None:
@@ -162,10 +188,11 @@ def flash_attention_backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def flash_attention_packed(qkv, *, heads, kv_heads=None, **options):
+def flash_attention_packed(qkv, *, heads, kv_heads=None, sinks=None, return_lse=False, **options):
     """The reference implementation of ``flash_attention_packed``, for JAX to differentiate."""
     q, k, v = packing.split(qkv, heads, kv_heads or heads)
-    return packing.rows(flash_attention(q, k, v, **options))
+    out, lse = flash_attention(q, k, v, sinks, **options, return_lse=True)
+    return (packing.rows(out), lse) if return_lse else packing.rows(out)
 
 
 flash_attention_packed_forward = packing.forward(flash_attention_forward)

@@ -54,9 +54,14 @@ def flash_attention_unsupported(
     return _no_cudnn()
 
 
-def flash_attention_backward_unsupported(q, k, v, out, lse, dout, *rest, **options) -> str | None:
-    """Why cuDNN cannot serve a backward; None if it can. It serves both directions alike."""
-    return flash_attention_unsupported(q, k, v, *rest, **options)
+def flash_attention_backward_unsupported(
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **options
+) -> str | None:
+    """Why cuDNN cannot serve a backward; None if it can."""
+    if dlse is not None:
+        # It computes rowsum(dout * out) by itself, and JAX has no operand to subtract dlse by.
+        return "lse has a gradient; cuDNN's attention takes that of the output alone"
+    return flash_attention_unsupported(q, k, v, segment_ids, rope_table, **options)
 
 
 def _no_cudnn() -> str | None:
@@ -84,7 +89,7 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
     *, causal, scale, window, softcap, interleaved=False,
 ):  # fmt: skip
     """Returns ``(dq, dk, dv)``."""
@@ -102,7 +107,9 @@ flash_attention_packed_backward_unsupported = packing.unsupported(
 )
 flash_attention_packed_forward = packing.forward(flash_attention_forward)
 flash_attention_packed_backward = packing.backward(flash_attention_backward)
-self_attention_backward_unsupported = flash_attention_packed_backward_unsupported
+self_attention_backward_unsupported = packing.unsupported_with_bias(
+    flash_attention_packed_backward_unsupported
+)
 self_attention_backward = packing.backward_with_bias(flash_attention_packed_backward)
 
 
