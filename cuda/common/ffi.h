@@ -162,6 +162,15 @@ inline int64_t count(const ffi::AnyBuffer& buffer) {
   return static_cast<int64_t>(buffer.element_count());
 }
 
+// How many matrices an array holds: jax.vmap gives every buffer of a call the same new leading
+// axes, and the call is one for each of them. Of at least two axes.
+inline int64_t count_matrices(const ffi::AnyBuffer& buffer) {
+  const auto sizes = buffer.dimensions();
+  int64_t matrices = 1;
+  for (size_t i = 0; i + 2 < sizes.size(); ++i) matrices *= sizes[i];
+  return matrices;
+}
+
 // "name has dtype int32; float32 is required", or success.
 inline ffi::Error check_dtype(const ffi::AnyBuffer& buffer, ffi::DataType dtype, const char* name) {
   if (buffer.element_type() == dtype) return ffi::Error::Success();

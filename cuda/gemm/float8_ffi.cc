@@ -21,8 +21,7 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
   if (of_scale_b.size() != axes - 1) return invalid("scale_b", "has not the axes of b less one");
   const int64_t rows = of_a[axes - 2], columns = of_b[axes - 2], depth = of_a[axes - 1];
   if (of_b[axes - 1] != depth) return invalid("b", "has not the depth of a");
-  int64_t calls = 1;
-  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_a[i];
+  const int64_t calls = count_matrices(a);
   const bool has_one_a = of_scale_a.back() == 1, has_one_b = of_scale_b.back() == 1;
   const int64_t scales_a = has_one_a ? 1 : rows, scales_b = has_one_b ? 1 : columns;
   const int64_t parts = amax ? (*amax)->dimensions().back() : 1;

@@ -24,9 +24,8 @@ struct GemmSizes {
     const auto dimensions = matrix.dimensions();
     const size_t axes = dimensions.size();
     if (axes < 2) return invalid(name, "is no matrix");
-    *this = {1, 0, dimensions[axes - 2], dimensions[axes - 1]};
+    *this = {count_matrices(matrix), 0, dimensions[axes - 2], dimensions[axes - 1]};
     if (transposed) std::swap(width, columns);
-    for (size_t i = 0; i + 2 < axes; ++i) calls *= dimensions[i];
     return ffi::Error::Success();
   }
 

@@ -20,8 +20,7 @@ ffi::Error MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer bias, Resu
   if (of_b[axes - (transpose_b ? 1 : 2)] != depth) {
     return invalid("b", "has not the depth of a");
   }
-  int64_t calls = 1;
-  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_a[i];
+  const int64_t calls = count_matrices(a);
   return dispatch_floating(a, "a", [&](auto type) {
     using T = typename decltype(type)::type;
     constexpr ffi::DataType dtype = dtype_of<T>();

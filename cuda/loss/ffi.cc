@@ -114,8 +114,7 @@ ffi::Error LmHeadSoftmaxImpl(cudaStream_t stream, Buffer hidden, Buffer weight, 
     return invalid("vocab_size", "is " + std::to_string(vocab_size) + "; weight has " +
                                      std::to_string(sizes.columns) + " columns");
   }
-  int64_t calls = 1;
-  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_hidden[i];
+  const int64_t calls = count_matrices(hidden);
   const int64_t rows = sizes.rows, tiles = LmHeadLoss::sum_tiles(sizes.columns);
   const ffi::Error error = check_buffers({
       {"hidden", hidden, ffi::BF16, calls * rows * sizes.width},

@@ -17,8 +17,7 @@ ffi::Error round_to_float8(cudaStream_t stream, const Buffer& x, const Buffer& s
   if (axes < 2) return invalid("x", "is no matrix");
   if (of_scale.size() != axes - 1) return invalid("scale", "has not the axes of x less one");
   const int64_t rows = of_x[axes - 2], columns = of_x[axes - 1];
-  int64_t calls = 1;
-  for (size_t i = 0; i + 2 < axes; ++i) calls *= of_x[i];
+  const int64_t calls = count_matrices(x);
   const bool has_one_scale = of_scale.back() == 1 || (values && transposed);
   const int64_t scales = has_one_scale ? 1 : values ? rows : columns;
   const Buffer& first = values ? **values : **transposed;
@@ -65,7 +64,7 @@ ffi::Error Float8RoundBothImpl(cudaStream_t stream, Buffer x, Buffer scale, Resu
 
 // The sizes of a call of SwiGLU, from gate_up of (..., rows, 2 width).
 struct SwigluSizes {
-  int64_t calls = 1, rows, width;
+  int64_t calls, rows, width;
 
   ffi::Error read(const Buffer& gate_up) {
     const auto of_x = gate_up.dimensions();
@@ -73,7 +72,7 @@ struct SwigluSizes {
     if (of_x.back() % 2 != 0) return invalid("gate_up", "has no even number of columns");
     rows = of_x[of_x.size() - 2];
     width = of_x.back() / 2;
-    for (size_t i = 0; i + 2 < of_x.size(); ++i) calls *= of_x[i];
+    calls = count_matrices(gate_up);
     return ffi::Error::Success();
   }
 };

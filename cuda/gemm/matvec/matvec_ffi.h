@@ -22,8 +22,7 @@ ffi::Error run_matvec(cudaStream_t stream, const ffi::AnyBuffer& weight, const f
     return invalid(name, "has not the axes and the width of x");
   }
   const int64_t rows = x_axes[axes - 2], width = x_axes.back(), size = weight_axes[axes - 2];
-  int64_t calls = 1;
-  for (size_t i = 0; i + 2 < axes; ++i) calls *= x_axes[i];
+  const int64_t calls = count_matrices(x);
   return dispatch_floating(x, "x", [&](auto type) {
     using T = typename decltype(type)::type;
     using M = std::conditional_t<std::is_void_v<W>, T, W>;
