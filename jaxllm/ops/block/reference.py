@@ -31,7 +31,8 @@ def attention_block(
         kv_heads = kv_heads or heads
         parts = qkv.reshape(*qkv.shape[:2], heads // kv_heads + 2, kv_heads, -1)
         q, k, v = jnp.split(parts, (heads // kv_heads, heads // kv_heads + 1), axis=2)
-        q, k = (rms_norm(a, weights[b]["scale"], eps=eps) for a, b in ((q, "q_norm"), (k, "k_norm")))
+        q = rms_norm(q, weights["q_norm"]["scale"], eps=eps)
+        k = rms_norm(k, weights["k_norm"]["scale"], eps=eps)
         qkv = jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
     out = flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
     return _add(x, out, weights["out"])
