@@ -1,6 +1,7 @@
 """Both models' training steps on eight devices: the results of one device, and what moves."""
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -23,6 +24,9 @@ MODELS = {
     "gpt2": (gpt2, gpt2.GPT2Config(**SIZES)),
     "llama3": (llama3, llama3.Llama3Config(**SIZES, kv_heads=2, mlp_width=128)),
 }
+# With all options of models like Llama 3; the layers have different windows.
+OPTIONS: dict[str, Any] = {"head_dim": 24, "qkv_bias": True, "qk_norm": True, "window": (None, 9)}
+WITH_OPTIONS = {"llama_like": (llama3, dataclasses.replace(MODELS["llama3"][1], **OPTIONS))}
 SEQUENCES, TOKENS = 16, 32
 # The sizes of the axes. Both models have an even number of key heads.
 LAYOUTS = {
@@ -42,7 +46,7 @@ OPTIMIZER = training.adamw(1e-3, max_grad_norm=1.0)
 @functools.cache
 def first_state(name, stacked):
     """The state before the steps, on the host."""
-    model, config = MODELS[name]
+    model, config = (MODELS | WITH_OPTIONS)[name]
     params = model.init(jax.random.key(0), config)
     return jax.device_get(training.init_state(params if stacked else unstack(params), OPTIMIZER))
 
@@ -64,7 +68,7 @@ def packed_batch():
 
 def train(name, stacked, place=jax.device_put, precision=None, arrays=None):
     """Losses, parameters and gradient norms of a few steps; the final state, and the program."""
-    model, config = MODELS[name]
+    model, config = (MODELS | WITH_OPTIONS)[name]
 
     def loss(params, tokens, labels, segment_ids=None, positions=None):
         documents = {"segment_ids": segment_ids, "positions": positions}
