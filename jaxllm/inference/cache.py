@@ -20,7 +20,14 @@ from jaxtyping import Float, Int, Integer, Num
 from jaxllm import ops
 from jaxllm.inference import decode
 from jaxllm.models import llama3
-from jaxllm.models.common import Params, check_tokens, is_for_decoding, lm_head, next_logits
+from jaxllm.models.common import (
+    Params,
+    check_tokens,
+    is_for_decoding,
+    lm_head,
+    next_logits,
+    window_within,
+)
 from jaxllm.ops.checks import is_certain
 from jaxllm.ops.gemm.api import FEW_ROWS
 
@@ -247,7 +254,8 @@ def _prefill_attention(
     Prompts of unequal lengths are padded at their ends: no token sees the padding, and the tokens
     that are decoded later replace it.
     """
-    out = ops.flash_attention(q, k, v, causal=True, window=window)
+    hiding = window_within(window, k.shape[1])
+    out = ops.flash_attention(q, k, v, causal=True, window=hiding)
     ring = _ring(cache, layer, window)
     if ring is None or is_certain(lambda: k.shape[1] <= ring):
         return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))

@@ -287,6 +287,11 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
         )
 
 
+def window_within(window: int | None, length: int) -> int | None:
+    """A window, or None if it hides no key of a sequence of ``length`` tokens."""
+    return None if window is None or is_certain(lambda: length <= window) else window
+
+
 def check_documents(
     tokens: Array, segment_ids: Array | None, positions: Array | None
 ) -> tuple[Array | None, Array | None]:

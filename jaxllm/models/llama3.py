@@ -24,7 +24,7 @@ Vp as in :mod:`jaxllm.models.gpt2`.
 
 Stacked layers run in one ``lax.scan`` if all have the same attention window. If not, each run of
 consecutive layers with the same window is a scan of its own, since a window is a static option of
-the attention kernels.
+the attention kernels. A window as long as the sequence is none.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); llama3.cuda. Jiang et
 al., "Mistral 7B" (arXiv:2310.06825); Qwen team, "Qwen2.5 Technical Report" (arXiv:2412.15115) and
@@ -349,7 +349,8 @@ def _hidden(
     table = rope_table(positions, config)
 
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
-    for window, layers in _runs(params["blocks"], config.windows):
+    windows = tuple(common.window_within(window, tokens.shape[1]) for window in config.windows)
+    for window, layers in _runs(params["blocks"], windows):
 
         def run(h: ops.Residual, layer: Params, window: int | None = window) -> ops.Residual:
             options: Any = {"precision": precision, "segment_ids": segment_ids, "window": window}

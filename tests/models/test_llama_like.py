@@ -134,15 +134,17 @@ def test_a_window_ends_the_influence_of_a_token():
 
 
 def test_uniform_windows_are_one_scan():
-    def scans(config):
+    def scans(config, length=T):
         params = jax.eval_shape(lambda: llama3.init(jax.random.key(0), config))
-        program = jax.make_jaxpr(lambda p: llama3.forward(p, batch()[0], config))(params)
+        tokens = batch()[0][:, :length]
+        program = jax.make_jaxpr(lambda p: llama3.forward(p, tokens, config))(params)
         equations = program.eqns
         return [e.params["length"] for e in equations if e.primitive.name == "scan"]
 
     assert scans(PLAIN) == scans(CONFIGS["window"]) == [3]
     assert scans(dataclasses.replace(PLAIN, window=(5,) * 3)) == [3]
     assert scans(MIXED) == [1, 2]
+    assert scans(MIXED, length=5) == [3]  # the window hides nothing
 
 
 @pytest.mark.parametrize("precision", ["row", {"qkv": "row", "down": "tensor"}], ids=str)
