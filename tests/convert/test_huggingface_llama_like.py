@@ -129,7 +129,7 @@ def their_model(name):
     model = transformers.AutoModelForCausalLM.from_config(theirs).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(0.25 * torch.randn_like(parameter))
     state_dict = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     return model, from_state_dict(state_dict, config)
 
