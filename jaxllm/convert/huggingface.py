@@ -1,4 +1,4 @@
-"""Converts GPT-2 and Llama 3 to and from Hugging Face ``transformers``.
+"""Converts models to and from Hugging Face ``transformers``: GPT-2, Llama, Mistral, Qwen2, Qwen3.
 
 - State dicts: :func:`from_state_dict` and :func:`to_state_dict`. The arrays are NumPy's, so this
   module does not import torch.
@@ -69,8 +69,8 @@ def config_from_dict(config: Mapping[str, Any]) -> Config:
     """Converts the contents of a ``config.json`` to a jaxllm config.
 
     Raises:
-        ValueError: The model is not a GPT-2 or a Llama; it has a feature that jaxllm's model lacks,
-            such as biases or another activation; or a key is missing or not a number.
+        ValueError: The ``model_type`` is unknown; a setting has a value that jaxllm's model does
+            not support, such as another activation; or a key is missing or not a number.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
@@ -82,7 +82,15 @@ def config_from_dict(config: Mapping[str, Any]) -> Config:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Converts a jaxllm config to the contents of a ``config.json`` for ``transformers``."""
+    """Converts a jaxllm config to the contents of a ``config.json`` for ``transformers``.
+
+    The options of a :class:`jaxllm.models.llama3.Llama3Config` choose the architecture:
+    ``qkv_bias`` means Qwen2, ``qk_norm`` Qwen3, a window without either Mistral, and none of them
+    Llama.
+
+    Raises:
+        ValueError: No architecture has the options of the config.
+    """
     ids = special_tokens_to_dict(config.special_tokens)
     return format_of(config).config_to_dict(config) | ids
 
@@ -90,7 +98,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 def from_state_dict(
     state_dict: Mapping[str, np.ndarray], config: Config, *, dtype: DTypeLike = jnp.float32
 ) -> Params:
-    """Converts the state dict of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
+    """Converts the state dict of a ``GPT2LMHeadModel``, a ``LlamaForCausalLM`` or a model like it.
 
     Args:
         state_dict: The model's arrays by name, such as ``{name: tensor.numpy()}``. The common
@@ -112,7 +120,7 @@ def from_state_dict(
 
 
 def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
-    """Converts parameters to the state dict of a ``GPT2LMHeadModel`` or a ``LlamaForCausalLM``.
+    """Converts parameters to the state dict of the class in ``transformers``.
 
     Args:
         params: The parameters, or their gradients, in any dtype. The blocks are stacked or in a
@@ -123,7 +131,8 @@ def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
         NumPy arrays by name, float32.
 
     Raises:
-        ValueError: Names or shapes of the parameters differ from the config.
+        ValueError: Names or shapes of the parameters differ from the config, or no architecture has
+            the options of the config.
     """
     arrays, mapping = _write_plan(params, config)
     named = {name: part.copy(arrays[part.path], np.float32) for name, part in mapping.items()}
@@ -238,7 +247,8 @@ def save(
         FileExistsError: The folder has contents and ``overwrite`` is false.
         FileNotFoundError: The tokenizer file does not exist.
         ValueError: Names, shapes or dtypes of the parameters differ from the config;
-            ``max_shard_bytes`` is below 1; or a config in the tokenizer's folder is invalid.
+            ``max_shard_bytes`` is below 1; no architecture has the options of the config; or a
+            config in the tokenizer's folder is invalid.
     """
     folder = Path(folder)
     if max_shard_bytes < 1:

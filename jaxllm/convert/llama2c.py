@@ -151,8 +151,11 @@ def save(
         interleaved: As in :func:`load`.
 
     Raises:
-        ValueError: Names, shapes or dtypes of the parameters differ from the config.
+        ValueError: Names, shapes or dtypes of the parameters differ from the config; or the format
+            lacks an option that the config has (``head_dim``, ``qkv_bias``, ``qk_norm``,
+            ``window``).
     """
+    _check_options(config)
     path, arrays = Path(path), stacked_arrays(params)
     group_size = None
     if (scales := arrays.get("blocks/attention/qkv/weight/scales")) is not None:
@@ -184,6 +187,15 @@ def save(
 
 
 # The header.
+
+
+def _check_options(config: Llama3Config) -> None:
+    """Raises ValueError with the name of an option that the format lacks."""
+    if config.head_width * config.heads != config.width:
+        raise ValueError(f"head_dim is {config.head_dim}; the format has width / heads alone")
+    for name in ("qkv_bias", "qk_norm", "window"):
+        if value := getattr(config, name):
+            raise ValueError(f"{name} is {value}; the format has no key for it")
 
 
 def _header(config: Llama3Config, group_size: int | None) -> list[int]:

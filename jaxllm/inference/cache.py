@@ -1,6 +1,9 @@
 """The key-value cache, and the two programs that use it: prefill and decode step.
 
-The cache has one array a layer, so that each is written in place.
+The cache has one array a layer, so that each is written in place. A layer with a sliding window
+keeps the most recent tokens only: its array is a ring of as many slots as the window, in which the
+token at position p has the slot ``p % window``. Attention to a ring is attention to a cache that is
+full, since keys are rotated before they are stored and the order of keys does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from jaxtyping import Float, Int, Integer, Num
 from jaxllm import ops
 from jaxllm.inference import decode
 from jaxllm.models import llama3
-from jaxllm.models.common import Params, check_tokens, is_for_decoding, lm_head, next_logits
+from jaxllm.models.common import (
+    Params,
+    check_tokens,
+    is_for_decoding,
+    lm_head,
+    next_logits,
+    window_within,
+)
 from jaxllm.ops.checks import is_certain
 from jaxllm.ops.gemm.api import FEW_ROWS
 
@@ -26,7 +36,8 @@ class KVCache(NamedTuple):
     """The keys and values of the tokens so far, of each layer.
 
     Attributes:
-        keys: A layer's keys, (B, S, K, H), of at most S tokens; floating-point or int8.
+        keys: A layer's keys, (B, S, K, H), of at most S tokens; floating-point or int8. S is
+            ``max_length``, or the layer's window if that is smaller.
         values: A layer's values, likewise.
         key_scales: The scales of int8 keys, (B, S, K), float32; empty for other keys.
         value_scales: Those of int8 values.
@@ -41,8 +52,8 @@ class KVCache(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        """S, the most tokens that a sequence may have."""
-        return self.keys[0].shape[1]
+        """The most tokens of the layers without a window; without such, the largest window."""
+        return max(keys.shape[1] for keys in self.keys)
 
     @property
     def quantized(self) -> bool:
@@ -54,7 +65,7 @@ jax.export.register_namedtuple_serialization(KVCache, serialized_name="jaxllm.KV
 
 
 class Shape(Protocol):
-    """What the cache reads of a model's config."""
+    """What the cache reads of a model's config, besides ``windows`` if it has them."""
 
     @property
     def layers(self) -> int:
@@ -78,23 +89,38 @@ def init_cache(config: Shape, batch: int, max_length: int, dtype: DTypeLike) -> 
     Args:
         config: The model's shape.
         batch: Sequences.
-        max_length: The most tokens of each, the prompt included.
+        max_length: The most tokens of each, the prompt included. A layer whose window is smaller
+            has room for as many as that.
         dtype: That of the model's parameters, or int8, which has a float32 scale for each token and
             head.
     """
-    shape = (batch, max_length, config.kv_heads, config.head_width)
     int8 = jnp.dtype(dtype) == jnp.int8
 
-    def arrays(shape: tuple[int, ...], dtype: DTypeLike, count: int) -> tuple[Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(count))
+    def arrays(dtype: DTypeLike, *widths: int) -> tuple[Array, ...]:
+        return tuple(
+            jnp.zeros((batch, _slots(window, max_length), config.kv_heads, *widths), dtype)
+            for window in _windows(config)
+        )
 
     return KVCache(
-        arrays(shape, dtype, config.layers),
-        arrays(shape, dtype, config.layers),
-        arrays(shape[:-1], jnp.float32, config.layers if int8 else 0),
-        arrays(shape[:-1], jnp.float32, config.layers if int8 else 0),
+        arrays(dtype, config.head_width),
+        arrays(dtype, config.head_width),
+        arrays(jnp.float32) if int8 else (),
+        arrays(jnp.float32) if int8 else (),
         jnp.zeros(batch, jnp.int32),
     )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer."""
+    return getattr(config, "windows", (None,) * config.layers)
+
+
+def _slots(window: int | None, max_length: int) -> int:
+    """The slots of a layer's cache."""
+    if window is None or is_certain(lambda: max_length < window):
+        return max_length
+    return window
 
 
 def prefill(
@@ -123,14 +149,16 @@ def prefill(
     Raises:
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache is of another
-            number of sequences, or T is beyond the model's or the cache's maximum.
+            number of sequences, or T is beyond the model's maximum, or that of a layer of the cache
+            without a window; or a layer of the cache has more slots than its window.
     """
-    _check_prompts(tokens, lengths, config.max_seq_len, cache)
-    writer = _Writer(cache, _prefill_attention)
+    _check_prompts(tokens, lengths, config, cache)
+    # Attention reads the lengths, to store the last tokens of each prompt in a ring.
+    cache = cache._replace(lengths=lengths.astype(jnp.int32))
+    writer = _Writer(cache, _prefill_attention, _windows(config))
     x = model.cached_forward(params, tokens, None, config, writer)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    cache = writer.cache._replace(lengths=lengths.astype(jnp.int32))
-    return next_logits(last, lm_head(params)), cache
+    return next_logits(last, lm_head(params)), writer.cache
 
 
 def decode_step(
@@ -140,23 +168,26 @@ def decode_step(
 
     Args:
         model: As in :func:`prefill`. A Llama's parameters that are laid out for decoding run block
-            by block: :mod:`jaxllm.inference.decode`.
+            by block: :mod:`jaxllm.inference.decode`. That takes no qkv bias, no norms of heads and
+            no window; models with these run op by op.
         params: As in :func:`prefill`.
         tokens: The tokens that follow the cache's.
         config: The shape that ``params`` was made with.
-        cache: Of :func:`prefill`, or of the step before; a full one stays as it is.
+        cache: Of :func:`prefill`, or of the step before; a full one stays as it is. A layer with a
+            window replaces its oldest token instead.
 
     Returns:
         The logits of the token after each, and the cache with the tokens in it.
     """
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
-    if few and not cache.quantized and is_for_decoding(params) and model is llama3:
+    is_llama = model is llama3 and decode.is_supported(config)
+    if few and not cache.quantized and is_for_decoding(params) and is_llama:
         caches = list(zip(cache.keys, cache.values, strict=True))
         x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches)
         keys, values = zip(*caches, strict=True)
         cache = cache._replace(keys=keys, values=values)
     else:
-        writer = _Writer(cache, _decode_attention)
+        writer = _Writer(cache, _decode_attention, _windows(config))
         positions = cache.lengths[:, None]
         x = model.cached_forward(params, tokens[:, None], positions, config, writer)[:, 0]
         cache = writer.cache
@@ -167,30 +198,48 @@ def decode_step(
 class _Writer:
     """The ``attend`` of a model: writes keys and values to a cache, and attends to it."""
 
-    def __init__(self, cache: KVCache, attention: Any) -> None:
-        self.cache, self.attention = cache, attention
+    def __init__(self, cache: KVCache, attention: Any, windows: tuple[int | None, ...]) -> None:
+        self.cache, self.attention, self.windows = cache, attention, windows
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        out, self.cache = self.attention(self.cache, layer, q, k, v)
+        out, self.cache = self.attention(self.cache, layer, q, k, v, self.windows[layer])
         return out
 
 
-def _check_prompts(tokens: Array, lengths: Array, max_seq_len: int, cache: KVCache) -> None:
+def _ring(cache: KVCache, layer: int, window: int | None) -> int | None:
+    """The slots of a layer's cache if it holds the tokens of the window only; None if it does not.
+
+    Raises:
+        ValueError: It has more slots: attention to it would see tokens before the window.
+    """
+    slots = cache.keys[layer].shape[1]
+    if window is None or is_certain(lambda: slots < window):
+        return None
+    if not is_certain(lambda: slots == window):
+        raise ValueError(
+            f"the cache of layer {layer} has {slots} slots; with a window of {window} it must have "
+            "at most as many, as init_cache makes it"
+        )
+    return window
+
+
+def _check_prompts(tokens: Array, lengths: Array, config: Any, cache: KVCache) -> None:
     """Checks the arguments of :func:`prefill`.
 
     Raises:
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache not of B
-            sequences, or T is beyond ``max_seq_len`` or the cache's max_length.
+            sequences, or T is beyond the config's max_seq_len or the cache's max_length.
     """
-    check_tokens(tokens, max_seq_len)
+    check_tokens(tokens, config.max_seq_len)
     B, T = tokens.shape
     for name, shape in (("lengths", lengths.shape), ("cache.lengths", cache.lengths.shape)):
         if shape != (B,):
             raise ValueError(
                 f"{name} has shape {shape}; it must be ({B},), by the rows of tokens {tokens.shape}"
             )
-    if is_certain(lambda: cache.max_length < T):
+    rings = [_ring(cache, layer, window) for layer, window in enumerate(_windows(config))]
+    if None in rings and is_certain(lambda: cache.max_length < T):
         raise ValueError(
             f"tokens has shape {tokens.shape}, prompts of {T}; the cache has max_length "
             f"{cache.max_length}"
@@ -198,29 +247,41 @@ def _check_prompts(tokens: Array, lengths: Array, max_seq_len: int, cache: KVCac
 
 
 def _prefill_attention(
-    cache: KVCache, layer: int, q: Array, k: Array, v: Array
+    cache: KVCache, layer: int, q: Array, k: Array, v: Array, window: int | None
 ) -> tuple[Array, KVCache]:
     """Attention of whole prompts, (B, T, N, H), whose keys and values begin the cache.
 
     Prompts of unequal lengths are padded at their ends: no token sees the padding, and the tokens
     that are decoded later replace it.
     """
-    out = ops.flash_attention(q, k, v, causal=True)
-    return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))
+    hiding = window_within(window, k.shape[1])
+    out = ops.flash_attention(q, k, v, causal=True, window=hiding)
+    ring = _ring(cache, layer, window)
+    if ring is None or is_certain(lambda: k.shape[1] <= ring):
+        return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))
+    # The slots of a ring, and for each the last token of the prompt that belongs there. A slot that
+    # a short prompt does not reach gets any token, which the lengths hide.
+    slots, last = jnp.arange(ring), cache.lengths[:, None] - 1
+    chosen = jnp.maximum(last - (last - slots) % ring, 0)
+    k, v = (jnp.take_along_axis(x, chosen[:, :, None, None], axis=1) for x in (k, v))
+    return out, _write(cache, layer, k, v, lambda array, x: x.astype(array.dtype))
 
 
 def _decode_attention(
-    cache: KVCache, layer: int, q: Array, k: Array, v: Array
+    cache: KVCache, layer: int, q: Array, k: Array, v: Array, window: int | None
 ) -> tuple[Array, KVCache]:
     """Attention of one more token a sequence, (B, 1, N, H); a full cache stays as it is."""
     sequence = jnp.arange(cache.lengths.shape[0])
+    slots, lengths = cache.lengths, cache.lengths + 1
+    if (ring := _ring(cache, layer, window)) is not None:
+        slots, lengths = slots % ring, jnp.minimum(lengths, ring)
 
     def write(array: Array, x: Array) -> Array:
-        return array.at[sequence, cache.lengths].set(x[:, 0], mode="drop")
+        return array.at[sequence, slots].set(x[:, 0], mode="drop")
 
     cache = _write(cache, layer, k, v, write)
     scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.quantized else ()
-    arrays = (cache.keys[layer], cache.values[layer], cache.lengths + 1, *scales)
+    arrays = (cache.keys[layer], cache.values[layer], lengths, *scales)
     return ops.decode_attention(q[:, 0], *arrays)[:, None], cache
 
 

@@ -9,6 +9,11 @@ from jaxllm.models import llama3
 from jaxllm.models.common import Params
 
 
+def is_supported(config: llama3.Llama3Config) -> bool:
+    """Whether :func:`llama3_forward` serves a model: one without bias, norms of heads, windows."""
+    return not (config.qkv_bias or config.qk_norm or any(config.window_sizes))
+
+
 def llama3_forward(
     params: Params,
     tokens: Integer[Array, " B"],
@@ -17,6 +22,8 @@ def llama3_forward(
     caches: list[tuple[Array, Array]],
 ) -> tuple[Float[Array, "B D"], list[tuple[Array, Array]]]:
     """The input of the LM head for one more token a sequence, each block as one op.
+
+    Only for models that :func:`is_supported` accepts.
 
     Args:
         params: As :func:`jaxllm.models.common.for_decoding` returns them.

@@ -78,7 +78,10 @@ def by_block(precision: ops.Precision, layer: Params) -> tuple[ops.Precision, op
         TypeError: ``precision`` is neither a name, a mapping nor None.
         ValueError: A recipe or a layer is unknown.
     """
-    parts = layer["attention"], layer["mlp"]
+    parts = [
+        [name for name, linear in layer[part].items() if "weight" in linear]
+        for part in ("attention", "mlp")
+    ]
     check_precision(precision, *parts[0], *parts[1])
     if precision is None or isinstance(precision, str):
         return precision, precision
@@ -284,6 +287,11 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
         )
 
 
+def window_within(window: int | None, length: int) -> int | None:
+    """A window, or None if it hides no key of a sequence of ``length`` tokens."""
+    return None if window is None or is_certain(lambda: length <= window) else window
+
+
 def check_documents(
     tokens: Array, segment_ids: Array | None, positions: Array | None
 ) -> tuple[Array | None, Array | None]:
@@ -327,24 +335,23 @@ def num_params(params: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def flops_per_token(params: Params, layers: int, lm_head: int, seq_len: int) -> int:
+def flops_per_token(params: Params, lm_head: int, attention: int) -> int:
     """Floating-point operations of one training step, forward and backward, for one token.
 
-    ``6 M + 12 L T D``, where M counts the parameters that a GEMM multiplies by: the weights of the
+    ``6 M + 12 A``, where M counts the parameters that a GEMM multiplies by: the weights of the
     blocks and the padded LM head, and no token or position table, norm or bias. Each costs a
     multiplication and an addition forward and twice that backward. The second term is attention's
-    two matmuls at full length T, as if there were no causal mask. This is the convention of PaLM's
-    appendix B (arXiv:2204.02311); recomputation does not count.
+    two matmuls at full length T, as if there were no causal mask: ``A = L T D``. This is the
+    convention of PaLM's appendix B (arXiv:2204.02311); recomputation does not count.
 
     Args:
         params: The parameters as a model's ``init`` makes them, or their shapes.
-        layers: L.
         lm_head: Elements of the LM head.
-        seq_len: T, tokens in a sequence.
+        attention: A, the columns of a token's queries times the keys that they see, of all layers.
     """
     sizes: list[int] = []
     map_weights(lambda _, weight: sizes.append(math.prod(weight.shape)), params["blocks"])
-    return 6 * (sum(sizes) + lm_head) + 12 * layers * seq_len * params["wte"].shape[1]
+    return 6 * (sum(sizes) + lm_head) + 12 * attention
 
 
 class Initializer:

@@ -258,7 +258,8 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
         seq_len: T, tokens in a sequence.
     """
     lm_head = config.padded_vocab_size * config.width
-    return common.flops_per_token(_shapes(config), config.layers, lm_head, seq_len)
+    attention = config.layers * seq_len * config.width
+    return common.flops_per_token(_shapes(config), lm_head, attention)
 
 
 def _shapes(config: GPT2Config) -> Params:

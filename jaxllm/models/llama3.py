@@ -1,5 +1,5 @@
-"""Llama 3, 3.1 and 3.2: pre-norm blocks of grouped-query attention and a gated MLP, with rotary
-positions.
+"""Llama 3, 3.1 and 3.2, and models like them (Mistral, Qwen2, Qwen2.5, Qwen3): pre-norm blocks of
+grouped-query attention and a gated MLP, with rotary positions.
 
 Parameters are a nested dict of arrays, weights ``(in, out)``, layers stacked on a leading axis; of
 N query heads and K key heads of width H::
@@ -7,6 +7,9 @@ N query heads and K key heads of width H::
     wte (Vp, D)
     blocks   norm1, norm2          scale (L, D)
              attention   qkv       weight (L, D, N/K + 2, K, H)    queries, keys, values
+                                   bias (L, N/K + 2, K, H)         with qkv_bias
+                         q_norm    scale (L, H)                    with qk_norm
+                         k_norm    scale (L, H)                    with qk_norm
                          out       weight (L, N H, D)
              mlp         gate_up   weight (L, D, 2, F)             gate, up
                          down      weight (L, F, D)
@@ -19,12 +22,21 @@ values: so ``qkv`` can be sharded along its key heads, and ``gate_up`` along F. 
 in the dtype of its parameters; cast them first to compute in another. The vocabulary is padded to
 Vp as in :mod:`jaxllm.models.gpt2`.
 
-Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); llama3.cuda.
+Stacked layers run in one ``lax.scan`` if all have the same attention window. If not, each run of
+consecutive layers with the same window is a scan of its own, since a window is a static option of
+the attention kernels. A window as long as the sequence is none.
+
+Source: Grattafiori et al., "The Llama 3 Herd of Models" (arXiv:2407.21783); llama3.cuda. Jiang et
+al., "Mistral 7B" (arXiv:2310.06825); Qwen team, "Qwen2.5 Technical Report" (arXiv:2412.15115) and
+"Qwen3 Technical Report" (arXiv:2505.09388).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +52,13 @@ _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Config:
-    """The shape of a Llama 3; the defaults are the 3.1 8B model's.
+    """The shape of a Llama 3, or of a model like it; the defaults are the 3.1 8B model's.
 
     Attributes:
         vocab_size: Tokens.
         max_seq_len: The longest sequence.
         layers: Blocks.
-        heads: Query heads; they divide ``width`` into parts of an even width.
+        heads: Query heads. Without ``head_dim`` they divide ``width``.
         kv_heads: Key and value heads; they divide ``heads``.
         width: The width of the residual stream.
         mlp_width: The width inside the MLP.
@@ -54,11 +66,19 @@ class Llama3Config:
         rope_theta: The base of the rotary frequencies.
         rope_scaling: How low frequencies are stretched; None for not at all.
         norm_eps: Added to the mean square in each norm.
+        head_dim: H, the width of a head, which is even; None for ``width / heads``. Read
+            :attr:`head_width`, which is never None.
+        qkv_bias: Whether queries, keys and values have a bias, as in Qwen2.
+        qk_norm: Whether an RMS norm of each query head and key head comes before the rotation, as
+            in Qwen3.
+        window: The number of most recent keys that a query sees, its own included, as in Mistral; a
+            tuple has one for each layer; None for all keys.
         special_tokens: Those that begin, end and pad a text; not part of comparisons of configs.
 
     Raises:
-        ValueError: A size is below 1, a head's width is not even and whole, ``kv_heads`` does not
-            divide ``heads``, or ``rope_theta`` or ``norm_eps`` is not above 0.
+        ValueError: A size or a window is below 1, a head's width is not even and whole,
+            ``kv_heads`` does not divide ``heads``, ``rope_theta`` or ``norm_eps`` is not above 0,
+            or ``window`` is a tuple of another length than ``layers``.
     """
 
     vocab_size: int = 128256
@@ -72,12 +92,21 @@ class Llama3Config:
     rope_theta: float = 500_000.0
     rope_scaling: ops.RopeScaling | None = _SCALING
     norm_eps: float = 1e-5
+    head_dim: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | tuple[int | None, ...] | None = None
     special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
         sizes = ("vocab_size", "max_seq_len", "layers", "heads", "kv_heads", "width", "mlp_width")
         common.check_sizes(self, *sizes)
-        if self.width % (2 * self.heads):
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            raise ValueError(
+                f"head_dim is {self.head_dim}; it must be even and at least 2: the columns of a "
+                "head rotate in pairs"
+            )
+        if self.head_dim is None and self.width % (2 * self.heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of twice heads {self.heads}; the columns of "
                 "a head rotate in pairs"
@@ -87,22 +116,57 @@ class Llama3Config:
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if isinstance(self.window, list):  # a config is hashable
+            object.__setattr__(self, "window", tuple(self.window))
+        if isinstance(self.window, tuple) and len(self.window) != self.layers:
+            raise ValueError(
+                f"window has {len(self.window)} entries; it must have one for each of the "
+                f"{self.layers} layers"
+            )
+        for window in self.window_sizes:
+            if window is not None and window < 1:
+                raise ValueError(f"window is {self.window}; it must be at least 1, or None")
 
     @property
     def head_width(self) -> int:
         """The width of one attention head."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None for a layer whose queries see all keys before them."""
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+
+    @property
+    def window_sizes(self) -> set[int | None]:
+        """The windows that layers have; None for all keys."""
+        return set(self.window) if isinstance(self.window, tuple) else {self.window}
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """The columns of all queries, keys and values of a token."""
         kv_width = self.kv_heads * self.head_width
-        return self.width, kv_width, kv_width
+        return self.heads * self.head_width, kv_width, kv_width
 
     @property
     def saved_per_token(self) -> int:
         """Elements saved per token: inputs of GEMMs and norms, the projection, gate and up."""
-        return self.layers * (5 * self.width + sum(self.qkv_widths) + 3 * self.mlp_width)
+        queries, keys, values = self.qkv_widths
+        attention = 2 * queries + keys + values  # the projection, and the output of attention
+        # Attention reads the normalized projection.
+        attention += (queries + keys + values) * self.qk_norm
+        return self.layers * (4 * self.width + attention + 3 * self.mlp_width)
+
+    def attention_columns(self, seq_len: int) -> int:
+        """Columns of queries times the keys that each sees, without a causal mask: of all layers.
+
+        ``L T N H`` without a window; a layer with a window counts it in the place of T.
+
+        Args:
+            seq_len: T, tokens in a sequence.
+        """
+        keys = (seq_len if window is None else min(seq_len, window) for window in self.windows)
+        return self.qkv_widths[0] * sum(keys)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -140,14 +204,23 @@ def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
         key: A JAX random key.
         config: The shape.
     """
-    L, D, F = config.layers, config.width, config.mlp_width
-    qkv = (config.heads // config.kv_heads + 2, config.kv_heads, config.head_width)
+    L, D, F, H = config.layers, config.width, config.mlp_width, config.head_width
+    qkv = (config.heads // config.kv_heads + 2, config.kv_heads, H)
     draw = common.Initializer(key, 6, L, bias=False)
+    table = draw.table(config.vocab_size, D)
+    attention = {
+        "qkv": draw.linear(D, qkv),
+        "out": draw.linear(config.heads * H, D, residual=True),
+    }
+    if config.qkv_bias:
+        attention["qkv"]["bias"] = jnp.zeros((L, *qkv), jnp.float32)
+    if config.qk_norm:
+        attention |= {"q_norm": draw.norm(L, H), "k_norm": draw.norm(L, H)}
     params = {
-        "wte": draw.table(config.vocab_size, D),
+        "wte": table,
         "blocks": {
             "norm1": draw.norm(L, D),
-            "attention": {"qkv": draw.linear(D, qkv), "out": draw.linear(D, D, residual=True)},
+            "attention": attention,
             "norm2": draw.norm(L, D),
             "mlp": {"gate_up": draw.linear(D, (2, F)), "down": draw.linear(F, D, residual=True)},
         },
@@ -164,13 +237,16 @@ def block(
     attend: ops.Attend | None = None,
     precision: ops.Precision = None,
     segment_ids: Array | None = None,
+    window: int | None = None,
 ) -> ops.Residual:
     """One block; ``attend`` takes the place of attention over the sequence, to use a cache.
 
-    With ``segment_ids``, (B, T), a token attends only to tokens of its own segment.
+    With ``segment_ids``, (B, T), a token attends only to tokens of its own segment. ``window`` is
+    that of the layer, from ``config.windows``.
     """
-    attention = {"heads": config.heads, "kv_heads": config.kv_heads, "causal": True}
+    attention: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "causal": True}
     attention |= {"rope_table": rope_table, "attend": attend, "segment_ids": segment_ids}
+    attention |= {"window": window}
     first, second = common.by_block(precision, layer)
     h = ops.attention_block(h, layer["norm1"], layer["attention"], **attention, precision=first)
     return ops.ffn_block(h, layer["norm2"], layer["mlp"], activation="swiglu", precision=second)
@@ -236,12 +312,15 @@ def num_params(config: Llama3Config) -> int:
 def flops_per_token(config: Llama3Config, seq_len: int) -> int:
     """Operations of one training step for one token: :func:`jaxllm.models.common.flops_per_token`.
 
+    A layer with a window has attention to ``min(T, window)`` keys.
+
     Args:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
     lm_head = config.padded_vocab_size * config.width
-    return common.flops_per_token(_shapes(config), config.layers, lm_head, seq_len)
+    attention = config.attention_columns(seq_len)
+    return common.flops_per_token(_shapes(config), lm_head, attention)
 
 
 def _shapes(config: Llama3Config) -> Params:
@@ -269,10 +348,27 @@ def _hidden(
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     table = rope_table(positions, config)
 
-    def run(h: ops.Residual, layer: Params) -> ops.Residual:
-        return block(h, layer, config, table, precision=precision, segment_ids=segment_ids)
-
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
-    return ops.final_norm(
-        common.run_blocks(run, h, params["blocks"], remat=remat), params["norm_f"]
-    )
+    windows = tuple(common.window_within(window, tokens.shape[1]) for window in config.windows)
+    for window, layers in _runs(params["blocks"], windows):
+
+        def run(h: ops.Residual, layer: Params, window: int | None = window) -> ops.Residual:
+            options: Any = {"precision": precision, "segment_ids": segment_ids, "window": window}
+            return block(h, layer, config, table, **options)
+
+        h = common.run_blocks(run, h, layers, remat=remat)
+    return ops.final_norm(h, params["norm_f"])
+
+
+def _runs(blocks: Any, windows: tuple[int | None, ...]) -> Iterator[tuple[int | None, Any]]:
+    """The runs of consecutive layers with the same window: the window, and their parameters."""
+    start = 0
+    for window, run in itertools.groupby(windows):
+        end = start + len(list(run))
+        if end - start == len(windows):
+            yield window, blocks
+        elif isinstance(blocks, list):
+            yield window, blocks[start:end]
+        else:
+            yield window, jax.tree.map(lambda x, a=start, b=end: x[a:b], blocks)
+        start = end

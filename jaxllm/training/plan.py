@@ -173,7 +173,7 @@ class Plan:
         - saved activations ``c R saved_per_token``, where the residual and the norms' outputs are
           whole along ``tensor``, and heads and MLP columns are divided; with remat ``c R 2 L D``,
           since the residual that goes from block to block is two arrays, and with attention saved
-          ``R L (c D + 4 N)`` for outputs and statistics, divided along ``tensor``
+          ``R L (c N H + 4 N)`` for outputs and statistics, divided along ``tensor``
         - logits of a chunk ``c rows Vt``, and input and input gradient of the head ``2 c R D``
         - gradients of one block's activations ``c R (columns of the MLP / tensor + 2 D)``; with
           remat also the block's own saved activations
@@ -188,7 +188,8 @@ class Plan:
         rows, saved = self.rows, self.model.saved_per_token(self.split)
         kept = c * (2 * layers * config.width if self.remat else saved)
         if self.remat and self.saves_attention:
-            kept += layers * self.split.divide(c * config.width + 4 * config.heads, "qkv")
+            attended = c * self.model.query_columns + 4 * config.heads
+            kept += layers * self.split.divide(attended, "qkv")
         columns = self.split.divide(self.model.mlp_columns, "up", "gate_up")
         block = columns + 2 * config.width + (saved // layers if self.remat else 0)
         logits, head_gradient = lm_head_bytes(self)
@@ -336,7 +337,7 @@ class Plan:
         sums += ("wte" in split) + (("wte" if self.model.is_tied else "lm_head") in split)
         is_zigzag = context > 1 and self.seq_len // context % 2 == 0
         swaps = layers * (6 + 2 * attends_again) * is_zigzag
-        query_columns = split.divide(config.width, "qkv")
+        query_columns = split.divide(self.model.query_columns, "qkv")
         return (
             ("all-reduce", "tensor", sums * self.rows * config.width),
             ("all-gather", "context", layers * (2 + attends_again) * self.gathered_keys),
@@ -477,10 +478,9 @@ def make_plan(
 
 def _flops_per_token(model: Model, seq_len: int) -> tuple[int, int]:
     """Operations of a step for one token: those of GEMMs, and those of causal attention."""
-    config = model.config
-    pairs = config.layers * seq_len * config.width
-    whole = FAMILIES[model.family].flops_per_token(config, seq_len)
-    return whole - 12 * pairs, 7 * pairs
+    whole, seen = model.attended(seq_len)
+    flops = FAMILIES[model.family].flops_per_token(model.config, seq_len)
+    return flops - int(12 * whole), int(14 * seen)
 
 
 def _products_mfu(row: Row) -> float:

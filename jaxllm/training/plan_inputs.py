@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, cast
 
 import jax
@@ -53,9 +54,37 @@ class Model:
         return 3 * self.config.mlp_width if self.family == "llama3" else 4 * self.config.width
 
     @property
+    def query_columns(self) -> int:
+        """Columns of all queries of a token."""
+        return self.config.heads * self.config.head_width
+
+    @property
     def qkv_columns(self) -> int:
         """Columns of all queries, keys and values of a token."""
         return (self.config.heads + 2 * self.config.kv_heads) * self.config.head_width
+
+    @property
+    def attention_columns(self) -> int:
+        """Columns saved of attention per token and layer: the projection and the output.
+
+        With norms of queries and keys, the projection before and after them.
+        """
+        projections = 2 if getattr(self.config, "qk_norm", False) else 1
+        return self.query_columns + projections * self.qkv_columns
+
+    def attended(self, seq_len: int) -> tuple[Fraction, Fraction]:
+        """Query columns times the keys that they see, of all layers: whole, and under the mask.
+
+        The second is the mean over a causal sequence: half of T keys, or ``w - w^2 / 2T`` of a
+        window w.
+
+        Args:
+            seq_len: T, tokens in a sequence.
+        """
+        windows = getattr(self.config, "windows", (None,) * self.config.layers)
+        keys = [Fraction(seq_len if w is None else min(seq_len, w)) for w in windows]
+        seen = sum(w - w * w / (2 * seq_len) for w in keys)
+        return self.query_columns * Fraction(sum(keys)), self.query_columns * Fraction(seen)
 
     def saved_per_token(self, split: Split) -> int:
         """Elements saved per token on each GPU along ``tensor``.
@@ -65,7 +94,7 @@ class Model:
         of the GEMMs after them are whole.
         """
         config = self.config
-        attention = config.width + self.qkv_columns
+        attention = self.attention_columns
         mlp = (1 if self.family == "llama3" else 2) * self.mlp_columns
         whole = config.saved_per_token // config.layers - attention - mlp
         return config.layers * (

@@ -276,11 +276,14 @@ def test_rope_scaling_values_are_read():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "mistral"}, "model_type is 'mistral'; it must be 'gpt2' or 'llama'"),
+        (
+            {"model_type": "gemma"},
+            "model_type is 'gemma'; it must be 'gpt2' or 'llama' or 'mistral'",
+        ),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ({"attention_bias": True}, "attention_bias is True; it must be False"),
-        ({"head_dim": 128}, "head_dim is 128; it must be None or 64"),
+        ({"head_dim": 63}, "head_dim is 63; it must be even and at least 2"),
         ({"num_key_value_heads": 5}, "heads 32 is not a multiple of kv_heads 5"),
         ({"hidden_size": "2048"}, "hidden_size is '2048'; it must be an integer"),
         ({"num_attention_heads": 0}, "heads is 0"),

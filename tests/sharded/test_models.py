@@ -1,6 +1,7 @@
 """Both models' training steps on eight devices: the results of one device, and what moves."""
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -23,6 +24,10 @@ MODELS = {
     "gpt2": (gpt2, gpt2.GPT2Config(**SIZES)),
     "llama3": (llama3, llama3.Llama3Config(**SIZES, kv_heads=2, mlp_width=128)),
 }
+# With all options of models like Llama 3; the layers have different windows.
+OPTIONS: dict[str, Any] = {"head_dim": 24, "qkv_bias": True, "qk_norm": True, "window": (None, 9)}
+LIKE = dataclasses.replace(llama3.Llama3Config(**SIZES, kv_heads=2, mlp_width=128), **OPTIONS)
+ALL = {**MODELS, "llama_like": (llama3, LIKE)}
 SEQUENCES, TOKENS = 16, 32
 # The sizes of the axes. Both models have an even number of key heads.
 LAYOUTS = {
@@ -42,7 +47,7 @@ OPTIMIZER = training.adamw(1e-3, max_grad_norm=1.0)
 @functools.cache
 def first_state(name, stacked):
     """The state before the steps, on the host."""
-    model, config = MODELS[name]
+    model, config = ALL[name]
     params = model.init(jax.random.key(0), config)
     return jax.device_get(training.init_state(params if stacked else unstack(params), OPTIMIZER))
 
@@ -64,7 +69,7 @@ def packed_batch():
 
 def train(name, stacked, place=jax.device_put, precision=None, arrays=None):
     """Losses, parameters and gradient norms of a few steps; the final state, and the program."""
-    model, config = MODELS[name]
+    model, config = ALL[name]
 
     def loss(params, tokens, labels, segment_ids=None, positions=None):
         documents = {"segment_ids": segment_ids, "positions": positions}
@@ -112,7 +117,7 @@ FORMS = [("auto", layout, True) for layout in LAYOUTS] + [
     FORMS,
     ids=lambda x: x if isinstance(x, str) else "scan" * x or "unrolled",
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
 @pytest.mark.covering(("name", "layout"), ("kind", "layout"), ("name", "kind"), ("kind", "stacked"))
 def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
@@ -127,7 +132,7 @@ def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
         # Adam divides by the gradient's size: of those that are rounding noise, the step is too.
         np.testing.assert_allclose(jax.device_get(got), want, atol=5e-5)
     check_shardings(mesh, state)
-    check_moves(program, sizes, MODELS[name][1])
+    check_moves(program, sizes, ALL[name][1])
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("gpt2", "row"), ("llama3", "tensor")])
@@ -144,7 +149,7 @@ def test_a_step_with_float8_is_near_that_of_one_device(name, recipe, kind):
     # An element that differs in its last bit may be rounded to another float8 number.
     np.testing.assert_allclose(found, expected, rtol=2e-3)
     check_shardings(mesh, state)
-    check_moves(program, sizes, MODELS[name][1])
+    check_moves(program, sizes, ALL[name][1])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_a_step_of_packed_documents_is_that_of_one_device(name, kind, stacked):
     for got, want in pairs:
         np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), atol=5e-5)
     check_shardings(mesh, state)
-    check_moves(program, sizes, MODELS[name][1])
+    check_moves(program, sizes, ALL[name][1])
 
 
 def check_shardings(mesh, state):

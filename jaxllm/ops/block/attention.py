@@ -56,6 +56,7 @@ from jaxllm.ops.gemm.fused import (
 )
 from jaxllm.ops.gemm.gradients import dgrad_and_wgrad
 from jaxllm.ops.gemm.linear import in_rows
+from jaxllm.ops.norm.api import rms_norm
 from jaxllm.ops.rotary.api import rope
 from jaxllm.ops.weights import is_weight
 
@@ -81,11 +82,11 @@ def attention_block(
 ) -> Residual:
     r"""Attention block: ``x + out(attention(qkv(norm(x))))``.
 
-    On a Hopper GPU a block with a layer norm, plain weights and no rotation is fused, where its
-    GEMMs are large enough and in 16 bits. The out-projection adds bias and residual and normalizes
-    the sum in its epilogue. The qkv dgrad GEMM applies the layer norm's backward in its epilogue,
-    and the out-projection's dgrad GEMM computes attention's delta. Other calls run norm, GEMM and
-    attention one by one; :func:`jaxllm.explain` says why.
+    On a Hopper GPU a block with a layer norm, plain weights, no rotation and no norms of heads is
+    fused, where its GEMMs are large enough and in 16 bits. The out-projection adds bias and
+    residual and normalizes the sum in its epilogue. The qkv dgrad GEMM applies the layer norm's
+    backward in its epilogue, and the out-projection's dgrad GEMM computes attention's delta. Other
+    calls run norm, GEMM and attention one by one; :func:`jaxllm.explain` says why.
 
     Args:
         h: The residual, (B, T, D).
@@ -93,7 +94,9 @@ def attention_block(
         weights: ``qkv``, a layer from D to (N + 2K) H columns (queries, keys, values), and ``out``,
             one from N H to D. Each has a ``weight`` (array, ``Transposed`` or ``Quantized``) and
             may have a ``bias``. A ``qkv`` weight (D, N/K + 2, K, H) has its columns in parts, as in
-            :func:`jaxllm.ops.flash_attention_packed`, and can be sharded along K.
+            :func:`jaxllm.ops.flash_attention_packed`, and can be sharded along K. With ``q_norm``
+            and ``k_norm``, each with a ``scale`` (H,), an RMS norm of each query head and of each
+            key head, with the ``eps`` of ``h``, comes before the rotation, as in Qwen3.
         heads: N, query heads.
         kv_heads: K, key heads, which divide N; None for N.
         causal: As in :func:`jaxllm.ops.flash_attention`, as are the options that follow.
@@ -123,7 +126,8 @@ def attention_block(
     """
     check_residual(h)
     check_parameters(norm, weights, "qkv", "out")
-    arrays = (h, norm, weights["qkv"], weights["out"], segment_ids, rope_table)
+    head_norms = _head_norms(weights)
+    arrays = (h, norm, weights["qkv"], weights["out"], head_norms, segment_ids, rope_table)
     attention = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
     attention |= {"causal": causal, "scale": scale, "window": window}
     static = {**attention, "attend": attend, "recipes": of_layers(precision, "qkv", "out")}
@@ -138,12 +142,24 @@ def check_parameters(norm: object, weights: Any, *layers: str) -> None:
         check_keys(f"weights[{name!r}]", weights[name], "weight")
 
 
+def _head_norms(weights: Mapping[str, Any]) -> tuple[Array, Array] | None:
+    """The scales of the norms of query heads and key heads; None without these norms."""
+    names = ("q_norm", "k_norm")
+    if not any(name in weights for name in names):
+        return None
+    check_keys("weights", weights, *names)
+    for name in names:
+        check_keys(f"weights[{name!r}]", weights[name], "scale")
+    return weights["q_norm"]["scale"], weights["k_norm"]["scale"]
+
+
 def _unfused(
     backend: Backend,
     h: Residual,
     norm: Mapping[str, Array],
     qkv: Layer,
     out: Layer,
+    head_norms: tuple[Array, Array] | None,
     segment_ids: Array | None,
     rope_table: tuple[Array, Array] | None,
     *,
@@ -157,10 +173,13 @@ def _unfused(
     x, h = pre_norm(h, norm, backend)
     options |= {"segment_ids": segment_ids, "backend": backend}
     is_plain = not is_weight(qkv["weight"]) and qkv.get("bias") is not None
-    if attend is None and rope_table is None and is_plain and of_qkv is None:
+    is_plain = is_plain and head_norms is None and rope_table is None
+    if attend is None and is_plain and of_qkv is None:
         attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
         return leave_to_next_norm(h, attended, "out", out, of_out, backend)
     packed = linear(x, **qkv, precision=of_qkv, backend=backend)
+    if head_norms is not None:
+        packed = _normalize_heads(packed, *head_norms, heads, kv_heads, h.eps, backend)
     if attend is None:
         options["rope_table"] = rope_table
         attended = flash_attention_packed(packed, heads, kv_heads, **options)
@@ -172,11 +191,28 @@ def _unfused(
     return leave_to_next_norm(h, attended, "out", out, of_out, backend)
 
 
+def _normalize_heads(
+    qkv: Array, q_scale: Array, k_scale: Array, heads: int, kv_heads: int, eps: float, backend
+) -> Array:
+    """A projection, in either shape, whose query heads and key heads are normalized."""
+    if is_by_parts(qkv):
+        parts = qkv
+    else:  # both shapes have the N queries first, then the K keys and the K values
+        H = qkv.shape[-1] // (heads + 2 * kv_heads)
+        parts = qkv.reshape(*qkv.shape[:2], heads // kv_heads + 2, kv_heads, H)
+    q, k, v = jax.lax.split(parts, (parts.shape[2] - 2, 1, 1), axis=2)
+    q = rms_norm(q, q_scale, eps=eps, backend=backend)
+    k = rms_norm(k, k_scale, eps=eps, backend=backend)
+    return jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
+
+
 def _unsupported(
-    h, norm, qkv, out, segment_ids, rope_table, *, attend, recipes=(None, None), **_
+    h, norm, qkv, out, head_norms, segment_ids, rope_table, *, attend, recipes=(None, None), **_
 ) -> str | None:
     """Why the fused kernels cannot serve a call; None if they can."""
     del segment_ids
+    if head_norms is not None:
+        return "queries and keys have norms; the fused block has none between qkv and attention"
     if attend is not None or rope_table is not None:
         return "attention rotates queries and keys, or is the caller's; the fused block has neither"
     if reason := unsupported_by_layers(h, qkv, out, recipes):
@@ -229,8 +265,9 @@ def _fused(
     norm: Mapping[str, Array],
     qkv: Layer,
     out: Layer,
-    segment_ids: Array | None,
     _: None,
+    segment_ids: Array | None,
+    __: None,
     *,
     heads: int,
     kv_heads: int,

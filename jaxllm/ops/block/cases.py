@@ -56,7 +56,7 @@ def _self_attention(
 
 def _attention_block(
     name: str, *sizes: int, kind: str = "layer", bias: bool = True, normalized: bool = True,
-    **options: Any,
+    head_norms: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
     """As :func:`_self_attention`, with the norm before it and the layer and the residual after."""
     case = _self_attention(name, *sizes, **options)
@@ -72,11 +72,13 @@ def _attention_block(
     if bias:
         qkv["bias"] = Normal(case.inputs["bias"].shape, std=bias_std)
         out["bias"] = Normal((D,))
+    scale = {"scale": Normal((sizes[3],), mean=1.0, std=0.1)}
+    norms = {"q_norm": scale, "k_norm": scale} if head_norms else {}
     return dataclasses.replace(
         case,
         op="attention_block",
         call=attention_block,
-        inputs={"x": case.inputs["x"], "norm": norm, "weights": {"qkv": qkv, "out": out}},
+        inputs={"x": case.inputs["x"], "norm": norm, "weights": {"qkv": qkv, "out": out, **norms}},
         static={**case.static, "kind": kind, "normalized": normalized and kind == "layer"},
         # Beside: the weight of out and the residual in, the norm and the new residual out.
         # Backward: the residual, that weight and dout in, the gradients of both out.
@@ -309,6 +311,23 @@ CASES = (
         "llama3_1b", 2, 2048, 32, 64, kv_heads=8, causal=True, kind="rms", bias=False, large=True
     ),
     _attention_block("rms", 2, 12, 4, 16, kv_heads=2, causal=True, kind="rms", bias=False),
+    _attention_block(
+        "head_norms", 2, 12, 4, 16, kv_heads=2, causal=True, kind="rms", bias=False, head_norms=True
+    ),
+    _attention_block(
+        "head_norms_by_parts",
+        2,
+        13,
+        4,
+        8,
+        model_width=24,
+        kv_heads=2,
+        by_parts=True,
+        window=5,
+        causal=True,
+        kind="rms",
+        head_norms=True,
+    ),
     _mlp("gpt2_124m", 32768, 768, hidden=3072, large=True),
     _mlp("odd_large", 5003, 1003, hidden=777, out=501, large=True),
     _mlp("aligned_large", 5003, 1000, hidden=1992, out=504, large=True),

@@ -24,9 +24,16 @@ def _norm(x, norm, kind, eps):
 def attention_block(
     x, norm, weights, *, kind="layer", eps=1e-5, heads, kv_heads=None, precision=None, **options
 ):
-    """``x + out(attention(qkv(norm(x))))``."""
+    """``x + out(attention(qkv(norm(x))))``; ``q_norm`` and ``k_norm`` are norms of heads."""
     assert precision is None
     qkv = linear(_norm(x, norm, kind, eps), **weights["qkv"])
+    if "q_norm" in weights:
+        kv_heads = kv_heads or heads
+        parts = qkv.reshape(*qkv.shape[:2], heads // kv_heads + 2, kv_heads, -1)
+        q, k, v = jnp.split(parts, (heads // kv_heads, heads // kv_heads + 1), axis=2)
+        q = rms_norm(q, weights["q_norm"]["scale"], eps=eps)
+        k = rms_norm(k, weights["k_norm"]["scale"], eps=eps)
+        qkv = jnp.concatenate([q, k, v], axis=2).reshape(qkv.shape)
     out = flash_attention_packed(qkv, heads=heads, kv_heads=kv_heads, **options)
     return _add(x, out, weights["out"])
 
