@@ -49,6 +49,8 @@ SERVED = [
     ("one_query", {}),
     ("one_query", {"is_causal": True}),
     ("one_key", {"key": "lengths"}),
+    ("grouped", {"return_residual": True}),
+    ("grouped", {"return_residual": True, "is_causal": True, "local_window_size": 3}),
 ]
 # What it does not, with the beginning of the reason.
 OTHERS = [
@@ -56,7 +58,7 @@ OTHERS = [
     ("grouped", {"bias": True, "mask": True, "is_causal": True}, "bias is given"),
     ("grouped", {"mask": True}, "mask is given"),
     ("grouped", {"mask": True, "query": "lengths", "key": "lengths"}, "mask is given"),
-    ("self", {"return_residual": True}, "return_residual is set"),
+    ("self", {"return_residual": True, "key": "lengths"}, "return_residual comes with sequence"),
     ("longer_queries", {"is_causal": True}, "is_causal is set with 11 queries and 5 keys"),
     ("self", {"local_window_size": (1, 2)}, r"local_window_size is \(1, 2\)"),
     ("self", {"local_window_size": (0, 2)}, r"local_window_size is \(0, 2\)"),
@@ -105,8 +107,8 @@ def weights_like(out):
 def results_and_gradients(function, arrays, options, dtype=None):
     def loss(arrays):
         found = function(**arrays, **options)
-        out, *_ = found if options.get("return_residual") else (found,)
-        return (out.astype("float32") * weights_like(out)).sum(), found
+        terms = [(x.astype("float32") * weights_like(x)).sum() for x in jax.tree.leaves(found)]
+        return sum(terms), found
 
     if dtype is not None:
         arrays = {name: x.astype(dtype) for name, x in arrays.items()}

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -56,9 +56,9 @@ def dot_product_attention(
     * windows with T == S that are ``(w, 0)`` or ``(w, w)``, or causal ``(w, anything)``; with a
       causal mask or ``(w, 0)`` also T < S.
 
-    ``jax.nn.dot_product_attention`` runs for ``bias``, ``mask``, ``return_residual``, other masks,
-    a ``scale`` that is traced, and dtypes and head widths that no kernel takes.
-    :func:`jaxllm.explain` lists such a call with the reason.
+    ``jax.nn.dot_product_attention`` runs for ``bias``, ``mask``, other masks, ``return_residual``
+    with sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel
+    takes. :func:`jaxllm.explain` lists such a call with the reason.
 
     Args:
         query: The queries, (B, T, N, H) or (T, N, H).
@@ -77,7 +77,8 @@ def dot_product_attention(
         implementation: None for flash attention where a kernel serves the call, and ``jax.nn``'s
             default otherwise. ``"jaxllm"`` for flash attention or an error. ``"xla"`` and
             ``"cudnn"`` for those of ``jax.nn``.
-        return_residual: Whether to return the logsumexp too.
+        return_residual: Whether to return the logsumexp too. It has no gradient, as in ``jax.nn``;
+            that of ``flash_attention(..., return_lse=True)`` has one.
 
     Returns:
         What each query read, in the shape and dtype of ``query``; with ``return_residual`` a pair
@@ -172,8 +173,11 @@ def _as_flash_attention(call: _Call) -> tuple[str | None, _Flash | None]:
         return "bias is given; no kernel takes one", None
     if call.mask is not None:
         return "mask is given; no kernel takes one: see is_causal, the lengths and windows", None
-    if call.return_residual:
-        return "return_residual is set; the kernels keep their logsumexp", None
+    if call.return_residual and (call.query_lengths is not None or call.key_lengths is not None):
+        return (
+            "return_residual comes with sequence lengths; jax.nn's has values for masked rows",
+            None,
+        )
     scale = 1 / math.sqrt(H) if call.scale is None else _number(call.scale)
     if scale is None:
         return "scale is traced, or an array; the kernels take a number", None
@@ -261,9 +265,14 @@ def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
     return rejected if chosen == "xla" else ()
 
 
-def _run_ours(call: _Call, flash: _Flash, backend: Backend) -> Array:
+def _run_ours(call: _Call, flash: _Flash, backend: Backend) -> Any:
     q, k, v, segments = flash.arrays
-    out = flash_attention(q, k, v, **flash.options, segment_ids=segments, backend=backend)
+    options = {**flash.options, "segment_ids": segments, "backend": backend}
+    if call.return_residual:
+        out, lse = flash_attention(q, k, v, **options, return_lse=True)
+        lse = lax.stop_gradient(lse)  # as in jax.nn
+        return out.reshape(call.shape), lse.swapaxes(1, 2).reshape(call.shape[:-1])
+    out = flash_attention(q, k, v, **options)
     if flash.is_empty is not None:
         out = jnp.where(flash.is_empty[:, None, None, None], _mean_of_values(call), out)
     return out.reshape(call.shape)

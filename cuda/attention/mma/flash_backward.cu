@@ -56,7 +56,7 @@ static_assert(smem_bytes<256, false>() <= 99 << 10);
 
 template <typename T>
 cudaError_t backward_by_mma(cudaStream_t stream, const FlashBackward<T>& call) {
-  const auto& [shape, options, q, k, v, out, dout, lse, delta, dq, dk, dv] = call;
+  const auto& [shape, options, q, k, v, out, dout, lse, delta, dlse, dq, dk, dv] = call;
   BackwardParams<T> params{q, k, v, dout, lse, delta, dq, dk, dv};
   params.heads = static_cast<int>(shape.heads);
   params.group = static_cast<int>(shape.heads / shape.kv_heads);
