@@ -66,8 +66,10 @@ def ffn_block(
     epilogue, and the down-projection adds bias and residual and normalizes the sum. The down dgrad
     GEMM multiplies by the derivative, and the up dgrad GEMM applies the layer norm's backward, so
     the gradient of the normalized input is never written to memory. Where shards along F would cut
-    tiles of 384 columns, GELU's input is saved instead of its derivative. Other calls run norm,
-    GEMM and activation one by one; :func:`jaxllm.explain` says why.
+    tiles of 384 columns, GELU's input is saved instead of its derivative. With SwiGLU, a
+    ``gate_up`` in parts without a bias, and the precision ``"tensor"`` for both layers, SwiGLU and
+    its gradient are written in float8. Other calls run norm, GEMM and activation one by one;
+    :func:`jaxllm.explain` says why.
 
     Args:
         h: The residual, (..., D).
