@@ -208,7 +208,7 @@ def _attention_block_fused(arrays, backend, heads=2, blocks=2):
     h, norm, weights = _block(arrays, ("qkv",))
     options = {"heads": heads, "kv_heads": heads, "causal": True, "scale": None, "window": None}
     for _ in range(blocks):  # the second has the norm of the first
-        layers = (weights["qkv"], weights["out"], arrays["segments"], None)
+        layers = (weights["qkv"], weights["out"], None, arrays["segments"], None)
         h = attention._fused(backend, h, norm, *layers, **options, attend=None)
     return h.x
 

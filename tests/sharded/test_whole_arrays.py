@@ -286,7 +286,7 @@ def test_whether_a_block_is_fused_is_decided_by_shapes_alone():
     def ask(x, qkv, out):
         layers = ({"weight": qkv}, {"weight": out})
         h = ops.residual(x)
-        found.append(attention._unsupported(h, None, *layers, None, None, attend=None))
+        found.append(attention._unsupported(h, None, *layers, None, None, None, attend=None))
         found.append(ffn._unsupported(h, None, *layers, activation="gelu"))
         return x
 
