@@ -53,7 +53,7 @@ demo: $(call installed,train) ## train a small GPT-2, sample from it, draw the l
 test: $(call installed,test) ## run tests that cover all (tests/tiers.py); PYTEST_FLAGS adds options
 	$(PY) -m pytest -n $(PYTEST_WORKERS) --covering $(PYTEST_FLAGS)
 
-test-all: $(call installed,test) ## run all tests, in several times the time of `make test`
+test-all: $(call installed,test) ## run all tests
 	$(PY) -m pytest -n $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 test-gpu: $(call installed,test) ## run all tests on a GPU; only a kernel that declines it skips one
