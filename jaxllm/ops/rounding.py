@@ -14,6 +14,12 @@ def amax(x: Array, axes: tuple[int, ...]) -> Array:
     return jnp.max(jnp.abs(jnp.where(jnp.isfinite(wide), wide, 0)), axis=axes, initial=0)
 
 
+def amax_of_columns(x: Array, parts: int) -> Array:
+    """:func:`amax` of each of ``parts`` equal parts of the columns of a matrix, ``(parts,)``."""
+    rows, columns = x.shape
+    return amax(x.reshape(rows, parts, columns // parts), (0, 2))
+
+
 def scale_of(bound: Array, dtype: DTypeLike) -> Array:
     """The scale with which no absolute value up to ``bound`` overflows a format."""
     largest, wide = float(jnp.finfo(dtype).max), jnp.finfo(jnp.float32)

@@ -72,25 +72,23 @@ def float8_mlp(x: Array, gate_up: Array, down: Array, *, backend: Backend) -> Ar
 
 
 def _without_backward(_, backend, x, gate_up_weight, down_weight):
-    of_x = ("...", "D"), x.ndim - 1, ("rows",)
-    (x8,) = quantize(x, *of_x, OPERAND_DTYPE, _RECIPE, backend)
-    gate_up, amax = _gate_up(backend, x8, gate_up_weight, x.dtype)
-    (hidden8,) = _swiglu(backend, gate_up, amax, "rows")
-    return product(hidden8, down_weight, _RECIPE, backend, dtype=x.dtype)[0]
+    return _layers(backend, x, gate_up_weight, down_weight, ("rows",))[0]
 
 
 def _forward(_, backend, x, gate_up_weight, down_weight):
-    of_x = ("...", "D"), x.ndim - 1, ("rows", "transposed")
-    x8, x8_transposed = quantize(x, *of_x, OPERAND_DTYPE, _RECIPE, backend)
-    gate_up, amax = _gate_up(backend, x8, gate_up_weight, x.dtype)
-    hidden8, hidden8_transposed = _swiglu(backend, gate_up, amax, "both")
+    layouts = "rows", "transposed"
+    out, saved = _layers(backend, x, gate_up_weight, down_weight, layouts)
+    return out, (*saved, (gate_up_weight, down_weight))
+
+
+def _layers(backend, x, gate_up_weight, down_weight, layouts):
+    """The output, and of the gates and of the operands that are transposed what is saved."""
+    of_x = ("...", "D"), x.ndim - 1, layouts
+    x8, *x8_transposed = quantize(x, *of_x, OPERAND_DTYPE, _RECIPE, backend)
+    gate_up, amax = product(x8, gate_up_weight, _RECIPE, backend, dtype=x.dtype, parts=2)
+    hidden8, *hidden8_transposed = _swiglu(backend, gate_up, amax, layouts)
     out, _ = product(hidden8, down_weight, _RECIPE, backend, dtype=x.dtype)
-    weights = gate_up_weight, down_weight
-    return out, (x8_transposed, gate_up, amax, hidden8_transposed, weights)
-
-
-def _gate_up(backend, x8, weight, dtype):
-    return product(x8, weight, _RECIPE, backend, dtype=dtype, parts=2)
+    return out, (*x8_transposed, gate_up, amax, *hidden8_transposed)
 
 
 def _backward(_, backend, residuals, dout):
@@ -107,7 +105,8 @@ def _backward(_, backend, residuals, dout):
     return dx, dgate_up, ddown
 
 
-def _swiglu(backend, gate_up, amax, layout) -> list[Float8]:
+def _swiglu(backend, gate_up, amax, layouts) -> list[Float8]:
+    layout = "both" if len(layouts) == 2 else "rows"
     scale = scale_of(amax[0] * amax[1], OPERAND_DTYPE)
     results = "... F, F ..." if layout == "both" else "... F"
     rule = ShardingRule(f"... _ F, -> {results}", "... F")

@@ -137,8 +137,7 @@ def product(
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
     """The rounded ``x`` times the weight, and with ``parts`` as :func:`multiply` its maxima."""
-    columns, layouts = column_names(weight.ndim), ("transposed",)
-    (weight8,) = quantize(weight, ("D", columns), 1, layouts, OPERAND_DTYPE, recipe, backend)
+    columns, weight8 = _quantize_weight(weight, "transposed", recipe, backend)
     scales = f"..., {columns}" if recipe == "row" else ", "
     rule = ShardingRule(f"... D', {columns} D, {scales} -> ... {columns} +D", "... D F")
     kept = x[0].ndim - 1, weight.ndim - 1
@@ -156,12 +155,21 @@ def input_gradient(
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
     """The gradient of a layer's input, and with ``parts`` as :func:`multiply` its maxima."""
-    columns, layouts = column_names(weight.ndim), ("rows",)
-    (weight8,) = quantize(weight, ("D", columns), 1, layouts, OPERAND_DTYPE, recipe, backend)
+    columns, weight8 = _quantize_weight(weight, "rows", recipe, backend)
     scales = "..., D" if recipe == "row" else ", "
     rule = ShardingRule(f"... {columns}, D {columns}, {scales} -> ... D +F", "... D F")
     kept = dout[0].ndim - weight.ndim + 1, 1
     return multiply(rule, backend, dout, weight8, kept, dtype=dtype, parts=parts)
+
+
+def _quantize_weight(
+    weight: Array, layout: str, recipe: Recipe, backend: Backend
+) -> tuple[str, Float8]:
+    """The names of the columns of a weight, and the weight in one layout."""
+    columns = column_names(weight.ndim)
+    of_weight = ("D", columns), 1, (layout,)
+    (weight8,) = quantize(weight, *of_weight, OPERAND_DTYPE, recipe, backend)
+    return columns, weight8
 
 
 def weight_gradient(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.ops.activation import reference as activations
-from jaxllm.ops.rounding import amax
+from jaxllm.ops.rounding import amax_of_columns
 
 
 def linear(x, weight, bias=None, *, activation=None, precision=None):
@@ -62,7 +62,7 @@ def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
 def float8_matmul_amax(a, b, scale_a, scale_b, *, out_dtype, parts):
     """Returns ``out``, and its largest finite absolute value in each part of the columns."""
     out = float8_matmul(a, b, scale_a, scale_b, out_dtype=out_dtype)
-    return out, amax(out.reshape(out.shape[0], parts, out.shape[1] // parts), (0, 2))
+    return out, amax_of_columns(out, parts)
 
 
 # What fused kernels compute, for the ops whose parts save something else.
