@@ -225,8 +225,7 @@ def test_rows_of_a_batch_are_those_of_the_whole_batch(order):
 
     def read(rows=None):
         if order == "llmc":
-            options = {"index": 5, "rank": 1, "ranks": 2}
-            return data.batch_in_order(dataset, 6, 7, **options, rows=rows)
+            return data.batch_in_order(dataset, 6, 7, index=5, rank=1, ranks=2, rows=rows)
         return data.batch(dataset, 6, 7, seed=1, step=20, rows=rows)
 
     for rows in (range(0, 2), range(2, 6), range(6)):

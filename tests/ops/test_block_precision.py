@@ -1,6 +1,7 @@
 """Blocks with float8 GEMMs: the values of linear layers with that precision, layer by layer."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def test_ffn_block_is_made_of_linear_layers_of_its_precision(precision, of_up, o
 
 @pytest.mark.parametrize("precision", ["row", {"gate_up": "tensor"}, {"down": "tensor"}])
 def test_swiglu_block_with_columns_in_parts_is_made_of_its_layers(precision):
-    by_name = dict.fromkeys(("gate_up", "down"), "row") if precision == "row" else precision
+    by_name: Any = dict.fromkeys(("gate_up", "down"), "row") if precision == "row" else precision
     x, scale, gate_up, down = random_arrays((2, 3, 32), (32,), (32, 128), (64, 32))
     arrays = (x, scale, gate_up.reshape(32, 2, 64), down)
 

@@ -1,6 +1,7 @@
 """The gated MLP of float8 operands: values and gradients of its formulas, bounds, transforms."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,10 +194,10 @@ def test_float8_operands_and_the_gates_alone_are_saved():
     assert sorted(narrow) == sorted([(WIDTH, 2, 16), (HIDDEN, 2, 16)])
 
 
-def block(x, gate_up, down, precision="tensor", **of_up):
+def block(x, gate_up, down, precision: Any = "tensor", **of_up):
     layers = {"gate_up": {"weight": gate_up, **of_up}, "down": {"weight": down}}
-    options = {"activation": "swiglu", "precision": precision}
-    return ffn_block(residual(x, "rms"), {"scale": jnp.ones(WIDTH)}, layers, **options).x
+    norm = {"scale": jnp.ones(WIDTH)}
+    return ffn_block(residual(x, "rms"), norm, layers, activation="swiglu", precision=precision).x
 
 
 def test_block_without_biases_runs_it_and_others_run_their_layers():
