@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from jaxllm.ops.window import sides
+
 # The peers of each op. Liger has no fused add + layer norm.
 PEERS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("torch.compile", "liger", "torch eager"),
@@ -79,15 +81,23 @@ def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
     )
 
 
+def _is_in_window(distance, causal, window):
+    """Which keys so far before a query it sees; for the arrays of any library."""
+    left, right = sides(causal, window)
+    seen = distance == distance
+    if left is not None:
+        seen = seen & (distance <= left)
+    if right is not None:
+        seen = seen & (-distance <= right)
+    return seen
+
+
 def _masked_cudnn(q, k, v, *, causal=False, window=None, segment_ids=None, scale=None):
     """``flash_attention`` by cuDNN, with a mask array, for windows and segments."""
     if window is None and segment_ids is None:
         raise ValueError("without a window or segments cuDNN needs no mask: see xla")
     distance = jax.numpy.arange(q.shape[1])[:, None] - jax.numpy.arange(k.shape[1])
-    mask = distance >= 0 if causal else jax.numpy.ones_like(distance, bool)
-    if window is not None:
-        mask &= abs(distance) < window
-    mask = mask[None, None]
+    mask = _is_in_window(distance, causal, window)[None, None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
@@ -178,9 +188,7 @@ def torch_ops() -> dict[str, Callable[..., Any]]:
             return None
         positions = torch.arange(T, device=device)
         distance = positions[:, None] - positions
-        mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            mask = mask & (distance.abs() < window)
+        mask = _is_in_window(distance, causal, window)
         if segment_ids is not None:
             mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
         return mask

@@ -19,7 +19,8 @@ FAMILIES = (
     "activation", "norm", "rotary", "embedding", "reduction", "optimizer", "vision",
     "quantization", "gemm", "attention", "loss", "block",
 )  # fmt: skip
-SHARED = ("jaxllm.ops.checks", "jaxllm.ops.rounding", "jaxllm.ops.weights")  # by all families
+# By all families.
+SHARED = tuple(f"jaxllm.ops.{name}" for name in ("checks", "rounding", "weights", "window"))
 # The packages above the ops, and those that each may import.
 PACKAGES = {
     "jaxllm.nn": ("jaxllm.core", "jaxllm.ops"),

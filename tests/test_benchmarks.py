@@ -254,7 +254,9 @@ def test_optax_matches_adamw_update():
     assert all(jax.tree.leaves(close))
 
 
-@pytest.mark.parametrize("name", ["causal_window", "symmetric_window", "packed_documents"])
+@pytest.mark.parametrize(
+    "name", ["causal_window", "symmetric_window", "two_sided_window", "packed_documents"]
+)
 def test_masked_cudnn_attention_matches_flash_attention(name, monkeypatch):
     attention = jax.nn.dot_product_attention  # in plain JAX, so that it runs on a CPU
     anywhere = lambda *qkv, implementation, **options: attention(*qkv, **options)  # noqa: E731

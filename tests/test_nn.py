@@ -35,6 +35,8 @@ SERVED = [
     ("grouped", {"local_window_size": (2, 0)}),
     ("grouped", {"local_window_size": 2}),
     ("self", {"local_window_size": (0, 0)}),
+    ("self", {"local_window_size": (1, 2)}),
+    ("grouped", {"local_window_size": (0, 4), "return_residual": True}),
     ("self", {"query": "lengths", "is_causal": True, "local_window_size": 2}),
     ("grouped", {"query": "lengths", "key": "lengths"}),
     ("grouped", {"key": "lengths", "is_causal": True}),
@@ -60,8 +62,6 @@ OTHERS = [
     ("grouped", {"mask": True, "query": "lengths", "key": "lengths"}, "mask is given"),
     ("self", {"return_residual": True, "key": "lengths"}, "return_residual comes with sequence"),
     ("longer_queries", {"is_causal": True}, "is_causal is set with 11 queries and 5 keys"),
-    ("self", {"local_window_size": (1, 2)}, r"local_window_size is \(1, 2\)"),
-    ("self", {"local_window_size": (0, 2)}, r"local_window_size is \(0, 2\)"),
     ("self", {"local_window_size": (-1, 2), "is_causal": True}, r"local_window_size is \(-1, 2\)"),
     ("self", {"local_window_size": 1, "key": "lengths"}, "key_value_seq_lengths comes with local"),
     ("longer_keys", {"local_window_size": 2}, "local_window_size is given with 5 queries and 11"),
@@ -218,8 +218,8 @@ def test_every_window_is_that_of_jax():
                 weights = np.where(seen, np.exp(scores), 0)
                 expected = weights / weights.sum(axis=1, keepdims=True) @ np.asarray(value[0, :, 0])
                 np.testing.assert_allclose(out[0, :, 0], expected, rtol=1e-5, atol=1e-6)
-    # Causal (0 to 4, 0 to 4) for T <= S, which are 6 of 9; (w, 0) likewise; (1 to 4)^2 for T == S.
-    assert served == 6 * 25 + 6 * 5 + 3 * 4
+    # Causal (0 to 4, 0 to 4) for T <= S, which are 6 of 9; (left, 0) likewise; others for T == S.
+    assert served == 6 * 25 + 6 * 5 + 3 * 5 * 4
 
 
 @pytest.mark.parametrize("name", ["plain", "lengths", "residual"])

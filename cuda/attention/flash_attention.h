@@ -72,10 +72,9 @@ struct FlashSums {
 
 struct FlashOptions {
   float scale;
-  // Query t is at position p = t + keys - queries. If `causal`, it sees the keys s <= p alone; if
-  // `window` is not 0, the keys with |p - s| < window alone.
-  bool causal;
-  int64_t window;
+  // Query t is at position p = t + keys - queries, and sees the keys p - left <= s <= p + right. A
+  // negative number stands for a side without an end; under a causal mask right is 0.
+  int64_t left, right;
   // If not 0, a score is softcap * tanh(scale * q * k / softcap).
   float softcap;
   // If not null, (batch, queries) and (batch, keys): a query sees its own segment alone.

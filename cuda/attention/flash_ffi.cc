@@ -112,19 +112,19 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   const FlashShape& shape = call.shape;
   FlashOptions& options = call.options;
   const auto scale = attributes.get<float>("scale"), softcap = attributes.get<float>("softcap");
-  const auto causal = attributes.get<bool>("causal"), rope = attributes.get<bool>("rope");
+  const auto left = attributes.get<int64_t>("left"), right = attributes.get<int64_t>("right");
+  const auto rope = attributes.get<bool>("rope");
   const auto interleaved = attributes.get<bool>("interleaved");
   const auto hopper = attributes.get<bool>("hopper"), by_parts = attributes.get<bool>("by_parts");
-  const auto window = attributes.get<int64_t>("window");
-  if (!scale || !softcap || !causal || !rope || !interleaved || !hopper || !by_parts || !window) {
+  if (!scale || !softcap || !left || !right || !rope || !interleaved || !hopper || !by_parts) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
   }
   if (*hopper && shape.width != 64 && shape.width != 128) {
     return ffi::Unexpected(invalid("hopper", "is for heads 64 or 128 wide"));
   }
   options.scale = *scale;
-  options.causal = *causal;
-  options.window = *window;
+  options.left = *left;
+  options.right = *right;
   if (*by_parts && !*rope) return ffi::Unexpected(invalid("by_parts", "is for calls that rotate"));
   options.softcap = *softcap;
   const size_t tables = *rope ? 2 : 0;

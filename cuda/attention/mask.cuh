@@ -29,9 +29,11 @@ struct LocalMask {
 
 inline LocalMask make_local_mask(const FlashShape& shape, const FlashOptions& options) {
   const int64_t all = shape.queries + shape.keys;  // no two positions lie further apart
-  const int left = static_cast<int>(options.window == 0 ? all : std::min(options.window - 1, all));
-  return {static_cast<int>(shape.queries), static_cast<int>(shape.keys), left,
-          options.causal ? 0 : left};
+  const auto side = [all](int64_t given) {
+    return static_cast<int>(given < 0 ? all : std::min(given, all));
+  };
+  return {static_cast<int>(shape.queries), static_cast<int>(shape.keys), side(options.left),
+          side(options.right)};
 }
 
 __host__ __device__ __forceinline__ int segment_granules(int rows) {

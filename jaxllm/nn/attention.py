@@ -15,6 +15,7 @@ from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, flash_attention
 from jaxllm.ops.checks import as_bool, as_float, as_integer, check_shape, is_certain
+from jaxllm.ops.window import Window
 
 Implementation = Literal["jaxllm", "xla", "cudnn"]
 
@@ -53,8 +54,7 @@ def dot_product_attention(
 
     * calls without a mask, and causal ones with T <= S;
     * sequence lengths, without a window;
-    * windows with T == S that are ``(w, 0)`` or ``(w, w)``, or causal ``(w, anything)``; with a
-      causal mask or ``(w, 0)`` also T < S.
+    * windows with T == S; with a causal mask or ``(left, 0)`` also T < S.
 
     ``jax.nn.dot_product_attention`` runs for ``bias``, ``mask``, other masks, ``return_residual``
     with sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel
@@ -205,7 +205,7 @@ def _number(scale: Any) -> float | None:
 
 def _flash_mask(
     T: int, S: int, is_causal: bool, window: tuple[Any, Any] | None
-) -> tuple[str | None, bool, int | None]:
+) -> tuple[str | None, bool, Window]:
     """The ``causal`` and ``window`` of flash attention for a mask of ``jax.nn``.
 
     Flash attention counts positions from the end of both sequences. Its masks are the same where
@@ -214,7 +214,6 @@ def _flash_mask(
     Returns:
         Why there are none, or None; ``causal``; ``window``.
     """
-    size = None  # of the window
     if window is not None:
         left, right = window
         if isinstance(left, Tracer) or isinstance(right, Tracer):
@@ -222,10 +221,7 @@ def _flash_mask(
         given = f"local_window_size is {(left, right)}"
         if left < 0 or right < 0:
             return f"{given}; the windows of the kernels have a query's own position", False, None
-        if not is_causal and left != right and right != 0:
-            return f"{given}; those of the kernels are (w, 0) or (w, w)", False, None
         is_causal = is_causal or right == 0
-        size = left + 1
     if is_causal and not is_certain(lambda: T <= S):
         why = "is_causal is set" if window is None else "local_window_size is given"
         return (
@@ -233,9 +229,9 @@ def _flash_mask(
             False,
             None,
         )
-    if size is not None and not is_causal and not is_certain(lambda: T == S):
+    if window is not None and not is_causal and not is_certain(lambda: T == S):
         return f"local_window_size is given with {T} queries and {S} keys; T must be S", False, None
-    return None, is_causal, size
+    return None, is_causal, window
 
 
 def _segments(T: int, S: int, call: _Call) -> tuple[tuple[Array, Array] | None, Array | None]:

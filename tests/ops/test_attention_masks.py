@@ -23,6 +23,14 @@ from jaxllm.testing import error
         ((6, 6), {"causal": True, "window": 99}, lambda t, s: s <= t),
         ((6, 6), {"window": 2}, lambda t, s: s in (t - 1, t, t + 1)),
         ((3, 7), {"window": 2}, lambda t, s: s in (t + 3, t + 4, t + 5)),
+        ((6, 6), {"window": (1, 2)}, lambda t, s: t - 1 <= s <= t + 2),
+        ((3, 7), {"window": (0, 1)}, lambda t, s: s in (t + 4, t + 5)),
+        ((6, 6), {"window": (None, 1)}, lambda t, s: s <= t + 1),
+        ((6, 6), {"window": (2, None)}, lambda t, s: s >= t - 2),
+        ((6, 6), {"window": (None, None)}, lambda t, s: True),
+        ((6, 6), {"window": (2, 0)}, lambda t, s: s in (t - 2, t - 1, t)),
+        ((6, 6), {"window": (1, 4), "causal": True}, lambda t, s: s in (t - 1, t)),
+        ((6, 6), {"window": (None, 4), "causal": True}, lambda t, s: s <= t),
     ],
 )
 def test_mask_options_select_the_visible_keys(lengths, options, visible):
@@ -30,6 +38,43 @@ def test_mask_options_select_the_visible_keys(lengths, options, visible):
     q, k, v = attention_arrays(T=T, S=S)
     expected = attention_by_hand(q, k, v, lambda _, t, s: visible(t, s))
     assert error(flash_attention(q, k, v, **options), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"window": (2, 2)}, {"window": 3}),
+        ({"window": (2, 0)}, {"window": 3, "causal": True}),
+        ({"window": [None, 0]}, {"causal": True}),
+        ({"window": (3, 5), "causal": True}, {"window": 4, "causal": True}),
+        ({"window": (None, None)}, {}),
+        ({"window": 1}, {"window": 1, "causal": True}),
+    ],
+)
+def test_windows_with_a_shorter_form_run_as_that(given, same):
+    q, k, v = attention_arrays()
+    programs = (
+        str(jax.make_jaxpr(lambda *qkv: flash_attention(*qkv, **options))(q, k, v))  # noqa: B023
+        for options in (given, same)
+    )
+    assert next(programs) == next(programs)
+
+
+@pytest.mark.parametrize(
+    ("window", "kind", "message"),
+    [
+        (0, ValueError, "window is 0; it must be at least 1"),
+        ((1,), ValueError, r"window is \(1,\); it must be an integer or a pair, \(left, right\)"),
+        ((-1, 2), ValueError, r"window is \(-1, 2\); left and right must be at least 0, or None"),
+        ((2, -1), ValueError, r"window is \(2, -1\); left and right must be at least 0, or None"),
+        ((1, 2.5), TypeError, "window is 2.5; it must be an integer"),
+        ("ab", TypeError, "window is 'ab'; it must be an integer"),
+    ],
+)
+def test_wrong_windows_are_errors(window, kind, message):
+    q, k, v = attention_arrays()
+    with pytest.raises(kind, match=message):
+        flash_attention(q, k, v, window=window)
 
 
 def test_segments_do_not_attend_to_each_other():

@@ -33,7 +33,8 @@ def test_lowered_program_calls_the_cuda_kernels(segments, with_kernels):
         )
         arguments = call[call.index("(") + 1 : call.index(")")]
         assert len(arguments.split(",")) == operands + 2 * segments
-        assert "window = 3 : i64" in call
+        assert "left = 2 : i64" in call
+        assert "right = 0 : i64" in call
         assert "softcap = 5.000000e+00 : f32" in call
 
 
@@ -87,6 +88,9 @@ def check_cuda_kernels(q, k, v, but=(), **options):
         ((301, 301), {}),
         ((97, 517), {"causal": True, "window": 90}),
         ((517, 97), {"causal": True}),
+        ((517, 301), {"window": (200, 30)}),
+        ((301, 517), {"window": (None, 70)}),
+        ((301, 301), {"window": (90, None)}),
         ((517, 301), {"window": 70, "softcap": 3.0}),
         ((301, 517), {"segments": True, "scale": -0.1}),
         ((301, 301), {"segments": True, "causal": True, "softcap": 5.0, "window": 99}),

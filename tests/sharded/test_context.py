@@ -46,6 +46,9 @@ VARIANTS = {
     "window_of_all": (16, 24, FOUR, {"window": 24}),
     "full": (16, 24, BATCH, {}),
     "full_window": (16, 24, FOUR, {"window": 3}),
+    "two_sided_window": (16, 24, FOUR, {"window": (6, 1)}),
+    "window_to_the_left": (16, 16, BATCH, {"window": (None, 2)}),
+    "window_to_the_right": (16, 16, FOUR, {"window": (5, None)}),
     "full_window_more_queries": (40, 16, FOUR, {"window": 4, "softcap": 2.0}),
     "segments": (16, 16, TWO, {"causal": True, "segment_ids": ids(1, 16)}),
     "full_segments": (16, 24, BATCH, {"segment_ids": (ids(1, 16), ids(2, 24))}),
@@ -170,31 +173,43 @@ def test_every_backend_matches_one_device(backend):
     testing.assert_close(jax.device_get(found), wanted, "float32")
 
 
-def visible_pairs(piece, T, S, window):
+def visible_pairs(piece, T, S, left, right):
     """The pairs of a query and a key that it sees, counted one by one."""
     positions = [query + S - T for query in piece.queries]
-    return sum(0 <= p - key < (window or S + T) for p in positions for key in piece.keys)
+    return sum(p - left <= key <= p + right for p in positions for key in piece.keys)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 8])
 def test_zigzag_gives_each_device_as_many_pairs(shards):
     T = 8 * shards
     pieces = context.make_pieces(shards, T, T, causal=True, window=None)
-    pairs = [sum(visible_pairs(piece, T, T, None) for piece in of) for of in pieces]
+    pairs = [sum(visible_pairs(piece, T, T, T, 0) for piece in of) for of in pieces]
     assert len(set(pairs)) == 1
     assert sum(pairs) == T * (T + 1) // 2
     # What a device holds first, it computes itself.
     assert [piece.queries.start for piece, _ in pieces] == [8 * i for i in range(shards)]
 
 
-@pytest.mark.parametrize("window", [None, 3, 9, 30])
+@pytest.mark.parametrize(
+    ("causal", "window", "left", "right"),
+    [
+        (True, None, 99, 0),
+        (True, 3, 2, 0),
+        (True, 9, 8, 0),
+        (True, 30, 29, 0),
+        (False, None, 99, 99),
+        (False, 4, 3, 3),
+        (False, (7, 2), 7, 2),
+        (False, (None, 5), 99, 5),
+        (False, (0, None), 0, 99),
+    ],
+)
 @pytest.mark.parametrize(("T", "S"), [(24, 24), (24, 40), (40, 16)])
-def test_pieces_have_all_keys_that_queries_see(T, S, window):
-    pieces = context.make_pieces(4, T, S, causal=True, window=window)
-    pairs = sum(visible_pairs(piece, T, S, window) for of in pieces for piece in of)
-    assert pairs == sum(
-        0 <= q + S - T - key < (window or S + T) for q in range(T) for key in range(S)
-    )
+def test_pieces_have_all_keys_that_queries_see(T, S, causal, window, left, right):
+    pieces = context.make_pieces(4, T, S, causal=causal, window=window)
+    pairs = sum(visible_pairs(piece, T, S, left, right) for of in pieces for piece in of)
+    whole = context.Piece(range(T), range(S), 0)
+    assert pairs == visible_pairs(whole, T, S, left, right)
     assert sorted(q for of in pieces for piece in of for q in piece.queries) == list(range(T))
 
 

@@ -35,7 +35,7 @@ bool is_for_hopper(Kernel kernel, const FlashShape& shape, const FlashOptions& o
   const auto fits = [](int64_t count) { return 0 <= count && count < int64_t{1} << 29; };
   const bool is_served = (shape.width == 64 || shape.width == 128) && fits(shape.queries) &&
                          fits(shape.keys) && shape.keys > 0 && fits(shape.batch * shape.heads) &&
-                         options.scale > 0.0f && options.window >= 0 && options.softcap == 0.0f &&
+                         options.scale > 0.0f && options.softcap == 0.0f &&
                          shape.batch <= kMaxGridSide && shape.heads <= kMaxGridSide;
   if (!is_served) return false;
   const int64_t length = std::max(shape.queries, shape.keys);

@@ -45,7 +45,7 @@ cudaError_t forward_by_mma(cudaStream_t stream, const FlashForward<T, Stored>& c
     if (options.softcap == 0.0f && options.scale > 0.0f) {
       std::swap(params.scores.scale, params.exp2_scale);
     }
-    const bool two_m_tiles = options.window == 0 && options.query_segments == nullptr;
+    const bool two_m_tiles = options.left < 0 && options.query_segments == nullptr;
     if (shape.width <= 32) return launch<32>(stream, params, shape.batch);
     if (shape.width <= 64) return launch<64>(stream, params, shape.batch);
     if (shape.width <= 96) {

@@ -25,6 +25,7 @@ from jaxllm.ops.checks import (
     check_same_dtype,
     check_shape,
 )
+from jaxllm.ops.window import Window, check_window, shortest
 
 
 def _op(name: str) -> Op:
@@ -48,7 +49,7 @@ FLASH_ATTENTION_FLOAT8 = Op(
 @overload
 def flash_attention(
     q: Array, k: Array, v: Array, sinks: Array | None = None, *,
-    causal: bool = False, scale: float | None = None, window: int | None = None,
+    causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
     return_lse: Literal[False] = False, backend: Backend | None = None,
@@ -58,7 +59,7 @@ def flash_attention(
 @overload
 def flash_attention(
     q: Array, k: Array, v: Array, sinks: Array | None = None, *,
-    causal: bool = False, scale: float | None = None, window: int | None = None,
+    causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
     return_lse: Literal[True], backend: Backend | None = None,
@@ -73,7 +74,7 @@ def flash_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     segment_ids: Integer[Array, "B T"]
     | tuple[Integer[Array, "B T"], Integer[Array, "B S"]]
@@ -116,6 +117,8 @@ def flash_attention(
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
             most recent keys, its own position included; without it ``window - 1`` on either side.
+            A pair ``(left, right)`` stands for the keys ``p - left <= s <= p + right``; None is a
+            side without an end.
         softcap: Bounds each scaled product ``a`` smoothly to ``softcap * tanh(a / softcap)``.
         segment_ids: A query sees the keys of its own segment alone. One array for queries and keys
             alike (T must equal S), or a pair, the queries' and the keys'; used as int32.
@@ -135,8 +138,8 @@ def flash_attention(
         TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or
             ``sinks`` is neither float32 nor in the dtype of ``q``.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
-            or ``softcap`` not above 0, ``rope_table`` comes with T other than S, or the backend is
-            unknown.
+            or a side of it below 0, ``softcap`` is not above 0, ``rope_table`` comes with T other
+            than S, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);
@@ -164,7 +167,7 @@ def flash_attention(
 @overload
 def flash_attention_packed(
     qkv: Array, heads: int, kv_heads: int | None = None, *,
-    causal: bool = False, scale: float | None = None, window: int | None = None,
+    causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
     sinks: Array | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
@@ -174,7 +177,7 @@ def flash_attention_packed(
 @overload
 def flash_attention_packed(
     qkv: Array, heads: int, kv_heads: int | None = None, *,
-    causal: bool = False, scale: float | None = None, window: int | None = None,
+    causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
     sinks: Array | None = None, return_lse: Literal[True], backend: Backend | None = None,
@@ -188,7 +191,7 @@ def flash_attention_packed(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
@@ -212,7 +215,7 @@ def flash_attention_packed(
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees.
+        window: How many keys a query sees, or on which side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys first.
@@ -265,7 +268,7 @@ def flash_attention_float8(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     segment_ids: Integer[Array, "B T"]
     | tuple[Integer[Array, "B T"], Integer[Array, "B S"]]
@@ -292,7 +295,7 @@ def flash_attention_float8(
         v_scale: Likewise of the values.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees.
+        window: How many keys a query sees, or on which side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
         backend: As in :func:`flash_attention`; there is no Pallas kernel.
@@ -427,7 +430,7 @@ class AttentionOptions:
 
     causal: bool
     scale: float
-    window: int | None
+    window: Window
     softcap: float | None
     interleaved: bool
 
@@ -438,7 +441,7 @@ class PackedOptions:
 
     causal: bool
     scale: float
-    window: int | None
+    window: Window
     softcap: float | None
     interleaved: bool
     heads: int
@@ -448,19 +451,17 @@ class PackedOptions:
 def _options(
     causal: bool,
     scale: float | None,
-    window: int | None,
+    window: Window,
     softcap: float | None,
     width: int,
     interleaved: bool,
 ) -> AttentionOptions:
-    window = None if window is None else as_integer("window", window)
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1")
     softcap = None if softcap is None else as_float("softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0")
     factor = width**-0.5 if scale is None else as_float("scale", scale)
-    return AttentionOptions(bool(causal), factor, window, softcap, bool(interleaved))
+    causal, window = shortest(bool(causal), check_window(window))
+    return AttentionOptions(causal, factor, window, softcap, bool(interleaved))
 
 
 def check_packed(
@@ -471,7 +472,7 @@ def check_packed(
     *,
     causal: bool,
     scale: float | None,
-    window: int | None,
+    window: Window,
     softcap: float | None,
     interleaved: bool,
 ) -> tuple[tuple[Array, Array] | None, PackedOptions]:
@@ -484,7 +485,7 @@ def check_packed(
         segment_ids: The segments, or None.
         causal: As in :func:`flash_attention`, as are the options that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees.
+        window: How many keys a query sees, or on which side of it.
         softcap: A bound on the scores.
         interleaved: How pairs of columns rotate.
 

@@ -231,6 +231,10 @@ CASES = (
     _attention("causal_more_queries", 1, 9, 2, 8, keys=4, causal=True),
     _attention("causal_window", 2, 16, 2, 8, causal=True, window=3),
     _attention("symmetric_window", 2, 16, 2, 8, keys=19, window=3),
+    _attention("two_sided_window", 2, 16, 2, 8, keys=19, window=(5, 2)),
+    _attention("window_to_the_left", 1, 9, 2, 8, keys=4, window=(None, 2)),
+    _attention("two_sided_window_64", 1, 400, 2, 64, keys=450, kv_heads=1, window=(150, 40)),
+    _attention("window_to_the_right_128", 1, 300, 2, 128, keys=270, window=(60, None)),
     _attention("softcap", 1, 12, 4, 8, kv_heads=2, std=3.0, causal=True, softcap=2.0),
     _attention("scale", 1, 12, 2, 8, causal=True, scale=0.5),
     _attention("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True),
@@ -360,6 +364,7 @@ CASES = (
     _projection("causal", 2, 7, 3, 8, causal=True),
     _projection("grouped", 2, 70, 4, 16, kv_heads=2, causal=True, rope_table=_angles(70, 8)),
     _projection("odd_head_width", 1, 9, 3, 5, kv_heads=1, window=4),
+    _projection("two_sided_window", 1, 300, 2, 64, kv_heads=1, window=(None, 70)),
     _projection("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True, softcap=5.0),
     *(
         _projection(

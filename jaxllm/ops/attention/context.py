@@ -33,6 +33,7 @@ from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import Shard
 from jaxllm.ops.rotary.api import ROPE
+from jaxllm.ops.window import Window, shortest, sides
 
 # The axis of the sequence, by the rank of an array: segments (B, T), lse (B, N, T), heads
 # (B, T, N, H).
@@ -54,29 +55,30 @@ class Piece(NamedTuple):
     beyond: int
 
 
-def make_piece(queries: range, T: int, S: int, *, causal: bool, window: int | None) -> Piece:
+def make_piece(queries: range, T: int, S: int, *, causal: bool, window: Window) -> Piece:
     """The keys that a chunk of queries may see."""
     first, end = queries.start + S - T, queries.stop + S - T  # positions
-    low, high = 0, end if causal else S
-    if window is not None:
-        low, high = max(0, first - window + 1), min(high, end + window - 1)
+    left, right = sides(causal, window)
+    low = 0 if left is None else max(0, first - left)
+    high = S if right is None else min(S, end + right)
     keys = range(low, max(low, high))
     # Without a mask by distance it does not matter at which key a query stands.
-    is_aligned = causal or window is not None
+    is_aligned = left is not None or right is not None
     return Piece(queries, keys, max(0, high - end) if keys and is_aligned else 0)
 
 
-def is_zigzag(queries: int, *, causal: bool, window: int | None) -> bool:
+def is_zigzag(queries: int, *, causal: bool, window: Window) -> bool:
     """Whether devices with so many queries swap halves of them.
 
     They do where the mask is causal and a window is wider than a shard: else all devices but the
     first see about as many keys.
     """
-    return causal and queries % 2 == 0 and (window is None or window > queries)
+    left, right = sides(causal, window)
+    return right == 0 and queries % 2 == 0 and (left is None or left >= queries)
 
 
 def make_pieces(
-    shards: int, T: int, S: int, *, causal: bool, window: int | None
+    shards: int, T: int, S: int, *, causal: bool, window: Window
 ) -> list[tuple[Piece, ...]]:
     """The one or two pieces that each device computes."""
     mask: dict[str, Any] = {"causal": causal, "window": window}
@@ -230,13 +232,15 @@ def _rotate(
 
 
 def _plan(
-    shard: Shard, q: Array, k: Array, *, causal: bool, window: int | None, **options: Any
+    shard: Shard, q: Array, k: Array, *, causal: bool, window: Window, **options: Any
 ) -> tuple[list[tuple[Piece, ...]], dict[str, Any]]:
     """The pieces of each device, and the options of each piece."""
     shards = shard.count("T")
     T, S = shards * q.shape[1], shards * k.shape[1]
-    if window is not None and window >= max(T, S):
-        window = None  # it hides nothing
+    left, right = sides(causal, window)
+    # An end of the window that is further away than any key hides nothing.
+    left, right = (None if x is not None and x >= max(T, S) - 1 else x for x in (left, right))
+    causal, window = shortest(False, (left, right))
     mask: dict[str, Any] = {"causal": causal, "window": window}
     return make_pieces(shards, T, S, **mask), mask | options
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import packing
+from jaxllm.ops.window import sides
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
@@ -277,12 +278,13 @@ def _has_apart(qkv: jax.Array) -> bool:
 
 
 def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
-    """The attributes of a call; zero stands for no window and no softcap."""
+    """The attributes of a call; -1 is a side of the window without an end, and 0 no softcap."""
+    left, right = sides(causal, window)
     return {
         "hopper": _is_for_hopper(q, softcap),
-        "causal": causal,
+        "left": -1 if left is None else left,
+        "right": -1 if right is None else right,
         "scale": scale,
-        "window": 0 if window is None else int(window),
         "softcap": 0.0 if softcap is None else float(softcap),
         "rope": rope_table is not None,
         "interleaved": interleaved,

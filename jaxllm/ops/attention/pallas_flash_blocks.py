@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.ops.window import sides
+
 MIN_BLOCK = 16
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
@@ -78,8 +80,7 @@ class Problem:
     def of(cls, q, k, causal, scale, window, softcap, interpret) -> Problem:
         """The problem of a call."""
         (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
-        back = None if window is None else window - 1
-        ahead = 0 if causal else back
+        back, ahead = sides(causal, window)
         if back is not None and back >= S - 1:  # the last query sees the first key
             back = None
         if ahead is not None and ahead >= T - 1:  # the first query sees the last key

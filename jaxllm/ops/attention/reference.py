@@ -58,6 +58,7 @@ from jax import Array, lax
 
 from jaxllm.ops.attention import packing
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
+from jaxllm.ops.window import Window, sides
 
 
 def _wide(x: Array) -> Array:
@@ -92,15 +93,16 @@ def _normalize(scores: Array) -> tuple[Array, Array]:
     return weights / some[..., None], lse
 
 
-def _mask(T: int, S: int, causal: bool, window: int | None, segment_ids) -> Array:
+def _mask(T: int, S: int, causal: bool, window: Window, segment_ids) -> Array:
     """Which query sees which key, to broadcast to (B, K, G, T, S)."""
     # The last query stands at the last key, whatever the lengths.
     distance = jnp.arange(T)[:, None] + (S - T) - jnp.arange(S)[None, :]
     mask = jnp.ones((T, S), bool)
-    if causal:
-        mask &= distance >= 0
-    if window is not None:
-        mask &= abs(distance) < window
+    left, right = sides(causal, window)
+    if left is not None:
+        mask &= distance <= left
+    if right is not None:
+        mask &= distance >= -right
     if segment_ids is not None:
         of_query, of_key = segment_ids
         mask = mask & (of_query[:, :, None] == of_key[:, None, :])[:, None, None]

@@ -59,6 +59,7 @@ from jaxllm.ops.gemm.linear import in_rows
 from jaxllm.ops.norm.api import rms_norm
 from jaxllm.ops.rotary.api import rope
 from jaxllm.ops.weights import is_weight
+from jaxllm.ops.window import Window
 
 Layer = Mapping[str, Any]  # "weight", a Weight, and where there is one "bias"
 Attend = Callable[[Array, Array, Array], Array]
@@ -73,7 +74,7 @@ def attention_block(
     kv_heads: int | None = None,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     rope_table: tuple[Array, Array] | None = None,
     attend: Attend | None = None,
@@ -101,7 +102,7 @@ def attention_block(
         kv_heads: K, key heads, which divide N; None for N.
         causal: As in :func:`jaxllm.ops.flash_attention`, as are the options that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees.
+        window: How many keys a query sees, or on which side of it.
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys.
         attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
@@ -428,7 +429,7 @@ def self_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     segment_ids: Integer[Array, "B T"] | None = None,
     backend: Backend | None = None,
 ) -> Float[Array, "B T N*H"]:
@@ -452,7 +453,7 @@ def self_attention(
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees.
+        window: How many keys a query sees, or on which side of it.
         segment_ids: A query sees the keys of its own segment alone.
         backend: As in :func:`flash_attention`; the projection's GEMMs are XLA's.
 

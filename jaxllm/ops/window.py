@@ -1,0 +1,56 @@
+"""Windows of attention: how far from its own position a query sees.
+
+A query at position p sees the keys from ``p - left`` to ``p + right``::
+
+    keys   . . . # # # p # # . . .        left = 3, right = 2, the window (3, 2)
+    keys   # # # # # # p . . . . .        no left, right = 0, a causal mask
+    keys   . . . . # # p # # . . .        left = right = 2, the window 3
+
+An integer counts the query's own position: ``w`` stands for ``(w - 1, w - 1)``.
+"""
+
+from __future__ import annotations
+
+from jaxllm.ops.checks import as_integer
+
+Window = int | tuple[int | None, int | None] | None
+
+
+def sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
+    """``(left, right)``, None on a side where nothing but the ends of the keys ends the window."""
+    if isinstance(window, tuple):
+        left, right = window
+    else:
+        left = right = None if window is None else window - 1
+    return left, 0 if causal else right
+
+
+def shortest(causal: bool, window: Window) -> tuple[bool, Window]:
+    """The same mask in its shortest form: only a window with unequal sides stays a pair."""
+    left, right = sides(causal, window)
+    size = None if left is None else left + 1
+    if right == 0:
+        return True, size
+    return False, size if left == right else (left, right)
+
+
+def check_window(window: object) -> Window:
+    """The window that an option is.
+
+    Raises:
+        TypeError: It is no integer and no pair of integers.
+        ValueError: It does not have the query's own position.
+    """
+    if window is None:
+        return None
+    if not isinstance(window, tuple | list):
+        size = as_integer("window", window)
+        if size < 1:
+            raise ValueError(f"window is {size}; it must be at least 1")
+        return size
+    if len(window) != 2:
+        raise ValueError(f"window is {window!r}; it must be an integer or a pair, (left, right)")
+    left, right = (None if side is None else as_integer("window", side) for side in window)
+    if min(left or 0, right or 0) < 0:
+        raise ValueError(f"window is {window!r}; left and right must be at least 0, or None")
+    return left, right
