@@ -54,10 +54,16 @@ SERVED = [
     ("grouped", {"return_residual": True}),
     ("grouped", {"return_residual": True, "is_causal": True, "local_window_size": 3}),
 ]
+# Likewise where it is asked for.
+WITH_BIAS = [
+    ("self", {"bias": True}),
+    ("grouped", {"bias": True, "is_causal": True, "return_residual": True}),
+    ("grouped", {"bias": True, "query": "lengths", "key": "lengths"}),
+    ("longer_keys", {"bias": True, "is_causal": True, "local_window_size": (2, 0)}),
+]
 # What it does not, with the beginning of the reason.
 OTHERS = [
-    ("self", {"bias": True}, "bias is given"),
-    ("grouped", {"bias": True, "mask": True, "is_causal": True}, "bias is given"),
+    ("grouped", {"bias": True, "mask": True, "is_causal": True}, "mask is given"),
     ("grouped", {"mask": True}, "mask is given"),
     ("grouped", {"mask": True, "query": "lengths", "key": "lengths"}, "mask is given"),
     ("self", {"return_residual": True, "key": "lengths"}, "return_residual comes with sequence"),
@@ -129,7 +135,8 @@ def assert_as_exact(arrays, options, dtype, backend):
     same = "float32" if dtype == "float16" else dtype
     theirs = results_and_gradients(jax.nn.dot_product_attention, arrays, options, same)
     with jaxllm.use_backend(backend):
-        assert only_row(nn.dot_product_attention, arrays, options).stem == "flash_attention_forward"
+        stem = f"flash_attention{'_bias' * ('bias' in arrays)}_forward"
+        assert only_row(nn.dot_product_attention, arrays, options).stem == stem
         ours = results_and_gradients(nn.dot_product_attention, arrays, options)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for a, b, e in zip(*map(jax.tree.leaves, (ours, theirs, exact)), strict=True):
@@ -150,6 +157,26 @@ def test_signature_is_that_of_jax():
 @pytest.mark.parametrize(("shape", "options"), SERVED, ids=case_id)
 def test_served_calls_match_jax(shape, options):
     assert_as_exact(*arrays_and_options(shape, options), "float32", "xla")
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize(("shape", "options"), WITH_BIAS, ids=case_id)
+def test_a_bias_is_served_where_it_is_asked_for(shape, options, backend):
+    arrays, options = arrays_and_options(shape, options)
+    assert_as_exact(arrays, options, "float32", backend)
+    call = only_row(nn.dot_product_attention, arrays, options)
+    assert (call.stem, call.on_gpu) == ("dot_product_attention", "jax.nn")
+    ((_, why),) = call.rejected
+    assert why.startswith("bias is given, and no CUDA kernel takes one")
+    asked = functools.partial(nn.dot_product_attention, implementation="jaxllm")
+    assert only_row(asked, arrays, options).stem == "flash_attention_bias_forward"
+
+
+@pytest.mark.parametrize("shape", [(), (9,), (9, 1), (1, 9), (6, 1, 9), (2, 1, 9, 1), (2, 1, 1, 9)])
+def test_a_bias_broadcasts_as_in_jax(shape):
+    arrays, options = arrays_and_options("grouped", {"is_causal": True})
+    arrays["bias"] = jax.random.normal(jax.random.key(9), shape)
+    assert_as_exact(arrays, options, "float32", "xla")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -56,9 +56,13 @@ def dot_product_attention(
     * sequence lengths, without a window;
     * windows with T == S; with a causal mask or ``(left, 0)`` also T < S.
 
-    ``jax.nn.dot_product_attention`` runs for ``bias``, ``mask``, other masks, ``return_residual``
-    with sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel
-    takes. :func:`jaxllm.explain` lists such a call with the reason.
+    A ``bias`` is served where ``implementation`` or the backend asks for it, not by ``"auto"``:
+    there is no CUDA kernel for it. A query whose scores are all -inf by their bias gives zeros,
+    and NaN in ``jax.nn``.
+
+    ``jax.nn.dot_product_attention`` runs for ``mask``, other masks, ``return_residual`` with
+    sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel takes.
+    :func:`jaxllm.explain` lists such a call with the reason.
 
     Args:
         query: The queries, (B, T, N, H) or (T, N, H).
@@ -151,12 +155,14 @@ class _Flash(NamedTuple):
 
     Attributes:
         arrays: Queries, keys, values, and a pair of segments or None.
+        bias: The bias of each score, or None.
         options: The options, by name.
         is_empty: Of each sequence whether it has no keys: jax.nn returns the mean of all values
             then, and flash attention zeros. None where every query sees a key.
     """
 
     arrays: tuple[Array, Array, Array, tuple[Array, Array] | None]
+    bias: Array | None
     options: dict[str, Any]
     is_empty: Array | None
 
@@ -169,8 +175,9 @@ def _as_flash_attention(call: _Call) -> tuple[str | None, _Flash | None]:
         return f"query has dtype {q.dtype}; flash attention takes {', '.join(_DTYPES)}", None
     if is_certain(lambda: H == 0):
         return "query has heads of width 0", None
-    if call.bias is not None:
-        return "bias is given; no kernel takes one", None
+    bias = call.bias
+    if bias is not None and bias.dtype.name not in _DTYPES:
+        return f"bias has dtype {bias.dtype}; flash attention takes {', '.join(_DTYPES)}", None
     if call.mask is not None:
         return "mask is given; no kernel takes one: see is_causal, the lengths and windows", None
     if call.return_residual and (call.query_lengths is not None or call.key_lengths is not None):
@@ -189,11 +196,16 @@ def _as_flash_attention(call: _Call) -> tuple[str | None, _Flash | None]:
         )
     if reason is not None:
         return reason, None
+    if bias is not None:
+        # Flash attention takes one of float32 or in the dtype of the queries, of each score.
+        bias = bias if bias.dtype == q.dtype else bias.astype(jnp.float32)
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
     if causal and not is_certain(lambda: T == S):
         k, v = k[:, :T], v[:, :T]  # no query sees the others
+        bias = None if bias is None else bias[..., :T]
     segments, is_empty = _segments(T, k.shape[1], call)
     options = {"causal": causal, "scale": scale, "window": window}
-    return None, _Flash((q, k, v, segments), options, is_empty)
+    return None, _Flash((q, k, v, segments), bias, options, is_empty)
 
 
 def _number(scale: Any) -> float | None:
@@ -255,6 +267,8 @@ def _segments(T: int, S: int, call: _Call) -> tuple[tuple[Array, Array] | None, 
 
 def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
     """Why each kernel cannot serve a call under ``auto``; nothing where one does."""
+    if flash.bias is not None:
+        return ((_OURS, "bias is given, and no CUDA kernel takes one; see backend 'pallas'"),)
     options = flash.options | {"softcap": None, "interleaved": False}
     arrays = (*flash.arrays, None)  # no rotation table
     chosen, rejected = choose(FLASH_ATTENTION, Direction.FORWARD, "auto", *arrays, **options)
@@ -265,10 +279,10 @@ def _run_ours(call: _Call, flash: _Flash, backend: Backend) -> Any:
     q, k, v, segments = flash.arrays
     options = {**flash.options, "segment_ids": segments, "backend": backend}
     if call.return_residual:
-        out, lse = flash_attention(q, k, v, **options, return_lse=True)
+        out, lse = flash_attention(q, k, v, None, flash.bias, **options, return_lse=True)
         lse = lax.stop_gradient(lse)  # as in jax.nn
         return out.reshape(call.shape), lse.swapaxes(1, 2).reshape(call.shape[:-1])
-    out = flash_attention(q, k, v, **options)
+    out = flash_attention(q, k, v, None, flash.bias, **options)
     if flash.is_empty is not None:
         out = jnp.where(flash.is_empty[:, None, None, None], _mean_of_values(call), out)
     return out.reshape(call.shape)

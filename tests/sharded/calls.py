@@ -177,6 +177,12 @@ def _attention_with_sinks(arrays, backend):
     return ops.flash_attention(q, k, v, sinks, **options)
 
 
+def _attention_with_bias(arrays, backend):
+    q, k, v, bias = arrays.values()
+    options = {"causal": True, "return_lse": True, "backend": backend}
+    return ops.flash_attention(q, k, v, None, bias, **options)
+
+
 def _attention_packed_with_sinks(arrays, backend):
     qkv, sinks = arrays.values()
     options = {"causal": True, "sinks": sinks, "return_lse": True, "backend": backend}
@@ -331,6 +337,15 @@ CALLS = [
         "flash_attention", _attention_with_sinks, {**_QKV, "sinks": "3N", "segments": "B T"},
         "T B N", kinds={"segments": integers(3)}, context=("B T N H", "B T"), name="sinks",
         is_large=True,
+    ),
+    *(
+        Call(
+            "flash_attention", _attention_with_bias,
+            {"q": "B T 3N H", "k": "B S N H", "v": "B S N H", "bias": dims}, "B N",
+            undeclared=("q", "T"), name=name, is_large=True,
+        )
+        for name, dims in (("bias", "B 3N T S"), ("bias_of_heads", "1 3N T S"),
+                           ("bias_of_sequences", "B 1 T S"), ("bias_of_all", "1 1 T S"))
     ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(

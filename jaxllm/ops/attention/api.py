@@ -36,6 +36,10 @@ def _op(name: str) -> Op:
 
 FLASH_ATTENTION = _op("flash_attention")
 FLASH_ATTENTION_PACKED = _op("flash_attention_packed")
+# With a bias on the scores. There is no CUDA kernel.
+FLASH_ATTENTION_BIAS = Op(
+    "flash_attention_bias", reference, pallas=pallas_flash, preference=("xla", "pallas")
+)
 # The backward of packed attention with the gradient of the projection's bias.
 SELF_ATTENTION = _op("self_attention")
 FLASH_ATTENTION_FLOAT8 = Op(
@@ -48,7 +52,7 @@ FLASH_ATTENTION_FLOAT8 = Op(
 
 @overload
 def flash_attention(
-    q: Array, k: Array, v: Array, sinks: Array | None = None, *,
+    q: Array, k: Array, v: Array, sinks: Array | None = None, bias: Array | None = None, *,
     causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
@@ -58,7 +62,7 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: Array, k: Array, v: Array, sinks: Array | None = None, *,
+    q: Array, k: Array, v: Array, sinks: Array | None = None, bias: Array | None = None, *,
     causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
@@ -71,6 +75,7 @@ def flash_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T S"] | None = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -96,9 +101,9 @@ def flash_attention(
     stands at the last key: query t stands at position ``p = t + S - T``. All of the conditions
     that are asked for must hold. A query that sees no key gives zeros, and has no gradient.
 
-    ``lse`` is the logarithm of the sum of the exponentials of each query's scores: with the scale
-    and the softcap, over the keys that it sees, and -inf if there are none. Attention over two
-    parts of the keys merges to attention over all of them, gradients included: with
+    ``lse`` is the logarithm of the sum of the exponentials of each query's scores: with the scale,
+    the softcap and the bias, over the keys that it sees, and -inf if there are none. Attention over
+    two parts of the keys merges to attention over all of them, gradients included: with
     ``lse = jnp.logaddexp(lse_1, lse_2)`` it is the sum of ``jnp.exp(lse_i - lse) * out_i``. A query
     without a key in either part has to be left out: the difference is no number.
 
@@ -113,6 +118,11 @@ def flash_attention(
             ``softcap`` changes it. Whatever the kernel it costs one elementwise pass over the
             output, which rounds it once more, and a read of the output and its gradient in the
             backward.
+        bias: Added to the scores after ``scale`` and ``softcap``, as by ALiBi and T5; (B, N, T, S),
+            where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
+            key with the bias -inf is not seen. Its gradient is summed in float32. There is no CUDA
+            kernel: ``"auto"`` runs the reference implementation, which holds all scores in memory,
+            and ``"pallas"`` a block of them. Sequences in shards along T are gathered.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
@@ -136,7 +146,7 @@ def flash_attention(
 
     Raises:
         TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or
-            ``sinks`` is neither float32 nor in the dtype of ``q``.
+            ``sinks`` or ``bias`` is neither float32 nor in the dtype of ``q``.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
             or a side of it below 0, ``softcap`` is not above 0, ``rope_table`` comes with T other
             than S, or the backend is unknown.
@@ -144,6 +154,7 @@ def flash_attention(
 
     Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);
     Xiao et al., "Attention sinks" (arXiv:2309.17453), learned as in gpt-oss (arXiv:2508.10925);
+    Press et al., "ALiBi" (arXiv:2108.12409); Raffel et al., "T5" (arXiv:1910.10683);
     llm.c's ``attention_forward`` and ``attention_backward``.
 
     Example:
@@ -155,6 +166,9 @@ def flash_attention(
     options = _options(causal, scale, window, softcap, q.shape[-1], interleaved)
     return_lse = as_bool("return_lse", return_lse)
     sinks = _check_sinks(sinks, q.shape[2], q.dtype)
+    if bias is not None:
+        results = _attend_with_bias(*arrays, sinks, bias, resolve(backend), options)
+        return results if return_lse else results[0]
     is_one = 1 in (q.shape[1], k.shape[1])
     if sinks is None and not return_lse:
         attend = _flash_attention_of_one if is_one else _flash_attention
@@ -170,7 +184,8 @@ def flash_attention_packed(
     causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
-    sinks: Array | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
+    sinks: Array | None = None, bias: Array | None = None, return_lse: Literal[False] = False,
+    backend: Backend | None = None,
 ) -> Array: ...  # fmt: skip
 
 
@@ -180,7 +195,8 @@ def flash_attention_packed(
     causal: bool = False, scale: float | None = None, window: Window = None,
     softcap: float | None = None, segment_ids: Array | None = None,
     rope_table: tuple[Array, Array] | None = None, interleaved: bool = False,
-    sinks: Array | None = None, return_lse: Literal[True], backend: Backend | None = None,
+    sinks: Array | None = None, bias: Array | None = None, return_lse: Literal[True],
+    backend: Backend | None = None,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 
 
@@ -197,6 +213,7 @@ def flash_attention_packed(
     rope_table: tuple[Float[Array, "*#B T R"], Float[Array, "*#B T R"]] | None = None,
     interleaved: bool = False,
     sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N T T"] | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> Float[Array, "B T N*H"] | tuple[Float[Array, "B T N*H"], Float[Array, "B N T"]]:
@@ -221,6 +238,7 @@ def flash_attention_packed(
         rope_table: Cosines and sines that rotate queries and keys first.
         interleaved: Whether the columns that rotate as a pair are neighbours.
         sinks: As in :func:`flash_attention`, in the order of the heads of the output.
+        bias: As in :func:`flash_attention`, likewise; XLA copies queries, keys and values first.
         return_lse: As in :func:`flash_attention`.
         backend: As in :func:`flash_attention`.
 
@@ -249,6 +267,14 @@ def flash_attention_packed(
     arrays = (qkv, segments, check_rope_table(q, q, rope_table))
     return_lse = as_bool("return_lse", return_lse)
     sinks = _check_sinks(sinks, options.heads, qkv.dtype)
+    if bias is not None:
+        given = dataclasses.asdict(options)
+        parts = packing.split(qkv, given.pop("heads"), given.pop("kv_heads"))
+        results = _attend_with_bias(
+            *parts, *arrays[1:], sinks, bias, resolve(backend), AttentionOptions(**given)
+        )
+        out, lse = packing.rows(results[0]), results[1]
+        return (out, lse) if return_lse else out
     by_parts = is_by_parts(qkv)
     if sinks is None and not return_lse:
         attend = _flash_attention_by_parts if by_parts else _flash_attention_packed
@@ -349,9 +375,26 @@ def _check_sinks(sinks: Array | None, heads: int, dtype: Any) -> Array | None:
         return None
     check_floating(sinks=sinks)
     check_shape("sinks", sinks, (heads,), "the query heads")
-    if sinks.dtype not in (jnp.float32, dtype):
-        raise TypeError(f"sinks has dtype {sinks.dtype}; it must be float32 or {dtype}, as q is")
+    _check_wide_or_same("sinks", sinks, dtype)
     return sinks
+
+
+def _check_wide_or_same(name: str, array: Array, dtype: Any) -> None:
+    if array.dtype not in (jnp.float32, dtype):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be float32 or {dtype}, as q is")
+
+
+def _attend_with_bias(q, k, v, segments, table, sinks, bias, backend, options):
+    """Returns ``(out, lse)`` of checked arrays and a bias."""
+    check_floating(bias=bias)
+    (B, T, N, _), S = q.shape, k.shape[1]
+    if bias.ndim != 4 or bias.shape[0] not in (1, B) or bias.shape[1] not in (1, N):
+        wanted = f"({B} or 1, {N} or 1, {T}, {S})"
+        raise ValueError(f"bias has shape {bias.shape}; it must be {wanted}")
+    check_shape("bias", bias, (*bias.shape[:2], T, S), "queries and keys")
+    _check_wide_or_same("bias", bias, q.dtype)
+    attend = _flash_attention_with_bias[bias.shape[0] == 1, bias.shape[1] == 1]
+    return attend(q, k, v, bias, segments, table, sinks, backend=backend, options=options)
 
 
 def check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
@@ -607,3 +650,18 @@ _flash_attention_packed_with_lse, _flash_attention_by_parts_with_lse = (
         ("B T _ N _, [B T | B T], [B T R | B T R], N -> B T N, B N T", "B T N"),
     )
 )
+# Sequences and heads may share the bias. Each query has a row of it, so no axis shards queries.
+_flash_attention_with_bias = {
+    (one_sequence, one_head): with_lse.make_rule(
+        FLASH_ATTENTION_BIAS,
+        FLASH_ATTENTION_BIAS,
+        sharding=ShardingRule(
+            "B T N H, B S N H, B S N H, "
+            f"{'_' if one_sequence else 'B'} {'_' if one_head else 'N'} T S, "
+            "[B T | B S], [B T R | B T R], N -> B T N H, B N T",
+            "B N",
+        ),
+    )
+    for one_sequence in (False, True)
+    for one_head in (False, True)
+}

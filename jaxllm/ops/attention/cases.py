@@ -21,6 +21,7 @@ def _attention(
     kv_heads: int | None = None,
     std: float = 1.0,
     sinks: bool = False,
+    bias: tuple[int, int] | None = None,  # for how many sequences and heads
     large: bool = False,
     timed_only: bool = False,
     **static: Any,
@@ -30,9 +31,11 @@ def _attention(
     of_q, of_kv = batch * length * heads * width, batch * keys * kv_heads * width
     # Two matmuls of (T, H) and (S, H) forward, five backward; a causal mask leaves half of them.
     matmul = 2 * of_q * keys // (2 if static.get("causal") else 1)
-    inputs = {"q": Normal(q, std=std), "k": Normal(kv), "v": Normal(kv)}
-    if sinks:
-        inputs["sinks"] = Normal((heads,), dtype="float32")
+    inputs: dict[str, Any] = {"q": Normal(q, std=std), "k": Normal(kv), "v": Normal(kv)}
+    if sinks or bias:
+        inputs["sinks"] = Normal((heads,), dtype="float32") if sinks else None
+    if bias:
+        inputs["bias"] = Normal((*bias, length, keys))
     return Case(
         "flash_attention",
         name,
@@ -43,6 +46,7 @@ def _attention(
         backward_elements=4 * (of_q + of_kv),
         forward_flops=2 * matmul,
         backward_flops=5 * matmul,
+        refused_by=("cuda",) if bias else (),
         large=large,
         timed_only=timed_only,
     )
@@ -314,6 +318,25 @@ CASES = (
         return_lse=True,
     ),
     _attention("sinks_64", 1, 131, 2, 64, kv_heads=1, sinks=True, causal=True),
+    _attention("bias", 2, 21, 4, 8, keys=40, kv_heads=2, bias=(2, 4), causal=True),
+    _attention("bias_of_heads", 2, 131, 2, 64, kv_heads=1, bias=(1, 2), return_lse=True),
+    _attention(
+        "bias_all_options",
+        2,
+        40,
+        4,
+        16,
+        kv_heads=2,
+        sinks=True,
+        bias=(2, 1),
+        window=(30, 4),
+        softcap=4.0,
+        scale=-0.3,
+        segment_ids=_scattered(2, 40, 3, seed=0),
+        rope_table=_angles(40, 4),
+        return_lse=True,
+    ),
+    _attention("bias_of_all", 3, 17, 2, 8, keys=20, bias=(1, 1), causal=True, window=9),
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),

@@ -34,6 +34,7 @@ from jaxllm.ops.attention.pallas_flash_blocks import (
     Rows,
     Tile,
     column,
+    load_bias,
     load_head,
     load_segments,
     load_statistic,
@@ -41,6 +42,7 @@ from jaxllm.ops.attention.pallas_flash_blocks import (
     seeing_queries,
     segments_of_keys,
     segments_of_queries,
+    store_bias,
     store_head,
     store_statistic,
     visible_keys,
@@ -81,7 +83,7 @@ def _unsupported(q, k, rope_table) -> str | None:
 
 def flash_attention_forward(
     q, k, v, segment_ids, rope_table=None,
-    *, causal, scale, window, softcap, interleaved=False, interpret=False, tiles=None,
+    *, causal, scale, window, softcap, interleaved=False, bias=None, interpret=False, tiles=None,
 ):  # fmt: skip
     """Returns ``(out, lse)``; ``tiles`` stands in for those of the table."""
     if rope_table is not None:
@@ -95,7 +97,7 @@ def flash_attention_forward(
         functools.partial(_forward_kernel, problem=problem, tile=tile),
         grid=(pl.cdiv(T, tile.queries), N, B),
         tile=tile,
-        inputs=(_flat(q), _flat(k), _flat(v), segments_of_queries(segment_ids, tile)),
+        inputs=(_flat(q), _flat(k), _flat(v), segments_of_queries(segment_ids, tile), bias),
         outputs=(_like(_flat(q)), jax.ShapeDtypeStruct((B, N * T), jnp.float32)),
         interpret=interpret,
     )
@@ -104,15 +106,15 @@ def flash_attention_forward(
 
 def flash_attention_backward(
     q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
-    *, causal, scale, window, softcap, interleaved=False, interpret=False, tiles=None,
+    *, causal, scale, window, softcap, interleaved=False, bias=None, interpret=False, tiles=None,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``; ``dlse`` may be None; ``tiles`` replaces the table's."""
+    """Returns ``(dq, dk, dv)``, and ``dbias`` where there is a bias; ``dlse`` may be None."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     if q.size == 0 or k.size == 0:
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+        return tuple(jnp.zeros_like(x) for x in (q, k, v, bias) if x is not None)
     problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
     tiles = tiles or problem.tiles(q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -126,7 +128,7 @@ def flash_attention_backward(
         functools.partial(_backward_keys_kernel, problem=problem, tile=tile),
         grid=(pl.cdiv(S, tile.keys), K, B),
         tile=tile,
-        inputs=(*arrays, segments_of_keys(segment_ids, tile)),
+        inputs=(*arrays, segments_of_keys(segment_ids, tile), bias),
         outputs=(_like(_flat(k)), _like(_flat(v))),
         interpret=interpret,
     )
@@ -135,14 +137,54 @@ def flash_attention_backward(
         functools.partial(_backward_queries_kernel, problem=problem, tile=tile),
         grid=(pl.cdiv(T, tile.queries), N, B),
         tile=tile,
-        inputs=(*arrays, segments_of_queries(segment_ids, tile)),
+        inputs=(*arrays, segments_of_queries(segment_ids, tile), bias),
         outputs=(_like(_flat(q)),),
         interpret=interpret,
     )
     dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if rope_table is not None:
         dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved, interpret=interpret)
-    return dq, dk, dv
+    if bias is None:
+        return dq, dk, dv
+    return dq, dk, dv, _bias_gradient(problem, tile, arrays, segment_ids, bias)
+
+
+def _bias_gradient(problem: Problem, tile: Tile, arrays, segment_ids, bias: Array) -> Array:
+    """The gradient of the bias: a program for each block of it adds up those that share it."""
+    B, groups = arrays[0].shape[0], bias.shape[0] * bias.shape[1]
+    segments = None if segment_ids is None else tuple(ids.reshape(-1) for ids in segment_ids)
+    # The rows of all sequences, one after the other.
+    arrays = [x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x.reshape(-1) for x in arrays]
+    (dbias,) = _call(
+        functools.partial(_backward_bias_kernel, problem=problem, tile=tile, B=B, bias=bias.shape),
+        grid=(pl.cdiv(problem.T, tile.queries), pl.cdiv(problem.S, tile.keys), groups),
+        tile=tile,
+        inputs=(*arrays, segments, bias.reshape(groups, problem.T, problem.S)),
+        outputs=(jax.ShapeDtypeStruct((groups, problem.T, problem.S), bias.dtype),),
+        interpret=problem.interpret,
+        by_sequence=False,
+    )
+    return dbias.reshape(bias.shape)
+
+
+def flash_attention_bias_unsupported(q, k, v, bias, *rest, **_) -> str | None:
+    """Why the forward kernel cannot serve a call; None if it can."""
+    return _unsupported(q, k, rest[-1])
+
+
+def flash_attention_bias_backward_unsupported(q, k, v, bias, *rest, **options) -> str | None:
+    """Why the backward kernels cannot serve a call; None if they can."""
+    return flash_attention_backward_unsupported(q, k, v, *rest, **options)
+
+
+def flash_attention_bias_forward(q, k, v, bias, segment_ids, rope_table=None, **options):
+    """Returns ``(out, lse)``."""
+    return flash_attention_forward(q, k, v, segment_ids, rope_table, bias=bias, **options)
+
+
+def flash_attention_bias_backward(q, k, v, bias, *rest, **options):
+    """Returns ``(dq, dk, dv, dbias)``."""
+    return flash_attention_backward(q, k, v, *rest, bias=bias, **options)
 
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
@@ -161,7 +203,7 @@ self_attention_backward = packing.backward_with_bias(flash_attention_packed_back
 # heads; lse and delta hold the queries of one head after those of another.
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, segments, out_ref, lse_ref, *, problem, tile):
+def _forward_kernel(q_ref, k_ref, v_ref, segments, bias_ref, out_ref, lse_ref, *, problem, tile):
     # Under a causal mask the last queries see the most keys, so they come first.
     block = pl.num_programs(0) - 1 - pl.program_id(0)
     head = pl.program_id(1)
@@ -169,12 +211,12 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments, out_ref, lse_ref, *, problem,
     key_head = lax.div(head, jnp.int32(problem.groups))
     q = load_head(q_ref, queries, head, problem)
     of_query = load_segments(segments, 0, queries)
-    unit = problem.unit()
 
     def visit(keys, carry, edge):
         largest, total, values = carry
         k = load_head(k_ref, keys, key_head, problem)
         scores = problem.scores(_dot(q, k, trans_b=True))
+        scores, unit = problem.biased(scores, load_bias(bias_ref, queries, keys, head))
         mask = _pairs(
             queries.positions()[:, None], keys.positions()[None, :],
             column(of_query), row(load_segments(segments, 1, keys)), problem, edge,
@@ -203,15 +245,15 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments, out_ref, lse_ref, *, problem,
 
 
 def _backward_keys_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, segments, dk_ref, dv_ref, *, problem, tile
-):
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, segments, bias_ref, dk_ref, dv_ref,
+    *, problem, tile,
+):  # fmt: skip
     block = pl.program_id(0)
     key_head = pl.program_id(1)
     keys = Rows(block * tile.keys, tile.keys, problem.S, problem.S % tile.keys != 0)
     k = load_head(k_ref, keys, key_head, problem)
     v = load_head(v_ref, keys, key_head, problem)
     of_key = load_segments(segments, 0, keys)
-    unit = problem.unit()
     bounds = seeing_queries(block, segments, problem, tile)
 
     def visit_head(member, carry):
@@ -224,7 +266,8 @@ def _backward_keys_kernel(
             q = load_head(q_ref, queries, head, problem)
             lse = load_statistic(lse_ref, queries, head) * LOG2E
             scores = problem.scores(_dot(k, q, trans_b=True))
-            weights = problem.exp2(scores * unit - lse[None, :])
+            bias = load_bias(bias_ref, queries, keys, head)
+            weights = problem.weights(scores, None if bias is None else bias.T, lse[None, :])
             mask = _pairs(
                 queries.positions()[None, :], keys.positions()[:, None],
                 row(load_segments(segments, 1, queries)), column(of_key), problem, edge,
@@ -252,7 +295,7 @@ def _backward_keys_kernel(
 
 
 def _backward_queries_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, segments, dq_ref, *, problem, tile
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, segments, bias_ref, dq_ref, *, problem, tile
 ):
     block = pl.num_programs(0) - 1 - pl.program_id(0)
     head = pl.program_id(1)
@@ -263,13 +306,12 @@ def _backward_queries_kernel(
     lse = load_statistic(lse_ref, queries, head) * LOG2E
     delta = load_statistic(delta_ref, queries, head)
     of_query = load_segments(segments, 0, queries)
-    unit = problem.unit()
 
     def visit(keys, dq, edge):
         k = load_head(k_ref, keys, key_head, problem)
         v = load_head(v_ref, keys, key_head, problem)
         scores = problem.scores(_dot(q, k, trans_b=True))
-        weights = problem.exp2(scores * unit - lse[:, None])
+        weights = problem.weights(scores, load_bias(bias_ref, queries, keys, head), lse[:, None])
         mask = _pairs(
             queries.positions()[:, None], keys.positions()[None, :],
             column(of_query), row(load_segments(segments, 1, keys)), problem, edge,
@@ -285,6 +327,51 @@ def _backward_queries_kernel(
     zeros = jnp.zeros((tile.queries, problem.width), jnp.float32)
     dq = walk(visit, bounds, tile.keys, problem.S, zeros)
     store_head(dq_ref, queries, head, problem, dq * problem.scale)
+
+
+def _backward_bias_kernel(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, segments, bias_ref, dbias_ref,
+    *, problem, tile, B, bias,
+):  # fmt: skip
+    first_query, first_key = pl.program_id(0) * tile.queries, pl.program_id(1) * tile.keys
+    group = pl.program_id(2)
+    of_sequences, of_heads = bias[:2]
+    # The sequences and heads that share the block.
+    sequences, heads = B // of_sequences, problem.N // of_heads
+
+    def rows_of_sequence(b):
+        T, S = problem.T, problem.S
+        queries = Rows(first_query, tile.queries, T, T % tile.queries != 0, b * T)
+        return queries, Rows(first_key, tile.keys, S, S % tile.keys != 0, b * S)
+
+    def add(member, dbias):
+        b = lax.div(group, jnp.int32(of_heads)) * sequences + lax.div(member, jnp.int32(heads))
+        head = lax.rem(group, jnp.int32(of_heads)) * heads + lax.rem(member, jnp.int32(heads))
+        queries, keys = rows_of_sequence(b)
+        key_head = lax.div(head, jnp.int32(problem.groups))
+        q = load_head(q_ref, queries, head, problem)
+        k = load_head(k_ref, keys, key_head, problem)
+        scores = problem.scores(_dot(q, k, trans_b=True))
+        lse = load_statistic(lse_ref, queries, b * problem.N + head) * LOG2E
+        weights = problem.weights(scores, load_bias(bias_ref, queries, keys, group), lse[:, None])
+        of_query, of_key = (load_segments(segments, i, x) for i, x in enumerate((queries, keys)))
+        mask = _pairs(
+            queries.positions()[:, None], keys.positions()[None, :],
+            column(of_query), row(of_key), problem, True,
+        )  # fmt: skip
+        assert mask is not None  # of rows past the end at least
+        weights = jnp.where(mask, weights, 0.0)
+        dout = load_head(dout_ref, queries, head, problem)
+        v = load_head(v_ref, keys, key_head, problem)
+        delta = load_statistic(delta_ref, queries, b * problem.N + head)
+        return dbias + weights * (_dot(dout, v, trans_b=True) - delta[:, None])
+
+    bounds = visible_keys(pl.program_id(0), None, problem, tile)
+    is_seen = (bounds.start <= pl.program_id(1)) & (pl.program_id(1) < bounds.stop)
+    members = jnp.where(is_seen, jnp.int32(sequences * heads), jnp.int32(0))
+    zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
+    dbias = lax.fori_loop(0, members, add, zeros)
+    store_bias(dbias_ref, *rows_of_sequence(0), group, dbias)
 
 
 def _dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
@@ -330,11 +417,18 @@ def _like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _call(kernel, *, grid, tile: Tile, inputs, outputs, interpret: bool):
-    """``pallas_call`` over (blocks, heads, B), each program with all of one batch entry."""
+def _call(kernel, *, grid, tile: Tile, inputs, outputs, interpret: bool, by_sequence: bool = True):
+    """``pallas_call`` over (blocks, heads, B), each program with all of one batch entry.
+
+    Or, not ``by_sequence``, over any grid, each program with all of the arrays.
+    """
 
     def spec(x):
-        return pl.BlockSpec((None, *x.shape[1:]), lambda _, __, b: (b, *[0] * (x.ndim - 1)))
+        if not by_sequence:
+            return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+        is_shared = x.shape[0] == 1  # by all sequences, or there is only one
+        index = lambda _, __, b: (0 if is_shared else b, *[0] * (x.ndim - 1))  # noqa: E731
+        return pl.BlockSpec((None, *x.shape[1:]), index)
 
     return pallas_call(
         kernel,

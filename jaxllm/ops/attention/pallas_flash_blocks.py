@@ -125,6 +125,20 @@ class Problem:
             return jnp.tanh(dots * (self.scale / self.softcap))
         return dots if self.scale > 0 else dots * (self.scale * LOG2E)
 
+    def biased(self, scores: Array, bias: Array | None) -> tuple[Array, float]:
+        """The scores with a bias, and what makes the exponent out of these."""
+        if bias is None:
+            return scores, self.unit()
+        return scores * self.unit() + bias * LOG2E, 1.0
+
+    def weights(self, scores: Array, bias: Array | None, lse: Array) -> Array:
+        """The softmax of scores, by the logarithm of its denominator to the base two."""
+        scores, unit = self.biased(scores, bias)
+        weights = self.exp2(scores * unit - lse)
+        if bias is None:
+            return weights
+        return jnp.where(scores == -jnp.inf, 0.0, weights)  # of no key at all: exp2(-inf + inf)
+
     def exp2(self, x: Array) -> Array:
         """The power of two, in one instruction; below the least normal number it is zero."""
         if self.interpret:
@@ -274,6 +288,7 @@ class Rows:
     size: int
     length: int  # of the sequence
     ragged: bool  # whether some of them may lie past its end
+    base: Any = 0  # the first row of the sequence in an array of several
 
     def positions(self) -> Array:
         """The position of each row in its sequence."""
@@ -293,7 +308,7 @@ def head_block(ref, rows: Rows, head, problem: Problem):
     if width != H:
         columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32) < H, (rows.size, width))
         mask = columns if mask is None else mask & columns
-    return ref.at[pl.ds(rows.start, rows.size), pl.ds(head * H, width)], mask
+    return ref.at[pl.ds(rows.base + rows.start, rows.size), pl.ds(head * H, width)], mask
 
 
 def load_head(ref, rows: Rows, head, problem: Problem) -> Array:
@@ -323,7 +338,32 @@ def load_segments(segments, which: int, rows: Rows) -> Array | None:
     """The segment of each row; None without segments."""
     if segments is None:
         return None
-    return load(segments[which].at[pl.ds(rows.start, rows.size)], rows.mask())
+    return load(segments[which].at[pl.ds(rows.base + rows.start, rows.size)], rows.mask())
+
+
+def bias_block(ref, queries: Rows, keys: Rows, head):
+    """The ref of a block of the bias, which all heads may share, and the mask of what it has."""
+    of_query, of_key = queries.mask(), keys.mask()
+    mask = None
+    if of_query is not None or of_key is not None:
+        every = jnp.ones((queries.size, keys.size), bool)
+        mask = every if of_query is None else every & of_query[:, None]
+        mask = mask if of_key is None else mask & of_key[None, :]
+    rows = pl.ds(queries.start, queries.size), pl.ds(keys.start, keys.size)
+    return ref.at[lax.rem(head, jnp.int32(ref.shape[0])), *rows], mask
+
+
+def load_bias(ref, queries: Rows, keys: Rows, head) -> Array | None:
+    """A block of the bias in float32, (queries, keys); None without one."""
+    if ref is None:
+        return None
+    return load(*bias_block(ref, queries, keys, head)).astype(jnp.float32)
+
+
+def store_bias(ref, queries: Rows, keys: Rows, head, x: Array) -> None:
+    """Writes a block of the bias's gradient."""
+    block, mask = bias_block(ref, queries, keys, head)
+    plgpu.store(block, x.astype(ref.dtype), mask=mask)
 
 
 def load(block, mask: Array | None) -> Array:

@@ -16,6 +16,10 @@ so that, with :math:`dp = dout\,v^T` and the softmax's own rule
 A key head that serves several query heads gets the sum of their gradients. A query that sees no
 key has :math:`out = 0` and :math:`lse = -\infty`, and no gradient.
 
+A bias :math:`b` is added to the scores after the softcap, :math:`s = c \tanh(a / c) + b`, so that
+:math:`db = ds`, summed over the sequences or heads that share an element of it. Of a score
+:math:`-\infty` both are zero, as if the mask hid the key.
+
 Where :math:`lse` is a result too and has a gradient, :math:`\partial lse / \partial s = p` adds
 :math:`p\,dlse` to :math:`ds`: the backward takes :math:`\delta - dlse` for :math:`\delta`.
 
@@ -77,6 +81,12 @@ def _scores(q: Array, k: Array, scale: float, softcap: float | None) -> Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
+def _bias_of_groups(bias: Array, kv_heads: int) -> Array:
+    """(1 or B, 1 or N, T, S) -> (., ., ., T, S), to broadcast to grouped scores."""
+    B, N, T, S = bias.shape
+    return _wide(bias).reshape(B, *((1, 1) if N == 1 else (kv_heads, N // kv_heads)), T, S)
+
+
 def _normalize(scores: Array) -> tuple[Array, Array]:
     """The softmax of scores along their last axis, and the logarithm of what it divides by.
 
@@ -114,6 +124,7 @@ def flash_attention(
     k,
     v,
     sinks=None,
+    bias=None,
     *,
     causal=False,
     scale=None,
@@ -134,7 +145,7 @@ def flash_attention(
     if sinks is not None:
         q, k, v = map(_wide, (q, k, v))
     arrays = (q, k, v, segment_ids, rope_table)
-    out, lse = flash_attention_forward(*arrays, **options, interleaved=interleaved)
+    out, lse = flash_attention_forward(*arrays, **options, interleaved=interleaved, bias=bias)
     if sinks is not None:
         total = jnp.logaddexp(lse, _wide(sinks)[:, None])
         share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
@@ -143,8 +154,9 @@ def flash_attention(
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
-):
+    q, k, v, segment_ids, rope_table=None,
+    *, causal, scale, window, softcap, interleaved=False, bias=None,
+):  # fmt: skip
     """Returns ``(out, lse)``.
 
     ``segment_ids`` is None or a pair, of the queries and of the keys; ``rope_table`` is None or a
@@ -155,6 +167,8 @@ def flash_attention_forward(
     B, T, N, H = q.shape
     mask = _mask(T, k.shape[1], causal, window, segment_ids)
     scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
+    if bias is not None:
+        scores = scores + _bias_of_groups(bias, k.shape[2])
     weights, lse = _normalize(jnp.where(mask, scores, -jnp.inf))
     out = jnp.einsum("bkgts,bskh->btkgh", weights, _wide(v))
     return out.reshape(B, T, N, H).astype(q.dtype), lse.reshape(B, N, T)
@@ -162,9 +176,12 @@ def flash_attention_forward(
 
 def flash_attention_backward(
     q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
-    *, causal, scale, window, softcap, interleaved=False,
+    *, causal, scale, window, softcap, interleaved=False, bias=None,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``; ``dlse`` is the gradient of ``lse``, None where it has none."""
+    """Returns ``(dq, dk, dv)``, and ``dbias`` where there is a bias.
+
+    ``dlse`` is the gradient of ``lse``, None where it has none.
+    """
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     B, T, N, _ = q.shape
@@ -172,13 +189,17 @@ def flash_attention_backward(
     wide_q, wide_k, dout = _group(q, K), _wide(k), _group(dout, K)
     mask = _mask(T, S, causal, window, segment_ids)
     scores = _scores(wide_q, wide_k, scale, softcap)
+    biased = scores
+    if bias is not None:
+        biased = scores + _bias_of_groups(bias, K)
+        mask = mask & (biased != -jnp.inf)
     # The mask comes before exp: a row without keys has lse = -inf, and exp(inf) is no number.
-    p = jnp.exp(jnp.where(mask, scores - lse.reshape(B, K, N // K, T, 1), -jnp.inf))
+    p = jnp.exp(jnp.where(mask, biased - lse.reshape(B, K, N // K, T, 1), -jnp.inf))
     delta = jnp.einsum("btkgh,btkgh->bkgt", _group(out, K), dout)
     if dlse is not None:
         delta = delta - dlse.reshape(delta.shape)
     dp = jnp.einsum("btkgh,bskh->bkgts", dout, _wide(v))
-    dscores = p * (dp - delta[..., None])
+    dscores = dbias = p * (dp - delta[..., None])
     if softcap is not None:
         dscores = dscores * (1 - (scores / softcap) ** 2)
     dq = scale * jnp.einsum("bkgts,bskh->btkgh", dscores, wide_k)
@@ -187,7 +208,22 @@ def flash_attention_backward(
     dq = dq.reshape(q.shape)
     if rope_table is not None:
         dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    gradients = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    if bias is None:
+        return gradients
+    shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+    dbias = dbias.reshape(B, N, T, S).sum(axis=shared, keepdims=True)
+    return *gradients, dbias.astype(bias.dtype)
+
+
+def flash_attention_bias_forward(q, k, v, bias, segment_ids, rope_table=None, **options):
+    """Returns ``(out, lse)``; ``bias`` is (1 or B, 1 or N, T, S)."""
+    return flash_attention_forward(q, k, v, segment_ids, rope_table, bias=bias, **options)
+
+
+def flash_attention_bias_backward(q, k, v, bias, *rest, **options):
+    """Returns ``(dq, dk, dv, dbias)``; the other arrays are those without a bias."""
+    return flash_attention_backward(q, k, v, *rest, bias=bias, **options)
 
 
 def flash_attention_packed(qkv, *, heads, kv_heads=None, sinks=None, return_lse=False, **options):

@@ -42,7 +42,7 @@ def make_rule(op: Op, op_of_piece: Op, *, sharding: ShardingRule) -> Callable[..
 
     Returns:
         ``fn(*given, segments, rope_table, sinks, backend=, options=)``, where ``given`` are the
-        arrays before the segments, and anything after them may be None.
+        arrays before the segments, a bias too, and anything after them may be None.
     """
 
     def implementation(direction: Direction, backend: Backend, given: Any) -> Callable[..., Any]:
