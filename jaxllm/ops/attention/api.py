@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,20 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, with_lse, xla
-from jaxllm.ops.attention.packing import is_by_parts
-from jaxllm.ops.checks import (
-    as_bool,
-    as_float,
-    as_integer,
-    check_floating,
-    check_integer,
-    check_same_dtype,
-    check_shape,
+from jaxllm.ops.attention.arguments import (
+    AttentionOptions,
+    check_arrays,
+    check_bias,
+    check_packed,
+    check_rope_table,
+    check_segment_ids,
+    check_sinks,
+    head_width,
+    make_options,
 )
-from jaxllm.ops.window import Window, check_window, shortest
+from jaxllm.ops.attention.packing import is_by_parts
+from jaxllm.ops.checks import as_bool, check_shape
+from jaxllm.ops.window import Window
 
 
 def _op(name: str) -> Op:
@@ -161,11 +164,11 @@ def flash_attention(
         >>> q = jax.random.normal(jax.random.key(0), (2, 1024, 12, 64), jnp.bfloat16)
         >>> out = jaxllm.ops.flash_attention(q, q, q, causal=True)
     """
-    _check_arrays(q, k, v)
+    check_arrays(q, k, v)
     arrays = (q, k, v, check_segment_ids(q, k, segment_ids), check_rope_table(q, k, rope_table))
-    options = _options(causal, scale, window, softcap, q.shape[-1], interleaved)
+    options = make_options(causal, scale, window, softcap, q.shape[-1], interleaved)
     return_lse = as_bool("return_lse", return_lse)
-    sinks = _check_sinks(sinks, q.shape[2], q.dtype)
+    check_sinks(sinks, q.shape[2], q.dtype)
     if bias is not None:
         results = _attend_with_bias(*arrays, sinks, bias, resolve(backend), options)
         return results if return_lse else results[0]
@@ -266,7 +269,7 @@ def flash_attention_packed(
     q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, H), qkv.dtype)
     arrays = (qkv, segments, check_rope_table(q, q, rope_table))
     return_lse = as_bool("return_lse", return_lse)
-    sinks = _check_sinks(sinks, options.heads, qkv.dtype)
+    check_sinks(sinks, options.heads, qkv.dtype)
     if bias is not None:
         given = dataclasses.asdict(options)
         parts = packing.split(qkv, given.pop("heads"), given.pop("kv_heads"))
@@ -337,219 +340,24 @@ def flash_attention_float8(
 
     Source: CUDA-Learn-Notes' ``flash_attn_2`` in f8.
     """
-    _check_arrays(q, k, v)
+    check_arrays(q, k, v)
     for name, array, heads in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, k)):
         check_shape(f"{name}_scale", array, heads.shape[2:3], f"the heads of {name}")
         if array.dtype != jnp.float32:
             raise TypeError(f"{name}_scale has dtype {array.dtype}; it must be float32")
     arrays = (q, k, v, q_scale, k_scale, v_scale, check_segment_ids(q, k, segment_ids))
-    options = _options(causal, scale, window, softcap, q.shape[-1], False)
+    options = make_options(causal, scale, window, softcap, q.shape[-1], False)
     static = {"causal": options.causal, "scale": options.scale}
     static |= {"window": options.window, "softcap": options.softcap}
     op, direction = FLASH_ATTENTION_FLOAT8, Direction.INFERENCE
     return dispatch(op, direction, resolve(backend), *arrays, **static)
 
 
-def _check_arrays(q: Array, k: Array, v: Array) -> None:
-    check_floating(q=q, k=k, v=v)
-    if q.ndim != 4 or q.shape[-1] == 0:
-        raise ValueError(f"q has shape {q.shape}; it must be (B, T, N, H) with H at least 1")
-    B, _, N, H = q.shape
-    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (B, H):
-        raise ValueError(
-            f"k has shape {k.shape}; it must be ({B}, S, K, {H}), with the batch and the head "
-            f"width of q {q.shape}"
-        )
-    check_shape("v", v, k.shape, "the shape of k")
-    K = k.shape[2]
-    if K == 0 or N % K:
-        raise ValueError(
-            f"k has shape {k.shape}, {K} heads; their number must divide that of q {q.shape}, {N}"
-        )
-    check_same_dtype("k", k, "q", q)
-    check_same_dtype("v", v, "q", q)
-
-
-def _check_sinks(sinks: Array | None, heads: int, dtype: Any) -> Array | None:
-    if sinks is None:
-        return None
-    check_floating(sinks=sinks)
-    check_shape("sinks", sinks, (heads,), "the query heads")
-    _check_wide_or_same("sinks", sinks, dtype)
-    return sinks
-
-
-def _check_wide_or_same(name: str, array: Array, dtype: Any) -> None:
-    if array.dtype not in (jnp.float32, dtype):
-        raise TypeError(f"{name} has dtype {array.dtype}; it must be float32 or {dtype}, as q is")
-
-
 def _attend_with_bias(q, k, v, segments, table, sinks, bias, backend, options):
-    """Returns ``(out, lse)`` of checked arrays and a bias."""
-    check_floating(bias=bias)
-    (B, T, N, _), S = q.shape, k.shape[1]
-    if bias.ndim != 4 or bias.shape[0] not in (1, B) or bias.shape[1] not in (1, N):
-        wanted = f"({B} or 1, {N} or 1, {T}, {S})"
-        raise ValueError(f"bias has shape {bias.shape}; it must be {wanted}")
-    check_shape("bias", bias, (*bias.shape[:2], T, S), "queries and keys")
-    _check_wide_or_same("bias", bias, q.dtype)
+    """Returns ``(out, lse)`` of arrays that are checked but for the bias."""
+    check_bias(bias, q, k)
     attend = _flash_attention_with_bias[bias.shape[0] == 1, bias.shape[1] == 1]
     return attend(q, k, v, bias, segments, table, sinks, backend=backend, options=options)
-
-
-def check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
-    """Returns the segments of the queries and of the keys, or None."""
-    if segment_ids is None:
-        return None
-    if isinstance(segment_ids, tuple):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids is a tuple of {len(segment_ids)}; it must be one array, or a pair of "
-                "the queries' and the keys'"
-            )
-        of_query, of_key = segment_ids
-    elif q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"segment_ids is one array, but q {q.shape} and k {k.shape} differ in length; it must "
-            "be a pair, of shapes (B, T) and (B, S)"
-        )
-    else:
-        of_query = of_key = segment_ids
-    check_integer(**{"segment_ids": of_query, "segment_ids of the keys": of_key})
-    check_shape("segment_ids", of_query, q.shape[:2], f"batch and length of q {q.shape}")
-    check_shape("segment_ids of the keys", of_key, k.shape[:2], f"batch and length of k {k.shape}")
-    return of_query.astype(jnp.int32), of_key.astype(jnp.int32)
-
-
-def _check_projection(qkv: Array, heads: int, kv_heads: int) -> None:
-    check_floating(qkv=qkv)
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(
-            f"heads is {heads}; it must be a multiple of kv_heads, {kv_heads}, above 0"
-        )
-    parts = heads + 2 * kv_heads
-    if is_by_parts(qkv):
-        wanted = (heads // kv_heads + 2, kv_heads)
-        if qkv.shape[2:4] != wanted or qkv.shape[-1] == 0:
-            raise ValueError(
-                f"qkv has shape {qkv.shape}; it must be (B, T, {wanted[0]}, {wanted[1]}, H), with "
-                f"H at least 1, of {heads} queries and {kv_heads} keys and values in parts"
-            )
-        return
-    if qkv.ndim != 3 or qkv.shape[-1] % parts or qkv.shape[-1] == 0:
-        raise ValueError(
-            f"qkv has shape {qkv.shape}; it must be (B, T, {parts}*H), with H at least 1, of "
-            f"{heads} queries and {kv_heads} keys and values"
-        )
-
-
-def check_rope_table(q, k, rope_table) -> tuple[Array, Array] | None:
-    """Returns the cosines and sines, or None."""
-    if rope_table is None:
-        return None
-    if not isinstance(rope_table, tuple) or len(rope_table) != 2:
-        raise ValueError("rope_table is no pair; it must be the cosines and the sines")
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"rope_table has one position for a query and its key, but q {q.shape} and k {k.shape} "
-            "differ in length; rotate them by rope before"
-        )
-    cos, sin = rope_table
-    check_floating(**{"cos of rope_table": cos, "sin of rope_table": sin})
-    B, T, _, H = q.shape
-    if cos.ndim not in (2, 3) or cos.shape[:-1] not in ((T,), (B, T)) or 2 * cos.shape[-1] > H:
-        raise ValueError(
-            f"cos of rope_table has shape {cos.shape}; it must be ({T}, R) or ({B}, {T}, R), with "
-            f"R at most {H // 2}, half the width of a head"
-        )
-    check_shape("sin of rope_table", sin, cos.shape, "the shape of cos")
-    check_same_dtype("sin of rope_table", sin, "cos", cos)
-    return jnp.asarray(cos), jnp.asarray(sin)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """The static options of attention over separate queries, keys and values."""
-
-    causal: bool
-    scale: float
-    window: Window
-    softcap: float | None
-    interleaved: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedOptions:
-    """Those of attention over the columns of one projection."""
-
-    causal: bool
-    scale: float
-    window: Window
-    softcap: float | None
-    interleaved: bool
-    heads: int
-    kv_heads: int
-
-
-def _options(
-    causal: bool,
-    scale: float | None,
-    window: Window,
-    softcap: float | None,
-    width: int,
-    interleaved: bool,
-) -> AttentionOptions:
-    softcap = None if softcap is None else as_float("softcap", softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it must be above 0")
-    factor = width**-0.5 if scale is None else as_float("scale", scale)
-    causal, window = shortest(bool(causal), check_window(window))
-    return AttentionOptions(causal, factor, window, softcap, bool(interleaved))
-
-
-def check_packed(
-    qkv: Any,
-    heads: int,
-    kv_heads: int | None,
-    segment_ids: Array | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: Window,
-    softcap: float | None,
-    interleaved: bool,
-) -> tuple[tuple[Array, Array] | None, PackedOptions]:
-    """Checks a projection, in either shape, and the options of its attention.
-
-    Args:
-        qkv: The projection, or what has its shape and dtype.
-        heads: N.
-        kv_heads: K; None for N.
-        segment_ids: The segments, or None.
-        causal: As in :func:`flash_attention`, as are the options that follow.
-        scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
-        softcap: A bound on the scores.
-        interleaved: How pairs of columns rotate.
-
-    Returns:
-        The segments of queries and keys, and the static options.
-    """
-    heads = as_integer("heads", heads)
-    kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
-    _check_projection(qkv, heads, kv_heads)
-    segments = check_segment_ids(qkv, qkv, segment_ids)
-    options = _options(causal, scale, window, softcap, 1, interleaved)
-    packed = PackedOptions(**dataclasses.asdict(options), heads=heads, kv_heads=kv_heads)
-    if scale is None:
-        packed = dataclasses.replace(packed, scale=head_width(qkv, packed) ** -0.5)
-    return segments, packed
-
-
-def head_width(qkv: Any, options: PackedOptions) -> int:
-    """H of a projection."""
-    columns = qkv.shape[-1]
-    return columns if is_by_parts(qkv) else columns // (options.heads + 2 * options.kv_heads)
 
 
 def _dout_first(arrays: tuple, position: int) -> tuple:

@@ -24,11 +24,9 @@ from jaxllm.ops.attention.api import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_PACKED,
     SELF_ATTENTION,
-    PackedOptions,
-    check_packed,
     flash_attention_packed,
-    head_width,
 )
+from jaxllm.ops.attention.arguments import PackedOptions, check_packed, head_width
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
 from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import Residual, carry, check_keys, check_residual, pre_norm
