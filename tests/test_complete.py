@@ -12,6 +12,7 @@ import pytest
 from jaxllm.convert.huggingface import to_state_dict
 from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.inference.generate import complete, stream
+from jaxllm.inference.paged_cache import init_paged_cache
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
@@ -139,6 +140,90 @@ def test_an_int8_cache_is_close(model, config):
         found[dtype] = logits[:, : config.vocab_size]
     difference = abs(found[jnp.int8] - found[jnp.float32]).max()
     assert 0 < difference < 0.05 * abs(found[jnp.float32]).max()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize(("dtype", "page_size"), [(None, 4), (jnp.int8, 7)])
+def test_a_cache_in_pages_gives_the_same_tokens(model, config, dtype, page_size):
+    params = random_params(model, config)
+    options = {"config": config, "max_new_tokens": 10, "temperature": 0, "cache_dtype": dtype}
+    expected = complete(model, params, PROMPTS, **options)
+    found = complete(model, params, PROMPTS, **options, page_size=page_size)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    streamed = stream(model, params, PROMPTS[1], **options, page_size=page_size)
+    assert list(streamed) == expected[1].tolist()
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_steps_with_pages_have_the_bits_of_those_without(model, config, dtype):
+    params = random_params(model, config)
+    tokens, lengths = jnp.array([[5, 9, 2, 4, 1], [7, 1, 0, 0, 0]]), jnp.array([5, 2])
+
+    @jax.jit
+    def run(params, cache):
+        first, cache = prefill(model, params, tokens, lengths, config, cache)
+        return first, *decode_step(model, params, jnp.array([3, 8]), config, cache)
+
+    first, second, _ = run(params, init_cache(config, 2, 8, dtype))
+    paged = init_paged_cache(config, [8, 8], 4, dtype)
+    paged_first, paged_second, cache = run(params, paged)
+    np.testing.assert_array_equal(paged_first, first)
+    np.testing.assert_array_equal(paged_second, second)
+    assert cache.lengths.tolist() == [6, 3]
+
+
+def test_a_sequence_wastes_less_than_a_page():
+    cache = init_paged_cache(GPT2, [9, 0, 3, 8], 4, jnp.float32)
+    assert cache.keys[0].shape[:2] == (3 + 0 + 1 + 2, 4)
+    assert cache.block_table.tolist() == [[0, 1, 2], [6, 6, 6], [3, 6, 6], [4, 5, 6]]
+    assert cache.room.tolist() == [12, 0, 4, 8]
+    assert (cache.max_length, cache.page_size, cache.quantized) == (12, 4, False)
+    assert init_paged_cache(GPT2, [], 4, jnp.int8).block_table.shape == (0, 0)
+
+
+def test_tokens_beyond_the_pages_of_a_sequence_are_not_stored():
+    params = random_params(gpt2, GPT2)
+    step = jax.jit(functools.partial(decode_step, gpt2, config=GPT2))
+    cache = init_paged_cache(GPT2, [2, 6], 2, jnp.float32)
+    for _ in range(2):
+        _, cache = step(params, jnp.array([3, 8]), cache=cache)
+    full = cache
+    for _ in range(2):
+        _, cache = step(params, jnp.array([4, 8]), cache=cache)
+    assert cache.lengths.tolist() == [4, 4]
+    for before, after in zip(full.keys, cache.keys, strict=True):
+        np.testing.assert_array_equal(before[0], after[0])
+        assert (before[2] != after[2]).any()
+        np.testing.assert_array_equal(after[3], jnp.zeros_like(after[3]))
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "page", "kind", "message"),
+    [
+        (GPT2, [4], 0, ValueError, "page_size is 0; it must be at least 1"),
+        (GPT2, [4], 2.5, TypeError, "page_size is 2.5; it must be an integer"),
+        (GPT2, [4, -1], 2, ValueError, "max_lengths has -1; the least is 0"),
+        (
+            dataclasses.replace(LLAMA3, window=8), [4], 2, ValueError,
+            r"the windows of the config are \(8, 8\); a cache in pages holds all tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_pages_are_errors(config, lengths, page, kind, message):
+    with pytest.raises(kind, match=message):
+        init_paged_cache(config, lengths, page, jnp.float32)
+
+
+def test_pages_come_without_a_max_length():
+    params = random_params(gpt2, GPT2)
+    with pytest.raises(
+        ValueError, match="max_length is 40, with a page_size of 4; it must be None"
+    ):
+        complete(
+            gpt2, params, PROMPTS, config=GPT2, max_new_tokens=2, temperature=0,
+            max_length=40, page_size=4,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)

@@ -4,11 +4,14 @@ The cache has one array a layer, so that each is written in place. A layer with 
 keeps the most recent tokens only: its array is a ring of as many slots as the window, in which the
 token at position p has the slot ``p % window``. Attention to a ring is attention to a cache that is
 full, since keys are rotated before they are stored and the order of keys does not count.
+
+:mod:`jaxllm.inference.paged_cache` has a cache in pages, which both programs take too.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import functools
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.export
@@ -18,7 +21,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, Num
 
 from jaxllm import ops
-from jaxllm.inference import decode
+from jaxllm.inference import decode, paged_cache
+from jaxllm.inference.paged_cache import PagedKVCache
 from jaxllm.models import llama3
 from jaxllm.models.common import (
     Params,
@@ -62,6 +66,7 @@ class KVCache(NamedTuple):
 
 
 jax.export.register_namedtuple_serialization(KVCache, serialized_name="jaxllm.KVCache")
+Cache = TypeVar("Cache", KVCache, PagedKVCache)
 
 
 class Shape(Protocol):
@@ -129,8 +134,8 @@ def prefill(
     tokens: Integer[Array, "B T"],
     lengths: Integer[Array, " B"],
     config: Any,
-    cache: KVCache,
-) -> tuple[Float[Array, "B Vp"], KVCache]:
+    cache: Cache,
+) -> tuple[Float[Array, "B Vp"], Cache]:
     """Reads prompts into an empty cache.
 
     Args:
@@ -141,7 +146,7 @@ def prefill(
         tokens: The prompts, padded at their ends with any token.
         lengths: The tokens of each prompt, from 1 to T.
         config: The shape that ``params`` was made with.
-        cache: Of :func:`init_cache`.
+        cache: Of :func:`init_cache` or :func:`jaxllm.inference.paged_cache.init_paged_cache`.
 
     Returns:
         The logits of the token after each prompt, and the cache.
@@ -162,14 +167,14 @@ def prefill(
 
 
 def decode_step(
-    model: Any, params: Params, tokens: Integer[Array, " B"], config: Any, cache: KVCache
-) -> tuple[Float[Array, "B Vp"], KVCache]:
+    model: Any, params: Params, tokens: Integer[Array, " B"], config: Any, cache: Cache
+) -> tuple[Float[Array, "B Vp"], Cache]:
     """Reads one more token of each sequence.
 
     Args:
         model: As in :func:`prefill`. A Llama's parameters that are laid out for decoding run block
-            by block: :mod:`jaxllm.inference.decode`. That takes no qkv bias, no norms of heads and
-            no window; models with these run op by op.
+            by block: :mod:`jaxllm.inference.decode`. That takes no qkv bias, no norms of heads, no
+            window and no cache in pages; these run op by op.
         params: As in :func:`prefill`.
         tokens: The tokens that follow the cache's.
         config: The shape that ``params`` was made with.
@@ -181,7 +186,8 @@ def decode_step(
     """
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
     is_llama = model is llama3 and decode.is_supported(config)
-    if few and not cache.quantized and is_for_decoding(params) and is_llama:
+    in_one_piece = isinstance(cache, KVCache) and not cache.quantized
+    if few and in_one_piece and is_for_decoding(params) and is_llama:
         caches = list(zip(cache.keys, cache.values, strict=True))
         x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches)
         keys, values = zip(*caches, strict=True)
@@ -198,7 +204,7 @@ def decode_step(
 class _Writer:
     """The ``attend`` of a model: writes keys and values to a cache, and attends to it."""
 
-    def __init__(self, cache: KVCache, attention: Any, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, cache: Any, attention: Any, windows: tuple[int | None, ...]) -> None:
         self.cache, self.attention, self.windows = cache, attention, windows
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -206,12 +212,15 @@ class _Writer:
         return out
 
 
-def _ring(cache: KVCache, layer: int, window: int | None) -> int | None:
+def _ring(cache: KVCache | PagedKVCache, layer: int, window: int | None) -> int | None:
     """The slots of a layer's cache if it holds the tokens of the window only; None if it does not.
 
     Raises:
-        ValueError: It has more slots: attention to it would see tokens before the window.
+        ValueError: It has more slots: attention to it would see tokens before the window. Or it is
+            in pages.
     """
+    if window is not None and isinstance(cache, PagedKVCache):
+        raise ValueError(f"layer {layer} has a window of {window}; no cache in pages has windows")
     slots = cache.keys[layer].shape[1]
     if window is None or is_certain(lambda: slots < window):
         return None
@@ -223,7 +232,9 @@ def _ring(cache: KVCache, layer: int, window: int | None) -> int | None:
     return window
 
 
-def _check_prompts(tokens: Array, lengths: Array, config: Any, cache: KVCache) -> None:
+def _check_prompts(
+    tokens: Array, lengths: Array, config: Any, cache: KVCache | PagedKVCache
+) -> None:
     """Checks the arguments of :func:`prefill`.
 
     Raises:
@@ -247,8 +258,8 @@ def _check_prompts(tokens: Array, lengths: Array, config: Any, cache: KVCache) -
 
 
 def _prefill_attention(
-    cache: KVCache, layer: int, q: Array, k: Array, v: Array, window: int | None
-) -> tuple[Array, KVCache]:
+    cache: Cache, layer: int, q: Array, k: Array, v: Array, window: int | None
+) -> tuple[Array, Cache]:
     """Attention of whole prompts, (B, T, N, H), whose keys and values begin the cache.
 
     Prompts of unequal lengths are padded at their ends: no token sees the padding, and the tokens
@@ -256,6 +267,10 @@ def _prefill_attention(
     """
     hiding = window_within(window, k.shape[1])
     out = ops.flash_attention(q, k, v, causal=True, window=hiding)
+    if isinstance(cache, PagedKVCache):
+        positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
+        store = functools.partial(paged_cache.store, cache, positions=positions)
+        return out, _write(cache, layer, k, v, store)
     ring = _ring(cache, layer, window)
     if ring is None or is_certain(lambda: k.shape[1] <= ring):
         return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))
@@ -268,9 +283,13 @@ def _prefill_attention(
 
 
 def _decode_attention(
-    cache: KVCache, layer: int, q: Array, k: Array, v: Array, window: int | None
-) -> tuple[Array, KVCache]:
+    cache: Cache, layer: int, q: Array, k: Array, v: Array, window: int | None
+) -> tuple[Array, Cache]:
     """Attention of one more token a sequence, (B, 1, N, H); a full cache stays as it is."""
+    if isinstance(cache, PagedKVCache):
+        store = functools.partial(paged_cache.store, cache, positions=cache.lengths[:, None])
+        cache = _write(cache, layer, k, v, store)
+        return paged_cache.decode_attention(cache, layer, q[:, 0])[:, None], cache
     sequence = jnp.arange(cache.lengths.shape[0])
     slots, lengths = cache.lengths, cache.lengths + 1
     if (ring := _ring(cache, layer, window)) is not None:
@@ -285,7 +304,7 @@ def _decode_attention(
     return ops.decode_attention(q[:, 0], *arrays)[:, None], cache
 
 
-def _write(cache: KVCache, layer: int, k: Array, v: Array, write) -> KVCache:
+def _write(cache: Cache, layer: int, k: Array, v: Array, write: Any) -> Cache:
     def put(arrays: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
         return (*arrays[:layer], write(arrays[layer], x), *arrays[layer + 1 :])
 

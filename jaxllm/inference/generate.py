@@ -17,7 +17,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxllm.inference.cache import decode_step, init_cache, prefill
+from jaxllm.inference.cache import KVCache, decode_step, init_cache, prefill
+from jaxllm.inference.paged_cache import PagedKVCache, init_paged_cache
 from jaxllm.inference.sampling import check_sampling, sample
 from jaxllm.models.common import Params, for_decoding, is_for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
@@ -141,6 +142,7 @@ def complete(
     key: Array | None = None,
     max_length: int | None = None,
     cache_dtype: DTypeLike | None = None,
+    page_size: int | None = None,
 ) -> list[np.ndarray]:
     """Continues prompts of any lengths, all steps in one compiled program.
 
@@ -162,6 +164,10 @@ def complete(
         max_length: The most tokens that the cache holds, the prompt included; None for as many as
             are needed.
         cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
+        page_size: Keeps the cache in pages of so many tokens: each text has room for its prompt and
+            ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The tokens
+            are the same. None for a cache in one piece, which decodes faster. ``max_length`` must
+            be None.
 
     Returns:
         The new tokens of each prompt, int32, the token that stopped it included.
@@ -173,12 +179,14 @@ def complete(
     """
     check_sampling(temperature, top_k, top_p, key)
     tokens, lengths = _pad_prompts(prompts, config)
-    max_length = _check_max_length(lengths, max_new_tokens, max_length, config)
+    cache = _empty_cache(
+        lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
+    )
     new, counts, _ = _complete(
         _laid_out(params),
         tokens,
         lengths,
-        init_cache(config, len(tokens), max_length, _cache_dtype(params, cache_dtype)),
+        cache,
         jnp.float32(temperature),
         jax.random.key(0) if key is None else key,
         model=model,
@@ -205,6 +213,7 @@ def stream(
     key: Array | None = None,
     max_length: int | None = None,
     cache_dtype: DTypeLike | None = None,
+    page_size: int | None = None,
 ) -> Iterator[int]:
     """Continues one prompt, and yields each token as it comes.
 
@@ -218,8 +227,9 @@ def stream(
     """
     check_sampling(temperature, top_k, top_p, key)
     tokens, lengths = _pad_prompts([prompt], config)
-    max_length = _check_max_length(lengths, max_new_tokens, max_length, config)
-    cache = init_cache(config, 1, max_length, _cache_dtype(params, cache_dtype))
+    cache: Any = _empty_cache(
+        lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
+    )
     stops = _stops(stop_tokens, config)
     options = {
         "model": model,
@@ -296,6 +306,26 @@ def _check_max_length(
                 f"{name} is {most}"
             )
     return needed if max_length is None else max_length
+
+
+def _empty_cache(
+    lengths: np.ndarray,
+    max_new_tokens: int,
+    max_length: int | None,
+    page_size: int | None,
+    config: Any,
+    dtype: DTypeLike,
+) -> KVCache | PagedKVCache:
+    """A cache, in one piece or in pages, with room for prompts and the new tokens."""
+    length = _check_max_length(lengths, max_new_tokens, max_length, config)
+    if page_size is None:
+        return init_cache(config, len(lengths), length, dtype)
+    if max_length is not None:
+        raise ValueError(
+            f"max_length is {max_length}, with a page_size of {page_size}; it must be None: each "
+            "text has as many pages as it needs"
+        )
+    return init_paged_cache(config, (lengths + max_new_tokens).tolist(), page_size, dtype)
 
 
 def _cache_dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:

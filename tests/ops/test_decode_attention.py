@@ -126,6 +126,67 @@ def test_int8_cache_matches_dequantized_cache(backend):
     assert testing.error(out, exact) < 0.02
 
 
+def in_pages(x, page, table):
+    """The rows of sequences, (B, S, ...), in a pool of pages; pages that no table names are NaN."""
+    rows = x.reshape(table.shape[0], table.shape[1], page, *x.shape[2:])
+    nothing = 0 if x.dtype == jnp.int8 else jnp.nan
+    pool = jnp.full((table.size + 2, *rows.shape[2:]), nothing, x.dtype)
+    return pool.at[table].set(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("page", "pages"), [(16, 9), (8, 5), (1, 30), (3, 47), (256, 2)])
+def test_a_cache_in_pages_gives_the_bits_of_one_in_one_piece(page, pages, dtype, backend):
+    S, rng = page * pages, np.random.default_rng(0)
+    q, k, v = inputs(S=S, dtype="float32" if dtype == "int8" else dtype)
+    table = jnp.asarray(rng.permutation(3 * pages + 2)[: 3 * pages].reshape(3, pages))
+    scales = []
+    if dtype == "int8":
+        k, v = (jnp.asarray(rng.integers(-127, 128, k.shape), jnp.int8) for _ in range(2))
+        scales = [jnp.asarray(rng.uniform(0.01, 0.02, k.shape[:3]), jnp.float32) for _ in range(2)]
+    lengths = jnp.array([S, S // 2 + 1, 0])
+    expected = ops.decode_attention(q, k, v, lengths, *scales, backend=backend)
+    arrays = [in_pages(x, page, table) for x in (k, v)]
+    more = [in_pages(x, page, table) for x in scales] or [None, None]
+    out = ops.decode_attention(q, *arrays, lengths, *more, table, backend=backend)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_of_the_block_table_behind_the_length_are_not_read(backend):
+    q, k, v = inputs(B=2, S=12)
+    pool = [x[0].reshape(3, 4, *x.shape[2:]) for x in (k, v)]
+    given = [jnp.array(table) for table in ([[1, 0, 99], [2, -7, 99]], [[1, 0, 0], [2, 0, 0]])]
+    out, expected = (
+        ops.decode_attention(q, *pool, jnp.array([8, 3]), None, None, table, backend=backend)
+        for table in given
+    )
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        (jnp.ones((3, 2)), TypeError, "block_table has dtype float32; it must be an integer"),
+        (jnp.ones(3, int), ValueError, r"block_table has shape \(3,\); it must be \(3, M\)"),
+        (jnp.ones((2, 2), int), ValueError, r"block_table has shape \(2, 2\); it must be \(3, M\)"),
+    ],
+)
+def test_wrong_block_tables_are_errors(table, error, message):
+    q, k, v = inputs()
+    with pytest.raises(error, match=message):
+        ops.decode_attention(q, k, v, jnp.ones(3, int), None, None, table)
+
+
+def test_a_pool_without_pages_is_an_error_where_some_are_named():
+    q, k, v = inputs(S=4)
+    with pytest.raises(ValueError, match=r"k_cache has shape \(0, 4, 2, 16\), no page"):
+        ops.decode_attention(q, k[:0], v[:0], jnp.ones(3, int), None, None, jnp.zeros((3, 1), int))
+    with pytest.raises(ValueError, match=r"k_cache has shape .* must be \(P, page, K, 16\)"):
+        ops.decode_attention(q, k[..., :3], v, jnp.ones(3, int), None, None, jnp.zeros((3, 1), int))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

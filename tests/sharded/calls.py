@@ -236,6 +236,11 @@ def _decode_attention(arrays, backend):
     return ops.decode_attention(*arrays.values(), backend=backend)
 
 
+def _decode_attention_paged(arrays, backend):
+    q, k, v, lengths, table = arrays.values()
+    return ops.decode_attention(q, k, v, lengths, None, None, table, backend=backend)
+
+
 def _decode_block(arrays, backend):
     matrices = ("qkv", "out", "gate_up", "down")
     given: Any = {n: ops.Transposed(x) if n in matrices else x for n, x in arrays.items()}
@@ -401,6 +406,12 @@ CALLS = [
         | dict.fromkeys(("k_cache", "v_cache"), integers(128, -127, "int8"))
         | dict.fromkeys(("k_scales", "v_scales"), about(0.02, 0.003, "float32")),
         undeclared=("k_cache", "S"), has_backward=False,
+    ),
+    Call(
+        "decode_attention", _decode_attention_paged,
+        {"q": "B 2N H", "k_cache": "P C N H", "v_cache": "P C N H", "lengths": "B", "table": "B G"},
+        "B N", kinds={"lengths": integers(9), "table": integers(24)},
+        undeclared=("k_cache", "P"), has_backward=False, name="pages",
     ),
     Call(
         "self_attention", _self_attention,

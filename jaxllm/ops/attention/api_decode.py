@@ -20,6 +20,16 @@ DECODE_ATTENTION = Op(
 )
 
 
+# Of caches in pages, which all sequences share: there is no CUDA kernel.
+DECODE_ATTENTION_PAGED = Op(
+    "decode_attention_paged",
+    reference=reference_decode,
+    pallas=pallas_decode,
+    preference=("pallas", "xla"),
+    sharding=ShardingRule("B N H, _ _ N H, _ _ N H, B, _ _ N, _ _ N, B _ -> B N H", "B N"),
+)
+
+
 def decode_attention(
     q: Float[Array, "B N H"],
     k_cache: Num[Array, "B S K H"],
@@ -27,6 +37,7 @@ def decode_attention(
     lengths: Integer[Array, " B"],
     k_scales: Float[Array, "B S K"] | None = None,
     v_scales: Float[Array, "B S K"] | None = None,
+    block_table: Integer[Array, "B M"] | None = None,
     *,
     scale: float | None = None,
     backend: Backend | None = None,
@@ -49,6 +60,11 @@ def decode_attention(
         k_scales: Of an int8 cache: what each token's key head is multiplied by; float32 for the
             kernels.
         v_scales: Likewise for the values.
+        block_table: Of caches in pages, (P, page, K, H) with scales (P, page, K), the pages of each
+            sequence, used as int32: token s of sequence b is row ``s % page`` of page
+            ``block_table[b, s // page]``, and S is ``M * page``. Sequences may share pages. Entries
+            behind ``lengths`` are not read. The result is bit for bit that of the same cache in one
+            piece. There is no CUDA kernel: ``"auto"`` runs Pallas's.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         backend: As in :func:`flash_attention`.
 
@@ -70,7 +86,7 @@ def decode_attention(
         >>> cache = jax.random.normal(jax.random.key(1), (2, 1024, 8, 128), jnp.bfloat16)
         >>> out = jaxllm.ops.decode_attention(q, cache, cache, jnp.array([1000, 17]))
     """
-    _check_cache(q, k_cache, v_cache, lengths)
+    _check_cache(q, k_cache, v_cache, lengths, block_table)
     quantized = k_cache.dtype == jnp.int8
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if (scales is not None) != quantized:
@@ -82,10 +98,15 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else as_float("scale", scale)
     arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales)
     direction = Direction.INFERENCE
+    if block_table is not None:
+        arrays = (*arrays, block_table.astype(jnp.int32))
+        return dispatch(DECODE_ATTENTION_PAGED, direction, resolve(backend), *arrays, scale=scale)
     return dispatch(DECODE_ATTENTION, direction, resolve(backend), *arrays, scale=scale)
 
 
-def _check_cache(q: Array, k_cache: Array, v_cache: Array, lengths: Array) -> None:
+def _check_cache(
+    q: Array, k_cache: Array, v_cache: Array, lengths: Array, block_table: Array | None
+) -> None:
     check_floating(q=q)
     if q.ndim != 3 or q.shape[-1] == 0:
         raise ValueError(f"q has shape {q.shape}; it must be (B, N, H) with H at least 1")
@@ -95,11 +116,21 @@ def _check_cache(q: Array, k_cache: Array, v_cache: Array, lengths: Array) -> No
             raise TypeError(
                 f"{name} has dtype {cache.dtype}; it must be int8, or {q.dtype} as q is"
             )
-    if k_cache.ndim != 4 or (k_cache.shape[0], k_cache.shape[3]) != (B, H):
+    in_pages = block_table is not None
+    if k_cache.ndim != 4 or k_cache.shape[3] != H or (not in_pages and k_cache.shape[0] != B):
+        wanted = f"(P, page, K, {H}), with" if in_pages else f"({B}, S, K, {H}), with the batch and"
         raise ValueError(
-            f"k_cache has shape {k_cache.shape}; it must be ({B}, S, K, {H}), with the batch and "
-            f"the head width of q {q.shape}"
+            f"k_cache has shape {k_cache.shape}; it must be {wanted} the head width of q {q.shape}"
         )
+    if block_table is not None:
+        check_integer(block_table=block_table)
+        if block_table.ndim != 2 or block_table.shape[0] != B:
+            raise ValueError(
+                f"block_table has shape {block_table.shape}; it must be ({B}, M), the pages of "
+                f"each sequence of q {q.shape}"
+            )
+        if 0 in k_cache.shape[:2] and block_table.size:
+            raise ValueError(f"k_cache has shape {k_cache.shape}, no page; block_table names some")
     check_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
     check_same_dtype("v_cache", v_cache, "k_cache", k_cache)
     K = k_cache.shape[2]

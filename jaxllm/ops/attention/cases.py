@@ -141,11 +141,14 @@ def _decode(
     kv_heads: int | None = None,
     int8: bool = False,
     full: bool = False,
+    page: int | None = None,  # then the length is that of whole pages
     large: bool = False,
     **static: Any,
 ) -> Case:
     kv_heads = kv_heads or heads
     cache = (batch, length, kv_heads, width)
+    if page is not None:
+        cache = (batch * length // page, page, kv_heads, width)
     # Some sequences may have no token, some more than the cache holds.
     lengths = Integers((batch,), length + 1, low=length) if full else Integers((batch,), length + 3)
     of_cache = Integers(cache, 128, low=-127, dtype="int8") if int8 else Normal(cache)
@@ -158,6 +161,10 @@ def _decode(
     if int8:
         scales = Normal(cache[:3], mean=0.02, std=0.003, dtype="float32")
         inputs |= {"k_scales": scales, "v_scales": scales}
+    if page is not None:
+        nothing = {} if int8 else {"k_scales": None, "v_scales": None}
+        # Sequences share some pages.
+        inputs |= nothing | {"block_table": Integers((batch, length // page), cache[0])}
     # The caches in, whose share of all that moves is all but the whole.
     size = 2 * math.prod(cache)
     return Case(
@@ -168,6 +175,7 @@ def _decode(
         forward_elements=0 if int8 else size,
         forward_fixed_bytes=size + 4 * size // width if int8 else 0,
         has_backward=False,
+        refused_by=() if page is None else ("cuda",),
         large=large,
     )
 
@@ -356,6 +364,9 @@ CASES = (
     _decode("int8_128", 3, 50, 4, 128, kv_heads=1, int8=True),
     _decode("int8_odd_width", 3, 30, 2, 24, int8=True),
     _decode("one_token", 2, 1, 4, 64, kv_heads=2),
+    _decode("pages", 3, 96, 6, 64, kv_heads=2, page=16),
+    _decode("pages_of_odd_size", 2, 35, 2, 24, page=7, scale=-0.3),
+    _decode("pages_int8", 4, 64, 4, 128, kv_heads=1, page=32, int8=True),
     _decode("no_batch", 0, 8, 2, 64),
     _decode("no_tokens", 2, 0, 2, 64),
     # What the models' projections are, beside the plain form of the same shapes.

@@ -6,6 +6,9 @@ each with the weight that its largest score and its total give it.
 
 Triton's dot needs blocks of 16 at least, and powers of two: the queries of a group are
 padded, and the columns past the end of a head are masked.
+
+Of a cache in pages, the rows of a block of keys are looked up one by one, so that a block may lie
+in several pages, and all sums are those of the same cache in one piece.
 """
 
 from __future__ import annotations
@@ -44,10 +47,28 @@ def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scale
     return None
 
 
-def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale, interpret=False):
+def decode_attention_paged_unsupported(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, **_
+):
+    """Why the kernel cannot serve a call; None if it can."""
+    return decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales)
+
+
+def decode_attention_paged(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, *, scale, interpret=False
+):
+    """Returns ``out``; the caches and their scales are in pages."""
+    arrays = (q, k_cache, v_cache, lengths, k_scales, v_scales)
+    return decode_attention(*arrays, scale=scale, block_table=block_table, interpret=interpret)
+
+
+def decode_attention(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale, block_table=None, interpret=False
+):
     """Returns ``out``."""
     B, N, H = q.shape
-    S, K = k_cache.shape[1:3]
+    page, K = k_cache.shape[1:3]
+    S = page if block_table is None else page * block_table.shape[1]
     if q.size == 0 or S == 0:
         return jnp.zeros_like(q)
     groups, width = N // K, max(_MIN_BLOCK, pl.next_power_of_2(H))
@@ -58,8 +79,9 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale,
         q.reshape(B, K, groups, H), ((0, 0), (0, 0), (0, heads - groups), (0, width - H))
     )
     kernel = functools.partial(
-        _kernel, K=K, S=S, H=H, block=block, splits=splits, scale=scale, interpret=interpret
-    )
+        _kernel, page=None if block_table is None else page, pages=k_cache.shape[0],
+        S=S, H=H, block=block, splits=splits, scale=scale,
+    )  # fmt: skip
 
     def all_of(*shape):  # of one sequence
         return pl.BlockSpec((None, *shape), lambda b, k, i: (b, *[0] * len(shape)))
@@ -69,16 +91,27 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale,
             (None, None, None, *shape), lambda b, k, i: (b, k, i, *[0] * len(shape))
         )
 
-    scales = () if k_scales is None else (k_scales, v_scales)
+    def cache(x):
+        """All of a sequence, (S, ...); of pages all of the rows of all."""
+        rows = x.reshape(*x.shape[:2], -1)
+        if block_table is None:
+            return rows, all_of(*rows.shape[1:])
+        rows = rows.reshape(-1, rows.shape[-1])
+        return rows, pl.BlockSpec(rows.shape, lambda b, k, i: (0, 0))
+
+    table, table_spec = (), ()
+    if block_table is not None:
+        table, table_spec = (block_table,), (all_of(block_table.shape[1]),)
+    given = [x for x in (k_cache, v_cache, k_scales, v_scales) if x is not None]
+    caches, cache_specs = zip(*map(cache, given), strict=True)
     sums, largest, total = pallas_call(
         kernel,
         grid=(B, K, splits),
         in_specs=[
             pl.BlockSpec((None, None, heads, width), lambda b, k, i: (b, k, 0, 0)),
-            all_of(S, K * H),
-            all_of(S, K * H),
             pl.BlockSpec((B,), lambda b, k, i: (0,)),
-            *(all_of(S, K) for _ in scales),
+            *table_spec,
+            *cache_specs,
         ],
         out_specs=[part_of(heads, width), part_of(heads), part_of(heads)],
         out_shape=[
@@ -88,15 +121,16 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale,
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
-    )(queries, k_cache.reshape(B, S, -1), v_cache.reshape(B, S, -1), lengths, *scales)
+    )(queries, lengths, *table, *caches)
     weights = jnp.exp2(largest - largest.max(axis=2, keepdims=True))
     total = (total * weights).sum(axis=2)
     out = (sums * weights[..., None]).sum(axis=2) / jnp.where(total == 0, 1, total)[..., None]
     return out[:, :, :groups, :H].reshape(q.shape).astype(q.dtype)
 
 
-def _kernel(q_ref, k_ref, v_ref, length_ref, *refs, K, S, H, block, splits, scale, interpret):
-    *scales, sums_ref, largest_ref, total_ref = refs
+def _kernel(q_ref, length_ref, *refs, page, pages, S, H, block, splits, scale):
+    table_ref, refs = (None, refs) if page is None else (refs[0], refs[1:])
+    k_ref, v_ref, *scales, sums_ref, largest_ref, total_ref = refs
     head, split = pl.program_id(1), pl.program_id(2)
     q = q_ref[...]
     heads, width = q.shape
@@ -108,29 +142,43 @@ def _kernel(q_ref, k_ref, v_ref, length_ref, *refs, K, S, H, block, splits, scal
     # Triton multiplies 16-bit numbers with tensor cores; int8 becomes the dtype of q, exactly.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
-    def load(ref, token, seen):
-        at = ref.at[pl.ds(token, block), pl.ds(head * H, width)]
+    def rows_of(first, tokens, seen):
+        """The rows of a block of tokens: neighbours, or those that the table says."""
+        if table_ref is None or page is None:
+            return pl.ds(first, block)
+        place = plgpu.load(table_ref.at[lax.div(tokens, jnp.int32(page))], mask=seen, other=0)
+        return jnp.clip(place, 0, pages - 1) * page + lax.rem(tokens, jnp.int32(page))
+
+    def load(ref, rows, seen):
+        if table_ref is None:
+            at = ref.at[rows, pl.ds(head * H, width)]
+        else:
+            of_head = head * H + jnp.arange(width, dtype=jnp.int32)
+            at = ref.at[rows[:, None], of_head[None, :]]
         return plgpu.load(at, mask=columns & seen[:, None], other=0).astype(q.dtype)
 
-    def load_scales(ref, token, seen):
-        return plgpu.load(ref.at[pl.ds(token, block), head], mask=seen, other=0)
+    def load_scales(ref, rows, seen):
+        at = ref.at[rows, head] if table_ref is None else ref.at[rows, jnp.full(block, head)]
+        return plgpu.load(at, mask=seen, other=0)
 
     def visit(i, carry):
         largest, total, sums = carry
-        token = i * block
-        seen = token + jnp.arange(block, dtype=jnp.int32) < length
-        k = load(k_ref, token, seen)
+        first = i * block
+        tokens = first + jnp.arange(block, dtype=jnp.int32)
+        seen = tokens < length
+        rows = rows_of(first, tokens, seen)
+        k = load(k_ref, rows, seen)
         scores = plgpu.dot(q, k, trans_b=True, precision=precision) * (scale * _LOG2E)
         if scales:
-            scores *= load_scales(scales[0], token, seen)[None, :]
+            scores *= load_scales(scales[0], rows, seen)[None, :]
         scores = jnp.where(seen[None, :], scores, -jnp.inf)
         grown = jnp.maximum(largest, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - grown[:, None])
         shrink = jnp.exp2(largest - grown)
         total = total * shrink + jnp.sum(weights, axis=1)
         if scales:
-            weights *= load_scales(scales[1], token, seen)[None, :]
-        v = load(v_ref, token, seen)
+            weights *= load_scales(scales[1], rows, seen)[None, :]
+        v = load(v_ref, rows, seen)
         sums = sums * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), v, precision=precision)
         return grown, total, sums
 

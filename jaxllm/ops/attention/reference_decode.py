@@ -5,7 +5,8 @@ For one query head and the first ``lengths`` rows of its key head's cache,
 .. math::
     out = \sum_s softmax_s(scale \cdot q \cdot k_s)\, v_s
 
-where an int8 cache holds :math:`k_s / k\_scales_s` and :math:`v_s / v\_scales_s`.
+where an int8 cache holds :math:`k_s / k\_scales_s` and :math:`v_s / v\_scales_s`. A cache in pages
+is put together first: row s of a sequence is row ``s % page`` of page ``block_table[s // page]``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,21 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale)
     weights = weights / jnp.where(total == 0, 1, total)
     out = jnp.einsum("bkgs,bskh->bkgh", weights, jnp.where(seen[:, 0, 0, :, None, None], values, 0))
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def decode_attention_paged(q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, *, scale):
+    """Returns ``out``; the caches and their scales are in pages."""
+    k, v, k_scales, v_scales = (
+        None if x is None else _put_together(x, block_table)
+        for x in (k_cache, v_cache, k_scales, v_scales)
+    )
+    return decode_attention(q, k, v, lengths, k_scales, v_scales, scale=scale)
+
+
+def _put_together(pages: Array, block_table: Array) -> Array:
+    """(P, page, ...) -> (B, M * page, ...), by the pages of each sequence."""
+    found = jnp.take(pages, block_table, axis=0, mode="clip")
+    return found.reshape(found.shape[0], -1, *pages.shape[2:])
 
 
 def _widen(cache: Array, scales: Array | None, dtype) -> Array:
