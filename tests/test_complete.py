@@ -183,8 +183,9 @@ def test_a_sequence_wastes_less_than_a_page():
 
 
 def test_tokens_beyond_the_pages_of_a_sequence_are_not_stored():
-    params = random_params(gpt2, GPT2)
-    step = jax.jit(functools.partial(decode_step, gpt2, config=GPT2))
+    model: Any = gpt2
+    params = random_params(model, GPT2)
+    step = jax.jit(functools.partial(decode_step, model, config=GPT2))
     cache = init_paged_cache(GPT2, [2, 6], 2, jnp.float32)
     for _ in range(2):
         _, cache = step(params, jnp.array([3, 8]), cache=cache)
@@ -216,12 +217,13 @@ def test_wrong_pages_are_errors(config, lengths, page, kind, message):
 
 
 def test_pages_come_without_a_max_length():
-    params = random_params(gpt2, GPT2)
+    model: Any = gpt2
+    params = random_params(model, GPT2)
     with pytest.raises(
         ValueError, match="max_length is 40, with a page_size of 4; it must be None"
     ):
         complete(
-            gpt2, params, PROMPTS, config=GPT2, max_new_tokens=2, temperature=0,
+            model, params, PROMPTS, config=GPT2, max_new_tokens=2, temperature=0,
             max_length=40, page_size=4,
         )  # fmt: skip
 

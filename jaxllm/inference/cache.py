@@ -288,8 +288,8 @@ def _decode_attention(
     """Attention of one more token a sequence, (B, 1, N, H); a full cache stays as it is."""
     if isinstance(cache, PagedKVCache):
         store = functools.partial(paged_cache.store, cache, positions=cache.lengths[:, None])
-        cache = _write(cache, layer, k, v, store)
-        return paged_cache.decode_attention(cache, layer, q[:, 0])[:, None], cache
+        stored: Any = _write(cache, layer, k, v, store)
+        return paged_cache.decode_attention(stored, layer, q[:, 0])[:, None], stored
     sequence = jnp.arange(cache.lengths.shape[0])
     slots, lengths = cache.lengths, cache.lengths + 1
     if (ring := _ring(cache, layer, window)) is not None:

@@ -137,9 +137,7 @@ def store(cache: PagedKVCache, array: Array, x: Array, positions: Int[Array, "B 
 
 def decode_attention(cache: PagedKVCache, layer: int, q: Array) -> Array:
     """Attention of a query of each sequence, (B, N, H), with its token already stored."""
-    scales = (None, None)
-    if cache.quantized:
-        scales = cache.key_scales[layer], cache.value_scales[layer]
+    scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.quantized else ()
     lengths = jnp.minimum(cache.lengths + 1, cache.room)
-    arrays = (cache.keys[layer], cache.values[layer], lengths, *scales, cache.block_table)
-    return ops.decode_attention(q, *arrays)
+    arrays = (cache.keys[layer], cache.values[layer], lengths, *scales)
+    return ops.decode_attention(q, *arrays, block_table=cache.block_table)

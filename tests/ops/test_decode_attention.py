@@ -1,5 +1,7 @@
 """Decode attention: cache lengths, int8 caches and errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from jaxllm import ops, testing
 
-BACKENDS = ["xla", "pallas"]
+BACKENDS: list[Any] = ["xla", "pallas"]
 
 
 def inputs(seed=0, B=3, N=6, K=2, S=40, H=16, dtype=jnp.float32):
@@ -148,18 +150,19 @@ def test_a_cache_in_pages_gives_the_bits_of_one_in_one_piece(page, pages, dtype,
     lengths = jnp.array([S, S // 2 + 1, 0])
     expected = ops.decode_attention(q, k, v, lengths, *scales, backend=backend)
     arrays = [in_pages(x, page, table) for x in (k, v)]
-    more = [in_pages(x, page, table) for x in scales] or [None, None]
-    out = ops.decode_attention(q, *arrays, lengths, *more, table, backend=backend)
+    more = [in_pages(x, page, table) for x in scales]
+    options: Any = {"block_table": table, "backend": backend}
+    out = ops.decode_attention(q, arrays[0], arrays[1], lengths, *more, **options)
     np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_of_the_block_table_behind_the_length_are_not_read(backend):
     q, k, v = inputs(B=2, S=12)
-    pool = [x[0].reshape(3, 4, *x.shape[2:]) for x in (k, v)]
+    k, v = (x[0].reshape(3, 4, *x.shape[2:]) for x in (k, v))
     given = [jnp.array(table) for table in ([[1, 0, 99], [2, -7, 99]], [[1, 0, 0], [2, 0, 0]])]
     out, expected = (
-        ops.decode_attention(q, *pool, jnp.array([8, 3]), None, None, table, backend=backend)
+        ops.decode_attention(q, k, v, jnp.array([8, 3]), block_table=table, backend=backend)
         for table in given
     )
     np.testing.assert_array_equal(out, expected)
@@ -176,15 +179,15 @@ def test_entries_of_the_block_table_behind_the_length_are_not_read(backend):
 def test_wrong_block_tables_are_errors(table, error, message):
     q, k, v = inputs()
     with pytest.raises(error, match=message):
-        ops.decode_attention(q, k, v, jnp.ones(3, int), None, None, table)
+        ops.decode_attention(q, k, v, jnp.ones(3, int), block_table=table)
 
 
 def test_a_pool_without_pages_is_an_error_where_some_are_named():
-    q, k, v = inputs(S=4)
+    (q, k, v), table = inputs(S=4), jnp.zeros((3, 1), int)
     with pytest.raises(ValueError, match=r"k_cache has shape \(0, 4, 2, 16\), no page"):
-        ops.decode_attention(q, k[:0], v[:0], jnp.ones(3, int), None, None, jnp.zeros((3, 1), int))
+        ops.decode_attention(q, k[:0], v[:0], jnp.ones(3, int), block_table=table)
     with pytest.raises(ValueError, match=r"k_cache has shape .* must be \(P, page, K, 16\)"):
-        ops.decode_attention(q, k[..., :3], v, jnp.ones(3, int), None, None, jnp.zeros((3, 1), int))
+        ops.decode_attention(q, k[..., :3], v, jnp.ones(3, int), block_table=table)
 
 
 @pytest.mark.parametrize(
