@@ -123,6 +123,24 @@ def with_gradients(fn, arrays):
     return out, pull(cotangents_like(out))
 
 
+def jit_with_gradients(fn, arrays):
+    """:func:`with_gradients` in one program, of cotangents that are drawn outside of it."""
+
+    @jax.jit
+    def run(arrays, cotangents):
+        out, pull = jax.vjp(fn, *arrays)
+        return out, pull(cotangents)
+
+    return run(arrays, cotangents_like(jax.eval_shape(fn, *arrays)))
+
+
+def in_float64(fn, arrays):
+    """:func:`jit_with_gradients` of the arrays in float64."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        return jax.tree.map(np.asarray, jit_with_gradients(fn, wide))
+
+
 def document_ids(B, length):
     """Segment ids of consecutive documents; the boundaries differ between sequences."""
     return jnp.array([[(5 * i + 37 * b) // length for i in range(length)] for b in range(B)])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from op_helpers import attention_arrays, packed_arrays
+from op_helpers import attention_arrays, in_float64, jit_with_gradients, packed_arrays
 
 import jaxllm
 from jaxllm.core.backend import BackendError
@@ -32,21 +32,6 @@ def exact(q, k, v, bias):
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
 
 
-def with_gradients(fn, arrays):
-    @jax.jit
-    def run(arrays, cotangent):
-        out, pull = jax.vjp(fn, *arrays)
-        return out, pull(cotangent)
-
-    return run(arrays, cotangents_like(jax.eval_shape(fn, *arrays)))
-
-
-def in_float64(fn, arrays):
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        return jax.tree.map(np.asarray, with_gradients(fn, wide))
-
-
 def attend(q, k, v, bias, sinks=None, causal=True, **options: Any):
     return flash_attention(q, k, v, sinks, bias, causal=causal, **options)
 
@@ -55,7 +40,7 @@ def attend(q, k, v, bias, sinks=None, causal=True, **options: Any):
 @pytest.mark.parametrize("shared", SHARED)
 def test_values_and_gradients_match_float64(shared, backend):
     arrays = (*attention_arrays(T=9, K=2), draw_bias(*shared))
-    found = with_gradients(functools.partial(attend, backend=backend), arrays)
+    found = jit_with_gradients(functools.partial(attend, backend=backend), arrays)
     assert_close(found, in_float64(exact, arrays), "float32")
 
 
@@ -121,7 +106,7 @@ def test_packed_attention_is_that_of_its_parts(by_parts):
         out, lse = attend(q, k, v, bias, sinks, **options)
         return out.reshape(2, 9, -1), lse
 
-    found, expected = (with_gradients(fn, (qkv, bias)) for fn in (packed, apart))
+    found, expected = (jit_with_gradients(fn, (qkv, bias)) for fn in (packed, apart))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     alone = flash_attention_packed(qkv, 4, bias=bias, causal=True)
     np.testing.assert_array_equal(alone, attend(q, k, v, bias).reshape(alone.shape))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from op_helpers import BACKENDS, attention_arrays, packed_arrays
+from op_helpers import BACKENDS, attention_arrays, in_float64, jit_with_gradients, packed_arrays
 
 import jaxllm
 from jaxllm.core import vma
@@ -61,23 +61,6 @@ def exact(
     return jnp.einsum("bnts,bsnh->btnh", p, v), jnp.where(sees, lse, -jnp.inf)[..., 0]
 
 
-def with_gradients(fn, arrays):
-    """The results of ``fn``, and its gradients for random cotangents of all of them."""
-
-    @jax.jit
-    def run(arrays, cotangents):
-        out, pull = jax.vjp(fn, *arrays)
-        return out, pull(cotangents)
-
-    return run(arrays, cotangents_like(jax.eval_shape(fn, *arrays)))
-
-
-def in_float64(fn, arrays):
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        return jax.tree.map(np.asarray, with_gradients(fn, wide))
-
-
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "xla") for name in CALLS]
@@ -91,7 +74,7 @@ def test_out_lse_and_gradients_match_float64(name, backend):
     arrays = (q, k, v) if sinks is None else (q, k, v, sinks)
     fn = functools.partial(flash_attention, **options, return_lse=True, backend=backend)
     expected = in_float64(functools.partial(exact, **options), arrays)
-    found = with_gradients(fn, arrays)
+    found = jit_with_gradients(fn, arrays)
     assert found[0][1].dtype == jnp.float32
     assert_close(found, expected, "float32", what=name)
 
@@ -101,11 +84,11 @@ def test_out_lse_and_gradients_match_float64(name, backend):
 def test_bfloat16_matches_float64(sinks_dtype, backend):
     arrays = (*attention_arrays(K=2, dtype="bfloat16"), SINKS.astype(sinks_dtype))
     call = functools.partial(flash_attention, causal=True, return_lse=True, backend=backend)
-    found = with_gradients(call, arrays)
+    found = jit_with_gradients(call, arrays)
     assert [x.dtype for x in found[1]] == [x.dtype for x in arrays]
     # The reference rounds its results as the kernels do.
     of_reference = functools.partial(reference.flash_attention, causal=True, return_lse=True)
-    narrow = with_gradients(of_reference, arrays)
+    narrow = jit_with_gradients(of_reference, arrays)
     assert_close(
         found, in_float64(functools.partial(exact, causal=True), arrays), "bfloat16", narrow
     )
@@ -122,7 +105,7 @@ def test_merged_parts_of_the_keys_match_attention_over_all_of_them(backend):
         weights = [jnp.exp(of_part - lse).swapaxes(1, 2)[..., None] for _, of_part in parts]
         return sum(w * out for w, (out, _) in zip(weights, parts, strict=True)), lse
 
-    assert_close(with_gradients(merged, (q, k, v)), in_float64(exact, (q, k, v)), "float32")
+    assert_close(jit_with_gradients(merged, (q, k, v)), in_float64(exact, (q, k, v)), "float32")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,7 +133,7 @@ def test_queries_without_keys_have_finite_gradients_whatever_that_of_lse(backend
 def test_query_without_keys_has_its_sink_as_lse(backend):
     q, k, v = attention_arrays(T=6, S=3)
     call = functools.partial(flash_attention, causal=True, return_lse=True, backend=backend)
-    (out, lse), (dq, _, _, dsinks) = with_gradients(call, (q, k, v, SINKS))
+    (out, lse), (dq, _, _, dsinks) = jit_with_gradients(call, (q, k, v, SINKS))
     assert not out[:, :3].any()
     np.testing.assert_array_equal(lse[:, :, :3], np.broadcast_to(SINKS[:, None], (2, 4, 3)))
     assert not dq[:, :3].any()
@@ -161,8 +144,8 @@ def test_query_without_keys_has_its_sink_as_lse(backend):
 def test_sink_of_minus_infinity_changes_nothing(backend):
     q, k, v = attention_arrays(T=6, S=4)  # the first two see no key
     call = functools.partial(flash_attention, causal=True, return_lse=True, backend=backend)
-    found, gradients = with_gradients(call, (q, k, v, jnp.full(4, -jnp.inf)))
-    expected, of_expected = with_gradients(call, (q, k, v))
+    found, gradients = jit_with_gradients(call, (q, k, v, jnp.full(4, -jnp.inf)))
+    expected, of_expected = jit_with_gradients(call, (q, k, v))
     assert_close((found, gradients[:3]), (expected, of_expected), "float32")
     assert not gradients[3].any()
 
@@ -171,10 +154,10 @@ def test_sink_of_minus_infinity_changes_nothing(backend):
 def test_either_result_may_be_left_out(backend):
     q, k, v = attention_arrays()
     call = functools.partial(flash_attention, return_lse=True, backend=backend)
-    lse_alone = with_gradients(lambda *x: call(*x)[1], (q, k, v))
+    lse_alone = jit_with_gradients(lambda *x: call(*x)[1], (q, k, v))
     assert_close(lse_alone, in_float64(lambda *x: exact(*x)[1], (q, k, v)), "float32")
     arrays = (q, k, v, SINKS)
-    out_alone = with_gradients(functools.partial(flash_attention, backend=backend), arrays)
+    out_alone = jit_with_gradients(functools.partial(flash_attention, backend=backend), arrays)
     assert_close(out_alone, in_float64(lambda *x: exact(*x)[0], arrays), "float32")
 
 
@@ -200,7 +183,7 @@ def test_packed_attention_matches_unpacked(backend, by_parts):
         q, k = rope(q, k, cos, sin, backend="xla")
         return exact(q, k, v, sinks, causal=True)
 
-    assert_close(with_gradients(packed, arrays), in_float64(rotated, arrays), "float32")
+    assert_close(jit_with_gradients(packed, arrays), in_float64(rotated, arrays), "float32")
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)
@@ -335,7 +318,7 @@ def test_empty_arrays_have_zero_gradients(sizes, backend):
     fn = functools.partial(flash_attention, return_lse=True, backend=backend)
     if sizes.get("S") == 0:
         k, v = (jnp.zeros((2, 0, 2, 8)) for _ in range(2))
-    (out, lse), gradients = with_gradients(fn, (q, k, v, SINKS))
+    (out, lse), gradients = jit_with_gradients(fn, (q, k, v, SINKS))
     assert (out.shape, lse.shape) == (q.shape, (q.shape[0], 4, q.shape[1]))
     assert not any(x.any() for x in gradients[:3])
     assert np.isfinite(gradients[3]).all()
