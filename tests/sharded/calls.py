@@ -49,6 +49,7 @@ class Call:
         has_backward: Whether the op has a derivative.
         dtype: The dtype of the floating arrays.
         is_large: Whether its program is large, and sharded along two names at a time alone.
+        runs: The op that gathers, where it is not ``op``: a variant, or a part on several devices.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Call:
     has_backward: bool = True
     dtype: str = "float32"
     is_large: bool = False
+    runs: str | None = None
 
     def __str__(self) -> str:
         return f"{self.op}-{self.name}" if self.name else self.op
@@ -347,7 +349,7 @@ CALLS = [
         Call(
             "flash_attention", _attention_with_bias,
             {"q": "B T 3N H", "k": "B S N H", "v": "B S N H", "bias": dims}, "B N",
-            undeclared=("q", "T"), name=name, is_large=True,
+            undeclared=("q", "T"), name=name, is_large=True, runs="flash_attention_bias",
         )
         for name, dims in (("bias", "B 3N T S"), ("bias_of_heads", "1 3N T S"),
                            ("bias_of_sequences", "B 1 T S"), ("bias_of_all", "1 1 T S"))
@@ -412,6 +414,7 @@ CALLS = [
         {"q": "B 2N H", "k_cache": "P C N H", "v_cache": "P C N H", "lengths": "B", "table": "B G"},
         "B N", kinds={"lengths": integers(9), "table": integers(24)},
         undeclared=("k_cache", "P"), has_backward=False, name="pages",
+        runs="decode_attention_paged",
     ),
     Call(
         "self_attention", _self_attention,
@@ -477,7 +480,7 @@ CALLS = [
     ),
     Call(
         "tied_embed", _of("tied_embed"), _EMBED, "B T V", kinds={"tokens": integers(24)},
-        weights={"token_table": "V"}, undeclared=("token_table", "D"),
+        weights={"token_table": "V"}, undeclared=("token_table", "D"), runs="embed",
     ),
     Call(
         "linear", _of("linear"), _LAYER, "B T D F", kinds={"weight": small},

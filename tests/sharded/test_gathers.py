@@ -23,14 +23,6 @@ from jaxllm.core.dispatch import Op
 from jaxllm.core.gathers import GatherWarning
 
 KINDS = ("Auto", "Explicit")
-# The ops of calls that are not named after theirs: tied_embed is embed and the table on several
-# devices.
-NAMES = {"tied_embed": "embed", "decode_attention-pages": "decode_attention_paged"}
-NAMES |= {
-    str(call): "flash_attention_bias"
-    for call in CALLS
-    if str(call).startswith("flash_attention-bias")
-}
 UNDECLARED = {str(call): call for call in CALLS if call.undeclared is not None}
 
 
@@ -55,7 +47,7 @@ def test_other_shardings_are_gathered_with_one_warning(kind):
     _, messages = run_recorded(run, given_to_each(make_mesh(kind)))
     found = sorted(message.partition(":")[0] for message in messages)
     wanted = [
-        f"{NAMES.get(str(call), call.op)} gathers operand {list(call.inputs).index(array)}, whose "
+        f"{call.runs or call.op} gathers operand {list(call.inputs).index(array)}, whose "
         f"sharding is {call.gathered()[array]}"
         for call in UNDECLARED.values()
         for array, _ in filter(None, [call.undeclared])
