@@ -165,9 +165,9 @@ def complete(
             are needed.
         cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
         page_size: Keeps the cache in pages of so many tokens: each text has room for its prompt and
-            ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The tokens
-            are the same. None for a cache in one piece, which decodes faster. ``max_length`` must
-            be None.
+            ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The logits
+            differ by rounding at most, as other kernels may run. None for a cache in one piece,
+            for which there are CUDA kernels. ``max_length`` must be None.
 
     Returns:
         The new tokens of each prompt, int32, the token that stopped it included.

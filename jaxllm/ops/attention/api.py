@@ -125,7 +125,7 @@ def flash_attention(
             where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
             key with the bias -inf is not seen. Its gradient is summed in float32. There is no CUDA
             kernel: ``"auto"`` runs the reference implementation, which holds all scores in memory,
-            and ``"pallas"`` a block of them. Sequences in shards along T are gathered.
+            and ``"pallas"`` a block of them. Sequences in shards are gathered, with a warning.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
@@ -235,7 +235,7 @@ def flash_attention_packed(
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
+        window: How many keys a query sees, or how many on each side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys first.
@@ -324,7 +324,7 @@ def flash_attention_float8(
         v_scale: Likewise of the values.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
+        window: How many keys a query sees, or how many on each side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
         backend: As in :func:`flash_attention`; there is no Pallas kernel.

@@ -63,8 +63,9 @@ def decode_attention(
         block_table: Of caches in pages, (P, page, K, H) with scales (P, page, K), the pages of each
             sequence, used as int32: token s of sequence b is row ``s % page`` of page
             ``block_table[b, s // page]``, and S is ``M * page``. Sequences may share pages. Entries
-            behind ``lengths`` are not read. The result is bit for bit that of the same cache in one
-            piece. There is no CUDA kernel: ``"auto"`` runs Pallas's.
+            behind ``lengths`` are not read. Under ``"xla"`` and under ``"pallas"`` the result has
+            the bits of a cache of S tokens in one piece. There is no CUDA kernel: ``"auto"`` runs
+            Pallas's.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         backend: As in :func:`flash_attention`.
 

@@ -198,7 +198,7 @@ def check_packed(
         segment_ids: The segments, or None.
         causal: As in :func:`flash_attention`, as are the options that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
+        window: How many keys a query sees, or how many on each side of it.
         softcap: A bound on the scores.
         interleaved: How pairs of columns rotate.
 

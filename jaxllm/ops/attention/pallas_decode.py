@@ -7,8 +7,8 @@ each with the weight that its largest score and its total give it.
 Triton's dot needs blocks of 16 at least, and powers of two: the queries of a group are
 padded, and the columns past the end of a head are masked.
 
-Of a cache in pages, the rows of a block of keys are looked up one by one, so that a block may lie
-in several pages, and all sums are those of the same cache in one piece.
+In a cache in pages, the kernel looks up the row of each key. So a block of keys may lie in several
+pages, and the order of all sums is that of a cache in one piece.
 """
 
 from __future__ import annotations

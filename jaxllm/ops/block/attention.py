@@ -100,7 +100,7 @@ def attention_block(
         kv_heads: K, key heads, which divide N; None for N.
         causal: As in :func:`jaxllm.ops.flash_attention`, as are the options that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
+        window: How many keys a query sees, or how many on each side of it.
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys.
         attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
@@ -451,7 +451,7 @@ def self_attention(
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
         scale: None for ``1/sqrt(H)``.
-        window: How many keys a query sees, or on which side of it.
+        window: How many keys a query sees, or how many on each side of it.
         segment_ids: A query sees the keys of its own segment alone.
         backend: As in :func:`flash_attention`; the projection's GEMMs are XLA's.
 
