@@ -6,50 +6,68 @@
 namespace jaxllm {
 namespace {
 
-// A leading axis of jax.vmap adds sequences.
-ffi::ErrorOr<DecodeSizes> sizes_of(const Buffer& q, const Buffer& k, const Buffer& lengths) {
-  const auto of_q = q.dimensions(), of_k = k.dimensions();
+// A leading axis of jax.vmap adds sequences, and groups of them with a pool and sinks each. `page`
+// is the size of the pages of caches in pages, and 0 of others.
+ffi::ErrorOr<DecodeSizes> sizes_of(const Buffer& q, const Buffer& k, const Buffer& lengths,
+                                   const Buffer& block_table, int64_t page) {
+  const auto of_q = q.dimensions(), of_k = k.dimensions(), of_table = block_table.dimensions();
   if (of_q.size() < 3) return ffi::Unexpected(invalid("q", "has too few axes"));
   if (of_k.size() != of_q.size() + 1) {
     return ffi::Unexpected(invalid("k_cache", "has not one axis more than q"));
   }
-  const int64_t heads = of_q[of_q.size() - 2], width = of_q.back();
-  const int64_t length = of_k[of_k.size() - 3], kv_heads = of_k[of_k.size() - 2];
   const int64_t batch = count(lengths);
-  if (of_k.back() != width || kv_heads == 0 || heads % kv_heads != 0) {
+  DecodeSizes sizes{batch, of_q[of_q.size() - 2], of_k[of_k.size() - 2], of_k[of_k.size() - 3],
+                    of_q.back()};
+  for (size_t i = 0; i + 3 < of_q.size(); ++i) sizes.groups *= of_q[i];
+  if (of_k.back() != sizes.width || sizes.kv_heads == 0 || sizes.heads % sizes.kv_heads != 0) {
     return ffi::Unexpected(invalid("k_cache", "has heads that do not fit those of q"));
   }
+  if (sizes.groups != 0 && batch % sizes.groups != 0) {
+    return ffi::Unexpected(invalid("lengths", "does not fit q"));
+  }
+  if (page != 0) {
+    if (of_table.size() == 0) return ffi::Unexpected(invalid("block_table", "has too few axes"));
+    if (sizes.length != page) return ffi::Unexpected(invalid("k_cache", "has other pages"));
+    sizes.pages = of_k[of_k.size() - 4];
+    sizes.page = page;
+    sizes.length = of_table.back() * page;
+    constexpr int64_t kMostPages = INT32_MAX;
+    if (sizes.pages > kMostPages) return ffi::Unexpected(invalid("k_cache", "has too many pages"));
+    if (sizes.pages == 0 && sizes.length * batch != 0) {
+      return ffi::Unexpected(invalid("k_cache", "has no page"));
+    }
+  }
   constexpr int64_t kMostSequences = 65535, kMostHeads = 65535, kMostColumns = 256;
-  if (heads > kMostHeads) return ffi::Unexpected(invalid("q", "has too many heads"));
+  if (sizes.heads > kMostHeads) return ffi::Unexpected(invalid("q", "has too many heads"));
   if (batch > kMostSequences) return ffi::Unexpected(invalid("lengths", "has too many sequences"));
-  if (width > kMostColumns) return ffi::Unexpected(invalid("q", "has heads that are too wide"));
+  if (sizes.width > kMostColumns) {
+    return ffi::Unexpected(invalid("q", "has heads that are too wide"));
+  }
   constexpr int64_t kMostTokens = int64_t{1} << 30;
-  if (length > kMostTokens) return ffi::Unexpected(invalid("k_cache", "has too many tokens"));
-  return DecodeSizes{batch, heads, kv_heads, length, width};
+  if (sizes.length > kMostTokens) return ffi::Unexpected(invalid("k_cache", "has too many tokens"));
+  return sizes;
 }
 
+// Buffers without elements stand for scales, sinks and a block table that are not there. `page` is
+// 0 without a block table, `window` 0 for all tokens.
 ffi::Error DecodeAttentionImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v, Buffer lengths,
-                               ffi::RemainingArgs scales, float scale, int64_t splits, Result out,
-                               Result partial) {
-  const ffi::ErrorOr<DecodeSizes> found = sizes_of(q, k, lengths);
-  if (found.has_error()) return found.error();
-  const DecodeSizes sizes = *found;
-  const bool quantized = k.element_type() == ffi::S8;
+                               Buffer k_scales, Buffer v_scales, Buffer sinks, Buffer block_table,
+                               float scale, int64_t window, int64_t page, int64_t splits,
+                               Result out, Result partial) {
   if (splits < 1) return invalid("splits", "is below 1");
-  if (scales.size() != (quantized ? 2 : 0)) {
-    return invalid("k_scales", "and v_scales come with an int8 cache, and with no other");
-  }
-  const int64_t rows = sizes.batch * sizes.heads;
-  const int64_t cached_rows = sizes.batch * sizes.length * sizes.kv_heads;
-  const float* by_token[2] = {nullptr, nullptr};
-  for (size_t i = 0; i < scales.size(); ++i) {
-    const ffi::ErrorOr<Buffer> buffer = scales.get<Buffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    const ffi::Error error =
-        check_buffers({{i == 0 ? "k_scales" : "v_scales", *buffer, ffi::F32, cached_rows}});
-    if (error.failure()) return error;
-    by_token[i] = data<float>(*buffer);
-  }
+  constexpr int64_t kLargest = INT32_MAX;
+  if (window < 0 || window > kLargest) return invalid("window", "is not within 0 and 2^31 - 1");
+  if (page < 0 || page > kLargest) return invalid("page", "is not within 0 and 2^31 - 1");
+  const ffi::ErrorOr<DecodeSizes> found = sizes_of(q, k, lengths, block_table, page);
+  if (found.has_error()) return found.error();
+  DecodeSizes sizes = *found;
+  sizes.window = window;
+  const bool quantized = k.element_type() == ffi::S8;
+  const int64_t rows = sizes.batch * sizes.heads, entries = page == 0 ? 0 : sizes.length / page;
+  const int64_t cached_tokens =
+      page == 0 ? sizes.batch * sizes.length : sizes.groups * sizes.pages * page;
+  const int64_t cached_rows = cached_tokens * sizes.kv_heads;
+  const int64_t cached_scales = quantized ? cached_rows : 0;
   return dispatch_floating(q, "q", [&](auto type) {
     using T = typename decltype(type)::type;
     const auto run = [&](auto cache_type) {
@@ -59,12 +77,24 @@ ffi::Error DecodeAttentionImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v
            {"k_cache", k, dtype_of<C>(), cached_rows * sizes.width},
            {"v_cache", v, dtype_of<C>(), cached_rows * sizes.width},
            {"lengths", lengths, ffi::S32, sizes.batch},
+           {"k_scales", k_scales, ffi::F32, cached_scales},
+           {"v_scales", v_scales, ffi::F32, cached_scales},
+           {"sinks", sinks, ffi::F32, sizes.groups * sizes.heads, Elements::kExactlyOrNone},
+           {"block_table", block_table, ffi::S32, sizes.batch * entries},
            {"out", *out, dtype_of<T>(), rows * sizes.width},
            {"partial", *partial, ffi::F32, splits > 1 ? splits * rows * (sizes.width + 2) : 0}},
           [&] {
-            return CachedAttention<T, C>::run(
-                stream, data<T>(q), data<C>(k), data<C>(v), by_token[0], by_token[1],
-                data<int32_t>(lengths), scale, data<T>(out), data<float>(partial), sizes, splits);
+            DecodeArrays<T, C> arrays{data<T>(q),
+                                      data<C>(k),
+                                      data<C>(v),
+                                      data<float>(k_scales),
+                                      data<float>(v_scales),
+                                      data<int32_t>(lengths),
+                                      data<T>(out),
+                                      data<float>(partial)};
+            if (page != 0) arrays.block_table = data<int32_t>(block_table);
+            if (count(sinks) != 0) arrays.sinks = data<float>(sinks);
+            return CachedAttention<T, C>::run(stream, arrays, scale, sizes, splits);
           });
     };
     return quantized ? run(Type<int8_t>{}) : run(type);
@@ -73,6 +103,6 @@ ffi::Error DecodeAttentionImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v
 
 }  // namespace
 
-JAXLLM_HANDLER(DecodeAttention, DecodeAttentionImpl, "scale", "splits");
+JAXLLM_HANDLER(DecodeAttention, DecodeAttentionImpl, "scale", "window", "page", "splits");
 
 }  // namespace jaxllm

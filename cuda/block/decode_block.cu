@@ -34,8 +34,10 @@ cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
   sizes.overlap = kPdl;
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_width));
   JAXLLM_RETURN_IF_ERROR(
-      (CachedAttention<T, T>::run(stream, workspace.q, k_cache, v_cache, nullptr, nullptr, lengths,
-                                  scale, workspace.attended, workspace.partial, sizes, s.splits)));
+      (CachedAttention<T, T>::run(stream,
+                                  {workspace.q, k_cache, v_cache, nullptr, nullptr, lengths,
+                                   workspace.attended, workspace.partial},
+                                  scale, sizes, s.splits)));
   JAXLLM_RETURN_IF_ERROR(
       matvec(stream, params(workspace.attended, weights.out, nullptr, s.heads * s.head_width),
              StoreEpilogue<T>{workspace.hidden, residual, s.width}, kPdl));

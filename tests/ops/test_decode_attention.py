@@ -1,4 +1,4 @@
-"""Decode attention: cache lengths, int8 caches and errors."""
+"""Decode attention: cache lengths, windows, sinks, int8 caches, caches in pages, and errors."""
 
 from typing import Any
 
@@ -42,31 +42,73 @@ def test_keys_past_the_length_do_not_change_the_output(backend):
     np.testing.assert_array_equal(out[1], jnp.zeros_like(out[1]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 6, 39, 40, 99, (4, 2), (None, 1)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_window_and_sinks_match_the_last_row_of_flash_attention(with_sinks, window, backend):
+    q, k, v = inputs()
+    sinks = jnp.linspace(-4.0, 6.0, 6) if with_sinks else None
+    options: Any = {"sinks": sinks, "window": window}
+    out = ops.decode_attention(q, k, v, jnp.array([40, 7, 1]), backend=backend, **options)
+    for b, length in enumerate((40, 7, 1)):
+        one = slice(b, b + 1)
+        expected = ops.flash_attention(
+            q[one, None], k[one, :length], v[one, :length], causal=True, backend="xla", **options
+        )
+        testing.assert_close(out[b], expected[0, 0], "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_outside_of_a_window_do_not_change_the_output(backend):
+    q, k, v = inputs()
+    lengths, token = jnp.array([25, 0, 39]), jnp.arange(40)
+    hidden = (token >= lengths[:, None]) | (token < lengths[:, None] - 7)
+    poisoned = [jnp.where(hidden[..., None, None], jnp.nan, x) for x in (k, v)]
+    options: Any = {"window": 7, "backend": backend}
+    out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, **options)
+    np.testing.assert_array_equal(out, ops.decode_attention(q, k, v, lengths, **options))
+    np.testing.assert_array_equal(out[1], jnp.zeros_like(out[1]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_of_any_size_leave_finite_outputs(backend):
+    q, k, v = inputs()
+    lengths = jnp.array([40, 7, 0])
+    sinks = jnp.array([-jnp.inf, -1e30, -200.0, 0.0, 200.0, 1e30])
+    out = ops.decode_attention(q, k, v, lengths, sinks=sinks, backend=backend)
+    without = ops.decode_attention(q, k, v, lengths, backend=backend)
+    testing.assert_close(out[:, :3], without[:, :3], "float32")
+    np.testing.assert_array_equal(out[:, 5], jnp.zeros_like(out[:, 5]))
+    np.testing.assert_array_equal(out[2], jnp.zeros_like(out[2]))
+    assert np.isfinite(out).all()
+
+
+# Shapes (batch, heads, kv_heads, max_length, head_dim) for which the CUDA kernels differ. First:
+# one CTA per head; clusters whose partial results a second kernel merges; any head_dim. Then long
+# caches with one cluster per head: both head widths, two sequences, a max_length that ends within
+# the tokens of a CTA, more heads than the kernel or a CTA takes, merged clusters. Last: sizes that
+# a build without sm_90 code computed wrongly on a Hopper GPU.
+SHAPES = [
+    (1, 6, 2, 200, 64),
+    (1, 8, 2, 8192, 64),
+    (1, 3, 3, 900, 40),
+    (1, 32, 8, 8192, 128),
+    (1, 16, 8, 8192, 64),
+    (2, 16, 4, 8192, 128),
+    (1, 24, 8, 9000, 128),
+    (1, 40, 8, 8192, 128),
+    (1, 48, 4, 9000, 128),
+    (1, 4, 1, 65536, 64),
+    (1, 32, 8, 512, 128),
+    (1, 32, 8, 2048, 128),
+    (2, 16, 4, 1000, 128),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "max_length", "head_dim"),
-    # First: one CTA per head; clusters whose partial results a second kernel merges; any head_dim.
-    # Then long caches with one cluster per head: both head widths, two sequences, a max_length that
-    # ends within the tokens of a CTA, more heads than the kernel or a CTA takes, merged clusters.
-    # Last: sizes that a build without sm_90 code computed wrongly on a Hopper GPU.
-    [
-        (1, 6, 2, 200, 64),
-        (1, 8, 2, 8192, 64),
-        (1, 3, 3, 900, 40),
-        (1, 32, 8, 8192, 128),
-        (1, 16, 8, 8192, 64),
-        (2, 16, 4, 8192, 128),
-        (1, 24, 8, 9000, 128),
-        (1, 40, 8, 8192, 128),
-        (1, 48, 4, 9000, 128),
-        (1, 4, 1, 65536, 64),
-        (1, 32, 8, 512, 128),
-        (1, 32, 8, 2048, 128),
-        (2, 16, 4, 1000, 128),
-    ],
-)
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "max_length", "head_dim"), SHAPES)
 def test_kernels_ignore_keys_past_the_length(
     backend, dtype, batch, heads, kv_heads, max_length, head_dim
 ):
@@ -81,6 +123,61 @@ def test_kernels_ignore_keys_past_the_length(
             wide_q, wide_k, wide_v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
             expected = ops.decode_attention(wide_q, wide_k, wide_v, lengths, backend="xla")
         testing.assert_close(out, expected, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "max_length", "head_dim"), SHAPES)
+def test_kernels_ignore_keys_outside_of_a_window(
+    backend, dtype, batch, heads, kv_heads, max_length, head_dim
+):
+    q, k, v = inputs(B=batch, N=heads, K=kv_heads, S=max_length, H=head_dim, dtype=dtype)
+    token, sinks = jnp.arange(max_length), jnp.linspace(-3.0, 5.0, heads)
+    for length, window in ((0, 5), (max_length, 1), (max_length - 3, 90), (max_length, 4500)):
+        lengths = jnp.array([length, max_length // 2][:batch])
+        hidden = (token >= lengths[:, None]) | (token < lengths[:, None] - window)
+        poisoned = [jnp.where(hidden[..., None, None], jnp.nan, x) for x in (k, v)]
+        options: Any = {"sinks": sinks, "window": window}
+        out = ops.decode_attention(q, poisoned[0], poisoned[1], lengths, backend=backend, **options)
+        with jax.enable_x64(True):
+            wide_q, wide_k, wide_v = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v))
+            expected = ops.decode_attention(
+                wide_q, wide_k, wide_v, lengths, backend="xla", **options
+            )
+        testing.assert_close(out, expected, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "max_length", "head_dim"), SHAPES)
+def test_cuda_kernels_give_pages_the_bits_of_one_piece(
+    dtype, batch, heads, kv_heads, max_length, head_dim
+):
+    rng, of_q = np.random.default_rng(0), "bfloat16" if dtype == "int8" else dtype
+    sinks = jnp.linspace(-3.0, 5.0, heads)
+    for page, window in ((16, None), (7, 300), (256, None), (1, 40)):
+        pages = -(-max_length // page)
+        S = pages * page
+        q, k, v = inputs(B=batch, N=heads, K=kv_heads, S=S, H=head_dim, dtype=of_q)
+        scales = []
+        if dtype == "int8":
+            k, v = (jnp.asarray(rng.integers(-127, 128, k.shape), jnp.int8) for _ in range(2))
+            scales = [jnp.asarray(rng.uniform(0.01, 0.02, k.shape[:3]), jnp.float32)] * 2
+        table = jnp.asarray(rng.permutation(batch * pages + 2)[: batch * pages])
+        table = table.reshape(batch, pages)
+        options: Any = {"sinks": sinks, "window": window, "backend": "cuda"}
+        in_one = [in_pages(x, page, table) for x in (k, v, *scales)]
+        for length in (S, S // 2 + 1, 0):
+            lengths = jnp.array([length, S - length][:batch])
+            expected = ops.decode_attention(q, k, v, lengths, *scales, **options)
+            # Behind the tokens the table may have anything.
+            unused = jnp.arange(pages) * page >= lengths[:, None]
+            wild = jnp.where(unused, -5, table)
+            out = ops.decode_attention(
+                q, in_one[0], in_one[1], lengths, *in_one[2:], block_table=wild, **options
+            )
+            np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.gpu
@@ -157,6 +254,41 @@ def test_a_cache_in_pages_gives_the_bits_of_one_in_one_piece(page, pages, dtype,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_and_sinks_of_pages_give_the_bits_of_one_piece(backend):
+    q, k, v = inputs(S=60)
+    table = jnp.asarray(np.random.default_rng(0).permutation(17)[:15].reshape(3, 5))
+    pools = [in_pages(x, 12, table) for x in (k, v)]
+    given: Any = {"sinks": jnp.linspace(-2.0, 3.0, 6), "window": 20, "backend": backend}
+    lengths = jnp.array([60, 31, 9])
+    expected = ops.decode_attention(q, k, v, lengths, **given)
+    out = ops.decode_attention(q, pools[0], pools[1], lengths, block_table=table, **given)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("in_one_pool", [False, True])
+def test_vmap_of_sinks_and_pages_matches_single_calls(in_one_pool, backend):
+    q, k, v = (x.reshape(2, 2, *x.shape[1:]) for x in inputs(B=4, S=24))
+    rng = np.random.default_rng(0)
+    tables = jnp.asarray(np.stack([rng.permutation(6).reshape(2, 3) for _ in range(2)]))
+    lengths, sinks = jnp.array([[24, 3], [0, 17]]), jnp.linspace(-2.0, 3.0, 12).reshape(2, 6)
+    pools = [x.reshape(2, 6, 8, *x.shape[3:]) for x in (k, v)]
+    if in_one_pool:
+        pools = [x[0] for x in pools]
+
+    def attend(q, k, v, lengths, table, sinks):
+        options: Any = {"block_table": table, "sinks": sinks, "window": 11, "backend": backend}
+        return ops.decode_attention(q, k, v, lengths, **options)
+
+    axes = (0, *(None if in_one_pool else 0,) * 2, 0, 0, 0)
+    out = jax.vmap(attend, axes)(q, pools[0], pools[1], lengths, tables, sinks)
+    for i in range(2):
+        k, v = (x if in_one_pool else x[i] for x in pools)
+        one = attend(q[i], k, v, lengths[i], tables[i], sinks[i])
+        testing.assert_close(out[i], one, "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_of_the_block_table_behind_the_length_are_not_read(backend):
     q, k, v = inputs(B=2, S=12)
     k, v = (x[0].reshape(3, 4, *x.shape[2:]) for x in (k, v))
@@ -202,12 +334,19 @@ def test_a_pool_without_pages_is_an_error_where_some_are_named():
         ({"lengths": jnp.ones(3)}, TypeError, "lengths has dtype float32"),
         ({"lengths": jnp.ones(4, int)}, ValueError, r"lengths has shape \(4,\)"),
         ({"k_scales": jnp.ones((3, 40, 2))}, TypeError, "k_scales must be None"),
+        ({"sinks": jnp.ones(2)}, ValueError, r"sinks has shape \(2,\)"),
+        ({"sinks": jnp.ones(6, jnp.bfloat16)}, TypeError, "sinks has dtype bfloat16"),
+        ({"window": 0}, ValueError, "window is 0"),
+        ({"window": 1.5}, TypeError, "window"),
+        ({"window": (1, -1)}, ValueError, r"window is \(1, -1\)"),
     ],
 )
 def test_invalid_arguments_are_rejected(change, error, message):
-    arrays = dict(zip(("q", "k", "v"), inputs(), strict=True)) | {"lengths": jnp.ones(3, int)}
+    names = ("q", "k_cache", "v_cache")
+    given: Any = dict(zip(names, inputs(), strict=True)) | {"lengths": jnp.ones(3, int)}
+    given |= {f"{name}_cache" if name in ("k", "v") else name: x for name, x in change.items()}
     with pytest.raises(error, match=message):
-        ops.decode_attention(*(arrays | change).values())
+        ops.decode_attention(**given)
 
 
 def test_int8_cache_without_scales_is_rejected():

@@ -65,24 +65,29 @@ cudaError_t choose_cluster(Kernel* kernel, int threads, int64_t splits, Bytes by
 }  // namespace
 
 template <typename T, typename C>
-cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C* k, const C* v,
-                                       const float* k_scales, const float* v_scales,
-                                       const int32_t* lengths, float scale, T* out, float* partial,
+cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> arrays, float scale,
                                        DecodeSizes sizes, int64_t splits) {
   const int64_t batch = sizes.batch, width = sizes.width;
   if (batch * sizes.heads * width == 0) return cudaSuccess;
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
 
-  Params<T, C> params{q, k, v, k_scales, v_scales, lengths, scale, out, partial};
+  Params<T, C> params{arrays.q,       arrays.k, arrays.v,   arrays.k_scales, arrays.v_scales,
+                      arrays.lengths, scale,    arrays.out, arrays.partial};
   params.heads = sizes.heads, params.kv_heads = sizes.kv_heads;
   params.length = sizes.length, params.width = width;
   params.group = sizes.heads / sizes.kv_heads;
   params.head_tiles = divide_up(params.group, kMaxHeads);
   params.max_heads = std::min(params.group, kMaxHeads);
-  params.rows_of_sequence = sizes.length * sizes.kv_heads;
   params.splits = splits, params.added = sizes.added;
-  params.overlap = sizes.overlap;
+  params.window = sizes.window, params.overlap = sizes.overlap;
+  const int64_t group = batch / sizes.groups;
+  params.sinks = {arrays.sinks, static_cast<uint32_t>(sizes.heads),
+                  static_cast<uint32_t>(group * sizes.heads)};
+  if (arrays.block_table != nullptr) {
+    params.pages = {arrays.block_table, static_cast<int>(sizes.length / sizes.page),
+                    static_cast<int>(sizes.pages), Divisor(sizes.page), static_cast<int>(group)};
+  }
 
   const auto with_cluster = [&](auto kernel, int warps, int cluster, size_t bytes) {
     params.cluster = cluster;
@@ -97,17 +102,19 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
     JAXLLM_RETURN_IF_ERROR(choose_cluster(kernel, 32 * warps, splits, bytes, &cluster));
     return with_cluster(kernel, warps, cluster, bytes(cluster));
   };
-  const auto with_shape = [&](auto kernel_stages, auto kernel_warps, auto head_dim) {
+  const auto with_shape = [&](auto paged, auto kernel_stages, auto kernel_warps, auto head_dim) {
+    constexpr bool kPaged = paged;
     constexpr int kStages = kernel_stages, kWarps = kernel_warps, kHeadDim = head_dim;
     static_assert(kStages < kMaxStages || tensor_core_bytes<kWarps, kStages, C, kHeadDim>(
                                               kMaxHeads, 1) <= kSmemForMaxStages);
     const auto bytes = [&](int cluster) {
       return tensor_core_bytes<kWarps, kStages, C, kHeadDim>(params.max_heads, cluster);
     };
-    return with(decode_attention_kernel<kWarps, kStages, T, C, kHeadDim>, kWarps, bytes);
+    return with(decode_attention_kernel<kWarps, kStages, kPaged, T, C, kHeadDim>, kWarps, bytes);
   };
-  const auto with_width = [&](auto head_dim) {
+  const auto with_width = [&](auto paged, auto head_dim) {
     constexpr int kHeadDim = head_dim;
+    constexpr bool kPaged = paged;
     constexpr std::integral_constant<int, kMaxWarps> max_warps;
     constexpr std::integral_constant<int, kMinWarps> min_warps;
     constexpr std::integral_constant<int, kMaxStages> max_stages;
@@ -116,12 +123,12 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
     // Short splits, or CTAs that do not have an SM each. Clusters do not fit on every last SM.
     const int64_t ctas = batch * sizes.kv_heads * params.head_tiles * splits;
     if (4 * ctas > 3 * limits.sms || sizes.length < splits * kLongSplit) {
-      return has_max_stages ? with_shape(max_stages, min_warps, head_dim)
-                            : with_shape(min_stages, min_warps, head_dim);
+      return has_max_stages ? with_shape(paged, max_stages, min_warps, head_dim)
+                            : with_shape(paged, min_stages, min_warps, head_dim);
     }
     if constexpr (kHeadDim * sizeof(C) >= 128) {
       using Traits = LongTraits<C, kHeadDim>;
-      constexpr auto kernel = decode_attention_long_kernel<T, C, kHeadDim>;
+      constexpr auto kernel = decode_attention_long_kernel<kPaged, T, C, kHeadDim>;
       constexpr size_t kBytes = sizeof(LongSmem<Traits>);
       static_assert(kBytes <= kSmemForMaxStages);
       if (has_max_stages && params.group <= Traits::kHeads) {
@@ -131,31 +138,36 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, const T* q, const C*
         if (cluster == Traits::kCtas) return with_cluster(kernel, Traits::kWarps, cluster, kBytes);
       }
     }
-    if (has_max_stages) return with_shape(max_stages, max_warps, head_dim);
+    if (has_max_stages) return with_shape(paged, max_stages, max_warps, head_dim);
     constexpr int64_t kBytes = tensor_core_bytes<kMaxWarps, kMinStages, C, kHeadDim>(kMaxHeads, 1);
-    return kBytes <= limits.shared_bytes ? with_shape(min_stages, max_warps, head_dim)
-                                         : with_shape(min_stages, min_warps, head_dim);
+    return kBytes <= limits.shared_bytes ? with_shape(paged, min_stages, max_warps, head_dim)
+                                         : with_shape(paged, min_stages, min_warps, head_dim);
   };
-  const auto choose_kernel = [&] {
+  const auto choose_kernel = [&](auto paged) {
+    constexpr bool kPaged = paged;
     if constexpr (sizeof(T) == 2) {
-      if (aligned_16(q, k, v)) {
-        if (width == 64) return with_width(std::integral_constant<int, 64>{});
-        if (width == 128) return with_width(std::integral_constant<int, 128>{});
+      if (aligned_16(arrays.q, arrays.k, arrays.v)) {
+        if (width == 64) return with_width(paged, std::integral_constant<int, 64>{});
+        if (width == 128) return with_width(paged, std::integral_constant<int, 128>{});
       }
     }
-    const auto bytes = [&](int cluster) {
-      return any_width_bytes(params.max_heads, cluster, width);
+    const auto with_columns = [&](auto columns) {  // of a lane
+      const auto bytes = [&](int cluster) {
+        return any_width_bytes(params.max_heads, cluster, width);
+      };
+      return with(decode_attention_any_width_kernel<kPaged, T, C, columns>, kMinWarps, bytes);
     };
-    if (width <= 64) return with(decode_attention_any_width_kernel<T, C, 2>, kMinWarps, bytes);
-    if (width <= 128) return with(decode_attention_any_width_kernel<T, C, 4>, kMinWarps, bytes);
-    return with(decode_attention_any_width_kernel<T, C, 8>, kMinWarps, bytes);
+    if (width <= 64) return with_columns(std::integral_constant<int, 2>{});
+    if (width <= 128) return with_columns(std::integral_constant<int, 4>{});
+    return with_columns(std::integral_constant<int, 8>{});
   };
-  JAXLLM_RETURN_IF_ERROR(choose_kernel());
+  JAXLLM_RETURN_IF_ERROR(arrays.block_table == nullptr ? choose_kernel(std::false_type{})
+                                                       : choose_kernel(std::true_type{}));
   if (params.clusters == 1) return cudaSuccess;
   const dim3 grid(batch * sizes.heads);
   return launch_kernel(stream, decode_attention_merge_kernel<T>,
-                       {grid, dim3(128), /*shared=*/0, /*cluster=*/1, /*pdl=*/true}, partial, out,
-                       params.clusters, static_cast<int>(width));
+                       {grid, dim3(128), /*shared=*/0, /*cluster=*/1, /*pdl=*/true}, arrays.partial,
+                       arrays.out, params.clusters, static_cast<int>(width), params.sinks);
 }
 
 template struct CachedAttention<float, float>;

@@ -39,7 +39,7 @@ __host__ __device__ constexpr size_t ring_bytes(int width, int stages) {
 //
 //   row r   | chunk 0 ^ swizzle(r) | chunk 1 ^ swizzle(r) | ...   those read together are in
 //                                                                 different banks
-template <typename C, int kHeadDim>
+template <typename C, int kHeadDim, class Rows>
 class KvLoader {
  public:
   static constexpr int kRowBytes = kHeadDim * sizeof(C);
@@ -49,13 +49,14 @@ class KvLoader {
   static constexpr int kTokens = 16;
   static constexpr int kProducts = kRows / kTokens;
 
-  // `cache` and `scales` are those of all sequences. The loader's sequence and head begin at row
-  // `first_row`, and `heads` rows lead from a token to the next.
-  __device__ __forceinline__ KvLoader(const C* cache, const float* scales, int64_t first_row,
-                                      int heads)
-      : cache_(reinterpret_cast<const char*>(cache) + first_row * kRowBytes + my_chunk() * 16),
-        scales_(scales + first_row),
-        heads_(heads) {}
+  // `cache` and `scales` are those of all sequences, `rows` says where the loader's sequence is.
+  __device__ __forceinline__ KvLoader(const C* cache, const float* scales, const Rows& rows,
+                                      int head, int heads)
+      : rows_(rows), heads_(heads) {
+    const int64_t first = rows.first() * heads + head;
+    cache_ = reinterpret_cast<const char*>(cache) + first * kRowBytes + my_chunk() * 16;
+    scales_ = scales + first;
+  }
 
   // The offset in a stage of a row's bytes from `byte` on, up to the end of their chunk.
   __device__ __forceinline__ static int offset(int row, int byte) {
@@ -78,14 +79,14 @@ class KvLoader {
       const auto token = static_cast<uint32_t>(min(start + i % kTokens + my_row(), last));
       // offset(i + my_row(), ...), since rows i and my_row() have no bit in common.
       cp_async_16(stage + i * kRowBytes + (mine ^ swizzle(i) * 16),
-                  cache_ + uint64_t{token} * (heads_ * kRowBytes));
+                  cache_ + uint64_t{rows_(token)} * (heads_ * kRowBytes));
     }
     if constexpr (sizeof(C) == 1) {
 #pragma unroll
       for (int i = 0; i < kRows; i += 32) {
         const int row = i + threadIdx.x % 32;
         const int token = first + row / kTokens * stride + row % kTokens;
-        cp_async_4(scales(stage) + row, scales_ + int64_t{min(token, last)} * heads_);
+        cp_async_4(scales(stage) + row, scales_ + uint64_t{rows_(min(token, last))} * heads_);
       }
     }
   }
@@ -101,6 +102,7 @@ class KvLoader {
     return kRowChunks >= 8 ? row / 2 % 4 * 2 ^ row % 2 * 4 : row / 2 % 4;
   }
 
+  Rows rows_;
   const char* cache_;
   const float* scales_;
   uint32_t heads_;

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "attention/decode/kv_pipeline.cuh"
+#include "attention/decode/kv_rows.cuh"
 #include "attention/decode/merge.cuh"
 #include "attention/decode/mma.cuh"
 #include "attention/decode/scheduler.cuh"
@@ -32,10 +33,11 @@ namespace jaxllm::decode {
 template <int kNumber>
 using Item = std::integral_constant<int, kNumber>;
 
-template <int kWarps, int kStages, typename T, typename C, int kHeadDim>
+template <int kWarps, int kStages, bool kPaged, typename T, typename C, int kHeadDim>
 __global__ void __launch_bounds__(32 * kWarps, kMaxWarps / kWarps)
     decode_attention_kernel(const Params<T, C> params) {
-  using Loader = KvLoader<C, kHeadDim>;
+  using Rows = KvRows<kPaged>;
+  using Loader = KvLoader<C, kHeadDim, Rows>;
   constexpr int kPerLoad = 16 / sizeof(C);           // columns of a key
   constexpr int kLoads = kHeadDim / (4 * kPerLoad);  // of a key, by each of four lanes
   constexpr int kPerLane = kHeadDim % (8 * kPerLoad) ? kPerLoad / 2 : kPerLoad;  // of a value
@@ -61,18 +63,25 @@ __global__ void __launch_bounds__(32 * kWarps, kMaxWarps / kWarps)
   }
   __syncthreads();
 
-  const int64_t row_of_sequence = work.sequence * params.rows_of_sequence + work.kv_head;
+  const Rows rows(params, work.sequence);
   // The warps of all splits take the tokens of an MMA in rotation; a step has kProducts of them.
   const int stride = params.splits * kWarps * kTokens, step = kProducts * stride;
   int first = (blockIdx.x * kWarps + warp) * kTokens;
-  const Loader keys(params.k, params.k_scales, row_of_sequence, params.kv_heads);
-  const Loader values(params.v, params.v_scales, row_of_sequence, params.kv_heads);
+  const Loader keys(params.k, params.k_scales, rows, work.kv_head, params.kv_heads);
+  const Loader values(params.v, params.v_scales, rows, work.kv_head, params.kv_heads);
   char* const ring = smem + warp * ring_bytes<C>(kHeadDim, kStages);
-  // The first keys do not wait for the length: the score of a key past it is dropped, whatever its
-  // value. A value past it would be multiplied by zero, and might be NaN.
-  if (first < params.length) keys.load(ring, first, stride, params.length - 1);
+  // The first keys do not wait for the length, unless a window makes them depend on it: the score
+  // of a key past it is dropped, whatever its value. A value past it would be multiplied by zero,
+  // and might be NaN.
+  if (params.window == 0 && first < params.length)
+    keys.load(ring, first, stride, params.length - 1);
   cp_async_commit();
   const int last = count_keys(params, length) - 1;
+  if (params.window != 0) {
+    first += first_key(params, last + 1);
+    if (first <= last) keys.load(ring, first, stride, last);
+    cp_async_commit();
+  }
   // Starts to load an item: 2 s are the keys of step s from the present one, 2 s + 1 its values.
   const auto load = [&](auto item, char* stage) {
     constexpr int kItem = decltype(item)::value;

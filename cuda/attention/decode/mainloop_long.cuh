@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "attention/decode/kv_rows.cuh"
 #include "attention/decode/merge.cuh"
 #include "attention/decode/mma.cuh"
 #include "attention/decode/scheduler.cuh"
@@ -61,7 +62,7 @@ struct LongSmem {
 
 // Its CTAs come in clusters of kCtas, which an image below sm_90 cannot have: there it is empty,
 // and the launcher chooses decode_attention_kernel.
-template <typename T, typename C, int kHeadDim>
+template <bool kPaged, typename T, typename C, int kHeadDim>
 __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
     decode_attention_long_kernel(const Params<T, C> params) {
 #if __CUDA_ARCH__ >= 900
@@ -89,18 +90,21 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   constexpr int kTokensAtOnce = 4;
   const uint32_t my_token = threadIdx.x % 32 / 8, my_chunk = threadIdx.x % 8;
   const uint32_t stride = params.kv_heads * kTokenBytes;  // from a token to the next
-  const int first = (blockIdx.x * Traits::kWarps + threadIdx.x / 32) * kTokens;
-  const uint64_t my_offset = uint64_t{sequence} * (params.rows_of_sequence * kTokenBytes) +
-                             (kv_head * kTokenBytes + my_chunk * 16);
+  int first = (blockIdx.x * Traits::kWarps + threadIdx.x / 32) * kTokens;
+  const KvRows<kPaged> rows(params, sequence);
+  const uint64_t my_offset =
+      uint64_t(rows.first()) * stride + kv_head * kTokenBytes + my_chunk * 16;
   const int my_target = my_token * kTokenBytes + (my_chunk ^ my_token) * 16;
   char* const ring = shared.stages[threadIdx.x / 32][0];
   // Loads a stage of keys or values, the tokens from `start` on. Tokens from `end` on are zeros,
   // unless all are `whole`.
   const auto load = [&](auto whole, const C* cache, char* stage, int start, int end) {
     const uint32_t token = start + my_token;
-    const char* from = reinterpret_cast<const char*>(cache) + my_offset + uint64_t{token} * stride;
+    const char* const of_sequence = reinterpret_cast<const char*>(cache) + my_offset;
+    const char* from = of_sequence + uint64_t{rows(token)} * stride;
 #pragma unroll
     for (int i = 0; i < kTokens; i += kTokensAtOnce) {
+      if (kPaged && i > 0) from = of_sequence + uint64_t{rows(token + i)} * stride;
       char* const to = stage + (my_target ^ i % 8 * 16) + i * kTokenBytes;
 #pragma unroll
       for (int at = 0; at < kTokenBytes; at += 128) {
@@ -110,13 +114,13 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
           cp_async_16(to + at, from + at, static_cast<int>(token) + i < end);
         }
       }
-      from += kTokensAtOnce * stride;
+      if (!kPaged) from += kTokensAtOnce * stride;
     }
   };
   __syncwarp();
-  // The first keys do not wait for the length: the score of a key past it is dropped, whatever its
-  // value.
-  const bool loaded_early = first + kTokens <= params.length;
+  // The first keys do not wait for the length, unless a window makes them depend on it: the score
+  // of a key past it is dropped, whatever its value.
+  const bool loaded_early = params.window == 0 && first + kTokens <= params.length;
   if (loaded_early) {
     load(std::true_type{}, params.k, ring, first, 0);
     cp_async_commit();
@@ -127,6 +131,7 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   opaque(lane);
   const int r = lane / 4, c = lane % 4;
   const int last = count_keys(params, length) - 1;
+  if (params.window != 0) first += first_key(params, last + 1);
   const int step = params.splits * Traits::kWarps * kTokens;  // from a step's tokens to the next
   // The scales of tokens lane, lane + 32, ... of a stage.
   constexpr int kScales = kInt8 ? kTokens / 32 : 1;
@@ -137,8 +142,8 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
       for (int i = 0; i < kScales; ++i) {
         // These loads depend on the length. The assembler may wait for loads in flight together as
         // for one; then the length would come with the last of them, behind the keys.
-        const int64_t token = min(start + 32 * i + lane, max(last, 0));
-        const int64_t row = sequence * params.rows_of_sequence + token * params.kv_heads + kv_head;
+        const int token = min(start + 32 * i + lane, max(last, 0));
+        const int64_t row = (rows.first() + rows(token)) * params.kv_heads + kv_head;
         key_scales[i] = params.k_scales[row], value_scales[i] = params.v_scales[row];
       }
     }

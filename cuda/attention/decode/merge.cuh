@@ -36,6 +36,20 @@ __device__ __forceinline__ float weight_of_part(float largest, float largest_of_
   return largest == -INFINITY ? 0.0f : exp2_fast(largest - largest_of_all);
 }
 
+// The sink of each head, a score in base e that joins the denominator and has no value. `data` is
+// null if there are none.
+struct Sinks {
+  const float* data;
+  uint32_t heads, group_rows;  // rows are (sequence, head); those of a group have the same sinks
+
+  // The denominator of a row's softmax, relative to its largest score, from that of its keys.
+  __device__ __forceinline__ float denominator(float total, float largest, uint32_t row) const {
+    if (data == nullptr || largest == -INFINITY) return total;
+    const float sink = data[row / group_rows * heads + row % heads];
+    return total + exp2_fast(sink * kLog2E - largest);
+  }
+};
+
 // The CTAs of a cluster that send each other floats, or one CTA by itself. The launcher chooses the
 // number `ctas`, a power of two, and tells the kernel: it is 1 in an image below sm_90, which has
 // no instructions for clusters.
@@ -93,13 +107,15 @@ struct MergeOutput {
   float* partial;
   int parts, ctas;  // clusters, and CTAs of each
   uint32_t first_row, rows;
+  Sinks sinks;
 
   __device__ __forceinline__ void write(int head, int column, int width, float sum, float largest,
                                         float total) const {
     const uint32_t row = first_row + head;
     if (parts == 1) {
       // __fdividef leaves out the special cases of a division of any two floats.
-      const float quotient = total == 0.0f ? 0.0f : __fdividef(sum, total);
+      const float denominator = sinks.denominator(total, largest, row);
+      const float quotient = denominator == 0.0f ? 0.0f : __fdividef(sum, denominator);
       out[uint64_t{row} * width + column] = from_float<T>(quotient);
       return;
     }
@@ -268,7 +284,8 @@ class SplitKvMerge {
 
 // The third level: merges the parts of `parts` clusters, a CTA for a head of a sequence.
 template <typename T>
-__global__ void decode_attention_merge_kernel(float* partial, T* out, int parts, int width) {
+__global__ void decode_attention_merge_kernel(float* partial, T* out, int parts, int width,
+                                              Sinks sinks) {
   const int64_t row = blockIdx.x, rows = gridDim.x;
   launch_dependent_grids();
   wait_on_dependent_grids();
@@ -279,6 +296,7 @@ __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts,
     const float* part = statistics + (p * rows + row) * 2;
     total += weight_of_part(part[0], largest) * part[1];
   }
+  total = sinks.denominator(total, largest, row);
   for (int column = threadIdx.x; column < width; column += blockDim.x) {
     float sum = 0.0f;
     for (int p = 0; p < parts; ++p) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "attention/decode/kv_rows.cuh"
 #include "attention/decode/merge.cuh"
 
 namespace jaxllm::decode {
@@ -24,16 +25,18 @@ struct Params {
   T* out;
   float* partial;
   int heads, kv_heads, length, width;
-  int64_t rows_of_sequence;  // of the cache
-  int group;                 // query heads of a key head
-  int head_tiles;            // of a key head
-  int max_heads;             // of a CTA
-  int cta_columns;           // of the result, that a CTA of a cluster merges
-  int cluster;               // CTAs of a cluster
-  int clusters;              // for a sequence and these heads
+  int group;        // query heads of a key head
+  int head_tiles;   // of a key head
+  int max_heads;    // of a CTA
+  int cta_columns;  // of the result, that a CTA of a cluster merges
+  int cluster;      // CTAs of a cluster
+  int clusters;     // for a sequence and these heads
   int splits;
   int added;     // tokens in the cache beyond `lengths`
+  int window;    // the last tokens that the query sees; 0 for all
   bool overlap;  // with the kernel before this one
+  Pages pages;   // if the cache is in pages
+  Sinks sinks;
 };
 
 struct WorkTile {
@@ -58,6 +61,12 @@ __device__ __forceinline__ int count_keys(const Params& params, int length) {
   return min(max(length + params.added, 0), params.length);
 }
 
+// The first of `keys` that the query sees.
+template <class Params>
+__device__ __forceinline__ int first_key(const Params& params, int keys) {
+  return params.window == 0 ? 0 : max(keys - params.window, 0);
+}
+
 template <typename T, typename C>
 __device__ __forceinline__ MergeOutput<T> merge_output(const Params<T, C>& params,
                                                        const WorkTile& work) {
@@ -66,7 +75,8 @@ __device__ __forceinline__ MergeOutput<T> merge_output(const Params<T, C>& param
           params.clusters,
           params.cluster,
           static_cast<uint32_t>(work.sequence * params.heads + work.first_head),
-          gridDim.z * static_cast<uint32_t>(params.heads)};
+          gridDim.z * static_cast<uint32_t>(params.heads),
+          params.sinks};
 }
 
 }  // namespace jaxllm::decode

@@ -9,24 +9,26 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
+from jaxllm.ops.attention.arguments import check_sinks
 from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.window import Window, check_window, sides
 
 DECODE_ATTENTION = Op(
     "decode_attention",
     reference=reference_decode,
     pallas=pallas_decode,
     cuda=cuda_decode,
-    sharding=ShardingRule("B N H, B S N H, B S N H, B, B S N, B S N -> B N H", "B N"),
+    sharding=ShardingRule("B N H, B S N H, B S N H, B, B S N, B S N, N -> B N H", "B N"),
 )
 
 
-# Of caches in pages, which all sequences share: there is no CUDA kernel.
+# Of caches in pages, which all sequences share.
 DECODE_ATTENTION_PAGED = Op(
     "decode_attention_paged",
     reference=reference_decode,
     pallas=pallas_decode,
-    preference=("pallas", "xla"),
-    sharding=ShardingRule("B N H, _ _ N H, _ _ N H, B, _ _ N, _ _ N, B _ -> B N H", "B N"),
+    cuda=cuda_decode,
+    sharding=ShardingRule("B N H, _ _ N H, _ _ N H, B, _ _ N, _ _ N, N, B _ -> B N H", "B N"),
 )
 
 
@@ -38,8 +40,10 @@ def decode_attention(
     k_scales: Float[Array, "B S K"] | None = None,
     v_scales: Float[Array, "B S K"] | None = None,
     block_table: Integer[Array, "B M"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     *,
     scale: float | None = None,
+    window: Window = None,
     backend: Backend | None = None,
 ) -> Float[Array, "B N H"]:
     r"""Attention of one query a sequence to a cache of keys and values, as decoding has it.
@@ -63,10 +67,12 @@ def decode_attention(
         block_table: Of caches in pages, (P, page, K, H) with scales (P, page, K), the pages of each
             sequence, used as int32: token s of sequence b is row ``s % page`` of page
             ``block_table[b, s // page]``, and S is ``M * page``. Sequences may share pages. Entries
-            behind ``lengths`` are not read. Under ``"xla"`` and under ``"pallas"`` the result has
-            the bits of a cache of S tokens in one piece. There is no CUDA kernel: ``"auto"`` runs
-            Pallas's.
+            behind ``lengths`` may be anything. The result has the bits of a cache of S tokens in
+            one piece.
+        sinks: As in :func:`flash_attention`: one more score of each head in the denominator.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
+        window: As in :func:`flash_attention`. The query is the last of its sequence's tokens: it
+            sees the last ``window`` of them, itself included, or the last ``window[0] + 1``.
         backend: As in :func:`flash_attention`.
 
     Returns:
@@ -74,13 +80,14 @@ def decode_attention(
 
     Raises:
         TypeError: An array is of the wrong kind, a cache is neither int8 nor of the dtype of ``q``,
-            or scales are missing or not wanted.
-        ValueError: The shapes do not fit together, N is not a multiple of K, or the backend is
-            unknown.
+            scales are missing or not wanted, ``sinks`` are neither float32 nor of the dtype of
+            ``q``, or ``window`` is no integer and no pair of integers.
+        ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1,
+            or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao et al., "Flash-Decoding for long-context inference"; CUDA-Learn-Notes' split-KV
-    ``flash_attn``.
+    ``flash_attn``; Kwon et al., "PagedAttention" (arXiv:2309.06180).
 
     Example:
         >>> q = jax.random.normal(jax.random.key(0), (2, 32, 128), jnp.bfloat16)
@@ -96,13 +103,16 @@ def decode_attention(
         if scales is not None:
             check_floating(**{name: scales})
             check_shape(name, scales, k_cache.shape[:3], f"one a head of k_cache {k_cache.shape}")
+    check_sinks(sinks, q.shape[1], q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else as_float("scale", scale)
-    arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales)
+    left, _ = sides(True, check_window(window))
+    options = {"scale": scale, "window": None if left is None else left + 1}
+    arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales, sinks)
     direction = Direction.INFERENCE
     if block_table is not None:
         arrays = (*arrays, block_table.astype(jnp.int32))
-        return dispatch(DECODE_ATTENTION_PAGED, direction, resolve(backend), *arrays, scale=scale)
-    return dispatch(DECODE_ATTENTION, direction, resolve(backend), *arrays, scale=scale)
+        return dispatch(DECODE_ATTENTION_PAGED, direction, resolve(backend), *arrays, **options)
+    return dispatch(DECODE_ATTENTION, direction, resolve(backend), *arrays, **options)
 
 
 def _check_cache(

@@ -142,6 +142,7 @@ def _decode(
     int8: bool = False,
     full: bool = False,
     page: int | None = None,  # then the length is that of whole pages
+    sinks: bool = False,
     large: bool = False,
     **static: Any,
 ) -> Case:
@@ -161,10 +162,12 @@ def _decode(
     if int8:
         scales = Normal(cache[:3], mean=0.02, std=0.003, dtype="float32")
         inputs |= {"k_scales": scales, "v_scales": scales}
-    if page is not None:
-        nothing = {} if int8 else {"k_scales": None, "v_scales": None}
-        # Sequences share some pages.
-        inputs |= nothing | {"block_table": Integers((batch, length // page), cache[0])}
+    if page or sinks:
+        inputs |= {x: inputs.get(x) for x in ("k_scales", "v_scales", "block_table")}
+    if page is not None:  # sequences share some
+        inputs["block_table"] = Integers((batch, length // page), cache[0])
+    if sinks:
+        inputs["sinks"] = Normal((heads,), std=3.0, dtype="float32")
     # The caches in, whose share of all that moves is all but the whole.
     size = 2 * math.prod(cache)
     return Case(
@@ -175,7 +178,6 @@ def _decode(
         forward_elements=0 if int8 else size,
         forward_fixed_bytes=size + 4 * size // width if int8 else 0,
         has_backward=False,
-        refused_by=() if page is None else ("cuda",),
         large=large,
     )
 
@@ -352,6 +354,11 @@ CASES = (
     _decode("llama3_8b_batch_32", 32, 8192, 32, 128, kv_heads=8, full=True, large=True),
     _decode("llama3_8b_int8", 1, 8192, 32, 128, kv_heads=8, full=True, int8=True, large=True),
     _decode("llama3_1b", 1, 2048, 32, 64, kv_heads=8, full=True, large=True),
+    _decode("llama3_8b_pages", 1, 8192, 32, 128, kv_heads=8, full=True, page=16, large=True),
+    _decode(
+        "llama3_8b_batch_32_pages", 32, 8192, 32, 128, kv_heads=8, full=True, page=16, large=True
+    ),
+    _decode("gpt_oss", 8, 4096, 64, 64, kv_heads=8, full=True, sinks=True, window=128, large=True),
     _decode("ragged", 9, 1500, 12, 64, kv_heads=4, large=True),
     _decode("ragged_int8", 9, 1500, 12, 64, kv_heads=4, int8=True, large=True),
     _decode("grouped", 5, 70, 6, 64, kv_heads=2),
@@ -367,6 +374,12 @@ CASES = (
     _decode("pages", 3, 96, 6, 64, kv_heads=2, page=16),
     _decode("pages_of_odd_size", 2, 35, 2, 24, page=7, scale=-0.3),
     _decode("pages_int8", 4, 64, 4, 128, kv_heads=1, page=32, int8=True),
+    _decode("sinks", 3, 70, 6, 64, kv_heads=2, sinks=True),
+    _decode("window", 4, 200, 8, 128, kv_heads=2, window=37),
+    _decode("window_of_one", 3, 40, 3, 64, window=(0, 5)),
+    _decode("window_int8", 3, 150, 4, 64, kv_heads=2, window=90, int8=True, sinks=True),
+    _decode("window_odd_width", 3, 50, 3, 24, window=20, sinks=True),
+    _decode("window_in_pages", 3, 96, 6, 64, kv_heads=2, page=16, window=33, sinks=True),
     _decode("no_batch", 0, 8, 2, 64),
     _decode("no_tokens", 2, 0, 2, 64),
     # What the models' projections are, beside the plain form of the same shapes.

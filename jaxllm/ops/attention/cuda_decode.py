@@ -12,6 +12,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 256
 _MAX_BATCH = _MAX_HEADS = 65535
 _MAX_LENGTH = 2**30
+_MAX_PAGES = 2**31 - 1
 _TENSOR_CORE_WIDTHS = (64, 128)
 _HEADS_PER_BLOCK = 8  # query heads that one read of their keys serves
 # Blocks that keep the largest GPUs busy. Where the GPU and the code for it have clusters, a cluster
@@ -23,7 +24,9 @@ _TOKENS_PER_BLOCK = 256  # that are worth a block
 _MAX_SPLITS = 64
 
 
-def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales, **_):
+def decode_attention_unsupported(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, sinks=None, block_table=None, **_
+):
     """Why the kernels cannot serve a call; None if they can."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
@@ -34,8 +37,11 @@ def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scale
         return f"q has {q.shape[0]} sequences; the kernel takes at most {_MAX_BATCH}"
     if q.shape[1] > _MAX_HEADS:
         return f"q has {q.shape[1]} heads; the kernel takes at most {_MAX_HEADS}"
-    if k_cache.shape[1] > _MAX_LENGTH:
-        return f"k_cache has {k_cache.shape[1]} tokens; the kernel takes at most {_MAX_LENGTH}"
+    if (length := _length(k_cache, block_table)) > _MAX_LENGTH:
+        whose = "k_cache has" if block_table is None else "the pages of a sequence have"
+        return f"{whose} {length} tokens; the kernel takes at most {_MAX_LENGTH}"
+    if block_table is not None and k_cache.shape[0] > _MAX_PAGES:
+        return f"k_cache has {k_cache.shape[0]} pages; the kernel takes at most {_MAX_PAGES}"
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if scales is not None and scales.dtype != jnp.float32:
             return f"{name} has dtype {scales.dtype}; the kernel takes float32"
@@ -49,20 +55,45 @@ def shared_memory_reason(q) -> str | None:
     return ffi.shared_memory_reason(name)
 
 
-def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale):
+decode_attention_paged_unsupported = decode_attention_unsupported
+
+
+def decode_attention(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, sinks, block_table=None, *, scale, window
+):
     """Returns ``out``."""
     B, N, H = q.shape
-    S, K = k_cache.shape[1:3]
-    splits = count_splits(B, N, K, S)
+    S, K = _length(k_cache, block_table), k_cache.shape[2]
+    splits = count_splits(B, N, K, S if window is None else min(S, window))
+    optional = (
+        _or_none(k_scales), _or_none(v_scales),
+        _or_none(None if sinks is None else sinks.astype(jnp.float32)),
+        _or_none(block_table, jnp.int32),
+    )  # fmt: skip
     # Each split's sums, and its largest score and total; unused where there is one split.
     partial = jax.ShapeDtypeStruct((splits if splits > 1 else 0, B, N, H + 2), jnp.float32)
     out, _ = ffi.call(
         "decode_attention",
         (jax.ShapeDtypeStruct(q.shape, q.dtype), partial),
-        q, k_cache, v_cache, lengths, *(() if k_scales is None else (k_scales, v_scales)),
-        scale=scale, splits=splits,
+        q, k_cache, v_cache, lengths, *optional,
+        scale=scale, window=window or 0, splits=splits,
+        page=0 if block_table is None else k_cache.shape[1],
     )  # fmt: skip
     return out
+
+
+decode_attention_paged = decode_attention
+
+
+def _length(k_cache, block_table) -> int:
+    """The tokens of a sequence at most."""
+    pages = 1 if block_table is None else block_table.shape[1]
+    return pages * k_cache.shape[1]
+
+
+def _or_none(array, dtype=jnp.float32):
+    """An operand, or one without elements in the place of none."""
+    return jnp.zeros(0, dtype) if array is None else array
 
 
 def count_splits(batch: int, heads: int, kv_heads: int, length: int) -> int:

@@ -8,7 +8,7 @@ Triton's dot needs blocks of 16 at least, and powers of two: the queries of a gr
 padded, and the columns past the end of a head are masked.
 
 In a cache in pages, the kernel looks up the row of each key. So a block of keys may lie in several
-pages, and the order of all sums is that of a cache in one piece.
+pages, and the order of all sums is that of a cache in one piece. Sinks join the sums at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOG2E = math.log2(math.e)
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales, **_):
+def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales, *_, **__):
     """Why the kernel cannot serve a call; None if it can."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
@@ -47,24 +47,13 @@ def decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scale
     return None
 
 
-def decode_attention_paged_unsupported(
-    q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, **_
-):
-    """Why the kernel cannot serve a call; None if it can."""
-    return decode_attention_unsupported(q, k_cache, v_cache, lengths, k_scales, v_scales)
-
-
-def decode_attention_paged(
-    q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, *, scale, interpret=False
-):
-    """Returns ``out``; the caches and their scales are in pages."""
-    arrays = (q, k_cache, v_cache, lengths, k_scales, v_scales)
-    return decode_attention(*arrays, scale=scale, block_table=block_table, interpret=interpret)
+decode_attention_paged_unsupported = decode_attention_unsupported
 
 
 def decode_attention(
-    q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale, block_table=None, interpret=False
-):
+    q, k_cache, v_cache, lengths, k_scales, v_scales, sinks, block_table=None,
+    *, scale, window, interpret=False,
+):  # fmt: skip
     """Returns ``out``."""
     B, N, H = q.shape
     page, K = k_cache.shape[1:3]
@@ -74,13 +63,14 @@ def decode_attention(
     groups, width = N // K, max(_MIN_BLOCK, pl.next_power_of_2(H))
     heads = max(_MIN_BLOCK, pl.next_power_of_2(groups))
     block = min(128 if width <= 64 else 64, max(_MIN_BLOCK, pl.next_power_of_2(S)))
-    splits = max(1, min(_MAX_SPLITS, _BLOCKS // (B * K), pl.cdiv(S, block)))
+    visited = pl.cdiv(S if window is None else min(S, window), block)
+    splits = max(1, min(_MAX_SPLITS, _BLOCKS // (B * K), visited))
     queries = jnp.pad(
         q.reshape(B, K, groups, H), ((0, 0), (0, 0), (0, heads - groups), (0, width - H))
     )
     kernel = functools.partial(
         _kernel, page=None if block_table is None else page, pages=k_cache.shape[0],
-        S=S, H=H, block=block, splits=splits, scale=scale,
+        S=S, H=H, block=block, splits=splits, scale=scale, window=window,
     )  # fmt: skip
 
     def all_of(*shape):  # of one sequence
@@ -122,22 +112,31 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
     )(queries, lengths, *table, *caches)
-    weights = jnp.exp2(largest - largest.max(axis=2, keepdims=True))
+    largest_of_all = largest.max(axis=2, keepdims=True)
+    weights = jnp.exp2(largest - largest_of_all)
     total = (total * weights).sum(axis=2)
+    if sinks is not None:
+        sinks = jnp.pad(sinks.astype(jnp.float32).reshape(K, groups), ((0, 0), (0, heads - groups)))
+        total += jnp.exp2(sinks * _LOG2E - largest_of_all[:, :, 0])
     out = (sums * weights[..., None]).sum(axis=2) / jnp.where(total == 0, 1, total)[..., None]
     return out[:, :, :groups, :H].reshape(q.shape).astype(q.dtype)
 
 
-def _kernel(q_ref, length_ref, *refs, page, pages, S, H, block, splits, scale):
+decode_attention_paged = decode_attention
+
+
+def _kernel(q_ref, length_ref, *refs, page, pages, S, H, block, splits, scale, window):
     table_ref, refs = (None, refs) if page is None else (refs[0], refs[1:])
     k_ref, v_ref, *scales, sums_ref, largest_ref, total_ref = refs
     head, split = pl.program_id(1), pl.program_id(2)
     q = q_ref[...]
     heads, width = q.shape
     length = jnp.clip(plgpu.load(length_ref.at[pl.program_id(0)]), 0, S)
+    begin = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
+    skipped = lax.div(begin, jnp.int32(block))
     blocks = lax.div(length + (block - 1), jnp.int32(block))
-    per_split = lax.div(blocks + (splits - 1), jnp.int32(splits))
-    start = split * per_split
+    per_split = lax.div(blocks - skipped + (splits - 1), jnp.int32(splits))
+    start = skipped + split * per_split
     columns = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32) < H, (block, width))
     # Triton multiplies 16-bit numbers with tensor cores; int8 becomes the dtype of q, exactly.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -165,7 +164,7 @@ def _kernel(q_ref, length_ref, *refs, page, pages, S, H, block, splits, scale):
         largest, total, sums = carry
         first = i * block
         tokens = first + jnp.arange(block, dtype=jnp.int32)
-        seen = tokens < length
+        seen = (tokens < length) & (tokens >= begin)
         rows = rows_of(first, tokens, seen)
         k = load(k_ref, rows, seen)
         scores = plgpu.dot(q, k, trans_b=True, precision=precision) * (scale * _LOG2E)

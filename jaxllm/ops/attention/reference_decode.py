@@ -5,8 +5,10 @@ For one query head and the first ``lengths`` rows of its key head's cache,
 .. math::
     out = \sum_s softmax_s(scale \cdot q \cdot k_s)\, v_s
 
-where an int8 cache holds :math:`k_s / k\_scales_s` and :math:`v_s / v\_scales_s`. A cache in pages
-is put together first: row s of a sequence is row ``s % page`` of page ``block_table[s // page]``.
+where an int8 cache holds :math:`k_s / k\_scales_s` and :math:`v_s / v\_scales_s`. With a window
+only its last rows count, and a sink is one more score in the softmax, without a value. A cache in
+pages is put together first: row s of a sequence is row ``s % page`` of page
+``block_table[s // page]``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale):
+def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, sinks, *, scale, window):
     """Returns ``out``."""
     B, N, H = q.shape
     S, K = k_cache.shape[1:3]
@@ -23,23 +25,29 @@ def decode_attention(q, k_cache, v_cache, lengths, k_scales, v_scales, *, scale)
     queries = q.astype(wide).reshape(B, K, N // K, H)
     keys, values = _widen(k_cache, k_scales, wide), _widen(v_cache, v_scales, wide)
     scores = scale * jnp.einsum("bkgh,bskh->bkgs", queries, keys)
-    seen = (jnp.arange(S) < lengths[:, None])[:, None, None]
+    token, end = jnp.arange(S), jnp.clip(lengths, 0, S)[:, None]
+    seen = (token < end) if window is None else (token < end) & (token >= end - window)
+    seen = seen[:, None, None]
+    sink = -jnp.inf if sinks is None else sinks.astype(wide).reshape(K, N // K, 1)
     largest = jnp.max(scores, axis=-1, where=seen, initial=-jnp.inf, keepdims=True)
-    # Without keys, -inf - -inf.
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(largest), largest, 0)), 0)
-    total = weights.sum(axis=-1, keepdims=True)
+    largest = jnp.maximum(largest, sink)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)  # without keys, -inf - -inf
+    weights = jnp.where(seen, jnp.exp(scores - largest), 0)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - largest)
     weights = weights / jnp.where(total == 0, 1, total)
     out = jnp.einsum("bkgs,bskh->bkgh", weights, jnp.where(seen[:, 0, 0, :, None, None], values, 0))
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def decode_attention_paged(q, k_cache, v_cache, lengths, k_scales, v_scales, block_table, *, scale):
+def decode_attention_paged(
+    q, k_cache, v_cache, lengths, k_scales, v_scales, sinks, block_table, **options
+):
     """Returns ``out``; the caches and their scales are in pages."""
     k, v, k_scales, v_scales = (
         None if x is None else _put_together(x, block_table)
         for x in (k_cache, v_cache, k_scales, v_scales)
     )
-    return decode_attention(q, k, v, lengths, k_scales, v_scales, scale=scale)
+    return decode_attention(q, k, v, lengths, k_scales, v_scales, sinks, **options)
 
 
 def _put_together(pages: Array, block_table: Array) -> Array:
