@@ -81,6 +81,16 @@ def _tokamax_attention(implementation, q, k, v, *, causal=False, **options):
     )
 
 
+def _flash_attention_3(q, k, v, *, causal=False, window=None, scale=None):
+    """``flash_attention`` of FlashAttention-3, as flash_attn3_jax has it."""
+    import flash_attn3_jax
+
+    left, right = (-1 if side is None else side for side in sides(causal, window))
+    return flash_attn3_jax.flash_mha(
+        q, k, v, softmax_scale=scale, is_causal=causal, window_size=(left, -1 if causal else right)
+    )
+
+
 def _is_in_window(distance, causal, window):
     """Which keys so far before a query it sees; for the arrays of any library."""
     left, right = sides(causal, window)
@@ -111,6 +121,7 @@ JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
         "tokamax mosaic": functools.partial(_tokamax_attention, "mosaic"),
         "tokamax triton": functools.partial(_tokamax_attention, "triton"),
         "cudnn with a mask": _masked_cudnn,
+        "flash-attention-3": _flash_attention_3,
     },
 }
 

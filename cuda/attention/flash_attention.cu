@@ -150,7 +150,9 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
   } else {
     if (backward_is_for_hopper(unrotated)) {
       JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, unrotated));
-      return rotate_gradients(stream, call, unrotated.dq);
+      JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
+      return hopper_sums_bias(shape, call.options) ? cudaSuccess
+                                                   : compute_bias_gradient(stream, call);
     }
     JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
     JAXLLM_RETURN_IF_ERROR(backward_by_mma(stream, unrotated));

@@ -98,10 +98,18 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
-// The sizes of the workspaces of the kernels for Hopper, in floats, for heads 64 or 128 wide: at
-// least as many as a call of these sizes needs.
+// The columns that the kernels for Hopper have for a head in shared memory; 0 for a width that they
+// do not serve.
+inline int64_t flash_hopper_columns(int64_t width) {
+  return width <= 0 || width > 128 || width % 8 != 0 ? 0 : width <= 64 ? 64 : 128;
+}
+
+// The sizes of the workspaces of the kernels for Hopper, in floats: at least as many as a call of
+// these sizes needs.
 inline constexpr int64_t kFlashHopperTile = 128;  // keys, or the fewest queries of the forward
-inline int64_t flash_backward_tile(int64_t width) { return width == 64 ? 128 : 64; }
+inline int64_t flash_backward_tile(int64_t width) {
+  return flash_hopper_columns(width) == 64 ? 128 : 64;
+}
 
 inline int64_t flash_forward_scratch(const FlashShape& s) {
   return s.batch * (4 + 2 * ((s.queries + kFlashHopperTile - 1) / kFlashHopperTile));
@@ -109,10 +117,11 @@ inline int64_t flash_forward_scratch(const FlashShape& s) {
 inline int64_t flash_backward_scratch(const FlashShape& s) {
   const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
   const int64_t ranges = tiles + (s.keys + kFlashHopperTile - 1) / kFlashHopperTile;
-  return s.batch * (s.heads * tiles * (tile * (s.width + 2) + 1) + 2 * ranges + 1);
+  const int64_t columns = flash_hopper_columns(s.width);
+  return s.batch * (s.heads * tiles * (tile * (columns + 2) + 1) + 2 * ranges + 1);
 }
-// The partial sums of a bias's gradient in a group of sequences, for the kernels for Hopper or for
-// the others.
+// The partial sums of a bias's gradient in a group of sequences, for the kernels for Hopper, which
+// sum it where heads have all columns, or for the others.
 inline int64_t flash_bias_partial(const FlashShape& s, int64_t sequences, bool hopper) {
   constexpr int64_t kMostRows = 640;
   const int64_t columns = (s.heads + 2 * s.kv_heads) * s.width, rows = sequences * s.queries;

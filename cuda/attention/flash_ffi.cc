@@ -119,8 +119,8 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   if (!scale || !softcap || !left || !right || !rope || !interleaved || !hopper || !by_parts) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
   }
-  if (*hopper && shape.width != 64 && shape.width != 128) {
-    return ffi::Unexpected(invalid("hopper", "is for heads 64 or 128 wide"));
+  if (*hopper && flash_hopper_columns(shape.width) == 0) {
+    return ffi::Unexpected(invalid("hopper", "is for heads up to 128 wide, in multiples of 8"));
   }
   options.scale = *scale;
   options.left = *left;

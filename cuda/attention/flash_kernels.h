@@ -26,7 +26,10 @@ cudaError_t backward_by_mma(cudaStream_t stream, const FlashBackward<T>& call);
 
 // Tensor cores by wgmma (Hopper): bfloat16 and float16, the calls for which ..._is_for_hopper is
 // true. The caller rotates q, k, dq and dk, and does not compute delta. The backward also computes
-// the gradient of a bias, which no other kernel does.
+// the gradient of a bias, which no other kernel does, where heads have all columns.
+inline bool hopper_sums_bias(const FlashShape& shape, const FlashOptions& options) {
+  return options.bias.gradient != nullptr && shape.width == flash_hopper_columns(shape.width);
+}
 template <typename T>
 bool forward_is_for_hopper(const FlashForward<T>& call);
 template <typename T>

@@ -76,6 +76,6 @@ cudaError_t find_resident_clusters(Kernel* kernel, int size, int threads, size_t
                                 clusters);
 }
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jaxllm

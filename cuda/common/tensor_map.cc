@@ -49,7 +49,7 @@ bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data
 }  // namespace
 
 bool has_tensor_map(const HeadArray& array) {
-  return is_aligned(array.data) && array.row_stride % 8 == 0 && array.width % kBoxWidth == 0 &&
+  return is_aligned(array.data) && array.row_stride % 8 == 0 && array.width % 8 == 0 &&
          array.length < (int64_t{1} << 30) && array.row_stride * array.length < (int64_t{1} << 38);
 }
 

@@ -24,7 +24,8 @@ struct HeadArray {
 bool has_tensor_map(const HeadArray& array);
 
 // Encodes boxes of `rows` tokens by kBoxWidth columns of one head of one sequence. Coordinates are
-// (column, head, token, sequence). Elements beyond the sequence read as zero, and are not written.
+// (column, head, token, sequence). Elements beyond the head and the sequence read as zero, and are
+// not written.
 cudaError_t encode_tensor_map(const HeadArray& array, CUtensorMapDataType type, int rows,
                               CUtensorMap* map);
 

@@ -129,11 +129,15 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
 #define JAXLLM_FLOATS_32(d, i)                                                  \
   JAXLLM_FLOATS_8(d, i), JAXLLM_FLOATS_8(d, i + 8), JAXLLM_FLOATS_8(d, i + 16), \
       JAXLLM_FLOATS_8(d, i + 24)
+#define JAXLLM_FLOATS_48(d) JAXLLM_FLOATS_32(d, 0), JAXLLM_FLOATS_8(d, 32), JAXLLM_FLOATS_8(d, 40)
 #define JAXLLM_FLOATS_64(d) JAXLLM_FLOATS_32(d, 0), JAXLLM_FLOATS_32(d, 32)
 #define JAXLLM_FLOATS_96(d) JAXLLM_FLOATS_64(d), JAXLLM_FLOATS_32(d, 64)
 #define JAXLLM_NAMES_32                                                                \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22," \
   "%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define JAXLLM_NAMES_48 \
+  JAXLLM_NAMES_32       \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define JAXLLM_NAMES_64                                                                       \
   JAXLLM_NAMES_32                                                                             \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
@@ -194,17 +198,23 @@ __device__ __forceinline__ void wgmma(float (&d)[kSize], uint64_t a, uint64_t b,
   }
 }
 
-// d += a b, with a in registers: see pack_accumulator().
+// d += a b, with a in registers, for n of 64, 96 and 128: see pack_accumulator().
 template <typename T, Major kMajorB, int kSize>
 __device__ __forceinline__ void wgmma(float (&d)[kSize], const uint32_t* a, uint64_t b) {
   constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kSize == 32 || kSize == 64);
+  static_assert(kSize == 32 || kSize == 48 || kSize == 64);
   if constexpr (kSize == 32 && kBfloat16) {
     JAXLLM_WGMMA_RS(64, "bf16.bf16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32,%33,%34,%35",
                     "%36", "%37");
   } else if constexpr (kSize == 32) {
     JAXLLM_WGMMA_RS(64, "f16.f16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32,%33,%34,%35",
                     "%36", "%37");
+  } else if constexpr (kSize == 48 && kBfloat16) {
+    JAXLLM_WGMMA_RS(96, "bf16.bf16", JAXLLM_NAMES_48, JAXLLM_FLOATS_48(d), "%48,%49,%50,%51", "%52",
+                    "%53");
+  } else if constexpr (kSize == 48) {
+    JAXLLM_WGMMA_RS(96, "f16.f16", JAXLLM_NAMES_48, JAXLLM_FLOATS_48(d), "%48,%49,%50,%51", "%52",
+                    "%53");
   } else if constexpr (kBfloat16) {
     JAXLLM_WGMMA_RS(128, "bf16.bf16", JAXLLM_NAMES_64, JAXLLM_FLOATS_64(d), "%64,%65,%66,%67",
                     "%68", "%69");

@@ -289,7 +289,7 @@ def _decode_attention(
     if isinstance(cache, PagedKVCache):
         store = functools.partial(paged_cache.store, cache, positions=cache.lengths[:, None])
         stored: Any = _write(cache, layer, k, v, store)
-        return paged_cache.decode_attention(stored, layer, q[:, 0])[:, None], stored
+        return paged_cache.decode_attention(stored, layer, q[:, 0], window)[:, None], stored
     sequence = jnp.arange(cache.lengths.shape[0])
     slots, lengths = cache.lengths, cache.lengths + 1
     if (ring := _ring(cache, layer, window)) is not None:

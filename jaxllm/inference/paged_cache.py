@@ -78,8 +78,8 @@ def init_paged_cache(
     """An empty cache with pages for each sequence.
 
     Args:
-        config: The model's shape, as of :func:`jaxllm.inference.cache.init_cache`; no layer may
-            have a window.
+        config: The model's shape, as of :func:`jaxllm.inference.cache.init_cache`. A layer with a
+            window has room for all tokens too.
         max_lengths: The most tokens of each sequence, the prompt included.
         page_size: The tokens of a page.
         dtype: That of the model's parameters, or int8, which has a float32 scale for each token and
@@ -87,7 +87,7 @@ def init_paged_cache(
 
     Raises:
         TypeError: A length or ``page_size`` is no integer.
-        ValueError: ``page_size`` is below 1, a length below 0, or a layer has a window.
+        ValueError: ``page_size`` is below 1, or a length below 0.
     """
     page_size = as_integer("page_size", page_size)
     if page_size < 1:
@@ -95,10 +95,6 @@ def init_paged_cache(
     lengths = [as_integer("max_lengths", length) for length in max_lengths]
     if min(lengths, default=0) < 0:
         raise ValueError(f"max_lengths has {min(lengths)}; the least is 0")
-    if any(getattr(config, "windows", ())):
-        raise ValueError(
-            f"the windows of the config are {config.windows}; a cache in pages holds all tokens"
-        )
     counts = np.array([-(-length // page_size) for length in lengths], np.int32)
     pages = int(counts.sum())
     # The pages of a sequence are neighbours; behind them stands what is no page.
@@ -135,9 +131,9 @@ def store(cache: PagedKVCache, array: Array, x: Array, positions: Int[Array, "B 
     return array.at[places, slot].set(x.astype(array.dtype), mode="drop")
 
 
-def decode_attention(cache: PagedKVCache, layer: int, q: Array) -> Array:
+def decode_attention(cache: PagedKVCache, layer: int, q: Array, window: int | None) -> Array:
     """Attention of a query of each sequence, (B, N, H), with its token already stored."""
     scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.quantized else ()
     lengths = jnp.minimum(cache.lengths + 1, cache.room)
     arrays = (cache.keys[layer], cache.values[layer], lengths, *scales)
-    return ops.decode_attention(q, *arrays, block_table=cache.block_table)
+    return ops.decode_attention(q, *arrays, block_table=cache.block_table, window=window)

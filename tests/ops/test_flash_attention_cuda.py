@@ -137,11 +137,12 @@ def test_huge_scores_and_rows_without_keys_stay_finite(dtype):
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("H", [64, 128])
-def test_hopper_kernels_match_portable_kernels(H, segments, monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("H", [24, 64, 72, 96, 120, 128])
+def test_hopper_kernels_match_portable_kernels(H, softcap, segments, monkeypatch):
     q, k, v = attention_arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
     ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
-    options = {"causal": True, "segment_ids": ids, "backend": "cuda"}
+    options = {"causal": True, "segment_ids": ids, "softcap": softcap, "backend": "cuda"}
 
     def run():
         return flash_attention(q, k, v, **options), *attention_gradients(q, k, v, **options)
@@ -158,7 +159,7 @@ def test_hopper_kernels_match_portable_kernels(H, segments, monkeypatch):
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [64, 80, 128])
 # T > S has queries without keys, and an odd number of tiles has a middle tile.
 @pytest.mark.parametrize(("T", "S"), [(1900, 1900), (1024, 1024), (1700, 1100), (900, 1550)])
 def test_backward_in_halves_matches_portable_kernels(dtype, H, T, S, monkeypatch):

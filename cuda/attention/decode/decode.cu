@@ -89,6 +89,8 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> a
                     static_cast<int>(sizes.pages), Divisor(sizes.page), static_cast<int>(group)};
   }
 
+  // The most tokens that a query sees.
+  const int64_t seen = sizes.window == 0 ? sizes.length : std::min(sizes.length, sizes.window);
   const auto with_cluster = [&](auto kernel, int warps, int cluster, size_t bytes) {
     params.cluster = cluster;
     params.clusters = splits / cluster;
@@ -122,7 +124,7 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> a
     const bool has_max_stages = limits.shared_bytes >= kSmemForMaxStages;
     // Short splits, or CTAs that do not have an SM each. Clusters do not fit on every last SM.
     const int64_t ctas = batch * sizes.kv_heads * params.head_tiles * splits;
-    if (4 * ctas > 3 * limits.sms || sizes.length < splits * kLongSplit) {
+    if (4 * ctas > 3 * limits.sms || seen < splits * kLongSplit) {
       return has_max_stages ? with_shape(paged, max_stages, min_warps, head_dim)
                             : with_shape(paged, min_stages, min_warps, head_dim);
     }

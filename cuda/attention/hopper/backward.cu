@@ -38,7 +38,7 @@ struct Workspace {
     const int64_t query_tiles = shape.batch * divide_up(shape.queries, Traits::kBlockM);
     const int64_t tiles = query_tiles * shape.heads;
     const bool segments = options.query_segments != nullptr;
-    return {tiles * Traits::kBlockM, tiles * Traits::kBlockM * Traits::kHeadDim, tiles,
+    return {tiles * Traits::kBlockM, tiles * Traits::kBlockM * Traits::kColumns, tiles,
             segments ? query_tiles : 0,
             segments ? shape.batch * divide_up(shape.keys, Traits::kBlockN) : 0};
   }
@@ -111,18 +111,18 @@ TileOrder choose_order(const FlashShape& shape, const LocalMask& mask, int64_t k
           kSegments ? filling : std::clamp<int64_t>(kL2Bytes / bytes_of_head, 1, filling)};
 }
 
-template <typename T, class Traits, bool kSegments>
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
 cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   const FlashShape& shape = call.shape;
   const FlashOptions& options = call.options;
-  const auto kernel = flash_attention_backward_hopper_kernel<T, Traits, kSegments>;
+  const auto kernel = flash_attention_backward_hopper_kernel<T, Traits, kSegments, kSoftcap>;
   constexpr int kSmemBytes = sizeof(BackwardSmem<T, Traits>);
   static_assert(kSmemBytes <= 227 << 10);
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
   auto* const workspace = static_cast<float*>(options.scratch.data);
   const FlashBias& bias = options.bias;
-  const bool has_bias = bias.gradient != nullptr;
+  const bool has_bias = hopper_sums_bias(shape, options);
   if (!aligned_16(bias.partial) ||
       reinterpret_cast<std::uintptr_t>(workspace) % kCacheLineBytes != 0) {
     return cudaErrorNotSupported;
@@ -164,7 +164,10 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
       mask,
       static_cast<int>(shape.heads),
       static_cast<int>(shape.kv_heads),
+      static_cast<int>(shape.width),
       options.scale,
+      kSoftcap ? options.softcap : options.scale,
+      kSoftcap ? options.scale / options.softcap : 0.0f,
       order.split,
       workspace,
       has_sums ? const_cast<float*>(sums.delta) : workspace + parts.delta_at(),
@@ -186,7 +189,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
         launch_kernel(stream, flash_attention_backward_hopper_lse_kernel<T, Traits, kSegments>,
                       {grid, kRowThreads}, params, call.lse, call.dq));
   } else {
-    constexpr int kRowsAtOnce = kRowThreads / (Traits::kHeadDim / kPackSize<T>);
+    constexpr int kRowsAtOnce = kRowThreads / (Traits::kColumns / kPackSize<T>);
     const dim3 grid(padded_queries / (has_bias ? Traits::kBlockM : kRowsAtOnce), shape.heads,
                     shape.batch);
     const auto preprocess =
@@ -221,22 +224,29 @@ cudaError_t zero_keys(cudaStream_t stream, const FlashShape& shape, HeadRows<T> 
 template <typename T, class Traits>
 bool is_for_traits(const FlashBackward<T>& call) {
   const FlashOptions& options = call.options;
-  return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false>, call.shape,
-                          options,
+  return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false, false>,
+                          call.shape, options,
                           {call.q, call.k, call.v, call.out, call.dout, read_only(call.dq),
                            read_only(call.dk), read_only(call.dv)}) &&
          options.scratch.bytes >=
              int64_t{sizeof(float)} * Workspace::of<Traits>(call.shape, options).size() &&
-         (options.bias.gradient == nullptr ||
+         (!hopper_sums_bias(call.shape, options) ||
           options.bias.partial_size >= BiasPartial<Traits>(call.shape).size());
+}
+
+// Calls `run` with the traits for heads of a width.
+template <class Run>
+auto with_traits(int64_t width, const Run& run) {
+  if (width <= 64) return run(BackwardTraits<64>{});
+  return width <= 96 ? run(BackwardTraits<96>{}) : run(BackwardTraits<128>{});
 }
 
 }  // namespace
 
 template <typename T>
 bool backward_is_for_hopper(const FlashBackward<T>& call) {
-  return call.shape.width == 64 ? is_for_traits<T, BackwardTraits<64>>(call)
-                                : is_for_traits<T, BackwardTraits<128>>(call);
+  return with_traits(call.shape.width,
+                     [&](auto traits) { return is_for_traits<T, decltype(traits)>(call); });
 }
 
 template <typename T>
@@ -246,12 +256,16 @@ cudaError_t backward_by_hopper(cudaStream_t stream, const FlashBackward<T>& call
     return zero_keys(stream, call.shape, call.dv);
   }
   const bool segments = call.options.query_segments != nullptr;
-  const auto launcher =
-      call.shape.width == 64
-          ? (segments ? launch<T, BackwardTraits<64>, true> : launch<T, BackwardTraits<64>, false>)
-      : segments ? launch<T, BackwardTraits<128>, true>
-                 : launch<T, BackwardTraits<128>, false>;
-  return launcher(stream, call);
+  const bool softcap = call.options.softcap != 0.0f;
+  return with_traits(call.shape.width, [&](auto traits) {
+    using Traits = decltype(traits);
+    if (softcap) {
+      return segments ? launch<T, Traits, true, true>(stream, call)
+                      : launch<T, Traits, false, true>(stream, call);
+    }
+    return segments ? launch<T, Traits, true, false>(stream, call)
+                    : launch<T, Traits, false, false>(stream, call);
+  });
 }
 
 template bool backward_is_for_hopper(const FlashBackward<__nv_bfloat16>&);

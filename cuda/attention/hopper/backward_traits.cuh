@@ -9,7 +9,7 @@ namespace jaxllm::hopper {
 
 // A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
 // dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
-// registers.
+// registers. kHeadDim and kColumns are as in the forward; dq has kColumns.
 template <int kHeadDim_>
 struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
@@ -17,7 +17,8 @@ struct BackwardTraits {
   static constexpr int kConsumers = 2;
   static constexpr int kBlockN = kConsumers * 64;
   static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
-  static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;
+  static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
+  static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
   static constexpr int kDoutStages = 2;
   static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
@@ -43,7 +44,7 @@ struct BackwardTraits {
   // Half a tile of dq is 64 queries by 64 columns. A head dimension of 64 has halves of queries,
   // handed on one by one, and 128 has halves of columns, handed on together.
   static constexpr int kDqHalf = 64 * 64;
-  static_assert(kBlockM * kHeadDim == 2 * kDqHalf);
+  static_assert(kBlockM * kColumns == 2 * kDqHalf);
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
@@ -67,16 +68,16 @@ struct BackwardWorkTile {
 
 template <typename T, class Traits>
 struct BackwardSmem {
-  static constexpr int kHeadDim = Traits::kHeadDim;
-  T k[Traits::kKvStages][Traits::kBlockN * kHeadDim];
-  T v[Traits::kKvStages][Traits::kBlockN * kHeadDim];
-  T q[Traits::kQStages][Traits::kBlockM * kHeadDim];
-  T dout[Traits::kDoutStages][Traits::kBlockM * kHeadDim];
+  static constexpr int kColumns = Traits::kColumns;
+  T k[Traits::kKvStages][Traits::kBlockN * kColumns];
+  T v[Traits::kKvStages][Traits::kBlockN * kColumns];
+  T q[Traits::kQStages][Traits::kBlockM * kColumns];
+  T dout[Traits::kDoutStages][Traits::kBlockM * kColumns];
   T ds[Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
   float dq[2][Traits::kDqHalf];
-  T dq_store[Traits::kStoresDq ? Traits::kBlockM * kHeadDim : 8];
+  T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];
   Pipeline<Traits::kKvStages> k_pipeline, v_pipeline;
@@ -92,8 +93,10 @@ struct BackwardSmem {
 
 struct BackwardParams {
   LocalMask mask;
-  int heads, kv_heads;
-  float scale;
+  int heads, kv_heads, width;
+  // Of the gradients, and of the scores; with a softcap, of softcap_scale q k^T come the tanh, and
+  // score_scale is the softcap.
+  float scale, score_scale, softcap_scale;
   // Key tiles below `split` add to dq from the last to the first, the others after them and
   // upwards.
   int split;

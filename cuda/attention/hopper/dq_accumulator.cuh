@@ -82,7 +82,7 @@ __device__ __forceinline__ void for_each_dq_tile(BackwardSmem<T, Traits>& smem,
 template <bool kSegments, typename T, class Traits>
 __device__ __forceinline__ void accumulate_dq(BackwardSmem<T, Traits>& smem,
                                               const BackwardParams& params) {
-  constexpr int kDqParts = Traits::kDqParts, kSize = Traits::kBlockM * Traits::kHeadDim / kDqParts;
+  constexpr int kDqParts = Traits::kDqParts, kSize = Traits::kBlockM * Traits::kColumns / kDqParts;
   constexpr int kBytes = kSize * sizeof(float);
   float* const own = smem.dq[0];
   PipelineState<1> state;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void write_dq_column_sums(const BackwardSmem<T, Trait
 template <typename T, class Traits>
 __device__ __forceinline__ void discard_dq_accum(const BackwardParams& params, const DqTile& tile,
                                                  int store_thread) {
-  constexpr int kSize = Traits::kBlockM * Traits::kHeadDim, kLine = kCacheLineBytes / sizeof(float);
+  constexpr int kSize = Traits::kBlockM * Traits::kColumns, kLine = kCacheLineBytes / sizeof(float);
   const float* const sum = params.dq_accum + dq_tile_index<Traits>(params, tile) * kSize;
 #pragma unroll 1
   for (int i = store_thread * kLine; i < kSize; i += Traits::kDqStoreThreads * kLine) {

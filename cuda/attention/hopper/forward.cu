@@ -23,11 +23,11 @@ int64_t workspace_size(const FlashShape& shape, const FlashOptions& options) {
 }
 
 // A CTA an SM, which takes tiles until there are none.
-template <typename T, class Traits, bool kSegments>
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
 cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
   const FlashShape& shape = call.shape;
   const FlashOptions& options = call.options;
-  const auto kernel = flash_attention_forward_hopper_kernel<T, Traits, kSegments>;
+  const auto kernel = flash_attention_forward_hopper_kernel<T, Traits, kSegments, kSoftcap>;
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
 
@@ -42,9 +42,9 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
   if (tiles > kMaxTiles) return cudaErrorNotSupported;
   // As many as have K and V in the L2 cache together.
   const int64_t group = shape.heads / shape.kv_heads;
-  const int64_t groups_at_a_time = std::clamp<int64_t>(
-      kL2Bytes / std::max<int64_t>(2 * shape.keys * Traits::kHeadDim * sizeof(T), 1), 1,
-      shape.batch * shape.kv_heads);
+  const int64_t groups_at_a_time =
+      std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(2 * shape.keys * shape.width * sizeof(T), 1),
+                          1, shape.batch * shape.kv_heads);
   const LocalMask mask = make_local_mask(shape, options);
   int* const tile_counter = static_cast<int*>(options.scratch.data);
   auto* const key_tiles = reinterpret_cast<TileRange*>(tile_counter + kKeyTilesAt);
@@ -59,7 +59,8 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
                              static_cast<int>(query_tiles),
                              static_cast<int>(tiles),
                              static_cast<int>(groups_at_a_time * group),
-                             options.scale,
+                             kSoftcap ? options.softcap : options.scale,
+                             kSoftcap ? options.scale / options.softcap : 0.0f,
                              call.lse,
                              tile_counter,
                              {options.query_segments, options.key_segments, options.segment_ranges,
@@ -83,10 +84,11 @@ bool has_few_keys(const FlashShape& shape, const FlashOptions& options) {
 
 template <typename T>
 bool forward_is_for_hopper(const FlashForward<T>& call) {
-  const int64_t workspace = call.shape.width == 64
-                                ? workspace_size<ForwardHdim64FewKeys>(call.shape, call.options)
+  // Of the traits for a width, the most query tiles.
+  const int64_t workspace = call.shape.width <= 64
+                                ? workspace_size<ForwardHdim64>(call.shape, call.options)
                                 : workspace_size<ForwardHdim128>(call.shape, call.options);
-  return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false>,
+  return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false, false>,
                           call.shape, call.options,
                           {call.q, call.k, call.v, read_only(call.out)}) &&
          call.options.scratch.bytes >= int64_t{sizeof(int)} * workspace;
@@ -94,14 +96,24 @@ bool forward_is_for_hopper(const FlashForward<T>& call) {
 
 template <typename T>
 cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) {
-  const bool segments = call.options.query_segments != nullptr;
-  const auto launcher =
-      call.shape.width == 128
-          ? (segments ? launch<T, ForwardHdim128, true> : launch<T, ForwardHdim128, false>)
-      : segments                               ? launch<T, ForwardHdim64FewKeys, true>
-      : has_few_keys(call.shape, call.options) ? launch<T, ForwardHdim64FewKeys, false>
-                                               : launch<T, ForwardHdim64, false>;
-  return launcher(stream, call);
+  const auto with = [&](auto segments, auto softcap) {
+    constexpr bool kSegments = segments, kSoftcap = softcap;
+    if (call.shape.width > 96) return launch<T, ForwardHdim128, kSegments, kSoftcap>(stream, call);
+    if (call.shape.width > 64) return launch<T, ForwardHdim96, kSegments, kSoftcap>(stream, call);
+    if constexpr (!kSoftcap) {
+      if (kSegments || has_few_keys(call.shape, call.options)) {
+        return launch<T, ForwardHdim64FewKeys, kSegments, kSoftcap>(stream, call);
+      }
+    }
+    // With documents and without a softcap the line above has returned.
+    return launch < T, ForwardHdim64, kSegments && kSoftcap, kSoftcap > (stream, call);
+  };
+  const auto with_softcap = [&](auto segments) {
+    return call.options.softcap == 0.0f ? with(segments, std::false_type{})
+                                        : with(segments, std::true_type{});
+  };
+  return call.options.query_segments == nullptr ? with_softcap(std::false_type{})
+                                                : with_softcap(std::true_type{});
 }
 
 template bool forward_is_for_hopper(const FlashForward<__nv_bfloat16>&);

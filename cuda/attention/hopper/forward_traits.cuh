@@ -7,15 +7,18 @@
 
 namespace jaxllm::hopper {
 
-// A CTA has a producer warpgroup and kConsumers consumer warpgroups of 64 queries each.
+// A CTA has a producer warpgroup and kConsumers consumer warpgroups of 64 queries each. Of a head
+// the wgmma take kHeadDim columns, and shared memory has kColumns, whole blocks of the swizzle. TMA
+// fills with zeros what a head lacks of them, and leaves it out where it stores.
 template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_>
 struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockM = kConsumers * 64;
   static constexpr int kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_;                          // of K, and of V
-  static constexpr int kColumnBlocks = kHeadDim / kSwizzleColumns;  // as the swizzle has them
+  static constexpr int kStages = kStages_;  // of K, and of V
+  static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
+  static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Together all 64K registers of an SM, as far as a CTA can deal them out in units of eight.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -32,6 +35,7 @@ struct ForwardTraits {
 // because more warpgroups overlap the start and the end of a tile. On an H200 the causal forward of
 // 384 heads with 1024 keys takes three 160 us and four 147 us; of 48 heads with 4096 keys, 229 us
 // and 260 us.
+using ForwardHdim96 = ForwardTraits<96, 2, 128, 2>;
 using ForwardHdim128 = ForwardTraits<128, 2, 128, 2>;
 using ForwardHdim64 = ForwardTraits<64, 3, 128, 3>;
 using ForwardHdim64FewKeys = ForwardTraits<64, 4, 64, 4>;
@@ -45,10 +49,10 @@ struct ForwardWorkTile {
 
 template <typename T, class Traits>
 struct ForwardSmem {
-  T q[Traits::kConsumers][64 * Traits::kHeadDim];
-  T k[Traits::kStages][Traits::kBlockN * Traits::kHeadDim];
-  T v[Traits::kStages][Traits::kBlockN * Traits::kHeadDim];
-  T out[Traits::kConsumers][64 * Traits::kHeadDim];
+  T q[Traits::kConsumers][64 * Traits::kColumns];
+  T k[Traits::kStages][Traits::kBlockN * Traits::kColumns];
+  T v[Traits::kStages][Traits::kBlockN * Traits::kColumns];
+  T out[Traits::kConsumers][64 * Traits::kColumns];
   Pipeline<1> q_pipeline;
   Pipeline<Traits::kStages> k_pipeline, v_pipeline;
   // These come with Q. The work tile after the last is not valid.
@@ -59,7 +63,9 @@ struct ForwardSmem {
 struct ForwardParams {
   LocalMask mask;
   int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
-  float scale;
+  // Of the scores; with a softcap, of softcap_scale q k^T come the tanh, and `scale` is the
+  // softcap.
+  float scale, softcap_scale;
   float* lse;
   int* tile_counter;
   SegmentParams segments;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce_backward(BackwardSmem<T, Traits>& smem,
   publish_work(smem, work_state, {0, 0, -1, {0, 0}});
 }
 
-template <typename T, class Traits, bool kSegments>
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
 __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_hopper_kernel(
     const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap dout_map,
@@ -100,9 +100,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
   } else {
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     if constexpr (Traits::kHasDqWarpgroup) {
-      backward_mma_hdim64<kSegments>(smem, params, dk_map, dv_map, warpgroup - 1);
+      backward_mma_hdim64<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
     } else {
-      backward_mma_hdim128<kSegments>(smem, params, dk_map, dv_map, warpgroup - 1);
+      backward_mma_hdim128<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
     }
   }
 #endif

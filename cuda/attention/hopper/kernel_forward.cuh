@@ -30,7 +30,7 @@
 
 namespace jaxllm::hopper {
 
-template <typename T, class Traits, bool kSegments>
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     flash_attention_forward_hopper_kernel(const __grid_constant__ CUtensorMap q_map,
                                           const __grid_constant__ CUtensorMap k_map,
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
     const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
-    ForwardConsumer<T, Traits, kSegments> mainloop(smem, params, consumer);
+    ForwardConsumer<T, Traits, kSegments, kSoftcap> mainloop(smem, params, consumer);
     PipelineState<Traits::kStages> k_state, v_state;
     PipelineState<1> q_state;
     float o[Traits::kHeadDim / 2];

@@ -23,11 +23,11 @@ struct BackwardProducer {
   // A tile of K or of V.
   __device__ __forceinline__ static void load_kv(Pipeline<Traits::kKvStages>& pipeline,
                                                  PipelineState<Traits::kKvStages>& state,
-                                                 T (*stages)[Traits::kBlockN * Traits::kHeadDim],
+                                                 T (*stages)[Traits::kBlockN * Traits::kColumns],
                                                  const CUtensorMap& map,
                                                  const BackwardWorkTile& tile) {
     const Barrier& full =
-        pipeline.producer_acquire(state, Traits::kBlockN * Traits::kHeadDim * sizeof(T));
+        pipeline.producer_acquire(state, Traits::kBlockN * Traits::kColumns * sizeof(T));
 #pragma unroll 1
     for (int block = 0; block < Traits::kColumnBlocks; ++block) {
       tma_load_4d(
@@ -42,11 +42,11 @@ struct BackwardProducer {
   template <int kStages>
   __device__ __forceinline__ static void load_query_tile(
       Pipeline<kStages>& pipeline, PipelineState<kStages>& state,
-      T (*stages)[Traits::kBlockM * Traits::kHeadDim], float (*row_stages)[Traits::kBlockM],
+      T (*stages)[Traits::kBlockM * Traits::kColumns], float (*row_stages)[Traits::kBlockM],
       const CUtensorMap& map, const float* rows, int sequence, int head, int query) {
     constexpr int kRowBytes = Traits::kBlockM * sizeof(float);
     const Barrier& full = pipeline.producer_acquire(
-        state, Traits::kBlockM * Traits::kHeadDim * sizeof(T) + kRowBytes);
+        state, Traits::kBlockM * Traits::kColumns * sizeof(T) + kRowBytes);
 #pragma unroll 1
     for (int block = 0; block < Traits::kColumnBlocks; ++block) {
       tma_load_4d(stages[state.stage] + block * Traits::kBlockM * kSwizzleColumns, map,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void start_scores(float (&result)[kSize], uint64_t ro
   const uint64_t columns = k_major_descriptor(smem_address(queries));
   warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < Traits::kColumnBlocks * kSwizzleColumns / 16; ++step) {
+  for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
     const int within = step % 4 * kKMajorStepBytes;
     wgmma<T, Major::kK, Major::kK>(result, rows + ((step / 4 * kColumnBlockBytesN + within) >> 4),
                                    columns + ((step / 4 * kColumnBlockBytesM + within) >> 4),

@@ -1,4 +1,4 @@
-// The backward's mainloop for a head dimension of 128. A step is a tile of 64 queries: the
+// The backward's mainloop for a head dimension of 96 or 128. A step is a tile of 64 queries: the
 // accumulators of dk and dv take half of a thread's registers. Each consumer computes half of the
 // columns of dq. dv += p dout overlaps the arithmetic of ds.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace jaxllm::hopper {
 
-template <bool kSegments, typename T, class Traits>
+template <bool kSegments, bool kSoftcap, typename T, class Traits>
 __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& smem,
                                                      const BackwardParams& params,
                                                      const CUtensorMap& dk_map,
@@ -20,7 +20,7 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
   const TiledMask<kBlockM, Traits::kBlockN> mask(params.mask);
   const int group = params.heads / params.kv_heads;
   const int thread = threadIdx.x % kWarpgroup;
-  const float scale_log2 = params.scale * float{M_LOG2E};
+  const float scale_log2 = params.score_scale * float{M_LOG2E};
 
   // As left operands, this consumer's rows of K and V.
   const uint32_t my_rows = consumer * 64 * kSwizzleRowBytes;
@@ -75,6 +75,7 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       smem.dout_pipeline.consumer_wait(state);
       start_scores<Traits>(dp, v_operand, smem.dout[stage]);
       warpgroup_wait<1>(s);
+      if constexpr (kSoftcap) cap_scores(s, params.softcap_scale);
       score_mask.apply(s, query_tile, query_tile * kBlockM);
       exponentiate(s, scale_log2, smem.lse[stage]);
       pack_accumulator<T>(s, p_operand);
@@ -82,6 +83,7 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       warpgroup_wait<1>(dp);
       smem.ds_pipeline.empty[0].wait(stage ^ 1);
       differentiate_softmax(s, dp, smem.delta[stage]);
+      if constexpr (kSoftcap) differentiate_softcap(s, dp, scale_log2, smem.lse[stage]);
       pack_accumulator<T>(dp, ds_left_operand);
       store_ds<Traits>(ds_left_operand, ds_rows);
       fence_async_proxy();

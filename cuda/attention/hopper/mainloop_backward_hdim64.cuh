@@ -21,7 +21,7 @@
 
 namespace jaxllm::hopper {
 
-template <bool kSegments, typename T, class Traits>
+template <bool kSegments, bool kSoftcap, typename T, class Traits>
 __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& smem,
                                                     const BackwardParams& params,
                                                     const CUtensorMap& dk_map,
@@ -32,7 +32,7 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int group = params.heads / params.kv_heads;
   const int thread = threadIdx.x % kWarpgroup;
-  const float scale_log2 = params.scale * float{M_LOG2E};
+  const float scale_log2 = params.score_scale * float{M_LOG2E};
 
   // As left operands, this consumer's rows of the first stage of K and of V.
   const uint32_t my_rows = consumer * 64 * kSwizzleRowBytes;
@@ -110,6 +110,7 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
       const T* const dout = smem.dout[state.stage] + half * kHalfTile;
       start_scores<Traits>(dp, v_rows, dout);
       if constexpr (kPending >= 0) warpgroup_wait<kPending + 1>(s);
+      if constexpr (kSoftcap) cap_scores(s, params.softcap_scale);
       score_mask.apply(s, query_tile, query_tile * Traits::kBlockM + half * kHalf);
       exponentiate(s, scale_log2, smem.lse[q_stage] + half * kHalf);
       warpgroup_fence_operand(s);
@@ -121,6 +122,9 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
     // dk += ds q of a half; hands its ds to the dq warpgroup.
     const auto start_dk = [&](const float (&p)[32], int q_stage, int half, bool is_first) {
       differentiate_softmax(p, dp, smem.delta[state.stage] + half * kHalf);
+      if constexpr (kSoftcap) {
+        differentiate_softcap(p, dp, scale_log2, smem.lse[q_stage] + half * kHalf);
+      }
       pack_accumulator<T>(dp, ds_left_operand);
       if (is_first) wait_for_stores(key_stage);
       store_ds<Traits>(ds_left_operand, ds_rows + half * kColumnBlockBytesN);

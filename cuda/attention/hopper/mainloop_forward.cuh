@@ -17,7 +17,7 @@ namespace jaxllm::hopper {
 template <typename T, class Traits>
 struct ForwardProducer {
   using Smem = ForwardSmem<T, Traits>;
-  static constexpr int kTileBytes = Traits::kBlockN * Traits::kHeadDim * sizeof(T);
+  static constexpr int kTileBytes = Traits::kBlockN * Traits::kColumns * sizeof(T);
 
   Smem& smem;
   const CUtensorMap &q_map, &k_map, &v_map;
@@ -27,7 +27,7 @@ struct ForwardProducer {
   // A tile of K or of V.
   __device__ __forceinline__ static void load_kv(Pipeline<Traits::kStages>& pipeline,
                                                  PipelineState<Traits::kStages>& state,
-                                                 T (*stages)[Traits::kBlockN * Traits::kHeadDim],
+                                                 T (*stages)[Traits::kBlockN * Traits::kColumns],
                                                  const CUtensorMap& map, int kv_head, int key_tile,
                                                  int sequence) {
     const Barrier& full = pipeline.producer_acquire(state, kTileBytes);
@@ -43,7 +43,7 @@ struct ForwardProducer {
     smem.work = work;
     smem.key_tiles = key_tiles;
     Barrier& full = smem.q_pipeline.full[0];
-    full.arrive_and_expect(Traits::kBlockM * Traits::kHeadDim * sizeof(T));
+    full.arrive_and_expect(Traits::kBlockM * Traits::kColumns * sizeof(T));
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       for (int block = 0; block < Traits::kColumnBlocks; ++block) {
         tma_load_4d(smem.q[consumer] + block * 64 * kSwizzleColumns, q_map,
@@ -95,7 +95,7 @@ __device__ __forceinline__ TileRange consumer_key_tiles(const TiledMask<kBlockM,
 }
 
 // A consumer warpgroup's part.
-template <typename T, class Traits, bool kSegments>
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
 class ForwardConsumer {
   static constexpr int kHeadDim = Traits::kHeadDim, kBlockN = Traits::kBlockN;
   static constexpr int kColumnBlockBytes = kBlockN * kSwizzleRowBytes;
@@ -134,7 +134,8 @@ class ForwardConsumer {
         params_.segments, mask, work.sequence, first_query);
     float s[kBlockN / 2];
     uint32_t p[kBlockN / 4];
-    const auto apply_mask = [&](int key_tile) {
+    const auto cap_and_mask = [&](int key_tile) {
+      if constexpr (kSoftcap) cap_scores(s, params_.softcap_scale);
       score_mask.apply(s, key_tile, key_tile * kBlockN);
     };
 #pragma unroll
@@ -149,7 +150,7 @@ class ForwardConsumer {
       start_scores(k_state, s);
       warpgroup_wait<0>(s);
       release_k(k_state);
-      apply_mask(key_tile);
+      cap_and_mask(key_tile);
       softmax.update_max(s, scale_log2_);
       // The loop ends between the maxima and the wait for the wgmma beside them: within one basic
       // block the assembler would put the wait first.
@@ -174,7 +175,7 @@ class ForwardConsumer {
         order_barrier_arrive();
         warpgroup_wait<1>(s);
         release_k(k_state);
-        apply_mask(key_tile);
+        cap_and_mask(key_tile);
         if (!kKeepsMax) softmax.update_max(s, scale_log2_);
         warpgroup_fence_operand(s);
       }

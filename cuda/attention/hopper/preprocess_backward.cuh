@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kRowThreads)
                                                       HeadRows<const T> out, HeadRows<const T> dout,
                                                       const float* lse, const float* dlse,
                                                       HeadRows<T> dq) {
-  constexpr int kGroup = Traits::kHeadDim / kPackSize<T>, kRows = kRowThreads / kGroup;
+  constexpr int kGroup = Traits::kColumns / kPackSize<T>, kRows = kRowThreads / kGroup;
   constexpr int kPasses = kBias ? Traits::kBlockM / kRows : 1;
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int queries = mask.queries, padded_queries = mask.query_tiles() * Traits::kBlockM;
@@ -64,7 +64,9 @@ __global__ void __launch_bounds__(kRowThreads)
   zero_semaphores(params, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, semaphores);
 
   // All loads before the first store, which may alias for all that the compiler knows.
-  const int64_t column = head * Traits::kHeadDim + threadIdx.x % kGroup * kPackSize<T>;
+  const int of_head = threadIdx.x % kGroup * kPackSize<T>;
+  const bool has_column = of_head < params.width;
+  const int64_t column = head * params.width + of_head;
   const int first_query = blockIdx.x * kPasses * kRows + threadIdx.x / kGroup;
   Pack<T> outs[kPasses] = {}, douts[kPasses] = {};
   float lses[kPasses], dlses[kPasses] = {};
@@ -74,8 +76,10 @@ __global__ void __launch_bounds__(kRowThreads)
     lses[pass] = -INFINITY;
     if (query < queries) {
       const int64_t token = sequence * queries + query;
-      outs[pass] = load<kPackSize<T>>(out.data + token * out.row_stride + column);
-      douts[pass] = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
+      if (has_column) {
+        outs[pass] = load<kPackSize<T>>(out.data + token * out.row_stride + column);
+        douts[pass] = load<kPackSize<T>>(dout.data + token * dout.row_stride + column);
+      }
       lses[pass] = lse[row * queries + query];
       if (!kBias && dlse != nullptr) dlses[pass] = dlse[row * queries + query];
     }
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(kRowThreads)
       params.lse[row * padded_queries + query] = scaled_lse(lses[pass]);
       params.delta[row * padded_queries + query] = sum - dlses[pass];
     }
-    if (query < queries &&
+    if (query < queries && has_column &&
         visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() == 0) {
       store(dq.data + (sequence * queries + query) * dq.row_stride + column, Pack<T>{});
     }
@@ -105,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if constexpr (kBias) {
     const int64_t group = params.heads / params.kv_heads, tile = sequence * gridDim.x + blockIdx.x;
     const int64_t partial = (tile * group + head % group) * params.kv_heads + head / group;
-    write_column_sums<kGroup>(dout_sums, params.dout_column_sums + partial * Traits::kHeadDim);
+    write_column_sums<kGroup>(dout_sums, params.dout_column_sums + partial * Traits::kColumns);
   }
 }
 
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
   if (keys.size() == 0) return;
   const float* const parts =
       params.dq_accum + ((sequence * gridDim.y + head) * gridDim.x + query_tile) *
-                            (Traits::kBlockM * Traits::kHeadDim);
+                            (Traits::kBlockM * Traits::kColumns);
 
 #pragma unroll
   for (int first = 0; first < kReaders; first += kRowThreads) {
@@ -174,10 +178,10 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = query_tile * Traits::kBlockM + row + 8 * r;
-      if (query < mask.queries) {
+      if (query < mask.queries && column < params.width) {
         const auto rounded = Pack<T>::of(values[r]);
-        store(dq.data + (sequence * mask.queries + query) * dq.row_stride +
-                  head * Traits::kHeadDim + column,
+        store(dq.data + (sequence * mask.queries + query) * dq.row_stride + head * params.width +
+                  column,
               rounded);
         if constexpr (kBias) {
 #pragma unroll
@@ -190,7 +194,7 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       const int64_t tile = sequence * gridDim.x + query_tile;
       const int64_t row_of_sums = tile * Traits::kDqColumnSums + (kByColumn ? 0 : consumer);
       float* const target =
-          params.dq_column_sums + (row_of_sums * gridDim.y + head) * Traits::kHeadDim;
+          params.dq_column_sums + (row_of_sums * gridDim.y + head) * Traits::kColumns;
       write_column_sums<8>(sums, target + (kByColumn ? consumer * kSwizzleColumns : 0));
     }
   }

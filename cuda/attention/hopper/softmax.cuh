@@ -116,6 +116,13 @@ struct OnlineSoftmax {
   }
 };
 
+// The scores by which a softcap multiplies: tanh(factor s).
+template <int kSize>
+__device__ __forceinline__ void cap_scores(float (&s)[kSize], float factor) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * factor);
+}
+
 // ---- The backward, with keys as rows. A column is a query, with an lse and a delta in shared
 // memory; `lse` and `delta` begin with those of the first column.
 
@@ -147,6 +154,18 @@ template <int kSize>
 __device__ __forceinline__ void differentiate_softmax(const float (&p)[kSize], float (&dp)[kSize],
                                                       const float* delta) {
   for_each_with_query<kSize>(delta, [&](int i, float delta) { dp[i] = p[i] * (dp[i] - delta); });
+}
+
+// ds times the derivative of a softcap, 1 - s^2, with s = (log2(p) + lse) / c: nothing is kept of
+// the scores.
+template <int kSize>
+__device__ __forceinline__ void differentiate_softcap(const float (&p)[kSize], float (&ds)[kSize],
+                                                      float scale_log2, const float* lse) {
+  const float inverse = 1.0f / scale_log2;
+  for_each_with_query<kSize>(lse, [&](int i, float lse) {
+    const float s = (log2_fast(p[i]) + lse) * inverse;
+    ds[i] = p[i] == 0.0f ? 0.0f : ds[i] * fmaf(-s, s, 1.0f);
+  });
 }
 
 }  // namespace jaxllm::hopper

@@ -236,6 +236,20 @@ CASES = (
     _attention(
         "long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True, timed_only=True
     ),
+    _attention("phi3_mini", 4, 4096, 32, 96, causal=True, large=True, timed_only=True),
+    _attention("phi2", 4, 2048, 32, 80, causal=True, large=True, timed_only=True),
+    _attention(
+        "gemma2_27b",
+        4,
+        4096,
+        32,
+        128,
+        kv_heads=16,
+        causal=True,
+        softcap=50.0,
+        large=True,
+        timed_only=True,
+    ),
     _attention("window", 1, 4096, 4, 128, causal=True, window=1024, large=True),
     _attention("causal", 2, 7, 3, 8, causal=True),
     _attention("odd_head_width", 2, 7, 3, 5, causal=True),
@@ -253,6 +267,10 @@ CASES = (
     _attention("scale", 1, 12, 2, 8, causal=True, scale=0.5),
     _attention("beyond_a_tile", 1, 131, 2, 64, kv_heads=1, causal=True),
     _attention("wide_heads", 1, 70, 2, 128),
+    _attention("softcap_64", 1, 200, 4, 64, kv_heads=2, std=3.0, causal=True, softcap=4.0),
+    _attention("softcap_128", 1, 180, 2, 128, keys=150, std=2.0, softcap=20.0),
+    _attention("head_width_40", 1, 150, 4, 40, kv_heads=2, causal=True),
+    _attention("head_width_80", 1, 90, 2, 80, keys=150),
     _attention("head_width_96", 1, 33, 2, 96, keys=50, causal=True),
     _attention("head_width_256", 1, 20, 2, 256, keys=37, kv_heads=1, causal=True),
     _attention(

@@ -17,7 +17,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_HOPPER_WIDTHS = (64, 128)  # as in cuda/attention/hopper/launch.h
+_FASTER_THAN_CUDNN = (64, 128)  # wide heads, on Hopper GPUs
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
@@ -87,7 +87,7 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
 
 def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    if _is_for_hopper(q, softcap):
+    if _is_for_hopper(q) and softcap is None and q.shape[-1] in _FASTER_THAN_CUDNN:
         return None
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
@@ -140,7 +140,7 @@ def flash_attention_forward(
     """Returns ``(out, lse)``."""
     extras = _extras(segment_ids, rope_table)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
-    results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
+    results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
@@ -152,7 +152,7 @@ def flash_attention_backward(
     """Returns ``(dq, dk, dv)``; ``dlse`` is the gradient of ``lse``, None where it has none."""
     arrays = (q, k, v, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
-    results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k, softcap))
+    results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= _dlse_option(dlse)
     return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
@@ -174,7 +174,7 @@ def flash_attention_packed_forward(
         )  # fmt: skip
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
-    results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, softcap))
+    results = (out, _query_statistic(q), *workspaces, _forward_scratch(q))
     extras = _extras(segment_ids, rope_table)
     qkv = lax.collapse(qkv, 2)
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
@@ -202,7 +202,7 @@ def self_attention_backward(
     known = (nothing, nothing) if delta is None else (delta, row_sums)
     columns = math.prod(qkv.shape[2:])
     dbias = jax.ShapeDtypeStruct((columns,), qkv.dtype)
-    more = (dbias, _bias_partial(q, columns, options["softcap"]))
+    more = (dbias, _bias_partial(q, columns))
     arrays = (qkv, out, lse, dout, *known)
     results = _packed_backward("self_attention_backward", more, arrays, *extras, **options)
     return results[0], results[-2].reshape(qkv.shape[2:])
@@ -266,7 +266,7 @@ def _packed_backward(
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
     options |= _dlse_option(dlse)
     flat = lax.collapse(qkv, 2)
-    scratch = _backward_scratch(q, k, softcap)
+    scratch = _backward_scratch(q, k)
     results = (_like(flat), _query_statistic(q), *workspaces, scratch, *more)
     dqkv, *rest = ffi.call(stem, results, flat, *others, *extras, **options)
     return dqkv.reshape(qkv.shape), *rest
@@ -281,7 +281,7 @@ def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -
     """The attributes of a call; -1 is a side of the window without an end, and 0 no softcap."""
     left, right = sides(causal, window)
     return {
-        "hopper": _is_for_hopper(q, softcap),
+        "hopper": _is_for_hopper(q),
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
         "scale": scale,
@@ -330,28 +330,28 @@ def _workspaces(
     )
 
 
-def _forward_scratch(q, softcap) -> jax.ShapeDtypeStruct:
+def _forward_scratch(q) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper forward: some elements for every tile of queries."""
-    if not _is_for_hopper(q, softcap):
+    if not _is_for_hopper(q):
         return _scratch(q, 0)
     return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_KEYS))
 
 
-def _backward_scratch(q, k, softcap) -> jax.ShapeDtypeStruct:
+def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper backward: dq in float32, and a few elements a query and tile."""
-    if not _is_for_hopper(q, softcap):
+    if not _is_for_hopper(q):
         return _scratch(q, 0)
     _, T, N, H = q.shape
     tile = _backward_tile(H)
     tiles = -(-T // tile)
     ranges = tiles + -(-k.shape[1] // _HOPPER_KEYS)
-    return _scratch(q, N * tiles * (tile * (H + 2) + 1) + 2 * ranges + 1)
+    return _scratch(q, N * tiles * (tile * (_hopper_columns(H) + 2) + 1) + 2 * ranges + 1)
 
 
-def _bias_partial(q: jax.Array, columns: int, softcap: float | None) -> jax.ShapeDtypeStruct:
+def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
     """Partial sums of a bias's gradient."""
     B, T, N, H = q.shape
-    if not _is_for_hopper(q, softcap):
+    if not _is_for_hopper(q):
         return jax.ShapeDtypeStruct((min(B * T, _MAX_PARTIAL_ROWS) * columns,), jnp.float32)
     # Of each tile of queries the sums of dq of every 64, and those of dout; but at least a row, for
     # calls that turn out not to be for Hopper's own kernels.
@@ -362,22 +362,29 @@ def _bias_partial(q: jax.Array, columns: int, softcap: float | None) -> jax.Shap
 
 def _backward_tile(width: int) -> int:
     """The queries of a tile of Hopper's own kernels."""
-    return 64 * 128 // width
+    return 64 * 128 // _hopper_columns(width)
+
+
+def _hopper_columns(width: int) -> int:
+    """The columns that these kernels have for a head; 0 for a width that they do not serve."""
+    if width > 128 or width % 8:
+        return 0
+    return 64 if width <= 64 else 128
 
 
 def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((q.shape[0], size), jnp.float32)
 
 
-def _is_for_hopper(q: jax.Array, softcap: float | None) -> bool:
+def _is_for_hopper(q: jax.Array) -> bool:
     """Whether to reserve workspace for the Hopper kernels; the attribute ``hopper`` says so.
 
     The handlers check the sizes of the workspace against cuda/attention/flash_attention.h; the
     launchers look again whether the kernels serve the call.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] not in _HOPPER_WIDTHS:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not _hopper_columns(q.shape[-1]):
         return False
-    return softcap is None and ffi.runs_hopper_kernels()
+    return ffi.runs_hopper_kernels()
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
