@@ -216,11 +216,10 @@ def _ring(cache: KVCache | PagedKVCache, layer: int, window: int | None) -> int 
     """The slots of a layer's cache if it holds the tokens of the window only; None if it does not.
 
     Raises:
-        ValueError: It has more slots: attention to it would see tokens before the window. Or it is
-            in pages.
+        ValueError: It has more slots: attention to it would see tokens before the window.
     """
-    if window is not None and isinstance(cache, PagedKVCache):
-        raise ValueError(f"layer {layer} has a window of {window}; no cache in pages has windows")
+    if isinstance(cache, PagedKVCache):
+        return None
     slots = cache.keys[layer].shape[1]
     if window is None or is_certain(lambda: slots < window):
         return None

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(32 * kMinWarps)
                                 params.width, params.cta_columns);
   launch_dependent_grids();
   wait_on_dependent_grids();
+  merge.set_sinks(params.sinks, work.sequence * params.heads + work.first_head);
   const int length = count_keys(params, params.lengths[work.sequence]);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float q[kMaxHeads][kColumns], acc[kMaxHeads][kColumns] = {};

@@ -94,6 +94,8 @@ __global__ void __launch_bounds__(32 * kWarps, kMaxWarps / kWarps)
   SplitKvMerge<kWarps, kHeadDim> merge(smem + kWarps * ring_bytes<C>(kHeadDim, kStages),
                                        params.cluster, work.heads, kHeadDim, params.cta_columns);
 
+  merge.set_sinks(params.sinks, work.sequence * params.heads + work.first_head);
+
   // The offsets in a stage of chunks c and c + 4 of row r, and of a value's part of rows 2c and
   // 2c + 1. All else that the lane reads is at constant distances from them.
   const int key_chunks[2] = {Loader::offset(r, c * 16),

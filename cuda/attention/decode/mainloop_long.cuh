@@ -317,6 +317,8 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   if (rank >= kGroups) return;
   const int result = threadIdx.x / Traits::kMergers, merger = threadIdx.x % Traits::kMergers;
   const int head = result / 4 % 2 * 2 + result % 2;  // of the result
+  const float sink = params.sinks.of(sequence * params.heads + kv_head * params.group +
+                                     min(head, params.group - 1));
   float2 statistics[Traits::kPerMerger];
   float most = -INFINITY, total_and_sum[2] = {};
   shared.statistics_full.wait(0);
@@ -347,7 +349,7 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   const int column = kInt8 ? row * 2 + second : row + second * 8;
   if (merger == 0 && head < work.heads) {
     merge_output(params, work)
-        .write(head, rank * 16 + column, kHeadDim, total_and_sum[1], most, total_and_sum[0]);
+        .write(head, rank * 16 + column, kHeadDim, total_and_sum[1], most, total_and_sum[0], sink);
   }
 #endif
 }

@@ -42,13 +42,16 @@ struct Sinks {
   const float* data;
   uint32_t heads, group_rows;  // rows are (sequence, head); those of a group have the same sinks
 
-  // The denominator of a row's softmax, relative to its largest score, from that of its keys.
-  __device__ __forceinline__ float denominator(float total, float largest, uint32_t row) const {
-    if (data == nullptr || largest == -INFINITY) return total;
-    const float sink = data[row / group_rows * heads + row % heads];
-    return total + exp2_fast(sink * kLog2E - largest);
+  // In base 2; -infinity for none.
+  __device__ __forceinline__ float of(uint32_t row) const {
+    return data == nullptr ? -INFINITY : data[row / group_rows * heads + row % heads] * kLog2E;
   }
 };
+
+// The denominator of a softmax, relative to its largest score, from that of its keys.
+__device__ __forceinline__ float add_sink(float total, float largest, float sink) {
+  return largest == -INFINITY ? total : total + exp2_fast(sink - largest);
+}
 
 // The CTAs of a cluster that send each other floats, or one CTA by itself. The launcher chooses the
 // number `ctas`, a power of two, and tells the kernel: it is 1 in an image below sm_90, which has
@@ -107,14 +110,13 @@ struct MergeOutput {
   float* partial;
   int parts, ctas;  // clusters, and CTAs of each
   uint32_t first_row, rows;
-  Sinks sinks;
 
   __device__ __forceinline__ void write(int head, int column, int width, float sum, float largest,
-                                        float total) const {
+                                        float total, float sink) const {
     const uint32_t row = first_row + head;
     if (parts == 1) {
       // __fdividef leaves out the special cases of a division of any two floats.
-      const float denominator = sinks.denominator(total, largest, row);
+      const float denominator = add_sink(total, largest, sink);
       const float quotient = denominator == 0.0f ? 0.0f : __fdividef(sum, denominator);
       out[uint64_t{row} * width + column] = from_float<T>(quotient);
       return;
@@ -162,6 +164,11 @@ class SplitKvMerge {
     shared_.exchange.init(ctas_, ctas_ * heads * (2 + kSent * columns) * sizeof(float));
   }
 
+  // All threads call this, once, before finish(). The CTA's heads begin at `first_row`.
+  __device__ __forceinline__ void set_sinks(const Sinks& sinks, uint32_t first_row) {
+    if (threadIdx.x < heads_) shared_.sinks[threadIdx.x] = sinks.of(first_row + threadIdx.x);
+  }
+
   __device__ __forceinline__ void set_statistics(int head, float largest, float total) {
     shared_.of_warps[head][threadIdx.x / 32] = {largest, total};
   }
@@ -188,6 +195,7 @@ class SplitKvMerge {
   struct Shared {
     float2 of_warps[kMaxHeads][kWarps];       // the largest score and the total of the CTA's warps
     float2 received[kMaxHeads][kMaxCluster];  // the same of the cluster's CTAs
+    float sinks[kMaxHeads];                   // in base 2
     ClusterExchange exchange;
     alignas(16) float received_sums[4];  // [ctas][kSent][heads][cta_columns]
   };
@@ -272,7 +280,7 @@ class SplitKvMerge {
       totals[1] = weight * statistics.y;
       sum_over_lanes<kMaxCluster>(totals);
       if (cta == 0 && column < width_) {
-        target.write(head, column, width_, totals[0], largest, totals[1]);
+        target.write(head, column, width_, totals[0], largest, totals[1], shared_.sinks[head]);
       }
     }
   }
@@ -296,7 +304,7 @@ __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts,
     const float* part = statistics + (p * rows + row) * 2;
     total += weight_of_part(part[0], largest) * part[1];
   }
-  total = sinks.denominator(total, largest, row);
+  total = add_sink(total, largest, sinks.of(row));
   for (int column = threadIdx.x; column < width; column += blockDim.x) {
     float sum = 0.0f;
     for (int p = 0; p < parts; ++p) {

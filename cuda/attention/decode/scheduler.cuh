@@ -75,8 +75,7 @@ __device__ __forceinline__ MergeOutput<T> merge_output(const Params<T, C>& param
           params.clusters,
           params.cluster,
           static_cast<uint32_t>(work.sequence * params.heads + work.first_head),
-          gridDim.z * static_cast<uint32_t>(params.heads),
-          params.sinks};
+          gridDim.z * static_cast<uint32_t>(params.heads)};
 }
 
 }  // namespace jaxllm::decode

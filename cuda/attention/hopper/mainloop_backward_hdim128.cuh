@@ -1,6 +1,9 @@
 // The backward's mainloop for a head dimension of 96 or 128. A step is a tile of 64 queries: the
 // accumulators of dk and dv take half of a thread's registers. Each consumer computes half of the
-// columns of dq. dv += p dout overlaps the arithmetic of ds.
+// columns of dq. The tensor cores have work while the threads compute and store:
+//
+//   threads         s -> p       dp -> ds, to shared memory       dq to shared memory
+//   tensor cores    dp           dv += p dout              dq     dk += ds q             next s
 #pragma once
 
 #include <cmath>
@@ -37,11 +40,9 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
   // barriers of ds and dq, which have one buffer.
   PipelineState<Traits::kDoutStages> state;
   static_assert(Traits::kDoutStages == 2 && Traits::kQStages == 2);
-  float s[kBlockM / 2], dp[kBlockM / 2], dq[32];
   float dk[Traits::kHeadDim / 2], dv[Traits::kHeadDim / 2];
-  uint32_t p_operand[kBlockM / 4], ds_left_operand[kBlockM / 4];
 
-  const auto start_dq = [&] {
+  const auto start_dq = [&](float (&dq)[32]) {
     warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < Traits::kBlockN / 16; ++step) {
@@ -69,6 +70,8 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
     kv_state.advance();
     int query_tile = tile.query_tiles.begin;
     for (int step = 0; step < steps; ++step) {
+      float s[kBlockM / 2], dp[kBlockM / 2], dq[32];
+      uint32_t p_operand[kBlockM / 4], ds_left_operand[kBlockM / 4];
       const int stage = state.stage;
       smem.q_pipeline.consumer_wait(state);
       start_scores<Traits>(s, k_operand, smem.q[stage]);
@@ -88,19 +91,19 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       store_ds<Traits>(ds_left_operand, ds_rows);
       fence_async_proxy();
       arrive_as_warp(smem.ds_pipeline.full[0]);
-      start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
       smem.ds_pipeline.full[0].wait(stage);
-      warpgroup_wait<1>();  // of dv
-      start_dq();
+      start_dq(dq);
+      start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
       state.advance();
-      warpgroup_wait<0>(dq);
+      warpgroup_wait<1>(dq);
       smem.ds_pipeline.consumer_release(0);
-      smem.q_pipeline.empty[stage].arrive();
       smem.dout_pipeline.empty[stage].arrive();
       smem.dq_pipeline.empty[0].wait(stage ^ 1);
       store_dq_accumulator(dq, smem.dq[consumer]);
       fence_async_proxy();
       smem.dq_pipeline.full[0].arrive();
+      warpgroup_wait<0>();
+      smem.q_pipeline.empty[stage].arrive();
       if (++query_tile == tile.query_tiles.end) query_tile = tile.query_tiles.begin;
     }
     warpgroup_wait<0>(dk, dv);
