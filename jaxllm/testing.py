@@ -51,6 +51,7 @@ class Integers:
         shape: Its shape.
         high: One more than the largest value.
         low: The smallest value.
+        distinct: Whether no value comes twice; ``high - low`` is at least the size then.
         skew: 1 draws all values alike; with more, small ones come more often than large ones, as
             tokens do in text: of draws ``u`` from 0 to 1 the power ``u**skew`` is taken.
         dtype: Its dtype.
@@ -59,6 +60,7 @@ class Integers:
     shape: tuple[int, ...]
     high: int
     low: int = 0
+    distinct: bool = False
     skew: int = 1
     dtype: str = "int32"
 
@@ -178,6 +180,10 @@ def _draw(
         low = (corners[0] * spec.field).round()
         high = low + (corners[1] * spec.side).round()
         return jnp.concatenate([low, high], axis=-1, dtype=dtype)
+    if spec.distinct:
+        order = np.argsort(_random("uniform", (spec.high - spec.low,), seed))
+        values = spec.low + order[: math.prod(spec.shape)].reshape(spec.shape)
+        return jnp.asarray(values, spec.dtype)
     share = _random("uniform", spec.shape, seed) ** spec.skew
     values = spec.low + (share * (spec.high - spec.low)).astype("int32")
     return jnp.asarray(values.astype(spec.dtype))

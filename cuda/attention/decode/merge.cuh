@@ -262,6 +262,18 @@ class SplitKvMerge {
   template <typename T>
   __device__ __forceinline__ void reduce_received(const MergeOutput<T>& target) {
     const int cta = threadIdx.x % kMaxCluster, count = heads_ * columns_;
+    if (ctas_ == 1) {  // neighbouring threads have neighbouring columns
+      for (int i = threadIdx.x; i < count; i += 32 * kWarps) {
+        const int head = divide_by_columns(i);
+        const float2 statistics = shared_.received[head][0];
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kSent; ++k) sum += shared_.received_sums[k * count + i];
+        target.write(head, i - head * columns_, width_, sum, statistics.x, statistics.y,
+                     shared_.sinks[head]);
+      }
+      return;
+    }
     constexpr int kColumns = 32 / kMaxCluster;
     for (int first = threadIdx.x / 32 * kColumns; first < count; first += kWarps * kColumns) {
       const int i = min(first + static_cast<int>(threadIdx.x % 32) / kMaxCluster, count - 1);

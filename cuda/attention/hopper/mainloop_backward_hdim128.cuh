@@ -2,8 +2,10 @@
 // accumulators of dk and dv take half of a thread's registers. Each consumer computes half of the
 // columns of dq. The tensor cores have work while the threads compute and store:
 //
-//   threads         s -> p       dp -> ds, to shared memory       dq to shared memory
-//   tensor cores    dp           dv += p dout              dq     dk += ds q             next s
+//   threads         s -> p    dp -> ds, to shared memory         dq to shared memory
+//   tensor cores    dp        dv += p dout                 dq    dk += ds q
+//
+// With kDkBeforeDq dk overlaps the wait for the other consumer's ds instead.
 #pragma once
 
 #include <cmath>
@@ -91,11 +93,13 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       store_ds<Traits>(ds_left_operand, ds_rows);
       fence_async_proxy();
       arrive_as_warp(smem.ds_pipeline.full[0]);
+      if (Traits::kDkBeforeDq) start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
       smem.ds_pipeline.full[0].wait(stage);
+      if (Traits::kDkBeforeDq) warpgroup_wait<1>();  // of dv
       start_dq(dq);
-      start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
+      if (!Traits::kDkBeforeDq) start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
       state.advance();
-      warpgroup_wait<1>(dq);
+      warpgroup_wait<Traits::kDkBeforeDq ? 0 : 1>(dq);
       smem.ds_pipeline.consumer_release(0);
       smem.dout_pipeline.empty[stage].arrive();
       smem.dq_pipeline.empty[0].wait(stage ^ 1);

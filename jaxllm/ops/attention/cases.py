@@ -164,8 +164,9 @@ def _decode(
         inputs |= {"k_scales": scales, "v_scales": scales}
     if page or sinks:
         inputs |= {x: inputs.get(x) for x in ("k_scales", "v_scales", "block_table")}
-    if page is not None:  # sequences share some
-        inputs["block_table"] = Integers((batch, length // page), cache[0])
+    if page is not None:  # where speed does not matter sequences share some
+        table = (batch, length // page)
+        inputs["block_table"] = Integers(table, cache[0], distinct=large)
     if sinks:
         inputs["sinks"] = Normal((heads,), std=3.0, dtype="float32")
     # The caches in, whose share of all that moves is all but the whole.
