@@ -101,13 +101,16 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       state.advance();
       warpgroup_wait<Traits::kDkBeforeDq ? 0 : 1>(dq);
       smem.ds_pipeline.consumer_release(0);
+      if (Traits::kDkBeforeDq) smem.q_pipeline.empty[stage].arrive();
       smem.dout_pipeline.empty[stage].arrive();
       smem.dq_pipeline.empty[0].wait(stage ^ 1);
       store_dq_accumulator(dq, smem.dq[consumer]);
       fence_async_proxy();
       smem.dq_pipeline.full[0].arrive();
-      warpgroup_wait<0>();
-      smem.q_pipeline.empty[stage].arrive();
+      if (!Traits::kDkBeforeDq) {
+        warpgroup_wait<0>();
+        smem.q_pipeline.empty[stage].arrive();
+      }
       if (++query_tile == tile.query_tiles.end) query_tile = tile.query_tiles.begin;
     }
     warpgroup_wait<0>(dk, dv);

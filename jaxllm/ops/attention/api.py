@@ -41,7 +41,7 @@ FLASH_ATTENTION = _op("flash_attention")
 FLASH_ATTENTION_PACKED = _op("flash_attention_packed")
 # With a bias on the scores. There is no CUDA kernel.
 FLASH_ATTENTION_BIAS = Op(
-    "flash_attention_bias", reference, pallas=pallas_flash, preference=("xla", "pallas")
+    "flash_attention_bias", reference, pallas=pallas_flash, preference=("pallas", "xla")
 )
 # The backward of packed attention with the gradient of the projection's bias.
 SELF_ATTENTION = _op("self_attention")

@@ -17,7 +17,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_FASTER_THAN_CUDNN = (64, 128)  # wide heads, on Hopper GPUs
+_FASTER_THAN_CUDNN = (32, 64, 80, 96, 128)  # wide heads, on Hopper GPUs
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
@@ -85,13 +85,14 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
     return ffi.shared_memory_reason(f"flash_attention_forward_{width}")
 
 
-def flash_attention_slower(q, *_, softcap=None, **__) -> str | None:
+def flash_attention_slower(q, *_, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    if _is_for_hopper(q) and softcap is None and q.shape[-1] in _FASTER_THAN_CUDNN:
+    if _is_for_hopper(q) and q.shape[-1] in _FASTER_THAN_CUDNN:
         return None
+    *widths, last = _FASTER_THAN_CUDNN
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
-        "bfloat16 and float16, and of heads 64 and 128 wide"
+        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide"
     )
 
 
