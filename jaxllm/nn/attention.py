@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
-from jaxllm.ops.attention.api import FLASH_ATTENTION, flash_attention
+from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
 from jaxllm.ops.checks import as_bool, as_float, as_integer, check_shape, is_certain
 from jaxllm.ops.window import Window
 
@@ -56,9 +56,8 @@ def dot_product_attention(
     * sequence lengths, without a window;
     * windows with T == S; with a causal mask or ``(left, 0)`` also T < S.
 
-    A ``bias`` is served where ``implementation`` or the backend asks for it, not by ``"auto"``:
-    there is no CUDA kernel for it. A query whose scores are all -inf by their bias gives zeros,
-    and NaN in ``jax.nn``.
+    Where it serves a ``bias``, a query whose scores are all -inf by it gives zeros, and NaN in
+    ``jax.nn``.
 
     ``jax.nn.dot_product_attention`` runs for ``mask``, other masks, ``return_residual`` with
     sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel takes.
@@ -267,11 +266,13 @@ def _segments(T: int, S: int, call: _Call) -> tuple[tuple[Array, Array] | None, 
 
 def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
     """Why each kernel cannot serve a call under ``auto``; nothing where one does."""
-    if flash.bias is not None:
-        return ((_OURS, "bias is given, and no CUDA kernel takes one; see backend 'pallas'"),)
     options = flash.options | {"softcap": None, "interleaved": False}
-    arrays = (*flash.arrays, None)  # no rotation table
-    chosen, rejected = choose(FLASH_ATTENTION, Direction.FORWARD, "auto", *arrays, **options)
+    *qkv, segments = flash.arrays
+    bias, op = (
+        ((), FLASH_ATTENTION) if flash.bias is None else ((flash.bias,), FLASH_ATTENTION_BIAS)
+    )
+    arrays = (*qkv, *bias, segments, None)  # no rotation table
+    chosen, rejected = choose(op, Direction.FORWARD, "auto", *arrays, **options)
     return rejected if chosen == "xla" else ()
 
 
