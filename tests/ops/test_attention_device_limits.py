@@ -113,8 +113,11 @@ def test_float32_tiles_that_exceed_shared_memory_are_rejected(direction, monkeyp
         (64, "bfloat16", None, True),
         (128, "float16", None, True),
         (64, "float32", None, False),
-        (96, "bfloat16", None, False),
-        (128, "bfloat16", 5.0, False),
+        (96, "bfloat16", None, True),
+        (8, "bfloat16", None, True),
+        (128, "bfloat16", 5.0, True),
+        (100, "bfloat16", None, False),
+        (136, "bfloat16", None, False),
     ],
 )
 def test_hopper_kernels_get_a_workspace_only_where_they_run(H, dtype, softcap, served, monkeypatch):

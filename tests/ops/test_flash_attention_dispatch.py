@@ -107,7 +107,10 @@ def test_auto_picks_cudnn_by_benchmark_and_cuda_kernels_where_cudnn_rejects(
             assert "benchmarks/results" in dict(call.rejected)["cuda"]
 
 
-@pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (32, False), (96, False)])
+@pytest.mark.parametrize(
+    ("width", "served"),
+    [(32, True), (64, True), (80, True), (96, True), (128, True), (40, False), (72, False)],
+)
 def test_auto_picks_hopper_kernels_where_benchmarks_are_faster(
     pretend_cudnn, width, served, monkeypatch
 ):
