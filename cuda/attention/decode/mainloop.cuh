@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(32 * kWarps, kMaxWarps / kWarps)
   // The first keys do not wait for the length, unless a window makes them depend on it: the score
   // of a key past it is dropped, whatever its value. A value past it would be multiplied by zero,
   // and might be NaN.
-  if (params.window == 0 && first < params.length)
+  if (params.window == 0 && first < params.length) {
     keys.load(ring, first, stride, params.length - 1);
+  }
   cp_async_commit();
   const int last = count_keys(params, length) - 1;
   if (params.window != 0) {

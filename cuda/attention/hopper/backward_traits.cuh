@@ -33,8 +33,8 @@ struct BackwardTraits {
                     (kHasDqWarpgroup ? kDqRegisters : 0) ==
                 kWarpgroups * (kHasDqWarpgroup ? 128 : 168));
   // Whether the wgmma of dk come before those of dq, or after them, when they overlap the store of
-  // dq. On an H100 the second takes 0.95 of the time for heads of 128 and a causal sequence of 16384
-  // tokens, the same for four of 4096, and 1.05 for heads of 96.
+  // dq. On an H100 the second takes 0.95 of the time for heads of 128 and a causal sequence of
+  // 16384 tokens, the same for four of 4096, and 1.05 for heads of 96.
   static constexpr bool kDkBeforeDq = kHeadDim < 128;
   static constexpr int kConsumerWarps = kConsumers * 4;
   // Every thread releases what threads read, because racecheck does not follow a warp's other lanes
