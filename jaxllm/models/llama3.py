@@ -182,6 +182,14 @@ _1B = dataclasses.replace(
 )
 _FIRST = {"max_seq_len": 8192, "rope_scaling": None}  # Llama 3, before 3.1
 _SMALL = dataclasses.replace(_1B, **_FIRST)
+_MISTRAL = dataclasses.replace(
+    _8B, vocab_size=32000, max_seq_len=32768, rope_theta=10_000.0, rope_scaling=None
+)
+_QWEN = dataclasses.replace(
+    _8B, vocab_size=151936, rope_theta=1e6, rope_scaling=None, norm_eps=1e-6, tied_head=True
+)
+_QWEN25 = dataclasses.replace(_QWEN, layers=28, kv_heads=2, qkv_bias=True)
+_QWEN3 = dataclasses.replace(_QWEN, max_seq_len=40960, layers=28, heads=16, qk_norm=True)
 
 PRESETS = {
     # Of no published model, to train from scratch: the depth and width of GPT-2's d6 and d12.
@@ -194,6 +202,29 @@ PRESETS = {
     "3.1-405b": _405B,
     "3.2-1b": _1B,
     "3.2-3b": dataclasses.replace(_1B, layers=28, heads=24, width=3072),
+    "mistral-7b-v0.1": dataclasses.replace(_MISTRAL, window=4096),
+    "mistral-7b-v0.3": dataclasses.replace(_MISTRAL, vocab_size=32768, rope_theta=1e6),
+    "qwen2.5-0.5b": dataclasses.replace(
+        _QWEN25, max_seq_len=32768, layers=24, heads=14, width=896, mlp_width=4864
+    ),
+    "qwen2.5-1.5b": dataclasses.replace(_QWEN25, heads=12, width=1536, mlp_width=8960),
+    "qwen2.5-7b": dataclasses.replace(
+        _QWEN25,
+        vocab_size=152064,
+        heads=28,
+        kv_heads=4,
+        width=3584,
+        mlp_width=18944,
+        tied_head=False,
+    ),
+    "qwen3-0.6b": dataclasses.replace(_QWEN3, width=1024, mlp_width=3072, head_dim=128),
+    "qwen3-1.7b": dataclasses.replace(_QWEN3, width=2048, mlp_width=6144),
+    "qwen3-4b": dataclasses.replace(
+        _QWEN3, layers=36, heads=32, width=2560, mlp_width=9728, head_dim=128
+    ),
+    "qwen3-8b": dataclasses.replace(
+        _QWEN3, layers=36, heads=32, width=4096, mlp_width=12288, tied_head=False
+    ),
 }
 
 

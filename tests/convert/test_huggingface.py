@@ -241,6 +241,34 @@ LLAMA_3_2_1B = {
 }
 
 
+# The same of three models of others.
+OTHERS = {
+    "mistral-7b-v0.1": {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
 def llama_config(contents):
     config = config_from_dict(contents)
     assert isinstance(config, llama3.Llama3Config)
@@ -256,6 +284,8 @@ def test_published_configs_equal_the_presets():
     plain = llama_config({**rest, "rope_parameters": {"rope_theta": 1e4}})
     assert plain.rope_scaling is None
     assert plain.rope_theta == 10_000.0
+    for name, contents in OTHERS.items():
+        assert config_from_dict(contents) == llama3.PRESETS[name]
     shape = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12}
     assert config_from_dict({"model_type": "gpt2", **shape}) == gpt2.PRESETS["d12"]
 

@@ -125,7 +125,7 @@ def test_scaled_positions_make_a_difference(params, batch):
     assert difference > 1e-2
 
 
-# As Hugging Face and Meta publish them.
+# As Hugging Face and Meta publish them. A tied head counts once.
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -136,6 +136,15 @@ def test_scaled_positions_make_a_difference(params, batch):
         ("3.1-405b", 405_853_388_800),
         ("3.2-1b", 1_235_814_400),
         ("3.2-3b", 3_212_749_824),
+        ("mistral-7b-v0.1", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
     ],
 )
 def test_presets_have_the_known_number_of_parameters(name, count):
@@ -144,6 +153,10 @@ def test_presets_have_the_known_number_of_parameters(name, count):
 
 def test_presets_have_the_rotary_positions_of_their_version():
     for name, config in llama3.PRESETS.items():
+        if name.startswith(("mistral", "qwen")):
+            assert config.rope_theta == (10_000 if name.endswith("v0.1") else 1_000_000)
+            assert config.rope_scaling is None
+            continue
         assert config.rope_theta == 500_000
         if name.startswith("3."):
             factor = 32.0 if name.startswith("3.2") else 8.0
