@@ -348,8 +348,9 @@ CALLS = [
     *(
         Call(
             "flash_attention", _attention_with_bias,
-            {"q": "B T 3N H", "k": "B S N H", "v": "B S N H", "bias": dims}, "B N",
-            undeclared=("q", "T"), name=name, is_large=True, runs="flash_attention_bias",
+            {"q": "B T 3N H", "k": "B T N H", "v": "B T N H", "bias": dims}, "B T N",
+            undeclared=("bias", "S"), context=("B T N H",), name=name, is_large=True,
+            runs="flash_attention_bias",
         )
         for name, dims in (("bias", "B 3N T S"), ("bias_of_heads", "1 3N T S"),
                            ("bias_of_sequences", "B 1 T S"), ("bias_of_all", "1 1 T S"))

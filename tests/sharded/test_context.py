@@ -55,9 +55,20 @@ VARIANTS = {
     "full_window_segments": (16, 16, FOUR, {"window": 6, "segment_ids": ids(1, 16)}),
     "rope": (16, 16, TWO, {"causal": True, "rope_table": table(16), "interleaved": True}),
     "rope_of_each": (12, 12, FOUR, {"window": 3, "rope_table": table(12, (2,))}),
+    "bias_of_heads": (16, 24, HEADS, {"causal": True}),
+    "bias_of_sequences": (16, 16, EIGHT, {"causal": True}),
+    "bias_of_each": (16, 16, BATCH, {"window": (5, 3), "segment_ids": ids(1, 16)}),
+    "bias_of_all": (16, 24, BATCH, {"softcap": 3.0}),
     "packed": (16, 16, TWO, {"causal": True, "rope_table": table(16, (2,))}),
     "packed_window": (16, 16, TWO, {"window": 3, "segment_ids": ids(1, 16)}),
 }
+
+
+# Of a bias the sequences and the heads.
+BIASES = {
+    "bias_of_heads": (1, 4), "bias_of_sequences": (2, 1), "bias_of_each": (2, 4),
+    "bias_of_all": (1, 1),
+}  # fmt: skip
 
 
 def arrays_of(name):
@@ -66,6 +77,8 @@ def arrays_of(name):
         arrays = {"qkv": draw(0, (2, T, 8 * 8))}
     else:
         shapes = {"q": (2, T, 4, 8), "k": (2, S, 2, 8), "v": (2, S, 2, 8)}
+        if name in BIASES:
+            shapes["bias"] = (*BIASES[name], T, S)
         arrays = {array: draw(i, shape) for i, (array, shape) in enumerate(shapes.items())}
     return arrays, {key: x for key, x in options.items() if key in ("segment_ids", "rope_table")}
 
@@ -91,7 +104,14 @@ def put(mesh, name):
         of_x = P(*spec[1:2]) if x.ndim == 2 and x.dtype == np.float32 else of_x  # a table (T, R)
         return jax.device_put(x, NamedSharding(mesh, of_x))
 
-    return jax.tree.map(place, arrays_of(name))
+    given, extras = arrays_of(name)
+    bias = given.pop("bias", None)
+    arrays, extras = jax.tree.map(place, (given, extras))
+    if bias is not None:
+        batch, tokens, heads = (*spec, None)[:3]
+        of_bias = P(batch if bias.shape[0] > 1 else None, heads, tokens)
+        arrays["bias"] = jax.device_put(bias, NamedSharding(mesh, of_bias))
+    return arrays, extras
 
 
 @pytest.mark.parametrize("kind", KINDS)

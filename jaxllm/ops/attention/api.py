@@ -124,8 +124,8 @@ def flash_attention(
         bias: Added to the scores after ``scale`` and ``softcap``, as by ALiBi and T5; (B, N, T, S),
             where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
             key with the bias -inf is not seen. Its gradient is summed in float32. There is no CUDA
-            kernel: ``"auto"`` runs the reference implementation, which holds all scores in memory,
-            and ``"pallas"`` a block of them. Sequences in shards are gathered, with a warning.
+            kernel: on a GPU ``"auto"`` runs Pallas's, which holds a block of the scores, and
+            ``"xla"`` all of them.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
@@ -356,7 +356,8 @@ def flash_attention_float8(
 def _attend_with_bias(q, k, v, segments, table, sinks, bias, backend, options):
     """Returns ``(out, lse)`` of arrays that are checked but for the bias."""
     check_bias(bias, q, k)
-    attend = _flash_attention_with_bias[bias.shape[0] == 1, bias.shape[1] == 1]
+    is_one = 1 in (q.shape[1], k.shape[1])
+    attend = _flash_attention_with_bias[bias.shape[0] == 1, bias.shape[1] == 1, is_one]
     return attend(q, k, v, bias, segments, table, sinks, backend=backend, options=options)
 
 
@@ -458,18 +459,20 @@ _flash_attention_packed_with_lse, _flash_attention_by_parts_with_lse = (
         ("B T _ N _, [B T | B T], [B T R | B T R], N -> B T N, B N T", "B T N"),
     )
 )
-# Sequences and heads may share the bias. Each query has a row of it, so no axis shards queries.
+# Sequences and heads may share the bias. Each query has a row of it, for all keys.
 _flash_attention_with_bias = {
-    (one_sequence, one_head): with_lse.make_rule(
+    (one_sequence, one_head, is_one): with_lse.make_rule(
         FLASH_ATTENTION_BIAS,
         FLASH_ATTENTION_BIAS,
         sharding=ShardingRule(
-            "B T N H, B S N H, B S N H, "
-            f"{'_' if one_sequence else 'B'} {'_' if one_head else 'N'} T S, "
-            "[B T | B S], [B T R | B T R], N -> B T N H, B N T",
-            "B N",
+            "B T N H, B T N H, B T N H, "
+            f"{'_' if one_sequence else 'B'} {'_' if one_head else 'N'} T _, "
+            "[B T | B T], [B T R | B T R], N -> B T N H, B N T",
+            "B N" if is_one else "B T N",
         ),
+        has_bias=True,
     )
     for one_sequence in (False, True)
     for one_head in (False, True)
+    for is_one in (False, True)
 }

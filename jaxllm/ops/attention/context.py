@@ -3,6 +3,7 @@
 Each of c devices has T/c queries and S/c keys and values. It gathers all keys and values, which are
 few where several query heads share a key head, and attends to those that its queries may see. The
 gradients of keys and values are summed by a reduce-scatter.
+Of a bias a device has the rows of its queries, with all keys.
 
 In causal attention later queries see more keys. So the sequence is cut into 2c chunks of queries,
 and devices swap their second halves before, and those of the results after (zigzag). All then
@@ -106,13 +107,14 @@ def forward(
     segments: Pair,
     table: Pair,
     *,
+    bias: Array | None = None,
     interleaved: bool,
     **options: Any,
 ) -> tuple[Array, Array]:
     """``flash_attention_forward`` of the queries, keys and values of a shard.
 
     Args:
-        op: The op that computes a piece, ``FLASH_ATTENTION``.
+        op: The op that computes a piece, ``FLASH_ATTENTION`` or ``FLASH_ATTENTION_BIAS``.
         backend: Its backend.
         shard: The shard; "T" is the name of both sequences.
         q: The queries of the shard.
@@ -120,6 +122,7 @@ def forward(
         v: Its values.
         segments: The segments of its queries and of its keys.
         table: The cosines and sines of its positions.
+        bias: The rows of the bias of its queries, (B or 1, N or 1, T / c, S), for all keys.
         interleaved: As in :func:`jaxllm.ops.flash_attention`.
         **options: Likewise.
 
@@ -129,18 +132,18 @@ def forward(
     q, k = _rotate(Direction.FORWARD, backend, q, k, table, interleaved)
     pieces, options = _plan(shard, q, k, **options)
     of_queries, of_keys = segments or (None, None)
-    chunks = _send(shard, pieces, (q, of_queries))
+    chunks = _send(shard, pieces, (q, of_queries, _rows(bias)))
     keys = _gather(shard, (k, v, of_keys))
 
     def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Array, Array]:
-        q, _ = chunk
+        q, *_ = chunk
         if not piece.keys:
             statistic = jnp.promote_types(q.dtype, jnp.float32)
             B, T, N, _ = q.shape
             return jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, statistic)
         k, v, of_keys = _cut(keys, piece.keys)
-        longer, of_queries = _append(piece.beyond, chunk)
-        arrays = (longer, k, v, _pair(of_queries, of_keys), None)
+        longer, of_queries, rows = _append(piece.beyond, chunk)
+        arrays = (longer, k, v, *_bias_of(piece, rows), _pair(of_queries, of_keys), None)
         found = dispatch(op, Direction.FORWARD, backend, *arrays, **options)
         return _cut(found, range(q.shape[1]))
 
@@ -165,9 +168,10 @@ def backward(
     table: Pair,
     dlse: Array | None = None,
     *,
+    bias: Array | None = None,
     interleaved: bool,
     **options: Any,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """``flash_attention_backward`` of a shard, as :func:`forward`.
 
     Args:
@@ -183,32 +187,40 @@ def backward(
         segments: The segments.
         table: The cosines and sines.
         dlse: The gradient of ``lse``; None where it has none.
+        bias: The rows of the bias.
         interleaved: How columns rotate.
         **options: The other options.
 
     Returns:
-        ``(dq, dk, dv)`` of the shard.
+        ``(dq, dk, dv)`` of the shard; with a bias also its gradient.
     """
     # XLA would keep the forward's gathered keys until the backward.
     (q, k, v, segments), dout = jax.lax.optimization_barrier(((q, k, v, segments), dout))
     q, k = _rotate(Direction.FORWARD, backend, q, k, table, interleaved)
     pieces, options = _plan(shard, q, k, **options)
     of_queries, of_keys = segments or (None, None)
-    chunks = _send(shard, pieces, (q, out, lse, dout, dlse, of_queries))
+    chunks = _send(shard, pieces, (q, out, lse, dout, dlse, of_queries, _rows(bias)))
     keys = _gather(shard, (k, v, of_keys))
 
-    def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Array, Array, Array]:
-        q, (k, v, _) = chunk[0], keys
+    def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Any, Array, Array]:
+        """The gradients of the queries and of the rows of the bias, of the keys, of the values."""
+        (q, *_, rows), (k, v, _) = chunk, keys
         if not piece.keys:
-            return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+            of_rows = None if rows is None else jnp.zeros_like(rows)
+            return (jnp.zeros_like(q), of_rows), jnp.zeros_like(k), jnp.zeros_like(v)
         k, v, of_keys = _cut(keys, piece.keys)
         # Queries, statistics and gradients of what is appended are zero, and add nothing.
-        longer, *given, dlse, of_queries = _append(piece.beyond, chunk)
+        longer, *given, dlse, of_queries, rows = _append(piece.beyond, chunk)
         more = () if dlse is None else (dlse,)
-        arrays = (longer, k, v, *given, _pair(of_queries, of_keys), None, *more)
-        dq, dk, dv = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
-        ends = ((0, 0), (piece.keys.start, keys[0].shape[1] - piece.keys.stop), (0, 0), (0, 0))
-        return dq[:, : q.shape[1]], jnp.pad(dk, ends), jnp.pad(dv, ends)
+        of_bias = _bias_of(piece, rows)
+        arrays = (longer, k, v, *of_bias, *given, _pair(of_queries, of_keys), None, *more)
+        dq, dk, dv, *dbias = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
+        ends = (piece.keys.start, keys[0].shape[1] - piece.keys.stop)
+        dk, dv = (jnp.pad(x, ((0, 0), ends, (0, 0), (0, 0))) for x in (dk, dv))
+        of_rows = None
+        for x in dbias:
+            of_rows = jnp.pad(_rows(x), ((0, 0), (0, 0), (0, 0), ends))[:, : q.shape[1]]
+        return (dq[:, : q.shape[1]], of_rows), dk, dv
 
     def compute(pieces: tuple[Piece, ...], chunks: Any, keys: Any) -> tuple:
         pairs = zip(pieces, chunks, strict=True)
@@ -216,10 +228,20 @@ def backward(
         return dq, _total(dk), _total(dv)
 
     chunks, dk, dv = _on_each_device(shard, pieces, compute, chunks, keys)
-    dq, over = _send_back(shard, chunks), shard.over("T")
+    (dq, of_rows), over = _send_back(shard, chunks), shard.over("T")
     dk, dv = (jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True) for x in (dk, dv))
     dq, dk = _rotate(Direction.BACKWARD, backend, dq, dk, table, interleaved)
-    return dq, dk, dv
+    return (dq, dk, dv) if of_rows is None else (dq, dk, dv, _rows(of_rows))
+
+
+def _rows(bias: Array | None) -> Any:
+    """A bias with queries before heads, as the arrays of heads have them; or the way back."""
+    return None if bias is None else bias.swapaxes(1, 2)
+
+
+def _bias_of(piece: Piece, rows: Array | None) -> tuple[Array, ...]:
+    """The bias of a piece, if there is one."""
+    return () if rows is None else (_rows(rows[..., piece.keys.start : piece.keys.stop]),)
 
 
 def _rotate(
