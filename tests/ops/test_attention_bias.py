@@ -145,7 +145,7 @@ def test_no_cuda_kernel_takes_a_bias_and_explain_says_what_runs():
     q, k, v = attention_arrays(T=9)
     bias = draw_bias(1, 4)
     (call,) = jaxllm.explain(attend, q, k, v, bias).calls
-    assert (call.stem, call.on_gpu) == ("flash_attention_bias_forward", "xla")
+    assert (call.stem, call.on_gpu) == ("flash_attention_bias_forward", "pallas")
     with pytest.raises(BackendError, match="flash_attention_bias_forward has no cuda kernel"):
         attend(q, k, v, bias, backend="cuda")
 
