@@ -23,6 +23,7 @@ from jaxllm.training.checksum import checksums
 V, T = 64, 8
 OPTIMIZER = optim.adamw(1e-2)
 RECORD = {"seed": 3, "order": "shuffled"}
+OUTCOMES = 3  # nothing changed, not readable, found by checksum
 
 
 def fresh(mesh, spec):
@@ -62,10 +63,14 @@ def main(root: Path, flips: int) -> dict:
 
 
 def flip(root: Path, like: training.TrainState, sums: dict[str, str], flips: int) -> dict[str, int]:
-    """Flips one bit of a file at a time; counts the flips by outcome."""
+    """Flips one bit of a file at a time; counts the flips by outcome.
+
+    Orbax gives some files random names. So each run flips other bits: ``flips`` of them, and more
+    until each outcome has come, up to 100.
+    """
     rng, found = random.Random(0), collections.Counter()
     files = sorted(path for path in (root / "whole").rglob("*") if path.is_file())
-    for _ in range(flips):
+    while found.total() < flips or (len(found) < OUTCOMES and found.total() < 100):
         shutil.rmtree(root / "damaged", ignore_errors=True)
         shutil.copytree(root / "whole", root / "damaged")
         # Files are chosen uniformly, so small files get as many flips as large ones.
