@@ -15,6 +15,8 @@ from jaxllm.ops.checks import as_integer
 
 Window = int | tuple[int | None, int | None] | None
 
+_MOST_TOKENS = 2**31 - 1  # of a sequence: positions are int32
+
 
 def sides(causal: bool, window: Window) -> tuple[int | None, int | None]:
     """``(left, right)``, None on a side where nothing but the ends of the keys ends the window."""
@@ -35,7 +37,7 @@ def shortest(causal: bool, window: Window) -> tuple[bool, Window]:
 
 
 def check_window(window: object) -> Window:
-    """The window that an option is.
+    """The window that an option is; a side beyond the longest sequence is None.
 
     Raises:
         TypeError: It is no integer and no pair of integers.
@@ -47,10 +49,11 @@ def check_window(window: object) -> Window:
         size = as_integer("window", window)
         if size < 1:
             raise ValueError(f"window is {size}; it must be at least 1")
-        return size
+        return size if size <= _MOST_TOKENS else None
     if len(window) != 2:
         raise ValueError(f"window is {window!r}; it must be an integer or a pair, (left, right)")
     left, right = (None if side is None else as_integer("window", side) for side in window)
     if min(left or 0, right or 0) < 0:
         raise ValueError(f"window is {window!r}; left and right must be at least 0, or None")
+    left, right = (None if (side or 0) >= _MOST_TOKENS else side for side in (left, right))
     return left, right

@@ -43,7 +43,7 @@ def test_keys_past_the_length_do_not_change_the_output(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [1, 6, 39, 40, 99, (4, 2), (None, 1)])
+@pytest.mark.parametrize("window", [1, 6, 39, 40, 99, 2**31 - 1, 2**40, (4, 2), (None, 1)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_window_and_sinks_match_the_last_row_of_flash_attention(with_sinks, window, backend):
     q, k, v = inputs()

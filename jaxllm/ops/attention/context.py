@@ -217,9 +217,8 @@ def backward(
         dq, dk, dv, *dbias = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
         ends = (piece.keys.start, keys[0].shape[1] - piece.keys.stop)
         dk, dv = (jnp.pad(x, ((0, 0), ends, (0, 0), (0, 0))) for x in (dk, dv))
-        of_rows = None
-        for x in dbias:
-            of_rows = jnp.pad(_rows(x), ((0, 0), (0, 0), (0, 0), ends))[:, : q.shape[1]]
+        of_rows = [jnp.pad(_rows(x), ((0, 0), (0, 0), (0, 0), ends)) for x in dbias]
+        of_rows = of_rows[0][:, : q.shape[1]] if of_rows else None
         return (dq[:, : q.shape[1]], of_rows), dk, dv
 
     def compute(pieces: tuple[Piece, ...], chunks: Any, keys: Any) -> tuple:
