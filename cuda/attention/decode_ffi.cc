@@ -27,8 +27,9 @@ ffi::ErrorOr<DecodeSizes> sizes_of(const Buffer& q, const Buffer& k, const Buffe
   }
   if (page != 0) {
     if (of_table.size() == 0) return ffi::Unexpected(invalid("block_table", "has too few axes"));
-    if (sizes.length != page)
+    if (sizes.length != page) {
       return ffi::Unexpected(invalid("k_cache", "has pages of another size"));
+    }
     sizes.pages = of_k[of_k.size() - 4];
     sizes.page = page;
     sizes.length = of_table.back() * page;

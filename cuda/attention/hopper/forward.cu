@@ -72,12 +72,11 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
   return launch_kernel(stream, kernel, launch, q_map, k_map, v_map, out_map, params);
 }
 
-// Whether even the last query sees few keys. Documents are shorter than their sequence.
+// Whether even the last query sees few keys.
 bool has_few_keys(const FlashShape& shape, const FlashOptions& options) {
   constexpr int64_t kFew = 1536;
   const LocalMask mask = make_local_mask(shape, options);
-  return options.query_segments != nullptr ||
-         std::min(shape.keys, int64_t{mask.left} + mask.right + 1) < kFew;
+  return std::min(shape.keys, int64_t{mask.left} + mask.right + 1) < kFew;
 }
 
 }  // namespace
@@ -100,13 +99,12 @@ cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) 
     constexpr bool kSegments = segments, kSoftcap = softcap;
     if (call.shape.width > 96) return launch<T, ForwardHdim128, kSegments, kSoftcap>(stream, call);
     if (call.shape.width > 64) return launch<T, ForwardHdim96, kSegments, kSoftcap>(stream, call);
-    if constexpr (!kSoftcap) {
-      if (kSegments || has_few_keys(call.shape, call.options)) {
-        return launch<T, ForwardHdim64FewKeys, kSegments, kSoftcap>(stream, call);
-      }
-    }
-    // With documents and without a softcap the line above has returned.
-    return launch < T, ForwardHdim64, kSegments && kSoftcap, kSoftcap > (stream, call);
+    if constexpr (kSoftcap) return launch<T, ForwardHdim64, kSegments, true>(stream, call);
+    // Documents are shorter than their sequence.
+    if constexpr (kSegments) return launch<T, ForwardHdim64FewKeys, true, false>(stream, call);
+    return has_few_keys(call.shape, call.options)
+               ? launch<T, ForwardHdim64FewKeys, false, false>(stream, call)
+               : launch<T, ForwardHdim64, false, false>(stream, call);
   };
   const auto with_softcap = [&](auto segments) {
     return call.options.softcap == 0.0f ? with(segments, std::false_type{})
