@@ -167,7 +167,8 @@ def complete(
         page_size: Keeps the cache in pages of so many tokens: each text has room for its prompt and
             ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The logits
             differ by rounding at most, as other kernels may run. None for a cache in one piece,
-            for which there are CUDA kernels. ``max_length`` must be None.
+            which a Llama in the layout for decoding reads block by block. ``max_length`` must be
+            None.
 
     Returns:
         The new tokens of each prompt, int32, the token that stopped it included.

@@ -17,7 +17,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_FASTER_THAN_CUDNN = (32, 64, 80, 96, 128)  # wide heads, on Hopper GPUs
+_FASTER_THAN_CUDNN = (32, 64, 80, 96, 128)  # widths of heads, by rows of Hopper GPUs
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
@@ -367,7 +367,10 @@ def _backward_tile(width: int) -> int:
 
 
 def _hopper_columns(width: int) -> int:
-    """The columns that these kernels have for a head; 0 for a width that they do not serve."""
+    """The columns that these kernels have for a head; 0 for a width that they do not serve.
+
+    As ``flash_hopper_columns`` of ``cuda/attention/flash_attention.h``.
+    """
     if width > 128 or width % 8:
         return 0
     return 64 if width <= 64 else 128
