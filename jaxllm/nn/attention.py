@@ -268,9 +268,8 @@ def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
     """Why each kernel cannot serve a call under ``auto``; nothing where one does."""
     options = flash.options | {"softcap": None, "interleaved": False}
     *qkv, segments = flash.arrays
-    bias, op = (
-        ((), FLASH_ATTENTION) if flash.bias is None else ((flash.bias,), FLASH_ATTENTION_BIAS)
-    )
+    bias = () if flash.bias is None else (flash.bias,)
+    op = FLASH_ATTENTION_BIAS if bias else FLASH_ATTENTION
     arrays = (*qkv, *bias, segments, None)  # no rotation table
     chosen, rejected = choose(op, Direction.FORWARD, "auto", *arrays, **options)
     return rejected if chosen == "xla" else ()

@@ -470,7 +470,6 @@ _flash_attention_with_bias = {
             "[B T | B T], [B T R | B T R], N -> B T N H, B N T",
             "B N" if is_one else "B T N",
         ),
-        has_bias=True,
     )
     for one_sequence in (False, True)
     for one_head in (False, True)

@@ -32,20 +32,17 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import context, packing
 
 
-def make_rule(
-    op: Op, op_of_piece: Op, *, sharding: ShardingRule, has_bias: bool = False
-) -> Callable[..., Any]:
+def make_rule(op: Op, op_of_piece: Op, *, sharding: ShardingRule) -> Callable[..., Any]:
     """The function of an op of attention that returns ``(out, lse)``, with its derivative rule.
 
     Args:
         op: The op: of queries, keys and values, or of a projection that holds them.
         op_of_piece: The op of queries, keys and values, for a sequence in shards.
         sharding: How the op may be sharded, of the arrays that the function takes.
-        has_bias: Whether a bias is the last of the arrays before the segments.
 
     Returns:
         ``fn(*given, segments, rope_table, sinks, backend=, options=)``, where ``given`` are the
-        arrays before the segments, and anything after them may be None.
+        arrays before the segments, a bias the last of them, and anything after them may be None.
     """
 
     def implementation(direction: Direction, backend: Backend, given: Any) -> Callable[..., Any]:
@@ -58,7 +55,7 @@ def make_rule(
             Direction.BACKWARD: (context.backward, packing.backward),
         }[direction]
         attend = functools.partial(in_context, op_of_piece, backend, shard)
-        if has_bias:
+        if len(given) > 3:  # a bias too
             return lambda q, k, v, bias, *rest, **options: attend(
                 q, k, v, *rest, bias=bias, **options
             )
