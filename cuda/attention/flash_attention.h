@@ -70,6 +70,14 @@ struct FlashSums {
   const float *delta, *dout;
 };
 
+// Scores, one for a query head, that join the denominators of its softmaxes without a key. The lse
+// that they are in tells the backward of them.
+struct FlashSinks {
+  // Null for none; (groups, heads). Sequence b is in group b / (batch / groups).
+  const float* data;
+  int64_t groups;
+};
+
 struct FlashOptions {
   float scale;
   // Query t is at position p = t + keys - queries, and sees the keys p - left <= s <= p + right. A
@@ -82,6 +90,7 @@ struct FlashOptions {
   const int32_t* key_segments;
   // Then a workspace of batch * flash_segment_ranges(queries, keys) elements.
   SegmentRange* segment_ranges;
+  FlashSinks sinks;  // of the forward
   FlashRope rope;
   FlashScratch scratch;
   FlashBias bias;  // of the backward
@@ -150,7 +159,7 @@ struct FlashBackward {
   FlashOptions options;
   HeadRows<const T> q = {}, k = {}, v = {}, out = {}, dout = {};
   const float* lse = nullptr;
-  float* delta = nullptr;       // a workspace like lse
+  float* delta = nullptr;       // like lse
   const float* dlse = nullptr;  // the gradient of lse, or null; not with a bias
   HeadRows<T> dq = {}, dk = {}, dv = {};
 };
@@ -158,14 +167,16 @@ struct FlashBackward {
 // T is float, __nv_bfloat16 or __half. Any sizes, zero included, up to kFlashMaxWidth and
 // kFlashMaxLength, but at least one head; cudaErrorInvalidValue for others.
 //
-// out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees; zeros and
-// -infinity where it sees none. With float8, for T = __nv_bfloat16, no rotary embeddings.
+// out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees, and the
+// sink of its head; zeros and -infinity where there are none. With float8, for T = __nv_bfloat16,
+// no rotary embeddings and no sinks.
 template <typename T, typename Stored>
 cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored> call);
 
 // With p = e^(scores - lse), delta = sum(out * dout) and da = p * (dout v^T - delta), times the
 // derivative of the softcap: dq = scale * da k, dk = scale * da^T q, dv = p^T dout. The same inputs
-// give the same bits. With options.bias also its gradient.
+// give the same bits. With options.bias also its gradient. Writes delta - dlse to `delta`, from
+// which the gradient of a sink follows, except with options.sums.
 template <typename T>
 cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call);
 

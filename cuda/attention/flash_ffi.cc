@@ -98,9 +98,21 @@ struct FlashDirection {
 constexpr FlashDirection kForward{flash_forward_scratch, false};
 constexpr FlashDirection kBackward{flash_backward_scratch, true};
 
+// One set of sinks serves all sequences; a leading axis of jax.vmap adds sets.
+ffi::ErrorOr<FlashSinks> sinks_of(const FlashShape& shape, const Buffer& sinks) {
+  const int64_t groups = shape.heads == 0 ? 0 : count(sinks) / shape.heads;
+  const ffi::Error error = check_buffers({{"sinks", sinks, ffi::F32, groups * shape.heads}});
+  if (error.failure()) return ffi::Unexpected(error);
+  if (groups == 0 || shape.batch % groups != 0) {
+    return ffi::Unexpected(invalid("sinks", "do not fit q"));
+  }
+  return FlashSinks{data<float>(sinks), groups};
+}
+
 // Reads the options of a call. `extras` are the tables of cosines and sines, if the attribute
 // `rope` is true, then the segments of the queries and keys, if there are segments, then the
-// gradient of lse, if there is an attribute `dlse`. With the attribute `hopper` the scratch has
+// sinks of a forward, if there is an attribute `sinks`, or the gradient of lse of a backward, if
+// there is an attribute `dlse`. With the attribute `hopper` the scratch has
 // direction.scratch_size(shape) floats.
 ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
                                       ffi::Dictionary attributes, FlashWorkspaces workspaces,
@@ -128,9 +140,9 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   if (*by_parts && !*rope) return ffi::Unexpected(invalid("by_parts", "is for calls that rotate"));
   options.softcap = *softcap;
   const size_t tables = *rope ? 2 : 0;
-  const size_t of_lse = direction.has_gradients && attributes.contains("dlse") ? 1 : 0;
-  const bool segments = extras.size() == tables + 2 + of_lse;
-  if (extras.size() != tables + of_lse && !segments) {
+  const bool has_last = attributes.contains(direction.has_gradients ? "dlse" : "sinks");
+  const bool segments = extras.size() == tables + 2 + has_last;
+  if (extras.size() != tables + has_last && !segments) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("there are too few or too many arrays"));
   }
   const int64_t ranges = shape.batch * flash_segment_ranges(shape.queries, shape.keys);
@@ -149,12 +161,18 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
     if (found.has_error()) return ffi::Unexpected(found.error());
     options.rope = *found;
   }
-  if (of_lse != 0) {
-    const auto dlse = extras.get<Buffer>(extras.size() - 1);
-    if (!dlse) return ffi::Unexpected(invalid("dlse", "is no array"));
-    const ffi::Error of_dlse = check_buffers({{"dlse", *dlse, ffi::F32, query_rows(shape)}});
-    if (of_dlse.failure()) return ffi::Unexpected(of_dlse);
-    call.dlse = data<float>(*dlse);
+  if (has_last) {
+    const auto last = extras.get<Buffer>(extras.size() - 1);
+    if (!last) return ffi::Unexpected(invalid("the last array", "is none"));
+    if (direction.has_gradients) {
+      const ffi::Error of_dlse = check_buffers({{"dlse", *last, ffi::F32, query_rows(shape)}});
+      if (of_dlse.failure()) return ffi::Unexpected(of_dlse);
+      call.dlse = data<float>(*last);
+    } else {
+      const auto sinks = sinks_of(shape, *last);
+      if (sinks.has_error()) return ffi::Unexpected(sinks.error());
+      options.sinks = *sinks;
+    }
   }
   if (!segments) return call;
   const auto of_queries = extras.get<Buffer>(tables), of_keys = extras.get<Buffer>(tables + 1);
@@ -331,6 +349,7 @@ ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buf
   FlashShape& shape = part.shape;
   FlashOptions& options = part.options;
   if (options.rope.cos != nullptr) return invalid("rope", "is not for float8");
+  if (options.sinks.data != nullptr) return invalid("sinks", "are not for float8");
   // One set of scales serves all sequences; a leading axis of jax.vmap adds sets, and a launch
   // each.
   const int64_t sets = shape.heads == 0 ? 1 : count(q_scale) / shape.heads;

@@ -87,8 +87,7 @@ def test_bfloat16_matches_float64(sinks_dtype, backend):
     found = jit_with_gradients(call, arrays)
     assert [x.dtype for x in found[1]] == [x.dtype for x in arrays]
     # The reference rounds its results as the kernels do.
-    of_reference = functools.partial(reference.flash_attention, causal=True, return_lse=True)
-    narrow = jit_with_gradients(of_reference, arrays)
+    narrow = jit_with_gradients(functools.partial(reference_of, causal=True), arrays)
     assert_close(
         found, in_float64(functools.partial(exact, causal=True), arrays), "bfloat16", narrow
     )
@@ -148,6 +147,51 @@ def test_sink_of_minus_infinity_changes_nothing(backend):
     expected, of_expected = jit_with_gradients(call, (q, k, v))
     assert_close((found, gradients[:3]), (expected, of_expected), "float32")
     assert not gradients[3].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "H"), [("float32", 24), ("bfloat16", 20), ("bfloat16", 64), ("float16", 128)]
+)
+@pytest.mark.covering(("backend",), ("dtype",))
+def test_sinks_of_any_size_match_float64(dtype, H, backend):
+    # The kernels of every GPU serve heads of 20, and those of Hopper heads of 64 and 128.
+    sinks = jnp.array([-jnp.inf, -1e30, -200.0, 0.0, 20.0, 200.0, 1e4, 1e30])
+    arrays = (*attention_arrays(T=9, S=9, N=8, K=2, H=H, dtype=dtype), sinks)
+    call = functools.partial(flash_attention, causal=True, return_lse=True, backend=backend)
+    narrow = jit_with_gradients(functools.partial(reference_of, causal=True), arrays)
+    expected = in_float64(functools.partial(exact, causal=True), arrays)
+    for found, wide, of_reference in zip(
+        *map(heads_first, (jit_with_gradients(call, arrays), expected, narrow)), strict=True
+    ):
+        assert_close(found, wide, dtype, of_reference)
+
+
+def heads_first(results):
+    """The results of each query head, whose scales differ by the sink; and dk and dv."""
+    (out, lse), (dq, dk, dv, dsinks) = results
+    of_heads = zip(out.swapaxes(0, 2), dq.swapaxes(0, 2), lse.swapaxes(0, 1), strict=True)
+    return [*of_heads, (dk, dv), dsinks]
+
+
+def reference_of(*arrays, **options):
+    return reference.flash_attention(*arrays, **options, return_lse=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "H"), [("float32", 24), ("bfloat16", 20), ("bfloat16", 64)])
+@pytest.mark.parametrize("whose", ["sink", "score"])
+@pytest.mark.covering(("backend", "whose"), ("dtype",))
+def test_nan_of_a_sink_or_a_score_stays_visible(whose, dtype, H, backend):
+    q, k, v = attention_arrays(T=5, S=5, N=4, K=4, H=H, dtype=dtype)
+    sinks = SINKS
+    if whose == "sink":
+        sinks = sinks.at[1].set(jnp.nan)
+    else:
+        k = k.at[:, :, 1].set(jnp.nan)
+    out = flash_attention(q, k, v, sinks, backend=backend)
+    assert np.isnan(out[:, :, 1]).all()
+    assert np.isfinite(jnp.delete(out, 1, axis=2)).all()
 
 
 @pytest.mark.parametrize("backend", FEW_BACKENDS)

@@ -39,7 +39,8 @@ class Recorded(NamedTuple):
         """Sort key: the best call to test has all optional buffers and is small."""
         buffers = (*self.operands, *self.results)
         absent = sum(x.size == 0 for x in buffers)
-        return self.operands[0].size == 0, absent, single(buffers), sum(x.size for x in buffers)
+        size = sum(x.size for x in buffers)
+        return self.operands[0].size == 0, absent, -len(buffers), single(buffers), size
 
 
 def single(buffers):

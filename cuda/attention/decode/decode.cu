@@ -82,8 +82,7 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> a
   params.splits = splits, params.added = sizes.added;
   params.window = sizes.window, params.overlap = sizes.overlap;
   const int64_t group = batch / sizes.groups;
-  params.sinks = {arrays.sinks, static_cast<uint32_t>(sizes.heads),
-                  static_cast<uint32_t>(group * sizes.heads)};
+  params.sinks = Sinks::of_groups(arrays.sinks, sizes.groups, batch, sizes.heads);
   if (arrays.block_table != nullptr) {
     params.pages = {arrays.block_table, static_cast<int>(sizes.length / sizes.page),
                     static_cast<int>(sizes.pages), Divisor(sizes.page), static_cast<int>(group)};

@@ -317,8 +317,8 @@ __global__ void __launch_bounds__(LongTraits<C, kHeadDim>::kThreads, 1)
   if (rank >= kGroups) return;
   const int result = threadIdx.x / Traits::kMergers, merger = threadIdx.x % Traits::kMergers;
   const int head = result / 4 % 2 * 2 + result % 2;  // of the result
-  const float sink = params.sinks.of(sequence * params.heads + kv_head * params.group +
-                                     min(head, params.group - 1));
+  const float sink = params.sinks.in_base_2(sequence * params.heads + kv_head * params.group +
+                                            min(head, params.group - 1));
   float2 statistics[Traits::kPerMerger];
   float most = -INFINITY, total_and_sum[2] = {};
   shared.statistics_full.wait(0);

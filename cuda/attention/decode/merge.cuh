@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/sinks.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/fast_math.cuh"
@@ -36,17 +37,7 @@ __device__ __forceinline__ float weight_of_part(float largest, float largest_of_
   return largest == -INFINITY ? 0.0f : exp2_fast(largest - largest_of_all);
 }
 
-// The sink of each head, a score in base e that joins the denominator and has no value. `data` is
-// null if there are none.
-struct Sinks {
-  const float* data;
-  uint32_t heads, group_rows;  // rows are (sequence, head); those of a group have the same sinks
-
-  // In base 2; -infinity for none.
-  __device__ __forceinline__ float of(uint32_t row) const {
-    return data == nullptr ? -INFINITY : data[row / group_rows * heads + row % heads] * kLog2E;
-  }
-};
+using attention::Sinks;
 
 // The denominator of a softmax, relative to its largest score, from that of its keys.
 __device__ __forceinline__ float add_sink(float total, float largest, float sink) {
@@ -166,7 +157,7 @@ class SplitKvMerge {
 
   // All threads call this, once, before finish(). The CTA's heads begin at `first_row`.
   __device__ __forceinline__ void set_sinks(const Sinks& sinks, uint32_t first_row) {
-    if (threadIdx.x < heads_) shared_.sinks[threadIdx.x] = sinks.of(first_row + threadIdx.x);
+    if (threadIdx.x < heads_) shared_.sinks[threadIdx.x] = sinks.in_base_2(first_row + threadIdx.x);
   }
 
   __device__ __forceinline__ void set_statistics(int head, float largest, float total) {
@@ -316,7 +307,7 @@ __global__ void decode_attention_merge_kernel(float* partial, T* out, int parts,
     const float* part = statistics + (p * rows + row) * 2;
     total += weight_of_part(part[0], largest) * part[1];
   }
-  total = add_sink(total, largest, sinks.of(row));
+  total = add_sink(total, largest, sinks.in_base_2(row));
   for (int column = threadIdx.x; column < width; column += blockDim.x) {
     float sum = 0.0f;
     for (int p = 0; p < parts; ++p) {

@@ -4,6 +4,7 @@
 
 #include "attention/flash_kernels.h"
 #include "attention/flash_tile_scheduler.cuh"
+#include "attention/sinks.cuh"
 #include "common/reduce.cuh"
 #include "common/shared_needs.h"
 
@@ -36,6 +37,7 @@ struct Params {
   int width;
   float scale, softcap;
   Mask mask;
+  Sinks sinks;  // of the forward
 };
 
 // Copies rows of a head into a tile, with zeros past the last row and past `width`.
@@ -163,11 +165,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
     gemm_nn<Traits>(weights, v_tile, out);
   }
   if (query >= queries) return;
+  const SoftmaxEnd end = end_softmax<true>(maximum, sum, params.sinks.of(b * params.heads + head));
   float* target = head_of(params.out, b, queries, head, width);
-  store_row<Traits>(out, sum == 0.0f ? 0.0f : 1.0f / sum, target + query * params.out.row_stride,
-                    width);
+  store_row<Traits>(out, end.factor, target + query * params.out.row_stride, width);
   if (lane == 0) {
-    params.new_lse[(int64_t{b} * params.heads + head) * queries + query] = maximum + logf(sum);
+    params.new_lse[(int64_t{b} * params.heads + head) * queries + query] = end.lse;
   }
 }
 
@@ -291,6 +293,8 @@ cudaError_t forward_by_float32(cudaStream_t stream, const FlashForward<float>& c
   const FlashShape& shape = call.shape;
   Params params = make_params(call);
   params.out = call.out, params.new_lse = call.lse;
+  const FlashSinks& sinks = call.options.sinks;
+  params.sinks = Sinks::of_groups(sinks.data, sinks.groups, shape.batch, shape.heads);
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
     return launch<T>(stream, flash_attention_forward_float32_kernel<T>, shape.batch * shape.heads,

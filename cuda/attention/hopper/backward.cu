@@ -196,7 +196,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
         has_bias ? flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, true>
                  : flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, false>;
     JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, preprocess, {grid, kRowThreads}, params, call.out,
-                                         call.dout, call.lse, call.dlse, call.dq));
+                                         call.dout, call.lse, call.dlse, call.delta, call.dq));
   }
   const Launch launch{dim3(static_cast<unsigned>(std::min<int64_t>(tiles, limits.sms))),
                       dim3(Traits::kThreads), kSmemBytes, /*cluster=*/1, /*pdl=*/true};

@@ -11,7 +11,8 @@
 
 namespace jaxllm::hopper {
 
-// Divides a consumer's output by the softmax's sums and stores it, with lse = log(sum(e^scores)).
+// Divides a consumer's output by the softmax's sums, in which the sink is one more term, and stores
+// it, with lse = log(sum(e^scores)).
 template <typename T, class Traits, class Softmax>
 __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
                                              const ForwardParams& params, const LocalMask& mask,
@@ -23,18 +24,19 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   const int row = first_query + accumulator_row(thread);
   // The earlier tile's output has left shared memory.
   if (thread == 0) tma_store_wait_read<0>();
+  const int64_t head = int64_t{work.sequence} * params.heads + work.head;
+  const float sink = params.sinks.in_base_2(head);
   float factor[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float total = softmax.row_sum[r];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    const float row_max = softmax.row_max[r];
-    factor[r] = row_max == -INFINITY ? 0.0f : 1.0f / total;
+    const float largest = softmax.row_max[r] * (params.scale * kLog2E);
+    const attention::SoftmaxEnd end = attention::end_softmax(largest, total, sink);
+    factor[r] = end.factor;
     if (thread % 4 == 0 && row + 8 * r < mask.queries) {
-      const int64_t head = int64_t{work.sequence} * params.heads + work.head;
-      params.lse[head * mask.queries + row + 8 * r] =
-          row_max == -INFINITY ? -INFINITY : row_max * params.scale + logf(total);
+      params.lse[head * mask.queries + row + 8 * r] = end.lse * kLn2;
     }
   }
   const int barrier = ForwardNamedBarriers::kEpilogue + consumer;

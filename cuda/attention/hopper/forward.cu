@@ -52,19 +52,21 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
     JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
         stream, shape.batch, mask, options.segment_ranges, key_tiles, /*query_tiles=*/nullptr)));
   }
-  const ForwardParams params{mask,
-                             static_cast<int>(shape.batch),
-                             static_cast<int>(shape.heads),
-                             static_cast<int>(shape.kv_heads),
-                             static_cast<int>(query_tiles),
-                             static_cast<int>(tiles),
-                             static_cast<int>(groups_at_a_time * group),
-                             kSoftcap ? options.softcap : options.scale,
-                             kSoftcap ? options.scale / options.softcap : 0.0f,
-                             call.lse,
-                             tile_counter,
-                             {options.query_segments, options.key_segments, options.segment_ranges,
-                              key_tiles, /*query_tiles=*/nullptr}};
+  const ForwardParams params{
+      mask,
+      static_cast<int>(shape.batch),
+      static_cast<int>(shape.heads),
+      static_cast<int>(shape.kv_heads),
+      static_cast<int>(query_tiles),
+      static_cast<int>(tiles),
+      static_cast<int>(groups_at_a_time * group),
+      kSoftcap ? options.softcap : options.scale,
+      kSoftcap ? options.scale / options.softcap : 0.0f,
+      Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads),
+      call.lse,
+      tile_counter,
+      {options.query_segments, options.key_segments, options.segment_ranges, key_tiles,
+       /*query_tiles=*/nullptr}};
   JAXLLM_RETURN_IF_ERROR(zero_counter(stream, tile_counter));
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, limits.sms)));
   const Launch launch{grid, dim3(Traits::kThreads), sizeof(ForwardSmem<T, Traits>), /*cluster=*/1,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/hopper/segments.cuh"
+#include "attention/sinks.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
@@ -66,6 +67,7 @@ struct ForwardParams {
   // Of the scores; with a softcap, of softcap_scale q k^T come the tanh, and `scale` is the
   // softcap.
   float scale, softcap_scale;
+  attention::Sinks sinks;
   float* lse;
   int* tile_counter;
   SegmentParams segments;

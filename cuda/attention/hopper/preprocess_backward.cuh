@@ -41,7 +41,7 @@ __device__ __forceinline__ void zero_semaphores(const BackwardParams& params, in
 }
 
 // Writes lse and delta = rowsum(dout * out) - dlse, where dlse is null or the gradient of lse, zero
-// semaphores, and zeros of dq where no key is seen.
+// semaphores, and zeros of dq where no key is seen. And delta once more, without padding.
 // A group of threads takes a row, a pack each, and a CTA consecutive queries of one head. With a
 // bias they are a whole tile, of which the CTA also writes the column sums of dout.
 template <typename T, class Traits, bool kSegments, bool kBias>
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kRowThreads)
     flash_attention_backward_hopper_preprocess_kernel(const __grid_constant__ BackwardParams params,
                                                       HeadRows<const T> out, HeadRows<const T> dout,
                                                       const float* lse, const float* dlse,
-                                                      HeadRows<T> dq) {
+                                                      float* delta, HeadRows<T> dq) {
   constexpr int kGroup = Traits::kColumns / kPackSize<T>, kRows = kRowThreads / kGroup;
   constexpr int kPasses = kBias ? Traits::kBlockM / kRows : 1;
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kRowThreads)
     if (threadIdx.x % kGroup == 0 && query < padded_queries) {
       params.lse[row * padded_queries + query] = scaled_lse(lses[pass]);
       params.delta[row * padded_queries + query] = sum - dlses[pass];
+      if (query < queries) delta[row * queries + query] = sum - dlses[pass];
     }
     if (query < queries && has_column &&
         visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() == 0) {

@@ -33,6 +33,8 @@ cudaError_t forward_by_mma(cudaStream_t stream, const FlashForward<T, Stored>& c
   params.scores = make_score_params(options);
   params.exp2_scale = 1.0f;
   params.mask = make_mask(shape, options);
+  params.sinks =
+      Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads);
   params.rotary = make_rotary(shape, options.rope);
   params.q_scale = q_scale, params.k_scale = k_scale, params.v_scale = v_scale;
   params.aligned = heads_are_aligned(shape.width, q, k, v, out);

@@ -11,6 +11,7 @@
 #include "attention/mma/rotary.cuh"
 #include "attention/mma/softmax.cuh"
 #include "attention/mma/tile.cuh"
+#include "attention/sinks.cuh"
 #include "common/cp_async.cuh"
 
 namespace jaxllm::attention {
@@ -26,6 +27,7 @@ struct ForwardParams {
   ScoreParams scores;
   float exp2_scale;  // of the scores; above zero
   Mask mask;
+  Sinks sinks;
   Rotary rotary;                             // of q
   const float *q_scale, *k_scale, *v_scale;  // of a float8's heads
   bool aligned;
@@ -125,14 +127,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
   cp_async_wait_all();
   __syncthreads();  // where no key is seen, the copies of q may still be in flight
   float* lse = params.lse + (int64_t{b} * params.heads + head) * queries;
-  const float exp2_scale = params.exp2_scale;
+  const float sink = params.sinks.in_base_2(b * params.heads + head);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float total = quad_sum(sum[m][h]);
-      float factor = total == 0.0f ? 0.0f : 1.0f / total;
+      const SoftmaxEnd end =
+          end_softmax(params.exp2_scale * maximum[m][h], quad_sum(sum[m][h]), sink);
+      float factor = end.factor;
       if constexpr (kScaled) factor *= params.v_scale[kv_head];
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
@@ -140,8 +143,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
         out[m][n][2 * h + 1] *= factor;
       }
       const int row = first + warp_row + 16 * m + 8 * h + lane / 4;
-      if (!kScaled && lane % 4 == 0 && row < queries)
-        lse[row] = (exp2_scale * maximum[m][h] + log2f(total)) * kLn2;
+      if (!kScaled && lane % 4 == 0 && row < queries) lse[row] = end.lse * kLn2;
     }
   }
   store_accumulator<kHeadDim>(out, q_tile + warp_row * kSmemStride<kHeadDim>,

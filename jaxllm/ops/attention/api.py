@@ -118,9 +118,9 @@ def flash_attention(
         k: The keys, in the dtype of ``q``; K divides N.
         v: The values, in the shape and dtype of ``k``.
         sinks: The sink of each query head, float32 or in the dtype of ``q``; neither ``scale`` nor
-            ``softcap`` changes it. Whatever the kernel it costs one elementwise pass over the
-            output, which rounds it once more, and a read of the output and its gradient in the
-            backward.
+            ``softcap`` changes it. The CUDA kernels add it as they divide by the denominator.
+            Pallas's and cuDNN's do not: there it costs one elementwise pass over the output, which
+            rounds it once more, and a read of the output and its gradient in the backward.
         bias: Added to the scores after ``scale`` and ``softcap``, as by ALiBi and T5; (B, N, T, S),
             where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
             key with the bias -inf is not seen. Its gradient is summed in float32. There is no CUDA

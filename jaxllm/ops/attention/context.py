@@ -33,6 +33,7 @@ from jaxllm.core import vma
 from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import Shard
+from jaxllm.ops.attention import sink
 from jaxllm.ops.rotary.api import ROPE
 from jaxllm.ops.window import Window, shortest, sides
 
@@ -106,6 +107,7 @@ def forward(
     v: Array,
     segments: Pair,
     table: Pair,
+    sinks: Array | None = None,
     *,
     bias: Array | None = None,
     interleaved: bool,
@@ -122,6 +124,7 @@ def forward(
         v: Its values.
         segments: The segments of its queries and of its keys.
         table: The cosines and sines of its positions.
+        sinks: The sinks of its heads.
         bias: The rows of the bias of its queries, (B or 1, N or 1, T / c, S), for all keys.
         interleaved: As in :func:`jaxllm.ops.flash_attention`.
         **options: Likewise.
@@ -140,10 +143,11 @@ def forward(
         if not piece.keys:
             statistic = jnp.promote_types(q.dtype, jnp.float32)
             B, T, N, _ = q.shape
-            return jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, statistic)
+            return sink.join(jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, statistic), sinks)
         k, v, of_keys = _cut(keys, piece.keys)
         longer, of_queries, rows = _append(piece.beyond, chunk)
-        arrays = (longer, k, v, *_bias_of(piece, rows), _pair(of_queries, of_keys), None)
+        more = () if sinks is None else (sinks,)
+        arrays = (longer, k, v, *_bias_of(piece, rows), _pair(of_queries, of_keys), None, *more)
         found = dispatch(op, Direction.FORWARD, backend, *arrays, **options)
         return _cut(found, range(q.shape[1]))
 
@@ -167,6 +171,7 @@ def backward(
     segments: Pair,
     table: Pair,
     dlse: Array | None = None,
+    sinks: Array | None = None,
     *,
     bias: Array | None = None,
     interleaved: bool,
@@ -187,50 +192,57 @@ def backward(
         segments: The segments.
         table: The cosines and sines.
         dlse: The gradient of ``lse``; None where it has none.
+        sinks: The sinks.
         bias: The rows of the bias.
         interleaved: How columns rotate.
         **options: The other options.
 
     Returns:
-        ``(dq, dk, dv)`` of the shard; with a bias also its gradient.
+        ``(dq, dk, dv)`` of the shard; with a bias or sinks also their gradients.
     """
     # XLA would keep the forward's gathered keys until the backward.
     (q, k, v, segments), dout = jax.lax.optimization_barrier(((q, k, v, segments), dout))
     q, k = _rotate(Direction.FORWARD, backend, q, k, table, interleaved)
     pieces, options = _plan(shard, q, k, **options)
     of_queries, of_keys = segments or (None, None)
+    # The gradients by the pieces are summed before they are rounded.
+    wide = None if sinks is None else sinks.astype(lse.dtype)
     chunks = _send(shard, pieces, (q, out, lse, dout, dlse, of_queries, _rows(bias)))
     keys = _gather(shard, (k, v, of_keys))
 
-    def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Any, Array, Array]:
-        """The gradients of the queries and of the rows of the bias, of the keys, of the values."""
-        (q, *_, rows), (k, v, _) = chunk, keys
+    def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Any, Array, Array, Any]:
+        """The gradients of the queries and of the rows of the bias, of keys, values and sinks."""
+        (q, *statistics, _, rows), (k, v, _) = chunk, keys
         if not piece.keys:
             of_rows = None if rows is None else jnp.zeros_like(rows)
-            return (jnp.zeros_like(q), of_rows), jnp.zeros_like(k), jnp.zeros_like(v)
+            of_heads = sink.gradients(*statistics, wide)
+            return (jnp.zeros_like(q), of_rows), jnp.zeros_like(k), jnp.zeros_like(v), of_heads
         k, v, of_keys = _cut(keys, piece.keys)
         # Queries, statistics and gradients of what is appended are zero, and add nothing.
         longer, *given, dlse, of_queries, rows = _append(piece.beyond, chunk)
-        more = () if dlse is None else (dlse,)
+        more = (dlse, wide) if wide is not None else () if dlse is None else (dlse,)
         of_bias = _bias_of(piece, rows)
         arrays = (longer, k, v, *of_bias, *given, _pair(of_queries, of_keys), None, *more)
-        dq, dk, dv, *dbias = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
+        dq, dk, dv, *others = dispatch(op, Direction.BACKWARD, backend, *arrays, **options)
+        dbias, of_heads = others[: len(of_bias)], tuple(others[len(of_bias) :])
         ends = (piece.keys.start, keys[0].shape[1] - piece.keys.stop)
         dk, dv = (jnp.pad(x, ((0, 0), ends, (0, 0), (0, 0))) for x in (dk, dv))
         of_rows = [jnp.pad(_rows(x), ((0, 0), (0, 0), (0, 0), ends)) for x in dbias]
         of_rows = of_rows[0][:, : q.shape[1]] if of_rows else None
-        return (dq[:, : q.shape[1]], of_rows), dk, dv
+        return (dq[:, : q.shape[1]], of_rows), dk, dv, of_heads
 
     def compute(pieces: tuple[Piece, ...], chunks: Any, keys: Any) -> tuple:
         pairs = zip(pieces, chunks, strict=True)
-        dq, dk, dv = zip(*(attend(piece, chunk, keys) for piece, chunk in pairs), strict=True)
-        return dq, _total(dk), _total(dv)
+        found = [attend(piece, chunk, keys) for piece, chunk in pairs]
+        dq, dk, dv, of_heads = zip(*found, strict=True)
+        return dq, _total(dk), _total(dv), *map(_total, zip(*of_heads, strict=True))
 
-    chunks, dk, dv = _on_each_device(shard, pieces, compute, chunks, keys)
+    chunks, dk, dv, *dsinks = _on_each_device(shard, pieces, compute, chunks, keys)
     (dq, of_rows), over = _send_back(shard, chunks), shard.over("T")
     dk, dv = (jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True) for x in (dk, dv))
     dq, dk = _rotate(Direction.BACKWARD, backend, dq, dk, table, interleaved)
-    return (dq, dk, dv) if of_rows is None else (dq, dk, dv, _rows(of_rows))
+    dbias = () if of_rows is None else (_rows(of_rows),)
+    return dq, dk, dv, *dbias, *(x.astype(sinks.dtype) for x in dsinks if sinks is not None)
 
 
 def _rows(bias: Array | None) -> Any:

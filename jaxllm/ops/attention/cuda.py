@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.core import ffi
-from jaxllm.ops.attention import packing
+from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.window import sides
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -24,13 +24,15 @@ _HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
 _MAX_PARTIAL_ROWS = 640  # of a bias's gradient
 
 
-def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
+def flash_attention_unsupported(
+    q, k, v, segment_ids, rope_table=None, sinks=None, **_
+) -> str | None:
     """Why the forward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rest[-1]) or _shared_memory_reason(q, "forward")
+    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "forward")
 
 
 def flash_attention_backward_unsupported(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **_
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
 ) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
     return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward")
@@ -136,31 +138,37 @@ def _dtype_unsupported(name: str, array) -> str | None:
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
-):
+    q, k, v, segment_ids, rope_table=None, sinks=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
     """Returns ``(out, lse)``."""
-    extras = _extras(segment_ids, rope_table)
+    extras = _extras(segment_ids, rope_table, _wide(sinks))
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options |= _last_option(sinks=sinks)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``; ``dlse`` is the gradient of ``lse``, None where it has none."""
+    """Returns ``(dq, dk, dv)``, and ``dsinks`` where there are sinks.
+
+    ``dlse`` is the gradient of ``lse``, None where it has none.
+    """
     arrays = (q, k, v, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k))
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
-    options |= _dlse_option(dlse)
-    return ffi.call("flash_attention_backward", results, *arrays, **options)[:3]
+    options |= _last_option(dlse=dlse)
+    *gradients, delta = ffi.call("flash_attention_backward", results, *arrays, **options)[:4]
+    return *gradients, *_sinks_gradient(lse, delta, sinks)
 
 
 def flash_attention_packed_forward(
-    qkv, segment_ids, rope_table,
+    qkv, segment_ids, rope_table, sinks=None,
     *, heads, kv_heads, causal, scale, window, softcap, interleaved,
 ):  # fmt: skip
     """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
@@ -170,25 +178,31 @@ def flash_attention_packed_forward(
     options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": _has_apart(qkv)}
     if options["by_parts"] and rope_table is None:
         return _split_forward(
-            qkv, segment_ids, None, heads=heads, kv_heads=kv_heads,
+            qkv, segment_ids, None, sinks, heads=heads, kv_heads=kv_heads,
             causal=causal, scale=scale, window=window, softcap=softcap,
         )  # fmt: skip
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (out, _query_statistic(q), *workspaces, _forward_scratch(q))
-    extras = _extras(segment_ids, rope_table)
+    extras = _extras(segment_ids, rope_table, _wide(sinks))
+    options |= _last_option(sinks=sinks)
     qkv = lax.collapse(qkv, 2)
     return ffi.call("flash_attention_packed_forward", results, qkv, *extras, **options)[:2]
 
 
 def flash_attention_packed_backward(
-    qkv, out, lse, dout, segment_ids, rope_table, dlse=None, **options
+    qkv, out, lse, dout, segment_ids, rope_table, dlse=None, sinks=None, **options
 ):
-    """Returns ``dqkv``; ``dlse`` is the gradient of ``lse``, None where it has none."""
+    """Returns ``dqkv``, and ``dsinks`` where there are sinks.
+
+    ``dlse`` is the gradient of ``lse``, None where it has none.
+    """
     arrays, more = (qkv, out, lse, dout), (segment_ids, rope_table, dlse)
     if _has_apart(qkv) and rope_table is None:
-        return _split_backward(*arrays, *more, **options)
-    return _packed_backward("flash_attention_packed_backward", (), arrays, *more, **options)[0]
+        return _split_backward(*arrays, *more, sinks, **options)
+    stem = "flash_attention_packed_backward"
+    dqkv, delta, *_ = _packed_backward(stem, (), arrays, *more, **options)
+    return dqkv if sinks is None else (dqkv, *_sinks_gradient(lse, delta, sinks))
 
 
 def self_attention_backward(
@@ -265,7 +279,7 @@ def _packed_backward(
     extras = _extras(segment_ids, rope_table, dlse)
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
-    options |= _dlse_option(dlse)
+    options |= _last_option(dlse=dlse)
     flat = lax.collapse(qkv, 2)
     scratch = _backward_scratch(q, k)
     results = (_like(flat), _query_statistic(q), *workspaces, scratch, *more)
@@ -293,14 +307,26 @@ def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -
     }
 
 
-def _extras(segment_ids, rope_table, dlse=None) -> tuple:
-    """The arrays of a call that it may lack, in the order of the handlers."""
-    return (*(rope_table or ()), *(segment_ids or ()), *(() if dlse is None else (dlse,)))
+def _extras(segment_ids, rope_table, last=None) -> tuple:
+    """The arrays of a call that it may lack, in the order of the handlers.
+
+    The last are the sinks of a forward, or the gradient of lse of a backward.
+    """
+    return (*(rope_table or ()), *(segment_ids or ()), *(() if last is None else (last,)))
 
 
-def _dlse_option(dlse) -> dict[str, Any]:
-    """The attribute that says that the last array is the gradient of lse; no other call has it."""
-    return {} if dlse is None else {"dlse": True}
+def _last_option(**last) -> dict[str, Any]:
+    """The attribute that says what the last array is; calls without it have none."""
+    return {name: True for name, array in last.items() if array is not None}
+
+
+def _wide(sinks: jax.Array | None) -> jax.Array | None:
+    return None if sinks is None else sinks.astype(jnp.float32)
+
+
+def _sinks_gradient(lse, delta, sinks: jax.Array | None) -> tuple[jax.Array, ...]:
+    """By the kernels' ``delta - dlse``, which costs no pass over the output."""
+    return () if sinks is None else (sink.gradient_by_delta(lse, delta, sinks),)
 
 
 def _unpacked(qkv: jax.Array, heads: int, kv_heads: int) -> tuple:

@@ -65,10 +65,10 @@ def rows(x: Array) -> Array:
 def forward(unpacked: Callable) -> Callable:
     """``flash_attention_packed_forward`` by a ``flash_attention_forward``."""
 
-    def packed(qkv, segment_ids, rope_table, *, heads, kv_heads, **options):
+    def packed(qkv, *rest, heads, kv_heads, **options):
         """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
         q, k, v = split(qkv, heads, kv_heads)
-        out, lse = unpacked(q, k, v, segment_ids, rope_table, **options)
+        out, lse = unpacked(q, k, v, *rest, **options)
         return rows(out), lse
 
     return packed
@@ -78,11 +78,12 @@ def backward(unpacked: Callable) -> Callable:
     """``flash_attention_packed_backward`` by a ``flash_attention_backward``."""
 
     def packed(qkv, out, lse, dout, *rest, heads, kv_heads, **options):
-        """Returns ``dqkv``."""
+        """Returns ``dqkv``, in a tuple with more gradients if there are any."""
         q, k, v = split(qkv, heads, kv_heads)
         out, dout = out.reshape(q.shape), dout.reshape(q.shape)
-        gradients = unpacked(q, k, v, out, lse, dout, *rest, **options)
-        return join(*gradients, by_parts=is_by_parts(qkv))
+        dq, dk, dv, *more = unpacked(q, k, v, out, lse, dout, *rest, **options)
+        dqkv = join(dq, dk, dv, by_parts=is_by_parts(qkv))
+        return (dqkv, *more) if more else dqkv
 
     return packed
 

@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxllm.ops.attention import packing
+from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.attention.pallas_flash_blocks import (
     LN2,
     LOG2E,
@@ -57,13 +57,15 @@ _MAX_WIDTH = 256
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def flash_attention_unsupported(q, k, v, *rest, **_) -> str | None:
+def flash_attention_unsupported(
+    q, k, v, segment_ids, rope_table=None, sinks=None, **_
+) -> str | None:
     """Why the forward kernel cannot serve a call; None if it can."""
-    return _unsupported(q, k, rest[-1])
+    return _unsupported(q, k, rope_table)
 
 
 def flash_attention_backward_unsupported(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **_
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
 ) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
     return _unsupported(q, k, rope_table)
@@ -82,7 +84,7 @@ def _unsupported(q, k, rope_table) -> str | None:
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, rope_table=None,
+    q, k, v, segment_ids, rope_table=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False, bias=None, interpret=False, tiles=None,
 ):  # fmt: skip
     """Returns ``(out, lse)``; ``tiles`` stands in for those of the table."""
@@ -90,7 +92,7 @@ def flash_attention_forward(
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
     if q.size == 0 or k.size == 0:
-        return jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, jnp.float32)
+        return sink.join(jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, jnp.float32), sinks)
     problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
     tile = problem.fit((tiles or problem.tiles(q.dtype)).forward)
     out, lse = _call(
@@ -101,20 +103,24 @@ def flash_attention_forward(
         outputs=(_like(_flat(q)), jax.ShapeDtypeStruct((B, N * T), jnp.float32)),
         interpret=interpret,
     )
-    return out.reshape(q.shape), lse.reshape(B, N, T)
+    return sink.join(out.reshape(q.shape), lse.reshape(B, N, T), sinks)
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False, bias=None, interpret=False, tiles=None,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``, and ``dbias`` where there is a bias; ``dlse`` may be None."""
+    """Returns ``(dq, dk, dv)``, and ``dbias`` and ``dsinks`` where there are biases and sinks.
+
+    ``dlse`` may be None.
+    """
+    dsinks = sink.gradients(out, lse, dout, dlse, sinks)
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
     if q.size == 0 or k.size == 0:
-        return tuple(jnp.zeros_like(x) for x in (q, k, v, bias) if x is not None)
+        return *(jnp.zeros_like(x) for x in (q, k, v, bias) if x is not None), *dsinks
     problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
     tiles = tiles or problem.tiles(q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -145,8 +151,8 @@ def flash_attention_backward(
     if rope_table is not None:
         dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved, interpret=interpret)
     if bias is None:
-        return dq, dk, dv
-    return dq, dk, dv, _bias_gradient(problem, tile, arrays, segment_ids, bias)
+        return dq, dk, dv, *dsinks
+    return dq, dk, dv, _bias_gradient(problem, tile, arrays, segment_ids, bias), *dsinks
 
 
 def _bias_gradient(problem: Problem, tile: Tile, arrays, segment_ids, bias: Array) -> Array:
@@ -167,9 +173,9 @@ def _bias_gradient(problem: Problem, tile: Tile, arrays, segment_ids, bias: Arra
     return dbias.reshape(bias.shape)
 
 
-def flash_attention_bias_unsupported(q, k, v, bias, *rest, **_) -> str | None:
+def flash_attention_bias_unsupported(q, k, v, bias, *rest, **options) -> str | None:
     """Why the forward kernel cannot serve a call; None if it can."""
-    return _unsupported(q, k, rest[-1])
+    return flash_attention_unsupported(q, k, v, *rest, **options)
 
 
 def flash_attention_bias_backward_unsupported(q, k, v, bias, *rest, **options) -> str | None:
@@ -177,13 +183,13 @@ def flash_attention_bias_backward_unsupported(q, k, v, bias, *rest, **options) -
     return flash_attention_backward_unsupported(q, k, v, *rest, **options)
 
 
-def flash_attention_bias_forward(q, k, v, bias, segment_ids, rope_table=None, **options):
+def flash_attention_bias_forward(q, k, v, bias, *rest, **options):
     """Returns ``(out, lse)``."""
-    return flash_attention_forward(q, k, v, segment_ids, rope_table, bias=bias, **options)
+    return flash_attention_forward(q, k, v, *rest, bias=bias, **options)
 
 
 def flash_attention_bias_backward(q, k, v, bias, *rest, **options):
-    """Returns ``(dq, dk, dv, dbias)``."""
+    """Returns ``(dq, dk, dv, dbias)``, and ``dsinks`` where there are sinks."""
     return flash_attention_backward(q, k, v, *rest, bias=bias, **options)
 
 

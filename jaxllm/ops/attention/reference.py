@@ -60,7 +60,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxllm.ops.attention import packing
+from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 from jaxllm.ops.window import Window, sides
 
@@ -87,16 +87,16 @@ def _bias_of_groups(bias: Array, kv_heads: int) -> Array:
     return _wide(bias).reshape(B, *((1, 1) if N == 1 else (kv_heads, N // kv_heads)), T, S)
 
 
-def _normalize(scores: Array) -> tuple[Array, Array]:
+def _normalize(scores: Array, sinks: Array | float = -jnp.inf) -> tuple[Array, Array]:
     """The softmax of scores along their last axis, and the logarithm of what it divides by.
 
-    A row without keys, all of it -inf, has zeros and -inf.
+    A sink joins that; -inf is none. A row without either, all of it -inf, has zeros and -inf.
     """
-    largest = lax.stop_gradient(scores.max(axis=-1, initial=-jnp.inf))
+    largest = lax.stop_gradient(jnp.maximum(scores.max(axis=-1, initial=-jnp.inf), sinks))
     # A row without keys would compute -inf - -inf.
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.exp(scores - largest[..., None])
-    total = weights.sum(axis=-1)
+    total = weights.sum(axis=-1) + jnp.exp(sinks - largest)
     # Of no keys the logarithm would be -inf too, and its derivative no number.
     some = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(some))
@@ -141,26 +141,19 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
     rope_table = lax.stop_gradient(rope_table)
-    dtype = q.dtype
-    if sinks is not None:
-        q, k, v = map(_wide, (q, k, v))
-    arrays = (q, k, v, segment_ids, rope_table)
+    arrays = (q, k, v, segment_ids, rope_table, sinks)
     out, lse = flash_attention_forward(*arrays, **options, interleaved=interleaved, bias=bias)
-    if sinks is not None:
-        total = jnp.logaddexp(lse, _wide(sinks)[:, None])
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - total))
-        out, lse = (out * share.swapaxes(1, 2)[..., None]).astype(dtype), total
     return (out, lse) if return_lse else out
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, rope_table=None,
+    q, k, v, segment_ids, rope_table=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False, bias=None,
 ):  # fmt: skip
     """Returns ``(out, lse)``.
 
     ``segment_ids`` is None or a pair, of the queries and of the keys; ``rope_table`` is None or a
-    pair, the cosines and the sines.
+    pair, the cosines and the sines; ``sinks`` is None or (N,).
     """
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
@@ -169,16 +162,17 @@ def flash_attention_forward(
     scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
     if bias is not None:
         scores = scores + _bias_of_groups(bias, k.shape[2])
-    weights, lse = _normalize(jnp.where(mask, scores, -jnp.inf))
+    of_heads = -jnp.inf if sinks is None else _wide(sinks).reshape(k.shape[2], -1, 1)
+    weights, lse = _normalize(jnp.where(mask, scores, -jnp.inf), of_heads)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, _wide(v))
     return out.reshape(B, T, N, H).astype(q.dtype), lse.reshape(B, N, T)
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False, bias=None,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``, and ``dbias`` where there is a bias.
+    """Returns ``(dq, dk, dv)``, and ``dbias`` and ``dsinks`` where there are biases and sinks.
 
     ``dlse`` is the gradient of ``lse``, None where it has none.
     """
@@ -208,21 +202,23 @@ def flash_attention_backward(
     dq = dq.reshape(q.shape)
     if rope_table is not None:
         dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved)
-    gradients = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
-    if bias is None:
-        return gradients
-    shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
-    dbias = dbias.reshape(B, N, T, S).sum(axis=shared, keepdims=True)
-    return *gradients, dbias.astype(bias.dtype)
+    gradients = [dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)]
+    if bias is not None:
+        shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        dbias = dbias.reshape(B, N, T, S).sum(axis=shared, keepdims=True)
+        gradients.append(dbias.astype(bias.dtype))
+    if sinks is not None:
+        gradients.append(sink.gradient_by_delta(lse, delta.reshape(lse.shape), sinks))
+    return tuple(gradients)
 
 
-def flash_attention_bias_forward(q, k, v, bias, segment_ids, rope_table=None, **options):
+def flash_attention_bias_forward(q, k, v, bias, *rest, **options):
     """Returns ``(out, lse)``; ``bias`` is (1 or B, 1 or N, T, S)."""
-    return flash_attention_forward(q, k, v, segment_ids, rope_table, bias=bias, **options)
+    return flash_attention_forward(q, k, v, *rest, bias=bias, **options)
 
 
 def flash_attention_bias_backward(q, k, v, bias, *rest, **options):
-    """Returns ``(dq, dk, dv, dbias)``; the other arrays are those without a bias."""
+    """Returns ``(dq, dk, dv, dbias)``, and ``dsinks`` where there are sinks."""
     return flash_attention_backward(q, k, v, *rest, bias=bias, **options)
 
 

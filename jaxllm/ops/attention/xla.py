@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from jaxllm.ops.attention import packing
+from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
 # The custom calls of the two directions, without a bias and without dropout.
@@ -28,8 +28,9 @@ _MAX_HEAD_WIDTH = 128
 
 
 def flash_attention_unsupported(
-    q, k, v, *rest, causal, scale, window, softcap, interleaved=False
-) -> str | None:
+    q, k, v, segment_ids, rope_table=None, sinks=None,
+    *, causal, scale, window, softcap, interleaved=False,
+) -> str | None:  # fmt: skip
     """Why cuDNN cannot serve a forward; None if it can."""
     T, S, H = q.shape[1], k.shape[1], q.shape[3]
     if any(array.dtype not in _DTYPES for array in (q, k, v)):
@@ -45,7 +46,7 @@ def flash_attention_unsupported(
         return f"scale is {scale}; cuDNN's attention takes scales above zero here"
     if softcap is not None:
         return "cuDNN's attention has no softcap here"
-    if rest[-2] is not None:
+    if segment_ids is not None:
         return "cuDNN's attention takes no segment ids here"
     if causal and T != S:
         return f"cuDNN's causal mask starts at the first key, so {T} queries need {T} keys, not {S}"
@@ -55,7 +56,7 @@ def flash_attention_unsupported(
 
 
 def flash_attention_backward_unsupported(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, **options
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **options
 ) -> str | None:
     """Why cuDNN cannot serve a backward; None if it can."""
     if dlse is not None:
@@ -80,25 +81,26 @@ def _no_cudnn() -> str | None:
 
 
 def flash_attention_forward(
-    q, k, v, segment_ids, rope_table=None, *, causal, scale, window, softcap, interleaved=False
-):
+    q, k, v, segment_ids, rope_table=None, sinks=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
     """Returns ``(out, lse)``."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
-    return _forward(q, k, v, _mask_type(causal), scale, window)
+    return sink.join(*_forward(q, k, v, _mask_type(causal), scale, window), sinks)
 
 
 def flash_attention_backward(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None,
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False,
 ):  # fmt: skip
-    """Returns ``(dq, dk, dv)``."""
+    """Returns ``(dq, dk, dv)``, and ``dsinks`` where there are sinks."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
     dq, dk, dv = _backward(q, k, v, out, lse, dout, _mask_type(causal), scale, window)
     if rope_table is not None:
         dq, dk = rope_backward(dq, dk, *rope_table, interleaved=interleaved)
-    return dq, dk, dv
+    return dq, dk, dv, *sink.gradients(out, lse, dout, dlse, sinks)
 
 
 flash_attention_packed_unsupported = packing.unsupported(flash_attention_unsupported)
