@@ -91,6 +91,37 @@ def _flash_attention_3(q, k, v, *, causal=False, window=None, scale=None):
     )
 
 
+def _flash_attention_3_in_order(q, k, v, *, causal=False, scale=None):
+    """The same with its deterministic backward, which flash_attn3_jax has and never asks for."""
+    from flash_attn3_jax import flash
+
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def forward(q, k, v):
+        out, lse = flash._flash_mha_fwd(q, k, v, scale, causal, (-1, -1))
+        return out, (q, k, v, out, lse)
+
+    def backward(saved, dout):
+        q, k, v, out, lse = saved
+        B, T, N, _ = q.shape
+        statistic = jax.ShapeDtypeStruct((B, N, -(-T // 128) * 128), jax.numpy.float32)
+        results = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)), *[statistic] * 2)
+        nothing = jax.numpy.zeros(0, jax.numpy.int32)
+        found = jax.ffi.ffi_call("flash_mha_bwd", results)(
+            dout, q, k, v, out, lse, *[nothing] * 4,
+            max_seqlen_q_val=T, max_seqlen_q_has_value=True,
+            max_seqlen_k_val=k.shape[1], max_seqlen_k_has_value=True,
+            softmax_scale_val=float(scale), softmax_scale_has_value=True,
+            is_causal=causal, window_size_left=-1, window_size_right=-1,
+            softcap=0.0, deterministic=True, sm_margin=0,
+        )  # fmt: skip
+        return tuple(found[:3])
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    return attend(q, k, v)
+
+
 def _is_in_window(distance, causal, window):
     """Which keys so far before a query it sees; for the arrays of any library."""
     left, right = sides(causal, window)
@@ -122,6 +153,7 @@ JAX_PEERS: dict[str, dict[str, Callable[..., Any]]] = {
         "tokamax triton": functools.partial(_tokamax_attention, "triton"),
         "cudnn with a mask": _masked_cudnn,
         "flash-attention-3": _flash_attention_3,
+        "flash-attention-3 in order": _flash_attention_3_in_order,
     },
 }
 

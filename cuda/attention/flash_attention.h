@@ -107,10 +107,17 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
-// The columns that the kernels for Hopper have for a head in shared memory; 0 for a width that they
-// do not serve.
+// The widths of heads that the kernels for Hopper serve, multiples of 8 up to these.
+inline constexpr int64_t kFlashHopperForwardWidth = 256, kFlashHopperBackwardWidth = 128;
+inline bool flash_is_hopper_width(int64_t width, int64_t most) {
+  return 0 < width && width <= most && width % 8 == 0;
+}
+
+// The columns that the backward for Hopper has for a head in shared memory; 0 for a width that it
+// does not serve.
 inline int64_t flash_hopper_columns(int64_t width) {
-  return width <= 0 || width > 128 || width % 8 != 0 ? 0 : width <= 64 ? 64 : 128;
+  if (!flash_is_hopper_width(width, kFlashHopperBackwardWidth)) return 0;
+  return width <= 64 ? 64 : 128;
 }
 
 // The sizes of the workspaces of the kernels for Hopper, in floats: at least as many as a call of

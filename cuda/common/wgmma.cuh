@@ -126,26 +126,36 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
 #define JAXLLM_FLOATS_8(d, i)                                                                 \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define JAXLLM_FLOATS_32(d, i)                                                  \
+#define JAXLLM_FLOATS_32_AT(d, i)                                               \
   JAXLLM_FLOATS_8(d, i), JAXLLM_FLOATS_8(d, i + 8), JAXLLM_FLOATS_8(d, i + 16), \
       JAXLLM_FLOATS_8(d, i + 24)
-#define JAXLLM_FLOATS_48(d) JAXLLM_FLOATS_32(d, 0), JAXLLM_FLOATS_8(d, 32), JAXLLM_FLOATS_8(d, 40)
-#define JAXLLM_FLOATS_64(d) JAXLLM_FLOATS_32(d, 0), JAXLLM_FLOATS_32(d, 32)
-#define JAXLLM_FLOATS_96(d) JAXLLM_FLOATS_64(d), JAXLLM_FLOATS_32(d, 64)
+#define JAXLLM_FLOATS_32(d) JAXLLM_FLOATS_32_AT(d, 0)
+#define JAXLLM_FLOATS_40(d) JAXLLM_FLOATS_32(d), JAXLLM_FLOATS_8(d, 32)
+#define JAXLLM_FLOATS_48(d) JAXLLM_FLOATS_40(d), JAXLLM_FLOATS_8(d, 40)
+#define JAXLLM_FLOATS_64(d) JAXLLM_FLOATS_32(d), JAXLLM_FLOATS_32_AT(d, 32)
+#define JAXLLM_FLOATS_96(d) JAXLLM_FLOATS_64(d), JAXLLM_FLOATS_32_AT(d, 64)
+#define JAXLLM_FLOATS_128(d) JAXLLM_FLOATS_96(d), JAXLLM_FLOATS_32_AT(d, 96)
 #define JAXLLM_NAMES_32                                                                \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22," \
   "%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define JAXLLM_NAMES_48 \
+#define JAXLLM_NAMES_40 \
   JAXLLM_NAMES_32       \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define JAXLLM_NAMES_64                                                                       \
-  JAXLLM_NAMES_32                                                                             \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
-  "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define JAXLLM_NAMES_96                                                                       \
-  JAXLLM_NAMES_64                                                                             \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85," \
-  "%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+  ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define JAXLLM_NAMES_48 \
+  JAXLLM_NAMES_40       \
+  ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define JAXLLM_NAMES_64                                                               \
+  JAXLLM_NAMES_32                                                                     \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51," \
+  "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define JAXLLM_NAMES_96                                                               \
+  JAXLLM_NAMES_64                                                                     \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83," \
+  "%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define JAXLLM_NAMES_128                                                               \
+  JAXLLM_NAMES_96                                                                      \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112," \
+  "%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define JAXLLM_WGMMA(n, types) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." types " "
 // Both operands in shared memory.
 #define JAXLLM_WGMMA_SS(n, types, names, floats, left, right, scale, major_left, major_right)     \
@@ -172,56 +182,44 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
       : JAXLLM_FLOATS_96(d)                                                     \
       : "l"(a), "l"(b), "r"(accumulate))
 
-// d = a b, added to d where `accumulate`: 64 x 16 times 16 x n, for n of 64, 128 and 192.
+// For each size of an accumulator, the product of either type.
+#define JAXLLM_WGMMA_SS_OF(size, n, left, right, scale, major_left, major_right)               \
+  if constexpr (kSize == size && std::is_same_v<T, __nv_bfloat16>) {                           \
+    JAXLLM_WGMMA_SS(n, "bf16.bf16", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                    scale, major_left, major_right);                                           \
+  } else if constexpr (kSize == size) {                                                        \
+    JAXLLM_WGMMA_SS(n, "f16.f16", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right,   \
+                    scale, major_left, major_right);                                           \
+  }
+#define JAXLLM_WGMMA_RS_OF(size, n, left, right, major_right)                                  \
+  if constexpr (kSize == size && std::is_same_v<T, __nv_bfloat16>) {                           \
+    JAXLLM_WGMMA_RS(n, "bf16.bf16", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                    major_right);                                                              \
+  } else if constexpr (kSize == size) {                                                        \
+    JAXLLM_WGMMA_RS(n, "f16.f16", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right,   \
+                    major_right);                                                              \
+  }
+
+// d = a b, added to d where `accumulate`: 64 x 16 times 16 x n, for n of 64, 80, 96, 128 and 192.
 template <typename T, Major kMajorA, Major kMajorB, int kSize>
 __device__ __forceinline__ void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, int accumulate) {
-  constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kSize == 32 || kSize == 64 || kSize == 96);
-  if constexpr (kSize == 32 && kBfloat16) {
-    JAXLLM_WGMMA_SS(64, "bf16.bf16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32", "%33", "%34",
-                    "%35", "%36");
-  } else if constexpr (kSize == 32) {
-    JAXLLM_WGMMA_SS(64, "f16.f16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32", "%33", "%34",
-                    "%35", "%36");
-  } else if constexpr (kSize == 64 && kBfloat16) {
-    JAXLLM_WGMMA_SS(128, "bf16.bf16", JAXLLM_NAMES_64, JAXLLM_FLOATS_64(d), "%64", "%65", "%66",
-                    "%67", "%68");
-  } else if constexpr (kSize == 64) {
-    JAXLLM_WGMMA_SS(128, "f16.f16", JAXLLM_NAMES_64, JAXLLM_FLOATS_64(d), "%64", "%65", "%66",
-                    "%67", "%68");
-  } else if constexpr (kBfloat16) {
-    JAXLLM_WGMMA_SS(192, "bf16.bf16", JAXLLM_NAMES_96, JAXLLM_FLOATS_96(d), "%96", "%97", "%98",
-                    "%99", "%100");
-  } else {
-    JAXLLM_WGMMA_SS(192, "f16.f16", JAXLLM_NAMES_96, JAXLLM_FLOATS_96(d), "%96", "%97", "%98",
-                    "%99", "%100");
-  }
+  static_assert(kSize == 32 || kSize == 40 || kSize == 48 || kSize == 64 || kSize == 96);
+  JAXLLM_WGMMA_SS_OF(32, 64, "%32", "%33", "%34", "%35", "%36")
+  JAXLLM_WGMMA_SS_OF(40, 80, "%40", "%41", "%42", "%43", "%44")
+  JAXLLM_WGMMA_SS_OF(48, 96, "%48", "%49", "%50", "%51", "%52")
+  JAXLLM_WGMMA_SS_OF(64, 128, "%64", "%65", "%66", "%67", "%68")
+  JAXLLM_WGMMA_SS_OF(96, 192, "%96", "%97", "%98", "%99", "%100")
 }
 
-// d += a b, with a in registers, for n of 64, 96 and 128: see pack_accumulator().
+// d += a b, with a in registers, for n of 64, 96, 128, 192 and 256: see pack_accumulator().
 template <typename T, Major kMajorB, int kSize>
 __device__ __forceinline__ void wgmma(float (&d)[kSize], const uint32_t* a, uint64_t b) {
-  constexpr bool kBfloat16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kSize == 32 || kSize == 48 || kSize == 64);
-  if constexpr (kSize == 32 && kBfloat16) {
-    JAXLLM_WGMMA_RS(64, "bf16.bf16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32,%33,%34,%35",
-                    "%36", "%37");
-  } else if constexpr (kSize == 32) {
-    JAXLLM_WGMMA_RS(64, "f16.f16", JAXLLM_NAMES_32, JAXLLM_FLOATS_32(d, 0), "%32,%33,%34,%35",
-                    "%36", "%37");
-  } else if constexpr (kSize == 48 && kBfloat16) {
-    JAXLLM_WGMMA_RS(96, "bf16.bf16", JAXLLM_NAMES_48, JAXLLM_FLOATS_48(d), "%48,%49,%50,%51", "%52",
-                    "%53");
-  } else if constexpr (kSize == 48) {
-    JAXLLM_WGMMA_RS(96, "f16.f16", JAXLLM_NAMES_48, JAXLLM_FLOATS_48(d), "%48,%49,%50,%51", "%52",
-                    "%53");
-  } else if constexpr (kBfloat16) {
-    JAXLLM_WGMMA_RS(128, "bf16.bf16", JAXLLM_NAMES_64, JAXLLM_FLOATS_64(d), "%64,%65,%66,%67",
-                    "%68", "%69");
-  } else {
-    JAXLLM_WGMMA_RS(128, "f16.f16", JAXLLM_NAMES_64, JAXLLM_FLOATS_64(d), "%64,%65,%66,%67", "%68",
-                    "%69");
-  }
+  static_assert(kSize == 32 || kSize == 48 || kSize == 64 || kSize == 96 || kSize == 128);
+  JAXLLM_WGMMA_RS_OF(32, 64, "%32,%33,%34,%35", "%36", "%37")
+  JAXLLM_WGMMA_RS_OF(48, 96, "%48,%49,%50,%51", "%52", "%53")
+  JAXLLM_WGMMA_RS_OF(64, 128, "%64,%65,%66,%67", "%68", "%69")
+  JAXLLM_WGMMA_RS_OF(96, 192, "%96,%97,%98,%99", "%100", "%101")
+  JAXLLM_WGMMA_RS_OF(128, 256, "%128,%129,%130,%131", "%132", "%133")
 }
 
 // d = a b of 8-bit floats, added to d where `accumulate`: 64 x 32 times 32 x 192. Both operands are
@@ -243,15 +241,24 @@ __device__ __forceinline__ void wgmma_float8(float (&d)[96], uint64_t a, uint64_
 }
 
 #undef JAXLLM_FLOATS_8
+#undef JAXLLM_FLOATS_32_AT
 #undef JAXLLM_FLOATS_32
+#undef JAXLLM_FLOATS_40
+#undef JAXLLM_FLOATS_48
 #undef JAXLLM_FLOATS_64
 #undef JAXLLM_FLOATS_96
+#undef JAXLLM_FLOATS_128
 #undef JAXLLM_NAMES_32
+#undef JAXLLM_NAMES_40
+#undef JAXLLM_NAMES_48
 #undef JAXLLM_NAMES_64
 #undef JAXLLM_NAMES_96
+#undef JAXLLM_NAMES_128
 #undef JAXLLM_WGMMA
 #undef JAXLLM_WGMMA_SS
 #undef JAXLLM_WGMMA_RS
+#undef JAXLLM_WGMMA_SS_OF
+#undef JAXLLM_WGMMA_RS_OF
 #undef JAXLLM_WGMMA_FLOAT8
 
 }  // namespace jaxllm::hopper

@@ -151,7 +151,8 @@ def test_sink_of_minus_infinity_changes_nothing(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("dtype", "H"), [("float32", 24), ("bfloat16", 20), ("bfloat16", 64), ("float16", 128)]
+    ("dtype", "H"),
+    [("float32", 24), ("bfloat16", 20), ("bfloat16", 64), ("float16", 128), ("bfloat16", 256)],
 )
 @pytest.mark.covering(("backend",), ("dtype",))
 def test_sinks_of_any_size_match_float64(dtype, H, backend):

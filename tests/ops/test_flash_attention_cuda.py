@@ -80,7 +80,7 @@ def check_cuda_kernels(q, k, v, but=(), **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("H", [32, 40, 64, 96, 128, 200, 256])
+@pytest.mark.parametrize("H", [32, 40, 64, 96, 128, 160, 200, 256])
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
@@ -110,7 +110,7 @@ def test_cuda_kernels_are_exact_for_any_head_dim(dtype, H, lengths, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("H", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rise", [-40.0, 0.5, 6.0, 12.0, 25.0])
 def test_online_softmax_is_exact_for_scores_that_rise_between_tiles(dtype, H, causal, rise):
@@ -138,7 +138,7 @@ def test_huge_scores_and_rows_without_keys_stay_finite(dtype):
 @pytest.mark.hopper
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("H", [24, 64, 72, 96, 120, 128])
+@pytest.mark.parametrize("H", [24, 64, 72, 96, 120, 128, 136, 192, 248, 256])
 def test_hopper_kernels_match_portable_kernels(H, softcap, segments, monkeypatch):
     q, k, v = attention_arrays(B=2, T=700, N=4, K=2, H=H, dtype="bfloat16")
     ids = jnp.arange(700)[None].repeat(2, 0) // 150 if segments else None
@@ -183,7 +183,7 @@ def test_backward_in_halves_matches_portable_kernels(dtype, H, T, S, monkeypatch
 
 # Limits set by environment variables, and the tests whose kernels then choose differently.
 SMALLER_GPUS = {
-    ("JAXLLM_MAX_SHARED_KIB", 99): "any_head_dim and (200 or 256) or ignore_keys",
+    ("JAXLLM_MAX_SHARED_KIB", 99): "any_head_dim and (160 or 200 or 256) or ignore_keys",
     ("JAXLLM_MAX_SHARED_KIB", 163): "any_head_dim and 256 or ignore_keys",
     ("JAXLLM_MAX_SMS", 14): "any_head_dim and (64 or 128) or ignore_keys or halves",
 }

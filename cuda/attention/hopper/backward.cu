@@ -225,7 +225,7 @@ template <typename T, class Traits>
 bool is_for_traits(const FlashBackward<T>& call) {
   const FlashOptions& options = call.options;
   return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false, false>,
-                          call.shape, options,
+                          kFlashHopperBackwardWidth, call.shape, options,
                           {call.q, call.k, call.v, call.out, call.dout, read_only(call.dq),
                            read_only(call.dk), read_only(call.dv)}) &&
          options.scratch.bytes >=

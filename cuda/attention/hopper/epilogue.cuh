@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   }
   const int barrier = ForwardNamedBarriers::kEpilogue + consumer;
   named_barrier_sync(barrier, kWarpgroup);
-  char* const target = reinterpret_cast<char*>(smem.out[consumer]);
+  char* const target = reinterpret_cast<char*>(smem.out(consumer));
 #pragma unroll
   for (int i = 0; i < Traits::kHeadDim / 2; i += 2) {
     const int r = i / 2 % 2, column = i / 4 * 8;
@@ -54,10 +54,14 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   named_barrier_sync(barrier, kWarpgroup);
   if (thread == 0 && first_query < mask.queries) {
     for (int block = 0; block < Traits::kColumnBlocks; ++block) {
-      tma_store_4d(out_map, smem.out[consumer] + block * 64 * kSwizzleColumns,
+      tma_store_4d(out_map, smem.out(consumer) + block * 64 * kSwizzleColumns,
                    {block * kSwizzleColumns, work.head, first_query, work.sequence});
     }
     tma_store_commit();
+  }
+  if constexpr (Traits::kOutputInQ) {
+    if (thread == 0) tma_store_wait_read<0>();
+    smem.q_pipeline.empty[0].arrive();
   }
 }
 

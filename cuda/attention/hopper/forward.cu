@@ -90,7 +90,7 @@ bool forward_is_for_hopper(const FlashForward<T>& call) {
                                 ? workspace_size<ForwardHdim64>(call.shape, call.options)
                                 : workspace_size<ForwardHdim128>(call.shape, call.options);
   return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false, false>,
-                          call.shape, call.options,
+                          kFlashHopperForwardWidth, call.shape, call.options,
                           {call.q, call.k, call.v, read_only(call.out)}) &&
          call.options.scratch.bytes >= int64_t{sizeof(int)} * workspace;
 }
@@ -99,6 +99,11 @@ template <typename T>
 cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) {
   const auto with = [&](auto segments, auto softcap) {
     constexpr bool kSegments = segments, kSoftcap = softcap;
+    if (call.shape.width > 192) {
+      using Traits = std::conditional_t<kSegments, ForwardHdim256Segments, ForwardHdim256>;
+      return launch<T, Traits, kSegments, kSoftcap>(stream, call);
+    }
+    if (call.shape.width > 128) return launch<T, ForwardHdim192, kSegments, kSoftcap>(stream, call);
     if (call.shape.width > 96) return launch<T, ForwardHdim128, kSegments, kSoftcap>(stream, call);
     if (call.shape.width > 64) return launch<T, ForwardHdim96, kSegments, kSoftcap>(stream, call);
     if constexpr (kSoftcap) return launch<T, ForwardHdim64, kSegments, true>(stream, call);

@@ -20,6 +20,9 @@ struct ForwardTraits {
   static constexpr int kStages = kStages_;  // of K, and of V
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
+  // Wide heads leave no shared memory for the output: it takes the place of Q, which is released
+  // when the output has left.
+  static constexpr bool kOutputInQ = kColumnBlocks > 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Together all 64K registers of an SM, as far as a CTA can deal them out in units of eight.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -40,6 +43,10 @@ using ForwardHdim96 = ForwardTraits<96, 2, 128, 2>;
 using ForwardHdim128 = ForwardTraits<128, 2, 128, 2>;
 using ForwardHdim64 = ForwardTraits<64, 3, 128, 3>;
 using ForwardHdim64FewKeys = ForwardTraits<64, 4, 64, 4>;
+// As many keys as fit. Segments need whole granules of them.
+using ForwardHdim192 = ForwardTraits<192, 2, 96, 2>;
+using ForwardHdim256 = ForwardTraits<256, 2, 80, 2>;
+using ForwardHdim256Segments = ForwardTraits<256, 2, 64, 2>;
 
 // A query tile of one head.
 struct ForwardWorkTile {
@@ -53,12 +60,18 @@ struct ForwardSmem {
   T q[Traits::kConsumers][64 * Traits::kColumns];
   T k[Traits::kStages][Traits::kBlockN * Traits::kColumns];
   T v[Traits::kStages][Traits::kBlockN * Traits::kColumns];
-  T out[Traits::kConsumers][64 * Traits::kColumns];
+  T own_out[Traits::kOutputInQ ? 1 : Traits::kConsumers]
+           [Traits::kOutputInQ ? 8 : 64 * Traits::kColumns];
   Pipeline<1> q_pipeline;
   Pipeline<Traits::kStages> k_pipeline, v_pipeline;
   // These come with Q. The work tile after the last is not valid.
   ForwardWorkTile work;
   TileRange key_tiles;
+
+  __device__ __forceinline__ T* out(int consumer) {
+    if constexpr (Traits::kOutputInQ) return q[consumer];
+    return own_out[consumer];
+  }
 };
 
 struct ForwardParams {

@@ -144,7 +144,7 @@ class ForwardConsumer {
     for (int i = own.end; i < key_tiles.end; ++i) skip_key_tile(k_state, v_state, true);
     const bool is_idle = own.size() == 0;
     if (is_idle) {
-      smem_.q_pipeline.empty[0].arrive();
+      release_q();
     } else {
       int key_tile = own.end - 1;
       start_scores(k_state, s);
@@ -179,7 +179,7 @@ class ForwardConsumer {
         if (!kKeepsMax) softmax.update_max(s, scale_log2_);
         warpgroup_fence_operand(s);
       }
-      smem_.q_pipeline.empty[0].arrive();
+      release_q();
       start_output(v_state, p, o);
       warpgroup_wait<0>(o);
       release_v(v_state);
@@ -227,6 +227,10 @@ class ForwardConsumer {
       wgmma<T, Major::kMN>(o, p + 4 * step, v_operand + (step * kMnMajorStepBytes >> 4));
     }
     warpgroup_commit_batch();
+  }
+  __device__ __forceinline__ void release_q() {
+    if constexpr (!Traits::kOutputInQ)
+      smem_.q_pipeline.empty[0].arrive();  // else the epilogue does
   }
   __device__ __forceinline__ void release_k(State& k_state) {
     smem_.k_pipeline.consumer_release(k_state.stage);

@@ -74,12 +74,11 @@ struct OnlineSoftmax {
         }
         p[i / 2 + row] = pack_pair<T>(pair[0], pair[1]);
       }
-      if constexpr (kRescale) {
-        constexpr int kStep = 4 * kHeadDim / kBlockN;
+      if constexpr (kRescale) {  // an equal part of the output, where the sizes divide
+        constexpr int kParts = kBlockN / 8, kSize = kHeadDim / 2;
 #pragma unroll
-        for (int j = 0; j < kStep; ++j) {
-          const int k = i / 4 * kStep + j;
-          o[k] *= rescale[k / 2 % 2];
+        for (int k = 0; k < kSize; ++k) {
+          if (k * kParts / kSize == i / 4) o[k] *= rescale[k / 2 % 2];
         }
       }
     }

@@ -238,6 +238,8 @@ CASES = (
         "long_window", 1, 8192, 16, 128, causal=True, window=1024, large=True, timed_only=True
     ),
     _attention("phi3_mini", 4, 4096, 32, 96, causal=True, large=True, timed_only=True),
+    _attention("width_192", 4, 4096, 16, 192, causal=True, large=True, timed_only=True),
+    _attention("gemma_7b", 4, 4096, 16, 256, causal=True, large=True, timed_only=True),
     _attention("width_32", 8, 2048, 16, 32, causal=True, large=True, timed_only=True),
     _attention("t5_base", 8, 1024, 12, 64, bias=(1, 12), large=True, timed_only=True),
     _attention("phi2", 4, 2048, 32, 80, causal=True, large=True, timed_only=True),

@@ -212,10 +212,10 @@ def backward(
 
     def attend(piece: Piece, chunk: Any, keys: Any) -> tuple[Any, Array, Array, Any]:
         """The gradients of the queries and of the rows of the bias, of keys, values and sinks."""
-        (q, *statistics, _, rows), (k, v, _) = chunk, keys
+        (q, out, lse, dout, dlse, _, rows), (k, v, _) = chunk, keys
         if not piece.keys:
             of_rows = None if rows is None else jnp.zeros_like(rows)
-            of_heads = sink.gradients(*statistics, wide)
+            of_heads = sink.gradients(out, lse, dout, dlse, wide)
             return (jnp.zeros_like(q), of_rows), jnp.zeros_like(k), jnp.zeros_like(v), of_heads
         k, v, of_keys = _cut(keys, piece.keys)
         # Queries, statistics and gradients of what is appended are zero, and add nothing.

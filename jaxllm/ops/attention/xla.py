@@ -13,6 +13,7 @@ cuDNN's backward may add up ``dq`` in any order, so its last bits can differ bet
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 # The custom calls of the two directions, without a bias and without dropout.
 TARGETS = tuple(cudnn.get_custom_call_name(False, False, backward) for backward in (False, True))
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_MAX_HEAD_WIDTH = 128
+_MAX_HEAD_WIDTH, _MAX_HEAD_WIDTH_BEFORE_HOPPER = 256, 128
 
 
 def flash_attention_unsupported(
@@ -52,7 +53,7 @@ def flash_attention_unsupported(
         return f"cuDNN's causal mask starts at the first key, so {T} queries need {T} keys, not {S}"
     if window is not None and not causal:
         return "cuDNN's window needs a causal mask"
-    return _no_cudnn()
+    return _no_cudnn(H)
 
 
 def flash_attention_backward_unsupported(
@@ -65,14 +66,20 @@ def flash_attention_backward_unsupported(
     return flash_attention_unsupported(q, k, v, segment_ids, rope_table, **options)
 
 
-def _no_cudnn() -> str | None:
+def _no_cudnn(width: int) -> str | None:
     """Why this process has no cuDNN to trace for; JAX asks for it as soon as it traces the call."""
     try:
         devices = jax.devices("cuda")
     except RuntimeError:
         return "this process has no NVIDIA GPU, and JAX traces cuDNN's attention only beside one"
-    if min(int(device.compute_capability.split(".")[0]) for device in devices) < 8:
+    oldest = min(int(device.compute_capability.split(".")[0]) for device in devices)
+    if oldest < 8:
         return "cuDNN's attention needs an Ampere GPU (compute capability 8.0) or a newer one"
+    if oldest < 9 and width > _MAX_HEAD_WIDTH_BEFORE_HOPPER:
+        return (
+            f"heads are {width} wide; cuDNN's attention takes at most "
+            f"{_MAX_HEAD_WIDTH_BEFORE_HOPPER} before Hopper GPUs"
+        )
     try:
         cudnn.check_cudnn_version()
     except RuntimeError as error:
@@ -87,7 +94,8 @@ def flash_attention_forward(
     """Returns ``(out, lse)``."""
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
-    return sink.join(*_forward(q, k, v, _mask_type(causal), scale, window), sinks)
+    out, lse = _forward(q, k, v, _mask_type(causal), scale, window)
+    return sink.join(out, lse, sinks)
 
 
 def flash_attention_backward(
@@ -119,7 +127,7 @@ def _mask_type(causal: bool) -> cudnn.MaskType:
     return cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
 
 
-def _forward(q, k, v, mask_type: cudnn.MaskType, scale: float, window: int | None):
+def _forward(q, k, v, mask_type: cudnn.MaskType, scale: float, window: int | None) -> Any:
     # cuDNN's window counts the query's own position, as ours does: it sees (t - window, t].
     # The second result is the natural logarithm, with the scale inside: (B, N, T), float32.
     return cudnn.dot_product_attention(
