@@ -107,22 +107,16 @@ inline int64_t flash_segment_ranges(int64_t queries, int64_t keys) {
          (keys + kSegmentGranule - 1) / kSegmentGranule;
 }
 
-// The widths of heads that the kernels for Hopper serve, multiples of 8 up to these.
-inline constexpr int64_t kFlashHopperForwardWidth = 256, kFlashHopperBackwardWidth = 128;
-inline bool flash_is_hopper_width(int64_t width, int64_t most) {
-  return 0 < width && width <= most && width % 8 == 0;
-}
-
-// The columns that the backward for Hopper has for a head in shared memory; 0 for a width that it
-// does not serve.
+// The columns that the kernels for Hopper have for a head in shared memory; 0 for a width that they
+// do not serve.
 inline int64_t flash_hopper_columns(int64_t width) {
-  if (!flash_is_hopper_width(width, kFlashHopperBackwardWidth)) return 0;
-  return width <= 64 ? 64 : 128;
+  return width <= 0 || width > kFlashMaxWidth || width % 8 != 0 ? 0 : (width + 63) / 64 * 64;
 }
 
 // The sizes of the workspaces of the kernels for Hopper, in floats: at least as many as a call of
 // these sizes needs.
-inline constexpr int64_t kFlashHopperTile = 128;  // keys, or the fewest queries of the forward
+inline constexpr int64_t kFlashHopperTile = 128;  // the fewest queries of the forward
+inline constexpr int64_t kFlashHopperKeys = 64;   // the fewest keys of the backward
 inline int64_t flash_backward_tile(int64_t width) {
   return flash_hopper_columns(width) == 64 ? 128 : 64;
 }
@@ -132,7 +126,7 @@ inline int64_t flash_forward_scratch(const FlashShape& s) {
 }
 inline int64_t flash_backward_scratch(const FlashShape& s) {
   const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
-  const int64_t ranges = tiles + (s.keys + kFlashHopperTile - 1) / kFlashHopperTile;
+  const int64_t ranges = tiles + (s.keys + kFlashHopperKeys - 1) / kFlashHopperKeys;
   const int64_t columns = flash_hopper_columns(s.width);
   return s.batch * (s.heads * tiles * (tile * (columns + 2) + 1) + 2 * ranges + 1);
 }

@@ -90,15 +90,13 @@ struct FlashCall {
   const float* dlse = nullptr;  // of the backward
 };
 
-// What differs between the directions: the floats of the scratch, the widest heads of the kernels
-// for Hopper, and whether there are gradients.
+// What differs between the directions: the floats of the scratch, and whether there are gradients.
 struct FlashDirection {
   int64_t (*scratch_size)(const FlashShape&);
-  int64_t hopper_width;
   bool has_gradients;
 };
-constexpr FlashDirection kForward{flash_forward_scratch, kFlashHopperForwardWidth, false};
-constexpr FlashDirection kBackward{flash_backward_scratch, kFlashHopperBackwardWidth, true};
+constexpr FlashDirection kForward{flash_forward_scratch, false};
+constexpr FlashDirection kBackward{flash_backward_scratch, true};
 
 // One set of sinks serves all sequences; a leading axis of jax.vmap adds sets.
 ffi::ErrorOr<FlashSinks> sinks_of(const FlashShape& shape, const Buffer& sinks) {
@@ -133,8 +131,8 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   if (!scale || !softcap || !left || !right || !rope || !interleaved || !hopper || !by_parts) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
   }
-  if (*hopper && !flash_is_hopper_width(shape.width, direction.hopper_width)) {
-    return ffi::Unexpected(invalid("hopper", "is for heads that are not as wide"));
+  if (*hopper && flash_hopper_columns(shape.width) == 0) {
+    return ffi::Unexpected(invalid("hopper", "is for heads up to 256 wide, in multiples of 8"));
   }
   options.scale = *scale;
   options.left = *left;
@@ -345,7 +343,7 @@ ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buf
                                     Result scratch) {
   if (q.element_type() != ffi::F8E4M3FN) return invalid("q", "has not the dtype float8_e4m3fn");
   const auto call = flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch},
-                                  {[](const FlashShape&) { return int64_t{0}; }, 0, false});
+                                  {[](const FlashShape&) { return int64_t{0}; }, false});
   if (call.has_error()) return call.error();
   FlashForward<__nv_bfloat16, __nv_fp8_e4m3> part{call->shape, call->options};
   FlashShape& shape = part.shape;

@@ -26,9 +26,9 @@ cudaError_t backward_by_mma(cudaStream_t stream, const FlashBackward<T>& call);
 
 // Tensor cores by wgmma (Hopper): bfloat16 and float16, the calls for which ..._is_for_hopper is
 // true. The caller rotates q, k, dq and dk, and does not compute delta. The backward also computes
-// the gradient of a bias, which no other kernel does, where heads have all columns.
+// the gradient of a bias, which no other kernel does, where heads are 64 or 128 wide.
 inline bool hopper_sums_bias(const FlashShape& shape, const FlashOptions& options) {
-  return options.bias.gradient != nullptr && shape.width == flash_hopper_columns(shape.width);
+  return options.bias.gradient != nullptr && (shape.width == 64 || shape.width == 128);
 }
 template <typename T>
 bool forward_is_for_hopper(const FlashForward<T>& call);

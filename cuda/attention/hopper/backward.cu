@@ -189,12 +189,16 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
         launch_kernel(stream, flash_attention_backward_hopper_lse_kernel<T, Traits, kSegments>,
                       {grid, kRowThreads}, params, call.lse, call.dq));
   } else {
-    constexpr int kRowsAtOnce = kRowThreads / (Traits::kColumns / kPackSize<T>);
+    constexpr int kRowsAtOnce = kRowThreads / kRowGroup<T, Traits>;
     const dim3 grid(padded_queries / (has_bias ? Traits::kBlockM : kRowsAtOnce), shape.heads,
                     shape.batch);
-    const auto preprocess =
-        has_bias ? flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, true>
-                 : flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, false>;
+    auto preprocess =
+        flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, false>;
+    if constexpr (Traits::kSumsBias) {
+      if (has_bias) {
+        preprocess = flash_attention_backward_hopper_preprocess_kernel<T, Traits, kSegments, true>;
+      }
+    }
     JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, preprocess, {grid, kRowThreads}, params, call.out,
                                          call.dout, call.lse, call.dlse, call.delta, call.dq));
   }
@@ -204,9 +208,14 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
                                        dk_map, dv_map, dq_map, params));
   if constexpr (!Traits::kStoresDq) {
     const dim3 grid(query_tiles, shape.heads, shape.batch);
-    const auto postprocess =
-        has_bias ? flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, true>
-                 : flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, false>;
+    auto postprocess =
+        flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, false>;
+    if constexpr (Traits::kSumsBias) {
+      if (has_bias) {
+        postprocess =
+            flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, true>;
+      }
+    }
     JAXLLM_RETURN_IF_ERROR(
         launch_kernel(stream, postprocess, {grid, kRowThreads}, params, call.dq));
   }
@@ -225,7 +234,7 @@ template <typename T, class Traits>
 bool is_for_traits(const FlashBackward<T>& call) {
   const FlashOptions& options = call.options;
   return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false, false>,
-                          kFlashHopperBackwardWidth, call.shape, options,
+                          call.shape, options,
                           {call.q, call.k, call.v, call.out, call.dout, read_only(call.dq),
                            read_only(call.dk), read_only(call.dv)}) &&
          options.scratch.bytes >=
@@ -238,7 +247,9 @@ bool is_for_traits(const FlashBackward<T>& call) {
 template <class Run>
 auto with_traits(int64_t width, const Run& run) {
   if (width <= 64) return run(BackwardTraits<64>{});
-  return width <= 96 ? run(BackwardTraits<96>{}) : run(BackwardTraits<128>{});
+  if (width <= 96) return run(BackwardTraits<96>{});
+  if (width <= 128) return run(BackwardTraits<128>{});
+  return width <= 192 ? run(BackwardTraits<192>{}) : run(BackwardTraits<256>{});
 }
 
 }  // namespace

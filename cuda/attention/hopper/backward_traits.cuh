@@ -9,18 +9,19 @@ namespace jaxllm::hopper {
 
 // A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
 // dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
-// registers. kHeadDim and kColumns are as in the forward; dq has kColumns.
+// registers. Beyond 128 both consumers have the same 64 keys, and some of the columns each.
+// kHeadDim and kColumns are as in the forward; dq has kColumns.
 template <int kHeadDim_>
 struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasDqWarpgroup = kHeadDim == 64;
+  static constexpr bool kHasDqWarpgroup = kHeadDim == 64, kSharesKeys = kHeadDim > 128;
   static constexpr int kConsumers = 2;
-  static constexpr int kBlockN = kConsumers * 64;
+  static constexpr int kBlockN = kSharesKeys ? 64 : kConsumers * 64;
   static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
-  static constexpr int kDoutStages = 2;
-  static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
+  static constexpr int kDoutStages = kHeadDim > 192 ? 1 : 2;
+  static constexpr int kQStages = kHasDqWarpgroup ? 3 : kDoutStages;  // scores are computed ahead
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
   // Together the registers that the CTA starts with. The threads that accumulate and store dq need
   // more than 24, and the consumers with a head dimension of 64 more than 192.
@@ -48,9 +49,10 @@ struct BackwardTraits {
   // Half a tile of dq is 64 queries by 64 columns. A head dimension of 64 has halves of queries,
   // handed on one by one, and 128 has halves of columns, handed on together.
   static constexpr int kDqHalf = 64 * 64;
-  static_assert(kBlockM * kColumns == 2 * kDqHalf);
+  static constexpr int kDqHalves = kBlockM * kColumns / kDqHalf;  // three or four beyond 128
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
+  static constexpr int kDsWarps = kSharesKeys ? 4 : kConsumerWarps;      // that compute ds
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
   // gradient which replaces it.
   static constexpr int kKReleases = kHasDqWarpgroup ? kDqWarps : kConsumers;
@@ -59,6 +61,7 @@ struct BackwardTraits {
   static constexpr int kWorkReaders =
       kConsumerThreads + 1 + (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
   // The gradient of a bias has a partial column sum of dq for every 64 queries.
+  static constexpr bool kSumsBias = !kSharesKeys;
   static constexpr int kDqColumnSums = kBlockM / 64;
 };
 
@@ -80,18 +83,20 @@ struct BackwardSmem {
   T ds[Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
-  float dq[2][Traits::kDqHalf];
+  float dq[Traits::kDqHalves][Traits::kDqHalf];
+  T p[Traits::kSharesKeys ? Traits::kBlockN * Traits::kBlockM : 8];
   T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];
   Pipeline<Traits::kKvStages> k_pipeline, v_pipeline;
   Pipeline<Traits::kQStages> q_pipeline;        // with lse
   Pipeline<Traits::kDoutStages> dout_pipeline;  // with delta
-  Pipeline<Traits::kDqParts> ds_pipeline;       // from the consumers to those who compute dq
-  Pipeline<Traits::kDqParts> dq_pipeline;       // on to the thread that accumulates it
-  Barrier dq_sum_full[Traits::kDqParts];        // the sum of all others has arrived
-  Pipeline<1> dq_store_pipeline;                // the converted tile, to those who store it
-  Pipeline<2> work_pipeline;                    // one work tile ahead of the consumers
+  Pipeline<1> p_pipeline;                  // from one consumer to the other, if they share keys
+  Pipeline<Traits::kDqParts> ds_pipeline;  // from the consumers to those who compute dq
+  Pipeline<Traits::kDqParts> dq_pipeline;  // on to the thread that accumulates it
+  Barrier dq_sum_full[Traits::kDqParts];   // the sum of all others has arrived
+  Pipeline<1> dq_store_pipeline;           // the converted tile, to those who store it
+  Pipeline<2> work_pipeline;               // one work tile ahead of the consumers
   BackwardWorkTile work[2];
 };
 

@@ -171,12 +171,13 @@ __device__ __forceinline__ void discard_dq_accum(const BackwardParams& params, c
   }
 }
 
-// Hands half a tile of dq to the thread that adds it.
-__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[32], float* half) {
+// Hands columns of dq, one or two halves of a tile, to the thread that adds it.
+template <int kSize>
+__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[kSize], float* halves) {
   const int thread = threadIdx.x % kWarpgroup;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    reinterpret_cast<float4*>(half)[j * kWarpgroup + thread] =
+  for (int j = 0; j < kSize / 4; ++j) {
+    reinterpret_cast<float4*>(halves)[j * kWarpgroup + thread] =
         make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
 }

@@ -65,12 +65,13 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   }
 }
 
-// Writes a consumer's 64 rows of dk or dv to a tile with the layout of K and V.
+// Writes 64 rows of dk or dv, the first or second ones, to a tile with the layout of K and V; from
+// column 8 `first_chunk` on.
 template <class Traits, typename T, int kSize>
 __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], float factor,
-                                               T* tile, int consumer) {
+                                               T* tile, int half, int first_chunk = 0) {
   const int thread = threadIdx.x % kWarpgroup;
-  const uint32_t rows = smem_address(tile) + stmatrix_offset(consumer, thread);
+  const uint32_t rows = smem_address(tile) + stmatrix_offset(half, thread);
 #pragma unroll
   for (int chunk = 0; chunk < kSize / 4; chunk += 2) {  // of eight columns
     uint32_t words[4];
@@ -79,7 +80,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], f
       const float* const pair = gradient + 4 * chunk + 2 * i;
       words[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
     }
-    stmatrix(stmatrix_chunk<Traits>(rows, chunk), words);
+    stmatrix(stmatrix_chunk<Traits>(rows, first_chunk + chunk), words);
   }
 }
 

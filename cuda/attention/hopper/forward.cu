@@ -90,7 +90,7 @@ bool forward_is_for_hopper(const FlashForward<T>& call) {
                                 ? workspace_size<ForwardHdim64>(call.shape, call.options)
                                 : workspace_size<ForwardHdim128>(call.shape, call.options);
   return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false, false>,
-                          kFlashHopperForwardWidth, call.shape, call.options,
+                          call.shape, call.options,
                           {call.q, call.k, call.v, read_only(call.out)}) &&
          call.options.scratch.bytes >= int64_t{sizeof(int)} * workspace;
 }

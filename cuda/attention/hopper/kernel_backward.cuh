@@ -30,6 +30,7 @@
 
 #include "attention/hopper/mainloop_backward_dq.cuh"
 #include "attention/hopper/mainloop_backward_hdim128.cuh"
+#include "attention/hopper/mainloop_backward_hdim256.cuh"
 #include "attention/hopper/mainloop_backward_hdim64.cuh"
 #include "common/dependent_launch.cuh"
 
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     smem.v_pipeline.init(1, Traits::kConsumers);
     smem.q_pipeline.init(1, Traits::kConsumerThreads);
     smem.dout_pipeline.init(1, Traits::kConsumerThreads);
-    smem.ds_pipeline.init(Traits::kConsumerWarps, Traits::kDqWarps);
+    smem.p_pipeline.init(Traits::kDsWarps, Traits::kDsWarps);
+    smem.ds_pipeline.init(Traits::kDsWarps, Traits::kDqWarps);
     // Every thread arrives: TMA may write next where it wrote or read.
     smem.dq_pipeline.init(Traits::kDqWarps * 32, 1);
     for (Barrier& full : smem.dq_sum_full) full.init(1);
@@ -101,6 +103,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     if constexpr (Traits::kHasDqWarpgroup) {
       backward_mma_hdim64<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
+    } else if constexpr (Traits::kSharesKeys) {
+      if (warpgroup == 1) {
+        backward_mma_hdim256<0, kSegments, kSoftcap>(smem, params, dk_map);
+      } else {
+        backward_mma_hdim256<1, kSegments, kSoftcap>(smem, params, dv_map);
+      }
     } else {
       backward_mma_hdim128<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
     }

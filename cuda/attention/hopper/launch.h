@@ -27,12 +27,13 @@ HeadRows<const T> read_only(HeadRows<T> rows) {
 }
 
 // Whether this GPU and build have `kernel` and it serves a call on these arrays, which TMA must be
-// able to address: heads up to `most` wide, less than 2^29 tokens, and a scale above zero.
+// able to address: heads as wide as flash_hopper_columns() says, less than 2^29 tokens, and a scale
+// above zero.
 template <typename T, class Kernel>
-bool is_for_hopper(Kernel kernel, int64_t most, const FlashShape& shape,
-                   const FlashOptions& options, std::initializer_list<HeadRows<const T>> arrays) {
+bool is_for_hopper(Kernel kernel, const FlashShape& shape, const FlashOptions& options,
+                   std::initializer_list<HeadRows<const T>> arrays) {
   const auto fits = [](int64_t count) { return 0 <= count && count < int64_t{1} << 29; };
-  const bool is_served = flash_is_hopper_width(shape.width, most) && fits(shape.queries) &&
+  const bool is_served = flash_hopper_columns(shape.width) > 0 && fits(shape.queries) &&
                          fits(shape.keys) && shape.keys > 0 && fits(shape.batch * shape.heads) &&
                          options.scale > 0.0f && options.softcap >= 0.0f &&
                          shape.batch <= kMaxGridSide && shape.heads <= kMaxGridSide;

@@ -72,10 +72,15 @@ struct BackwardProducer {
       const int64_t rows = (int64_t{tile.sequence} * params.heads + head) * padded_queries;
       for (int i = tile.query_tiles.begin; i < tile.query_tiles.end; ++i) {
         const int query = i * Traits::kBlockM;
+        const auto load_dout = [&] {
+          load_query_tile(smem.dout_pipeline, dout_state, smem.dout, smem.delta, dout_map,
+                          params.delta + rows + query, tile.sequence, head, query);
+        };
+        constexpr bool kDoutFirst = Traits::kQStages == 1;  // it is released before Q
+        if (kDoutFirst) load_dout();
         load_query_tile(smem.q_pipeline, q_state, smem.q, smem.lse, q_map,
                         params.lse + rows + query, tile.sequence, head, query);
-        load_query_tile(smem.dout_pipeline, dout_state, smem.dout, smem.delta, dout_map,
-                        params.delta + rows + query, tile.sequence, head, query);
+        if (!kDoutFirst) load_dout();
         if (!has_v) load_v();
       }
     }
@@ -111,6 +116,21 @@ __device__ __forceinline__ void start_gradient(float (&gradient)[kSize],
 #pragma unroll
   for (int step = 0; step < kWords / 4; ++step) {
     wgmma<T, Major::kMN>(gradient, left + 4 * step, rows + (step * kMnMajorStepBytes >> 4));
+  }
+  warpgroup_commit_batch();
+}
+
+// The same with the left operand in shared memory, where a row has the queries of a step.
+template <class Traits, typename T, int kSize>
+__device__ __forceinline__ void start_gradient(float (&gradient)[kSize], uint64_t left,
+                                               const T* queries) {
+  const uint64_t rows =
+      mn_major_descriptor(smem_address(queries), Traits::kBlockM * kSwizzleRowBytes);
+  warpgroup_arrive();
+#pragma unroll
+  for (int step = 0; step < Traits::kBlockM / 16; ++step) {
+    wgmma<T, Major::kK, Major::kMN>(gradient, left + (step * kKMajorStepBytes >> 4),
+                                    rows + (step * kMnMajorStepBytes >> 4), true);
   }
   warpgroup_commit_batch();
 }

@@ -9,6 +9,10 @@ namespace jaxllm::hopper {
 
 constexpr int kRowThreads = 256;
 
+// The threads that have a row of a head, a pack each; a power of two.
+template <typename T, class Traits>
+constexpr int kRowGroup = Traits::kColumns > 128 ? 32 : Traits::kColumns / kPackSize<T>;
+
 // Writes column sums over the CTA's rows. kGroup neighbouring threads have a row, kCount columns
 // each; `sums` may be sums over several rows already.
 template <int kGroup, int kCount>
@@ -50,7 +54,7 @@ __global__ void __launch_bounds__(kRowThreads)
                                                       HeadRows<const T> out, HeadRows<const T> dout,
                                                       const float* lse, const float* dlse,
                                                       float* delta, HeadRows<T> dq) {
-  constexpr int kGroup = Traits::kColumns / kPackSize<T>, kRows = kRowThreads / kGroup;
+  constexpr int kGroup = kRowGroup<T, Traits>, kRows = kRowThreads / kGroup;
   constexpr int kPasses = kBias ? Traits::kBlockM / kRows : 1;
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int queries = mask.queries, padded_queries = mask.query_tiles() * Traits::kBlockM;
@@ -144,7 +148,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename T, class Traits, bool kSegments, bool kBias>
 __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_postprocess_kernel(
     const __grid_constant__ BackwardParams params, HeadRows<T> dq) {
-  constexpr int kReaders = Traits::kConsumers * Traits::kDqHalf / 16;
+  constexpr int kReaders = Traits::kDqHalves * Traits::kDqHalf / 16;
   static_assert(kReaders % kRowThreads == 0);
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int query_tile = blockIdx.x;
@@ -160,9 +164,9 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
   for (int first = 0; first < kReaders; first += kRowThreads) {
     // Columns run fastest, so that stores coalesce.
     const int reader = first + threadIdx.x;
-    const int chunk = reader % 8, quad = reader / 8 % 32, consumer = reader / 256;
+    const int chunk = reader % 8, quad = reader / 8 % 32, half = reader / 256;
     const float* const source =
-        parts + consumer * Traits::kDqHalf + (chunk * kWarpgroup + quad * 4) * 4;
+        parts + half * Traits::kDqHalf + (chunk * kWarpgroup + quad * 4) * 4;
     float values[2][8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -172,9 +176,9 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       values[1][2 * i] = part.z * params.scale;
       values[1][2 * i + 1] = part.w * params.scale;
     }
-    constexpr bool kByColumn = Traits::kColumnBlocks == 2;
-    const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : consumer * 64);
-    const int column = chunk * 8 + (kByColumn ? consumer * kSwizzleColumns : 0);
+    constexpr bool kByColumn = Traits::kColumnBlocks > 1;
+    const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : half * 64);
+    const int column = chunk * 8 + (kByColumn ? half * kSwizzleColumns : 0);
     [[maybe_unused]] float sums[8] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -191,12 +195,12 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       }
     }
     if constexpr (kBias) {
-      static_assert(kRowThreads == 256);  // the readers of one consumer's part
+      static_assert(kRowThreads == 256);  // the readers of a half
       const int64_t tile = sequence * gridDim.x + query_tile;
-      const int64_t row_of_sums = tile * Traits::kDqColumnSums + (kByColumn ? 0 : consumer);
+      const int64_t row_of_sums = tile * Traits::kDqColumnSums + (kByColumn ? 0 : half);
       float* const target =
           params.dq_column_sums + (row_of_sums * gridDim.y + head) * Traits::kColumns;
-      write_column_sums<8>(sums, target + (kByColumn ? consumer * kSwizzleColumns : 0));
+      write_column_sums<8>(sums, target + (kByColumn ? half * kSwizzleColumns : 0));
     }
   }
 }

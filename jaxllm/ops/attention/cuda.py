@@ -18,10 +18,9 @@ _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
 _FASTER_THAN_CUDNN = (32, 64, 80, 96, 128)  # widths of heads, by rows of Hopper GPUs
-_HOPPER_WIDTHS = {"forward": 256, "backward": 128}  # the widest heads, of multiples of 8
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
-_HOPPER_KEYS = 128  # to a tile, and no tile of queries has fewer in the forward
+_HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
 _MAX_PARTIAL_ROWS = 640  # of a bias's gradient
 
 
@@ -89,17 +88,8 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
 
 
 def flash_attention_slower(q, *_, **__) -> str | None:
-    """Why ``auto`` leaves a forward to cuDNN where that can serve it; None where it does not."""
-    return _slower("forward", q)
-
-
-def flash_attention_backward_slower(q, *_, **__) -> str | None:
-    """Likewise of a backward."""
-    return _slower("backward", q)
-
-
-def _slower(direction: str, q) -> str | None:
-    if _is_for_hopper(direction, q) and q.shape[-1] in _FASTER_THAN_CUDNN:
+    """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
+    if _is_for_hopper(q) and q.shape[-1] in _FASTER_THAN_CUDNN:
         return None
     *widths, last = _FASTER_THAN_CUDNN
     return (
@@ -108,9 +98,10 @@ def _slower(direction: str, q) -> str | None:
     )
 
 
+flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
-flash_attention_packed_backward_slower = packing.unsupported(flash_attention_backward_slower)
-self_attention_backward_slower = flash_attention_packed_backward_slower
+flash_attention_packed_backward_slower = flash_attention_packed_slower
+self_attention_backward_slower = flash_attention_packed_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
@@ -154,7 +145,7 @@ def flash_attention_forward(
     extras = _extras(segment_ids, rope_table, _wide(sinks))
     workspaces = _workspaces(q, k, segment_ids, rope_table)
     results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q))
-    options = _flash_options("forward", q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= _last_option(sinks=sinks)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
@@ -170,7 +161,7 @@ def flash_attention_backward(
     arrays = (q, k, v, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k))
-    options = _flash_options("backward", q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= _last_option(dlse=dlse)
     *gradients, delta = ffi.call("flash_attention_backward", results, *arrays, **options)[:4]
     return *gradients, *_sinks_gradient(lse, delta, sinks)
@@ -183,7 +174,7 @@ def flash_attention_packed_forward(
     """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
     q, k = _unpacked(qkv, heads, kv_heads)
     B, T, N, H = q.shape
-    options = _flash_options("forward", q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": _has_apart(qkv)}
     if options["by_parts"] and rope_table is None:
         return _split_forward(
@@ -237,7 +228,7 @@ def flash_attention_float8(
 ):
     """Returns ``out``."""
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
-    options = _flash_options("forward", q, causal, scale, window, softcap, None, False)
+    options = _flash_options(q, causal, scale, window, softcap, None, False)
     results = (out, *_workspaces(q, k, segment_ids, None), _scratch(q, 0))
     arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
@@ -286,7 +277,7 @@ def _packed_backward(
     by_parts = _has_apart(qkv)
     workspaces = _workspaces(q, k, segment_ids, rope_table, has_gradients=by_parts)
     extras = _extras(segment_ids, rope_table, dlse)
-    options = _flash_options("backward", q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
     options |= _last_option(dlse=dlse)
     flat = lax.collapse(qkv, 2)
@@ -301,13 +292,11 @@ def _has_apart(qkv: jax.Array) -> bool:
     return packing.is_by_parts(qkv) and qkv.shape[2] > 3
 
 
-def _flash_options(
-    direction: str, q, causal, scale, window, softcap, rope_table, interleaved
-) -> dict[str, Any]:
+def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
     """The attributes of a call; -1 is a side of the window without an end, and 0 no softcap."""
     left, right = sides(causal, window)
     return {
-        "hopper": _is_for_hopper(direction, q),
+        "hopper": _is_for_hopper(q),
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
         "scale": scale,
@@ -370,14 +359,14 @@ def _workspaces(
 
 def _forward_scratch(q) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper forward: some elements for every tile of queries."""
-    if not _is_for_hopper("forward", q):
+    if not _is_for_hopper(q):
         return _scratch(q, 0)
-    return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_KEYS))
+    return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_QUERIES))
 
 
 def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper backward: dq in float32, and a few elements a query and tile."""
-    if not _is_for_hopper("backward", q):
+    if not _is_for_hopper(q):
         return _scratch(q, 0)
     _, T, N, H = q.shape
     tile = _backward_tile(H)
@@ -389,7 +378,7 @@ def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
 def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
     """Partial sums of a bias's gradient."""
     B, T, N, H = q.shape
-    if not _is_for_hopper("backward", q):
+    if not _is_for_hopper(q):
         return jax.ShapeDtypeStruct((min(B * T, _MAX_PARTIAL_ROWS) * columns,), jnp.float32)
     # Of each tile of queries the sums of dq of every 64, and those of dout; but at least a row, for
     # calls that turn out not to be for Hopper's own kernels.
@@ -400,26 +389,28 @@ def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
 
 def _backward_tile(width: int) -> int:
     """The queries of a tile of Hopper's own kernels."""
-    return 64 * 128 // _hopper_columns(width)
+    return 128 if _hopper_columns(width) == 64 else 64
 
 
 def _hopper_columns(width: int) -> int:
-    """The columns that the backward kernels have for a head that they serve."""
-    return 64 if width <= 64 else 128
+    """The columns that these kernels have for a head; 0 for a width that they do not serve.
+
+    As ``flash_hopper_columns`` of ``cuda/attention/flash_attention.h``.
+    """
+    return 0 if width > _MAX_HEAD_WIDTH or width % 8 else -(-width // 64) * 64
 
 
 def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((q.shape[0], size), jnp.float32)
 
 
-def _is_for_hopper(direction: str, q: jax.Array) -> bool:
+def _is_for_hopper(q: jax.Array) -> bool:
     """Whether to reserve workspace for the Hopper kernels; the attribute ``hopper`` says so.
 
     The handlers check the sizes of the workspace against cuda/attention/flash_attention.h; the
     launchers look again whether the kernels serve the call.
     """
-    H = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or H % 8 or _HOPPER_WIDTHS[direction] < H:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not _hopper_columns(q.shape[-1]):
         return False
     return ffi.runs_hopper_kernels()
 
