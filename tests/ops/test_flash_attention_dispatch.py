@@ -1,5 +1,7 @@
 """Which backend runs flash attention: cuDNN, the CUDA kernels or the reference."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,7 @@ def test_cudnn_results_have_the_expected_shapes_and_dtypes(pretend_cudnn):
     [
         ({"dtype": "float32"}, {}, "q has dtype float32; cuDNN's attention takes bfloat16 and"),
         ({"H": 12}, {}, "heads are 12 wide"),
-        ({"H": 136}, {}, "heads are 136 wide"),
+        ({"H": 264}, {}, "heads are 264 wide"),
         ({"B": 0}, {}, "q or k has no elements"),
         ({"T": 1}, {}, "needs two keys or more"),
         ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
@@ -91,6 +93,16 @@ def test_cudnn_is_rejected_without_a_gpu():
     assert dict(call.rejected)["xla-gpu"].startswith("this process has no NVIDIA GPU")
 
 
+@pytest.mark.parametrize(("capability", "width"), [("8.0", 128), ("9.0", 256), ("10.0", 256)])
+def test_cudnn_serves_heads_up_to_a_width_by_gpu(capability, width, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    monkeypatch.setattr(xla.cudnn, "check_cudnn_version", lambda: 91000)
+    assert xla._no_cudnn(width) is None
+    if width < 256:
+        assert "heads are 136 wide; cuDNN's attention takes at most 128" in str(xla._no_cudnn(136))
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
 def test_auto_picks_cudnn_by_benchmark_and_cuda_kernels_where_cudnn_rejects(
     pretend_cudnn, options, monkeypatch
@@ -108,19 +120,22 @@ def test_auto_picks_cudnn_by_benchmark_and_cuda_kernels_where_cudnn_rejects(
 
 
 @pytest.mark.parametrize(
-    ("width", "served"),
-    [(32, True), (64, True), (80, True), (96, True), (128, True), (40, False), (72, False)],
+    ("width", "forward", "backward"),
+    [(width, True, True) for width in (32, 64, 80, 96, 128, 192)]
+    + [(256, True, False), (40, False, False), (72, False, False), (136, False, False)],
 )
 def test_auto_picks_hopper_kernels_where_benchmarks_are_faster(
-    pretend_cudnn, width, served, monkeypatch
+    pretend_cudnn, width, forward, backward, monkeypatch
 ):
     monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     monkeypatch.setattr("jaxllm.core.ffi.device", lambda: ffi.H100)
     qkv = attention_arrays(H=width, dtype="bfloat16")
     packed = jnp.zeros((2, 6, 3 * 4 * width), jnp.bfloat16)
-    calls = jaxllm.explain(lambda *qkv: flash_attention(*qkv, causal=True), *qkv).calls
-    calls += jaxllm.explain(lambda x: flash_attention_packed(x, 4, causal=True), packed).calls
-    assert [call.on_gpu for call in calls] == 2 * ["cuda" if served else "xla-gpu"]
+    plain = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True).sum())
+    of_packed = jax.grad(lambda x: flash_attention_packed(x, 4, causal=True).sum())
+    calls = jaxllm.explain(plain, *qkv).calls + jaxllm.explain(of_packed, packed).calls
+    expected = ["cuda" if faster else "xla-gpu" for faster in (forward, backward)]
+    assert [call.on_gpu for call in calls] == 2 * expected
 
 
 def test_cuda_backend_runs_kernels_that_auto_rejects(pretend_cudnn, monkeypatch):

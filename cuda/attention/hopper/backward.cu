@@ -1,6 +1,7 @@
 // The launchers of the backward on Hopper: the workspace, the order of tiles, and the kernels one
 // after the other.
 #include <algorithm>
+#include <cstddef>
 
 #include "attention/hopper/kernel_backward.cuh"
 #include "attention/hopper/launch.h"
@@ -116,8 +117,12 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   const FlashShape& shape = call.shape;
   const FlashOptions& options = call.options;
   const auto kernel = flash_attention_backward_hopper_kernel<T, Traits, kSegments, kSoftcap>;
-  constexpr int kSmemBytes = sizeof(BackwardSmem<T, Traits>);
+  using Smem = BackwardSmem<T, Traits>;
+  constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= 227 << 10);
+  // TMA and wgmma address whole atoms of the swizzle.
+  static_assert(offsetof(Smem, ds) % kSwizzleAtomBytes == 0 &&
+                (!Traits::kStoresDq || offsetof(Smem, dq_store) % kSwizzleAtomBytes == 0));
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
   auto* const workspace = static_cast<float*>(options.scratch.data);

@@ -80,11 +80,11 @@ struct BackwardSmem {
   T v[Traits::kKvStages][Traits::kBlockN * kColumns];
   T q[Traits::kQStages][Traits::kBlockM * kColumns];
   T dout[Traits::kDoutStages][Traits::kBlockM * kColumns];
-  T ds[Traits::kBlockN * Traits::kBlockM];
+  // ds, and p behind it where the consumers share keys.
+  T ds[(Traits::kSharesKeys ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
   float dq[Traits::kDqHalves][Traits::kDqHalf];
-  T p[Traits::kSharesKeys ? Traits::kBlockN * Traits::kBlockM : 8];
   T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];

@@ -41,13 +41,14 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
 
   const uint64_t k_operand = k_major_descriptor(smem_address(smem.k[0]));
   const uint64_t v_operand = k_major_descriptor(smem_address(smem.v[0]));
-  const uint64_t p_operand = k_major_descriptor(smem_address(smem.p));
+  const T* const shared_p = smem.ds + kBlockN * kBlockM;
+  const uint64_t p_operand = k_major_descriptor(smem_address(shared_p));
   const uint64_t ds_operand = k_major_descriptor(smem_address(smem.ds));
   // dq = ds^T k.
   const uint64_t ds_mn_operand = mn_major_descriptor(smem_address(smem.ds), kColumnBlockBytesN);
   const uint64_t k_mn_operand = mn_major_descriptor(
       smem_address(smem.k[0]) + kFirstBlock * kColumnBlockBytesN, kColumnBlockBytesN);
-  const uint32_t p_rows = smem_address(smem.p) + stmatrix_offset(0, thread);
+  const uint32_t p_rows = smem_address(shared_p) + stmatrix_offset(0, thread);
   const uint32_t ds_rows = smem_address(smem.ds) + stmatrix_offset(0, thread);
 
   PipelineState<1> kv_state, state;  // of a work tile, and of a step

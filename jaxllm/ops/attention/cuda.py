@@ -17,7 +17,11 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
-_FASTER_THAN_CUDNN = (32, 64, 80, 96, 128)  # widths of heads, by rows of Hopper GPUs
+# Widths of heads, by rows of Hopper GPUs.
+_FASTER_THAN_CUDNN = {
+    "forward": (32, 64, 80, 96, 128, 192, 256),
+    "backward": (32, 64, 80, 96, 128, 192),
+}
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
@@ -88,20 +92,28 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
 
 
 def flash_attention_slower(q, *_, **__) -> str | None:
-    """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    if _is_for_hopper(q) and q.shape[-1] in _FASTER_THAN_CUDNN:
+    """Why ``auto`` leaves a forward to cuDNN where that can serve it; None where it does not."""
+    return _slower("forward", q)
+
+
+def flash_attention_backward_slower(q, *_, **__) -> str | None:
+    """Likewise of a backward."""
+    return _slower("backward", q)
+
+
+def _slower(direction: str, q) -> str | None:
+    *widths, last = _FASTER_THAN_CUDNN[direction]
+    if _is_for_hopper(q) and q.shape[-1] in (*widths, last):
         return None
-    *widths, last = _FASTER_THAN_CUDNN
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
         f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide"
     )
 
 
-flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
-flash_attention_packed_backward_slower = flash_attention_packed_slower
-self_attention_backward_slower = flash_attention_packed_slower
+flash_attention_packed_backward_slower = packing.unsupported(flash_attention_backward_slower)
+self_attention_backward_slower = flash_attention_packed_backward_slower
 
 
 def softmax_unsupported(x, *_, **__) -> str | None:
