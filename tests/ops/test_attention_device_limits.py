@@ -1,13 +1,15 @@
 """Limits of the attention kernels: head widths, dtypes and the shared memory of a GPU."""
 
 import dataclasses
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from op_helpers import (
-    attention_arrays,
-)
+from op_helpers import attention_arrays
 
 import jaxllm
 from jaxllm.core import ffi
@@ -117,7 +119,9 @@ def test_float32_tiles_that_exceed_shared_memory_are_rejected(direction, monkeyp
         (8, "bfloat16", None, True),
         (128, "bfloat16", 5.0, True),
         (100, "bfloat16", None, False),
-        (136, "bfloat16", None, False),
+        (136, "bfloat16", None, True),
+        (256, "float16", 5.0, True),
+        (250, "bfloat16", None, False),
     ],
 )
 def test_hopper_kernels_get_a_workspace_only_where_they_run(H, dtype, softcap, served, monkeypatch):
@@ -136,3 +140,41 @@ def test_hopper_kernels_get_a_workspace_only_where_they_run(H, dtype, softcap, s
     cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
     assert [workspace.size > 0 for workspace in workspaces] == [served] * 2 == hopper_flags
     assert workspaces[1].size == 0 or workspaces[1].size > q.size  # dq in float32, and more
+
+
+SIZES = """
+#include <cstdio>
+#include "attention/flash_attention.h"
+
+int main() {
+  for (long width, queries, keys, heads;
+       scanf("%ld %ld %ld %ld", &width, &queries, &keys, &heads) == 4;) {
+    const jaxllm::FlashShape shape{2, queries, keys, heads, 1, width};
+    printf("%ld %ld %ld\\n", long{jaxllm::flash_forward_scratch(shape)},
+           long{jaxllm::flash_backward_scratch(shape)},
+           long{jaxllm::flash_bias_partial(shape, 2, true)});
+  }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_workspaces_are_as_large_as_the_header_says(tmp_path, monkeypatch):
+    (tmp_path / "sizes.cc").write_text(SIZES)
+    cuda_folder = Path(__file__).parents[2] / "cuda"
+    program = tmp_path / "sizes"
+    subprocess.run(
+        ["nvcc", "-std=c++17", f"-I{cuda_folder}", "-o", program, tmp_path / "sizes.cc"], check=True
+    )
+    monkeypatch.setattr(ffi, "runs_hopper_kernels", lambda: True)
+    widths = (8, 64, 72, 96, 128, 136, 192, 200, 256)
+    calls = list(itertools.product(widths, (1, 64, 65, 301), (1, 63, 129, 517), (1, 6)))
+    given = "\n".join(" ".join(map(str, call)) for call in calls)
+    found = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
+    assert len(found.stdout.splitlines()) == len(calls)
+    for (H, T, S, N), line in zip(calls, found.stdout.splitlines(), strict=True):
+        q = jax.ShapeDtypeStruct((2, T, N, H), jnp.bfloat16)
+        k = jax.ShapeDtypeStruct((2, S, 1, H), jnp.bfloat16)
+        partial = cuda._bias_partial(q, (N + 2) * H)
+        workspaces = cuda._forward_scratch(q), cuda._backward_scratch(q, k), partial
+        assert line.split() == [str(x.size) for x in workspaces], (H, T, S, N)
