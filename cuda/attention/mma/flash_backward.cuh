@@ -291,11 +291,11 @@ cudaError_t launch_both(cudaStream_t stream, const BackwardParams<T>& params, in
 }
 
 // The larger of the two kernels' shared memory.
-template <int kHeadDim, bool kLarge>
+template <int kHeadDim, bool kLarge, bool kBias = false>
 constexpr int backward_smem_bytes() {
   using T = __nv_bfloat16;
-  return std::max(BackwardTraits<Rows::kKeys, kHeadDim, kLarge>::template kSmemBytes<T>,
-                  BackwardTraits<Rows::kQueries, kHeadDim, kLarge>::template kSmemBytes<T>);
+  return std::max(BackwardTraits<Rows::kKeys, kHeadDim, kLarge, kBias>::template kSmemBytes<T>,
+                  BackwardTraits<Rows::kQueries, kHeadDim, kLarge, kBias>::template kSmemBytes<T>);
 }
 
 }  // namespace jaxllm::attention

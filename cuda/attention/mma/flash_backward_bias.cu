@@ -1,4 +1,6 @@
 // The backward with a bias on the scores: few widths of tiles, to bound the time of a build.
+#include <algorithm>
+
 #include "attention/flash_kernels.h"
 #include "attention/mma/flash_backward.cuh"
 #include "attention/mma/flash_bias_gradient.cuh"
@@ -22,7 +24,8 @@ cudaError_t launch(cudaStream_t stream, const BackwardParams<T>& params,
 
 template <int kHeadDim>
 constexpr int smem_bytes() {
-  return std::max(backward_smem_bytes<kHeadDim, false>(), BiasGradientTraits<kHeadDim>::kSmemBytes);
+  return std::max(backward_smem_bytes<kHeadDim, false, true>(),
+                  BiasGradientTraits<kHeadDim>::kSmemBytes);
 }
 
 const SharedNeed kNeeds[] = {{"flash_attention_backward_bias_64", smem_bytes<64>()},
