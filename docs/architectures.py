@@ -178,6 +178,8 @@ def kernels_of(launch: Launch, gpu: ffi.Device | None) -> tuple[str, ...]:
             width //= int(launch.attributes["heads"]) + 2 * int(launch.attributes["kv_heads"])
         if dtype == jnp.float32:
             return (f"flash_attention_float32_{_least(width, 64, 128, 256)}",)
+        if "_bias_" in stem:
+            return (f"flash_attention_{direction}_bias_{_least(width, 64, 128, 256)}",)
         if hopper and width in (64, 128) and not float(launch.attributes["softcap"]):
             return (f"flash_attention_{direction}_hopper",)
         return (f"flash_attention_{direction}_{_least(width, 32, 64, 96, 128, 256)}",)

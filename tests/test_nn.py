@@ -159,7 +159,7 @@ def test_served_calls_match_jax(shape, options):
     assert_as_exact(*arrays_and_options(shape, options), "float32", "xla")
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("backend", ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("shape", "options"), WITH_BIAS, ids=case_id)
 def test_calls_with_a_bias_match_jax(shape, options, backend):
     arrays, options = arrays_and_options(shape, options)

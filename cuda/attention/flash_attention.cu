@@ -82,6 +82,11 @@ cudaError_t compute_bias_gradient(cudaStream_t stream, const FlashBackward<T>& c
                               bias.groups, rows, width, partial_rows);
 }
 
+bool fits(const FlashShape& shape, const FlashScoreBias& bias) {
+  return bias.data == nullptr || (bias.sequences > 0 && shape.batch % bias.sequences == 0 &&
+                                  (bias.heads == 1 || bias.heads == shape.heads));
+}
+
 bool is_served(const FlashShape& shape, const FlashOptions& options) {
   const bool rotates = options.rope.cos != nullptr, has_bias = options.bias.gradient != nullptr;
   return shape.width <= kFlashMaxWidth && shape.queries <= kFlashMaxLength &&
@@ -91,7 +96,8 @@ bool is_served(const FlashShape& shape, const FlashOptions& options) {
           (shape.queries == shape.keys && options.rope.tables > 0 &&
            shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width)) &&
          (rotates || !options.rope.by_parts) &&
-         (!has_bias || (shape.queries == shape.keys && !rotates));
+         (!has_bias || (shape.queries == shape.keys && !rotates)) &&
+         fits(shape, options.score_bias);
 }
 
 }  // namespace
@@ -105,10 +111,13 @@ cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored>
   const FlashOptions& options = call.options;
   if (shape.batch * shape.queries == 0) return cudaSuccess;
   if (!is_served(shape, options)) return cudaErrorInvalidValue;
-  if (kIsFloat8 && options.rope.cos != nullptr) return cudaErrorInvalidValue;
+  const bool has_score_bias = options.score_bias.data != nullptr;
+  if (kIsFloat8 && (options.rope.cos != nullptr || has_score_bias)) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(compute_segment_ranges(stream, shape, options));
   bool is_for_hopper = false;
-  if constexpr (!kIsFloat && !kIsFloat8) is_for_hopper = forward_is_for_hopper(call);
+  if constexpr (!kIsFloat && !kIsFloat8) {
+    is_for_hopper = !has_score_bias && forward_is_for_hopper(call);
+  }
   // The kernels for Hopper gain nothing from rotating queries on load. On an H200 that takes as
   // long as the pass with 4096 causal tokens (4 x 32 heads of 128: 907 us and 909), and 4% longer
   // with 1024 (8 x 32 heads of 64).
@@ -123,6 +132,7 @@ cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored>
   } else {
     if constexpr (!kIsFloat8) {
       if (is_for_hopper) return forward_by_hopper(stream, call);
+      if (has_score_bias) return biased_forward_by_mma(stream, call);
     }
     return forward_by_mma(stream, call);
   }
@@ -132,7 +142,16 @@ template <typename T>
 cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call) {
   using namespace attention;
   const FlashShape& shape = call.shape;
-  if (shape.batch == 0) return compute_bias_gradient(stream, call);
+  const FlashScoreBias& score_bias = call.options.score_bias;
+  const bool has_score_bias = score_bias.data != nullptr;
+  if (shape.batch == 0) {
+    if (has_score_bias) {  // a bias that sequences share has elements without any
+      const int64_t rows = score_bias.sequences * score_bias.heads * shape.queries;
+      const size_t bytes = rows * shape.keys * (score_bias.is_float32 ? sizeof(float) : sizeof(T));
+      JAXLLM_RETURN_IF_ERROR(cudaMemsetAsync(score_bias.gradient, 0, bytes, stream));
+    }
+    return compute_bias_gradient(stream, call);
+  }
   if (!is_served(shape, call.options)) return cudaErrorInvalidValue;
   if (call.dlse != nullptr && call.options.bias.gradient != nullptr) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(compute_segment_ranges(stream, shape, call.options));
@@ -148,14 +167,15 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
     JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, unrotated));
     JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
   } else {
-    if (backward_is_for_hopper(unrotated)) {
+    if (!has_score_bias && backward_is_for_hopper(unrotated)) {
       JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, unrotated));
       JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
       return hopper_sums_bias(shape, call.options) ? cudaSuccess
                                                    : compute_bias_gradient(stream, call);
     }
     JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
-    JAXLLM_RETURN_IF_ERROR(backward_by_mma(stream, unrotated));
+    JAXLLM_RETURN_IF_ERROR(has_score_bias ? biased_backward_by_mma(stream, unrotated)
+                                          : backward_by_mma(stream, unrotated));
     if (by_parts || shape.width > kMmaMaxRotaryWidth) {
       JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
     }

@@ -78,6 +78,17 @@ struct FlashSinks {
   int64_t groups;
 };
 
+// A bias on the scores, added after the scale and the softcap; a key with the bias -infinity is
+// hidden. The kernels for Hopper do not serve it.
+struct FlashScoreBias {
+  // Null for none; (sequences, heads, queries, keys). Sequence b reads matrices b / (batch /
+  // sequences): that of each query head, or where `heads` is 1 the one of all.
+  const void* data;
+  bool is_float32;  // else of q's type
+  int64_t sequences, heads;
+  void* gradient;  // of the backward, like `data`
+};
+
 struct FlashOptions {
   float scale;
   // Query t is at position p = t + keys - queries, and sees the keys p - left <= s <= p + right. A
@@ -91,6 +102,7 @@ struct FlashOptions {
   // Then a workspace of batch * flash_segment_ranges(queries, keys) elements.
   SegmentRange* segment_ranges;
   FlashSinks sinks;  // of the forward
+  FlashScoreBias score_bias;
   FlashRope rope;
   FlashScratch scratch;
   FlashBias bias;  // of the backward
@@ -170,13 +182,15 @@ struct FlashBackward {
 //
 // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees, and the
 // sink of its head; zeros and -infinity where there are none. With float8, for T = __nv_bfloat16,
-// no rotary embeddings and no sinks.
+// no rotary embeddings, no sinks and no bias on the scores.
 template <typename T, typename Stored>
 cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored> call);
 
 // With p = e^(scores - lse), delta = sum(out * dout) and da = p * (dout v^T - delta), times the
 // derivative of the softcap: dq = scale * da k, dk = scale * da^T q, dv = p^T dout. The same inputs
-// give the same bits. With options.bias also its gradient. Writes delta - dlse to `delta`, from
+// give the same bits. With options.bias also its gradient. With options.score_bias also its
+// gradient: p * (dout v^T - delta), summed in float over the sequences and heads that share an
+// element; zero where no query sees the key. Writes delta - dlse to `delta`, from
 // which the gradient of a sink follows, except with options.sums.
 template <typename T>
 cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call);

@@ -187,6 +187,27 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   return call;
 }
 
+// The bias on the scores, (..., B or 1, N or 1, T, S). A leading axis of jax.vmap adds sequences.
+ffi::ErrorOr<FlashScoreBias> score_bias_of(const Buffer& bias, const Buffer& q,
+                                           const FlashShape& shape) {
+  const auto sizes = bias.dimensions();
+  const size_t axes = sizes.size();
+  if (axes < 4) return ffi::Unexpected(invalid("bias", "has too few axes"));
+  const bool is_float32 = bias.element_type() == ffi::F32;
+  int64_t sequences = 1;
+  for (size_t i = 0; i + 3 < axes; ++i) sequences *= sizes[i];
+  const int64_t heads = sizes[axes - 3];
+  if ((heads != 1 && heads != shape.heads) || sizes[axes - 2] != shape.queries ||
+      sizes[axes - 1] != shape.keys ||
+      (sequences == 0 ? shape.batch != 0 : shape.batch % sequences != 0)) {
+    return ffi::Unexpected(invalid("bias", "does not fit q and k"));
+  }
+  const ffi::Error error = check_dtype(bias, is_float32 ? ffi::F32 : q.element_type(), "bias");
+  if (error.failure()) return ffi::Unexpected(error);
+  if (count(bias) == 0) return FlashScoreBias{};
+  return FlashScoreBias{bias.untyped_data(), is_float32, sequences, heads, nullptr};
+}
+
 template <typename T>
 void set_heads(const FlashShape& s, const Qkv& arrays, HeadRows<T>& q, HeadRows<T>& k,
                HeadRows<T>& v) {
@@ -282,6 +303,44 @@ ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buf
   const auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
                                   {segment_ranges, rotated, scratch}, kBackward);
   return launch_backward(stream, call, out, lse, dout, Qkv::packed(*dqkv), delta);
+}
+
+// Adds the bias to a call; its error, or that of the call, if there is one.
+ffi::Error add_score_bias(const Buffer& bias, ffi::ErrorOr<FlashCall>& call) {
+  if (call.has_error()) return call.error();
+  if (call->options.scratch.bytes != 0) return invalid("hopper", "is not for a bias");
+  const auto found = score_bias_of(bias, call->qkv.q, call->shape);
+  if (found.has_error()) return found.error();
+  call->options.score_bias = *found;
+  return ffi::Error::Success();
+}
+
+ffi::Error FlashAttentionBiasForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
+                                         Buffer bias, ffi::RemainingArgs extras,
+                                         ffi::Dictionary attributes, Result out, Result lse,
+                                         Result segment_ranges, Result rotated, Result scratch) {
+  auto call =
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kForward);
+  const ffi::Error error = add_score_bias(bias, call);
+  if (error.failure()) return error;
+  return launch_forward(stream, call, out, lse);
+}
+
+ffi::Error FlashAttentionBiasBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
+                                          Buffer bias, Buffer out, Buffer lse, Buffer dout,
+                                          ffi::RemainingArgs extras, ffi::Dictionary attributes,
+                                          Result dq, Result dk, Result dv, Result dbias,
+                                          Result delta, Result segment_ranges, Result rotated,
+                                          Result scratch) {
+  auto call =
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kBackward);
+  ffi::Error error = add_score_bias(bias, call);
+  if (error.success()) {
+    error = check_buffers({{"dbias", *dbias, bias.element_type(), count(bias)}});
+  }
+  if (error.failure()) return error;
+  call->options.score_bias.gradient = dbias->untyped_data();
+  return launch_backward(stream, call, out, lse, dout, {*dq, *dk, *dv}, delta);
 }
 
 // The gradient of the projection's bias. A leading axis of jax.vmap adds groups.
@@ -383,6 +442,8 @@ ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buf
 
 JAXLLM_HANDLER(FlashAttentionForward, FlashAttentionForwardImpl);
 JAXLLM_HANDLER(FlashAttentionBackward, FlashAttentionBackwardImpl);
+JAXLLM_HANDLER(FlashAttentionBiasForward, FlashAttentionBiasForwardImpl);
+JAXLLM_HANDLER(FlashAttentionBiasBackward, FlashAttentionBiasBackwardImpl);
 JAXLLM_HANDLER(FlashAttentionPackedForward, FlashAttentionPackedForwardImpl);
 JAXLLM_HANDLER(FlashAttentionPackedBackward, FlashAttentionPackedBackwardImpl);
 JAXLLM_HANDLER(SelfAttentionBackward, SelfAttentionBackwardImpl);

@@ -1,5 +1,6 @@
 // The kernels of flash attention, by the instructions that multiply, and the passes before them.
-// Each supports every shape and option for its types, except those for Hopper.
+// Each supports every shape and option for its types, except those for Hopper, and a bias on the
+// scores.
 #pragma once
 
 #include "attention/flash_attention.h"
@@ -24,6 +25,12 @@ cudaError_t forward_by_mma(cudaStream_t stream, const FlashForward<T, Stored>& c
 template <typename T>
 cudaError_t backward_by_mma(cudaStream_t stream, const FlashBackward<T>& call);
 
+// The same with a bias on the scores, and its gradient.
+template <typename T>
+cudaError_t biased_forward_by_mma(cudaStream_t stream, const FlashForward<T>& call);
+template <typename T>
+cudaError_t biased_backward_by_mma(cudaStream_t stream, const FlashBackward<T>& call);
+
 // Tensor cores by wgmma (Hopper): bfloat16 and float16, the calls for which ..._is_for_hopper is
 // true. The caller rotates q, k, dq and dk, and does not compute delta. The backward also computes
 // the gradient of a bias, which no other kernel does, where heads are 64 or 128 wide.
@@ -39,7 +46,7 @@ cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call);
 template <typename T>
 cudaError_t backward_by_hopper(cudaStream_t stream, const FlashBackward<T>& call);
 
-// CUDA cores: float. The caller rotates q, k, dq and dk.
+// CUDA cores: float, with a bias on the scores too. The caller rotates q, k, dq and dk.
 cudaError_t forward_by_float32(cudaStream_t stream, const FlashForward<float>& call);
 cudaError_t backward_by_float32(cudaStream_t stream, const FlashBackward<float>& call);
 

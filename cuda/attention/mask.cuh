@@ -142,14 +142,16 @@ class VisibleTiles {
     for (; tile < end_; tile += 32) {
       const int mine = tile + static_cast<int>(threadIdx.x % 32);
       bool may_see = false;
-      if (mine < end_) {
-        const SegmentRange range = segments_of_tile<kTile>(others_, granules_, mine * kTile);
-        may_see = range.least <= own_.most && own_.least <= range.most;
-      }
+      if (mine < end_) may_see = shares_segments(mine);
       const unsigned found = __ballot_sync(kFullWarp, may_see);
       if (found != 0) return tile + __ffs(static_cast<int>(found)) - 1;
     }
     return end_;
+  }
+
+  // Whether some row of the CTA may see some row of a tile.
+  __device__ bool sees_any(int tile) const {
+    return first_ <= tile && tile < end_ && (others_ == nullptr || shares_segments(tile));
   }
 
   // Whether each row of the CTA, except rows beyond the last query, sees each row of a tile.
@@ -171,6 +173,12 @@ class VisibleTiles {
   }
 
  private:
+  // Whether the ranges of segments of the CTA and of a tile meet.
+  __device__ __forceinline__ bool shares_segments(int tile) const {
+    const SegmentRange range = segments_of_tile<kTile>(others_, granules_, tile * kTile);
+    return range.least <= own_.most && own_.least <= range.most;
+  }
+
   int first_, end_;
   const SegmentRange* others_ = nullptr;
   int granules_ = 0;

@@ -197,6 +197,8 @@ VALID_CHANGES = {
     "embed_backward": {("result", 0, -2), ("result", 1, -2)},
     "cross_entropy_forward": {("operand", 0, "dtype"), ("operand", 0, -1)},  # beyond vocab_size
     "nms": {("operand", 0, "dtype")},
+    # A bias may be float32, and sequences may share it.
+    "flash_attention_bias_forward": {("operand", 3, "dtype"), ("operand", 3, -4)},
     "quantize": {("operand", 0, "dtype")},
     "dequantize": {("operand", 1, -1), ("result", 0, "dtype")},
     "quantized_matvec": {("operand", 1, -1)},

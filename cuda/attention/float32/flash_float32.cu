@@ -4,6 +4,7 @@
 
 #include "attention/flash_kernels.h"
 #include "attention/flash_tile_scheduler.cuh"
+#include "attention/score_bias.cuh"
 #include "attention/sinks.cuh"
 #include "common/reduce.cuh"
 #include "common/shared_needs.h"
@@ -38,6 +39,7 @@ struct Params {
   float scale, softcap;
   Mask mask;
   Sinks sinks;  // of the forward
+  ScoreBias bias;
 };
 
 // Copies rows of a head into a tile, with zeros past the last row and past `width`.
@@ -106,7 +108,18 @@ __device__ float score_of(float product, const Params& params) {
   return params.softcap * tanhf(score / params.softcap);
 }
 
-template <class Traits>
+// The bias of the scores of a sequence's query head, as the element of its first query and key.
+__device__ const float* bias_of(const Params& params, int b, int head) {
+  return static_cast<const float*>(params.bias.data) +
+         params.bias.matrix_of(b, head, params.mask.queries, params.mask.keys);
+}
+
+// e^(score - lse). Of a query all of whose keys are hidden by the bias, lse is -infinity too.
+__device__ float weight_of(float score, float lse) {
+  return score == -INFINITY ? 0.0f : expf(score - lse);
+}
+
+template <class Traits, bool kBias>
 __global__ void __launch_bounds__(Traits::kThreads)
     flash_attention_forward_float32_kernel(const Params params) {
   constexpr int kBlock = Traits::kBlock, kLanes = Traits::kLanes;
@@ -123,6 +136,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
   const Mask mask = params.mask.of_sequence(b);
   const float* k = head_of(params.k, b, keys, head / params.group, width);
   const float* v = head_of(params.v, b, keys, head / params.group, width);
+  const float* bias = kBias ? bias_of(params, b, head) : nullptr;
   load_tile<Traits>(q_tile, head_of(params.q, b, queries, head, width), params.q.row_stride, first,
                     queries, width);
 
@@ -143,6 +157,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
     for (int j = 0; j < Traits::kScores; ++j) {
       const int key = tile * kBlock + j * kLanes + lane;
       s[j] = sees(mask, query, key) ? score_of(s[j], params) : -INFINITY;
+      if (kBias && s[j] != -INFINITY) s[j] += bias[int64_t{query} * keys + key];
       largest = fmaxf(largest, s[j]);
     }
     largest = max_over_lanes<kLanes>(largest);
@@ -174,7 +189,7 @@ __global__ void __launch_bounds__(Traits::kThreads)
 }
 
 // A CTA owns a tile of queries or of keys, as in attention/mma/flash_backward.cuh.
-template <Rows kOwn, class Traits>
+template <Rows kOwn, class Traits, bool kBias>
 __global__ void __launch_bounds__(Traits::kThreads)
     flash_attention_backward_float32_kernel(const Params params) {
   constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
@@ -212,7 +227,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
   for (int head = first_head; head < end_head; ++head) {
     const float* other1_head = head_of(other1, b, other_rows, head, width);
     const float* other2_head = head_of(other2, b, other_rows, head, width);
-    const int64_t statistics = (int64_t{b} * heads + (kOwnsKeys ? head : own_head)) * queries;
+    const int query_head = kOwnsKeys ? head : own_head;
+    const int64_t statistics = (int64_t{b} * heads + query_head) * queries;
+    const float* bias = kBias ? bias_of(params, b, query_head) : nullptr;
     for (int tile = visible.first(); tile < visible.end(); tile = visible.next(tile + 1)) {
       __syncthreads();  // all threads have read the tiles before
       load_tile<Traits>(other1_tile, other1_head, other1.row_stride, tile * kBlock, other_rows,
@@ -231,7 +248,12 @@ __global__ void __launch_bounds__(Traits::kThreads)
         float p = 0.0f, ds = 0.0f;
         if (sees(mask, query, key)) {
           const float score = score_of(s[j], params);
-          p = expf(score - params.lse[statistics + query]);
+          const float lse = params.lse[statistics + query];
+          if constexpr (kBias) {
+            p = weight_of(score + bias[int64_t{query} * keys + key], lse);
+          } else {
+            p = expf(score - lse);
+          }
           ds = p * (dp[j] - params.delta[statistics + query]);
           if (params.softcap != 0.0f) {
             const float tanh = score / params.softcap;
@@ -256,6 +278,62 @@ __global__ void __launch_bounds__(Traits::kThreads)
   if constexpr (kOwnsKeys) store(params.dv, acc2, 1.0f);
 }
 
+// The gradient of the bias: a CTA owns a tile of it, as in attention/mma/flash_bias_gradient.cuh.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    flash_attention_bias_gradient_float32_kernel(const Params params) {
+  constexpr int kBlock = Traits::kBlock, kLanes = Traits::kLanes;
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* q_tile = reinterpret_cast<float*>(shared);
+  float* k_tile = q_tile + Traits::kTileElements;
+  float* dout_tile = k_tile + Traits::kTileElements;
+  float* v_tile = dout_tile + Traits::kTileElements;
+
+  const int queries = params.mask.queries, keys = params.mask.keys, width = params.width;
+  const ScoreBiasTile tile(params.bias, params.heads, (queries + kBlock - 1) / kBlock,
+                           (keys + kBlock - 1) / kBlock);
+  const int first = tile.query_tile * kBlock, first_key = tile.key_tile * kBlock;
+  const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, query = first + row;
+  const float* bias = bias_of(params, tile.first_b, tile.first_head);  // which members share
+  float gradient[Traits::kScores] = {};
+  for (int member = 0; member < tile.members; ++member) {
+    const int b = tile.b_of(member), head = tile.head_of(member), kv_head = head / params.group;
+    const Mask mask = params.mask.of_sequence(b);
+    const VisibleTiles<Rows::kQueries, kBlock, kBlock> visible(mask, first);
+    if (!visible.sees_any(tile.key_tile)) continue;
+    const auto load = [&](float* target, const HeadRows<const float>& array, int rows, int of_head,
+                          int from) {
+      load_tile<Traits>(target, head_of(array, b, rows, of_head, width), array.row_stride, from,
+                        rows, width);
+    };
+    __syncthreads();  // all threads have read the tiles before
+    load(q_tile, params.q, queries, head, first);
+    load(k_tile, params.k, keys, kv_head, first_key);
+    load(dout_tile, params.dout, queries, head, first);
+    load(v_tile, params.v, keys, kv_head, first_key);
+    __syncthreads();
+
+    float s[Traits::kScores], dp[Traits::kScores];
+    gemm_nt<Traits>(q_tile, k_tile, width, s);
+    gemm_nt<Traits>(dout_tile, v_tile, width, dp);
+    const int64_t statistic = (int64_t{b} * params.heads + head) * queries + query;
+#pragma unroll
+    for (int j = 0; j < Traits::kScores; ++j) {
+      const int key = first_key + j * kLanes + lane;
+      if (!sees(mask, query, key)) continue;
+      const float score = score_of(s[j], params) + bias[int64_t{query} * keys + key];
+      const float p = weight_of(score, params.lse[statistic]);
+      gradient[j] = fmaf(p, dp[j] - params.delta[statistic], gradient[j]);
+    }
+  }
+  float* target = static_cast<float*>(params.bias.gradient) + tile.offset(queries, keys);
+#pragma unroll
+  for (int j = 0; j < Traits::kScores; ++j) {
+    const int key = first_key + j * kLanes + lane;
+    if (query < queries && key < keys) target[int64_t{query} * keys + key] = gradient[j];
+  }
+}
+
 template <class Call>
 Params make_params(const Call& call) {
   Params params = {call.q, call.k, call.v};
@@ -265,6 +343,7 @@ Params make_params(const Call& call) {
   params.scale = call.options.scale;
   params.softcap = call.options.softcap;
   params.mask = make_mask(call.shape, call.options);
+  params.bias = ScoreBias::of_call(call.shape, call.options.score_bias);
   return params;
 }
 
@@ -287,6 +366,17 @@ cudaError_t choose_tiles(int64_t width, Launch launch) {
   return launch(Traits<256>{});
 }
 
+// The kernels of the backward: dk and dv, then dq.
+template <class Traits, bool kBias>
+cudaError_t launch_backward(cudaStream_t stream, const FlashShape& shape, const Params& params) {
+  JAXLLM_RETURN_IF_ERROR(
+      (launch<Traits>(stream, flash_attention_backward_float32_kernel<Rows::kKeys, Traits, kBias>,
+                      shape.batch * shape.kv_heads, shape.keys, params)));
+  return launch<Traits>(stream,
+                        flash_attention_backward_float32_kernel<Rows::kQueries, Traits, kBias>,
+                        shape.batch * shape.heads, shape.queries, params);
+}
+
 }  // namespace
 
 cudaError_t forward_by_float32(cudaStream_t stream, const FlashForward<float>& call) {
@@ -297,8 +387,10 @@ cudaError_t forward_by_float32(cudaStream_t stream, const FlashForward<float>& c
   params.sinks = Sinks::of_groups(sinks.data, sinks.groups, shape.batch, shape.heads);
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
-    return launch<T>(stream, flash_attention_forward_float32_kernel<T>, shape.batch * shape.heads,
-                     shape.queries, params);
+    return launch<T>(stream,
+                     params.bias.data == nullptr ? flash_attention_forward_float32_kernel<T, false>
+                                                 : flash_attention_forward_float32_kernel<T, true>,
+                     shape.batch * shape.heads, shape.queries, params);
   });
 }
 
@@ -309,11 +401,12 @@ cudaError_t backward_by_float32(cudaStream_t stream, const FlashBackward<float>&
   params.dq = call.dq, params.dk = call.dk, params.dv = call.dv;
   return choose_tiles(shape.width, [&](auto tiles) {
     using T = decltype(tiles);
-    JAXLLM_RETURN_IF_ERROR(
-        (launch<T>(stream, flash_attention_backward_float32_kernel<Rows::kKeys, T>,
-                   shape.batch * shape.kv_heads, shape.keys, params)));
-    return launch<T>(stream, flash_attention_backward_float32_kernel<Rows::kQueries, T>,
-                     shape.batch * shape.heads, shape.queries, params);
+    if (params.bias.data == nullptr) return launch_backward<T, false>(stream, shape, params);
+    JAXLLM_RETURN_IF_ERROR((launch_backward<T, true>(stream, shape, params)));
+    const FlashScoreBias& bias = call.options.score_bias;
+    const int64_t matrices = bias.sequences * bias.heads;
+    return launch<T>(stream, flash_attention_bias_gradient_float32_kernel<T>,
+                     matrices * divide_up(shape.keys, T::kBlock), shape.queries, params);
   });
 }
 

@@ -9,10 +9,13 @@
 //   s = own1 other1^T   dp = own2 other2^T   acc1 += ds other1   acc2 += p other2
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
+#include "attention/flash_kernels.h"
 #include "attention/mma/mask.cuh"
 #include "attention/mma/rotary.cuh"
+#include "attention/mma/score_bias.cuh"
 #include "attention/mma/softmax.cuh"
 #include "attention/mma/tile.cuh"
 #include "common/cp_async.cuh"
@@ -29,6 +32,7 @@ struct BackwardParams {
   float scale;
   ScoreParams scores;
   Mask mask;
+  ScoreBias bias;
   Rotary rotary;  // of dq and dk, by the negative angles
   bool aligned;
 };
@@ -36,19 +40,22 @@ struct BackwardParams {
 // The tile shape, the fastest on an H200 of those of which an SM holds two to four CTAs: few warps
 // leave the tensor cores waiting. Each array of the other side has two tiles: one is copied while
 // the other one is used. Unless it is kLarge, a CTA fits into the 99 KiB of shared memory that
-// every GPU since sm_80 has for one; with 256 columns in tiles of 16 rows, and exactly.
-template <Rows kOwnRows, int kHeadDimension, bool kLarge = false>
+// every GPU since sm_80 has for one; with 256 columns in tiles of 16 rows, and exactly. With
+// kHasBias a thread has the bias of a tile in registers, which leaves those of fewer CTAs.
+template <Rows kOwnRows, int kHeadDimension, bool kLarge = false, bool kHasBias = false>
 struct BackwardTraits {
   static constexpr Rows kOwn = kOwnRows;
   static constexpr bool kOwnsKeys = kOwn == Rows::kKeys;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr bool kIs256 = kHeadDim > 128;
+  static constexpr bool kBias = kHasBias;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMinCtasPerSm = kHeadDim <= 64 ? 4 : 1;
+  static constexpr int kMinCtasPerSm = kHeadDim <= 64 ? (kBias ? 3 : 4) : 1;
   static constexpr int kMTiles = kLarge && !kOwnsKeys && !kIs256 ? 2 : 1;  // of 16 rows, per warp
   static constexpr int kBlockOwn = 16 * kMTiles * kWarps;
-  static constexpr bool kHasLongTiles = (kLarge && kOwnsKeys) || (kHeadDim <= 64 && !kOwnsKeys);
+  static constexpr bool kHasLongTiles =
+      (kLarge && kOwnsKeys) || (kHeadDim <= 64 && !kOwnsKeys && !kBias);
   static constexpr int kBlockOther = kIs256 ? (kLarge ? 32 : 16) : (kHasLongTiles ? 64 : 32);
   // The registers cannot hold dk and dv of 256 columns: a CTA has half of each.
   static constexpr int kParts = kOwnsKeys && kIs256 ? 2 : 1;
@@ -169,6 +176,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     cp_async_wait_all();
     __syncthreads();  // this tile has come, and all threads have read the one before
     const int current = tile;
+    [[maybe_unused]] const int current_head = head;
     tile = visible.next(tile + 1);
     if (tile >= visible.end() && head + 1 < end_head) {
       tile = first_tile;
@@ -181,6 +189,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     const float* column_lse = statistic(buffer, 0, 2 * (lane % 4));
     const float* column_delta = statistic(buffer, 1, 2 * (lane % 4));
 
+    [[maybe_unused]] float bias[kMTiles][kNTiles][4];
+    if constexpr (Traits::kBias) {
+      const int query_head = kOwnsKeys ? current_head : own_head;
+      load_bias<kOwn, T>(bias, params.bias, b, query_head, mask, first + warp_row,
+                         current * kBlockOther);
+    }
     float p[kMTiles][kNTiles][4] = {};
     gemm_ss<kHeadDim>(p, own1_rows, other1_tile);
     const auto lse_of_column = [&](int n, int c) {
@@ -189,8 +203,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     const auto delta_of_column = [&](int n, int c) {
       return kOwnsKeys ? column_delta[(8 * n + c) * kStatisticStride] : 0.0f;
     };
-    for_each_element(p, lse_of_column, [&](float& x, float lse, int m, int h, int, int) {
-      x = weight_of(x, params.scores, kOwnsKeys ? lse : row_lse[m][h]);
+    // What the product's score is added to: -lse, and the bias.
+    const auto shift_of = [&](float lse, int m, int h, [[maybe_unused]] int n,
+                              [[maybe_unused]] int c) {
+      const float minus_lse = kOwnsKeys ? lse : row_lse[m][h];
+      if constexpr (Traits::kBias) {
+        return biased(minus_lse, bias[m][n][2 * h + c]);
+      } else {
+        return minus_lse;
+      }
+    };
+    for_each_element(p, lse_of_column, [&](float& x, float lse, int m, int h, int n, int c) {
+      x = weight_of(x, params.scores, shift_of(lse, m, h, n, c));
     });
     if (!visible.sees_all(mask, first, current)) {
       apply_mask<kOwn>(p, mask, first + warp_row, current * kBlockOther, 0.0f);
@@ -203,7 +227,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     });
     if (params.scores.softcap != 0.0f) {
       for_each_element(ds, lse_of_column, [&](float& x, float lse, int m, int h, int n, int c) {
-        x *= softcap_derivative(p[m][n][2 * h + c], params.scores, kOwnsKeys ? lse : row_lse[m][h]);
+        x *= softcap_derivative(p[m][n][2 * h + c], params.scores, shift_of(lse, m, h, n, c));
       });
     }
 
@@ -230,6 +254,48 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
   if constexpr (kOwnsKeys) {
     store(acc2, own2_tile + warp_row * kSmemStride<kHeadDim>, params.dv, [] {});
   }
+}
+
+template <typename T>
+BackwardParams<T> make_backward_params(const FlashBackward<T>& call) {
+  const auto& [shape, options, q, k, v, out, dout, lse, delta, dlse, dq, dk, dv] = call;
+  BackwardParams<T> params{q, k, v, dout, lse, delta, dq, dk, dv};
+  params.heads = static_cast<int>(shape.heads);
+  params.group = static_cast<int>(shape.heads / shape.kv_heads);
+  params.width = static_cast<int>(shape.width);
+  params.scale = options.scale;
+  params.scores = make_score_params(options);
+  params.mask = make_mask(shape, options);
+  params.bias = ScoreBias::of_call(shape, options.score_bias);
+  if (shape.width <= kMmaMaxRotaryWidth) params.rotary = make_rotary(shape, options.rope);
+  params.aligned = heads_are_aligned(shape.width, q, k, v, dout, dq, dk, dv);
+  return params;
+}
+
+template <class Traits, typename T>
+cudaError_t launch_backward(cudaStream_t stream, const BackwardParams<T>& params, int64_t batch) {
+  const int64_t heads = Traits::kOwnsKeys ? params.heads / params.group : params.heads;
+  const int64_t rows = Traits::kOwnsKeys ? params.mask.keys : params.mask.queries;
+  const int64_t tiles = batch * heads * Traits::kParts * divide_up(rows, Traits::kBlockOwn);
+  return launch_tiles(stream, flash_attention_backward_kernel<Traits, T>, tiles, Traits::kThreads,
+                      Traits::template kSmemBytes<T>, params);
+}
+
+// Both kernels: dk and dv, then dq.
+template <int kHeadDim, bool kLarge, bool kBias = false, typename T>
+cudaError_t launch_both(cudaStream_t stream, const BackwardParams<T>& params, int64_t batch) {
+  JAXLLM_RETURN_IF_ERROR((launch_backward<BackwardTraits<Rows::kKeys, kHeadDim, kLarge, kBias>>(
+      stream, params, batch)));
+  return launch_backward<BackwardTraits<Rows::kQueries, kHeadDim, kLarge, kBias>>(stream, params,
+                                                                                  batch);
+}
+
+// The larger of the two kernels' shared memory.
+template <int kHeadDim, bool kLarge, bool kBias = false>
+constexpr int backward_smem_bytes() {
+  using T = __nv_bfloat16;
+  return std::max(BackwardTraits<Rows::kKeys, kHeadDim, kLarge, kBias>::template kSmemBytes<T>,
+                  BackwardTraits<Rows::kQueries, kHeadDim, kLarge, kBias>::template kSmemBytes<T>);
 }
 
 }  // namespace jaxllm::attention

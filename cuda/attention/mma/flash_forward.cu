@@ -9,10 +9,7 @@ namespace {
 
 template <int kHeadDim, bool kTwoMTiles = false, typename T, typename Stored>
 cudaError_t launch(cudaStream_t stream, const ForwardParams<T, Stored>& params, int64_t batch) {
-  using Traits = ForwardTraits<kHeadDim, kTwoMTiles>;
-  const int64_t tiles = batch * params.heads * divide_up(params.mask.queries, Traits::kBlockM);
-  return launch_tiles(stream, flash_attention_forward_kernel<Traits, T, Stored>, tiles,
-                      Traits::kThreads, Traits::kSmemBytes, params);
+  return launch_forward<ForwardTraits<kHeadDim, kTwoMTiles>>(stream, params, batch);
 }
 
 const SharedNeed kNeeds[] = {{"flash_attention_forward_32", ForwardTraits<32>::kSmemBytes},
@@ -25,19 +22,9 @@ const SharedNeed kNeeds[] = {{"flash_attention_forward_32", ForwardTraits<32>::k
 
 template <typename T, typename Stored>
 cudaError_t forward_by_mma(cudaStream_t stream, const FlashForward<T, Stored>& call) {
-  const auto& [shape, options, q, k, v, out, lse, q_scale, k_scale, v_scale] = call;
-  ForwardParams<T, Stored> params{q, k, v, out, lse};
-  params.heads = static_cast<int>(shape.heads);
-  params.group = static_cast<int>(shape.heads / shape.kv_heads);
-  params.width = static_cast<int>(shape.width);
-  params.scores = make_score_params(options);
-  params.exp2_scale = 1.0f;
-  params.mask = make_mask(shape, options);
-  params.sinks =
-      Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads);
-  params.rotary = make_rotary(shape, options.rope);
-  params.q_scale = q_scale, params.k_scale = k_scale, params.v_scale = v_scale;
-  params.aligned = heads_are_aligned(shape.width, q, k, v, out);
+  const FlashShape& shape = call.shape;
+  const FlashOptions& options = call.options;
+  ForwardParams<T, Stored> params = make_forward_params(call);
   if constexpr (!std::is_same_v<T, Stored>) {
     if (shape.width <= 64) return launch<64>(stream, params, shape.batch);
     if (shape.width <= 128) return launch<128>(stream, params, shape.batch);

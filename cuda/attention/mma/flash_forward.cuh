@@ -9,6 +9,7 @@
 
 #include "attention/mma/mask.cuh"
 #include "attention/mma/rotary.cuh"
+#include "attention/mma/score_bias.cuh"
 #include "attention/mma/softmax.cuh"
 #include "attention/mma/tile.cuh"
 #include "attention/sinks.cuh"
@@ -28,6 +29,7 @@ struct ForwardParams {
   float exp2_scale;  // of the scores; above zero
   Mask mask;
   Sinks sinks;
+  ScoreBias bias;
   Rotary rotary;                             // of q
   const float *q_scale, *k_scale, *v_scale;  // of a float8's heads
   bool aligned;
@@ -35,14 +37,19 @@ struct ForwardParams {
 
 // The tile shape, the fastest on an H200. A warp has 16 queries. 32 queries halve its reads of
 // shared memory, but fewer CTAs fit an SM to keep the tensor cores busy while one waits, and the
-// mask hides more of a tile. So kTwoMTiles is for large heads with long rows of keys.
-template <int kHeadDimension, bool kTwoMTiles = false>
+// mask hides more of a tile. So kTwoMTiles is for large heads with long rows of keys. With kHasBias
+// a thread has the bias of a tile in registers, which leaves those of fewer CTAs.
+template <int kHeadDimension, bool kTwoMTiles = false, bool kHasBias = false>
 struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kTwoMTiles ? 2 : 1;  // of 16 queries, for each warp
-  static constexpr int kMinCtasPerSm = kHeadDim <= 64 ? 4 : kHeadDim <= 128 && !kTwoMTiles ? 3 : 1;
+  static constexpr bool kBias = kHasBias;
+  static constexpr int kCtasWithoutBias = kHeadDim <= 64                   ? 4
+                                          : kHeadDim <= 128 && !kTwoMTiles ? 3
+                                                                           : 1;
+  static constexpr int kMinCtasPerSm = kCtasWithoutBias - (kBias && kCtasWithoutBias > 1);
   static constexpr int kBlockM = 16 * kMTiles * kWarps;  // queries
   static constexpr int kBlockN = 64;                     // keys
   static constexpr int kSmemBytes = (kBlockM + 2 * kBlockN) * kSmemStride<kHeadDim> * 2;
@@ -108,6 +115,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     const int next = visible.next(tile + 1);
     const bool sees_all = visible.sees_all(mask, first, tile);
 
+    // On their way while q k^T is computed.
+    [[maybe_unused]] float bias[kMTiles][kBlockN / 8][4];
+    if constexpr (Traits::kBias) {
+      load_bias<Rows::kQueries, T>(bias, params.bias, b, head, mask, first + warp_row,
+                                   tile * kBlockN);
+    }
     float s[kMTiles][kBlockN / 8][4] = {};
     gemm_ss<kHeadDim>(s, q_tile + warp_row * kSmemStride<kHeadDim>, k_tile);
     cp_async_wait_all();
@@ -115,6 +128,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
     if (next < visible.end()) load_keys(k_tile, params.k, k, next);
 
     scale_scores(s, scores);
+    if constexpr (Traits::kBias) add_bias(s, bias);
     if (!sees_all) {
       apply_mask<Rows::kQueries>(s, mask, first + warp_row, tile * kBlockN, -INFINITY);
     }
@@ -149,6 +163,33 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtasPerSm)
   store_accumulator<kHeadDim>(out, q_tile + warp_row * kSmemStride<kHeadDim>,
                               head_of(params.out, b, queries, head, width), params.out.row_stride,
                               first + warp_row, queries, width, aligned, [] {});
+}
+
+template <typename T, typename Stored>
+ForwardParams<T, Stored> make_forward_params(const FlashForward<T, Stored>& call) {
+  const auto& [shape, options, q, k, v, out, lse, q_scale, k_scale, v_scale] = call;
+  ForwardParams<T, Stored> params{q, k, v, out, lse};
+  params.heads = static_cast<int>(shape.heads);
+  params.group = static_cast<int>(shape.heads / shape.kv_heads);
+  params.width = static_cast<int>(shape.width);
+  params.scores = make_score_params(options);
+  params.exp2_scale = 1.0f;
+  params.mask = make_mask(shape, options);
+  params.sinks =
+      Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads);
+  params.bias = ScoreBias::of_call(shape, options.score_bias);
+  params.rotary = make_rotary(shape, options.rope);
+  params.q_scale = q_scale, params.k_scale = k_scale, params.v_scale = v_scale;
+  params.aligned = heads_are_aligned(shape.width, q, k, v, out);
+  return params;
+}
+
+template <class Traits, typename T, typename Stored>
+cudaError_t launch_forward(cudaStream_t stream, const ForwardParams<T, Stored>& params,
+                           int64_t batch) {
+  const int64_t tiles = batch * params.heads * divide_up(params.mask.queries, Traits::kBlockM);
+  return launch_tiles(stream, flash_attention_forward_kernel<Traits, T, Stored>, tiles,
+                      Traits::kThreads, Traits::kSmemBytes, params);
 }
 
 }  // namespace jaxllm::attention

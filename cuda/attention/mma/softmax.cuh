@@ -86,6 +86,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kMTiles][kNTiles][4], 
 // ---- Of the backward, which recomputes the weights from lse.
 
 // -lse in base 2. A query that sees no key has an lse of -infinity, which stays: its weights are 0.
+// The functions below take with it the bias of the score, in base 2 too, if there is one.
 __device__ __forceinline__ float negative_lse(float lse) {
   return lse == -INFINITY ? -INFINITY : -lse * kLog2E;
 }

@@ -46,7 +46,6 @@ def _attention(
         backward_elements=4 * (of_q + of_kv),
         forward_flops=2 * matmul,
         backward_flops=5 * matmul,
-        refused_by=("cuda",) if bias else (),
         large=large,
         timed_only=timed_only,
     )

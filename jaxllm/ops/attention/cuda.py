@@ -42,6 +42,20 @@ def flash_attention_backward_unsupported(
     return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward")
 
 
+def flash_attention_bias_unsupported(
+    q, k, v, bias, segment_ids, rope_table=None, sinks=None, **_
+) -> str | None:
+    """Why the forward kernels cannot serve a call; None if they can."""
+    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "forward", has_bias=True)
+
+
+def flash_attention_bias_backward_unsupported(
+    q, k, v, bias, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
+) -> str | None:
+    """Why the backward kernels cannot serve a call; None if they can."""
+    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward", has_bias=True)
+
+
 def _unsupported(q, k, rope_table) -> str | None:
     """What both directions have in common."""
     if q.dtype not in _DTYPES:
@@ -62,9 +76,11 @@ def _unsupported(q, k, rope_table) -> str | None:
     return None
 
 
-def _shared_memory_reason(q, direction: str) -> str | None:
+def _shared_memory_reason(q, direction: str, *, has_bias: bool = False) -> str | None:
     """Why the tiles for heads as wide as these do not fit the GPU; None if they do."""
     kernel, widths = f"flash_attention_{direction}", (32, 64, 96, 128, 256)
+    if has_bias:
+        kernel, widths = f"{kernel}_bias", (64, 128, 256)
     if q.dtype == jnp.float32:
         kernel, widths = "flash_attention_float32", (64, 128, 256)
     width = next(width for width in widths if q.shape[-1] <= width)
@@ -176,6 +192,38 @@ def flash_attention_backward(
     options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
     options |= _last_option(dlse=dlse)
     *gradients, delta = ffi.call("flash_attention_backward", results, *arrays, **options)[:4]
+    return *gradients, *_sinks_gradient(lse, delta, sinks)
+
+
+def flash_attention_bias_forward(
+    q, k, v, bias, segment_ids, rope_table=None, sinks=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
+    """Returns ``(out, lse)``."""
+    extras = _extras(segment_ids, rope_table, _wide(sinks))
+    workspaces = _workspaces(q, k, segment_ids, rope_table)
+    results = (_like(q), _query_statistic(q), *workspaces, _scratch(q, 0))
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"hopper": False, **_last_option(sinks=sinks)}
+    stem = "flash_attention_bias_forward"
+    return ffi.call(stem, results, q, k, v, bias, *extras, **options)[:2]
+
+
+def flash_attention_bias_backward(
+    q, k, v, bias, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None,
+    *, causal, scale, window, softcap, interleaved=False,
+):  # fmt: skip
+    """Returns ``(dq, dk, dv, dbias)``, and ``dsinks`` where there are sinks.
+
+    ``dlse`` is the gradient of ``lse``, None where it has none.
+    """
+    arrays = (q, k, v, bias, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
+    workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
+    results = (_like(q), _like(k), _like(v), _like(bias), *workspaces, _scratch(q, 0))
+    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options |= {"hopper": False, **_last_option(dlse=dlse)}
+    stem = "flash_attention_bias_backward"
+    *gradients, delta = ffi.call(stem, results, *arrays, **options)[:5]
     return *gradients, *_sinks_gradient(lse, delta, sinks)
 
 
