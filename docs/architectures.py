@@ -69,11 +69,18 @@ EXAMPLES = {
 @contextlib.contextmanager
 def on(gpu: ffi.Device | None) -> Iterator[None]:
     """Traces programs for a GPU that this machine may lack, with cuDNN available."""
+    takes_wide_heads = gpu is not None and gpu.capability >= 90
+
+    def no_cudnn(width: int) -> str | None:
+        is_served = takes_wide_heads or width <= cudnn_attention.MAX_HEAD_WIDTH_BEFORE_HOPPER
+        return None if is_served else "heads are too wide"
+
     with (
         mock.patch.object(ffi, "device", lambda: gpu),
         mock.patch.object(ffi, "devices", lambda: () if gpu is None else (gpu,)),
-        mock.patch.object(cudnn_attention, "_no_cudnn", lambda: None),
+        mock.patch.object(cudnn_attention, "_no_cudnn", no_cudnn),
         mock.patch.object(cudnn_attention.cudnn, "check_cudnn_version", lambda: 91000),
+        mock.patch.object(cudnn_attention.cudnn, "check_compute_capability", lambda _: True),
     ):
         yield
 
@@ -180,7 +187,7 @@ def kernels_of(launch: Launch, gpu: ffi.Device | None) -> tuple[str, ...]:
             return (f"flash_attention_float32_{_least(width, 64, 128, 256)}",)
         if "_bias_" in stem:
             return (f"flash_attention_{direction}_bias_{_least(width, 64, 128, 256)}",)
-        if hopper and width in (64, 128) and not float(launch.attributes["softcap"]):
+        if hopper and width % 8 == 0:
             return (f"flash_attention_{direction}_hopper",)
         return (f"flash_attention_{direction}_{_least(width, 32, 64, 96, 128, 256)}",)
     if stem == "decode_attention":

@@ -25,7 +25,7 @@ from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 # The custom calls of the two directions, without a bias and without dropout.
 TARGETS = tuple(cudnn.get_custom_call_name(False, False, backward) for backward in (False, True))
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_MAX_HEAD_WIDTH, _MAX_HEAD_WIDTH_BEFORE_HOPPER = 256, 128
+_MAX_HEAD_WIDTH, MAX_HEAD_WIDTH_BEFORE_HOPPER = 256, 128
 
 
 def flash_attention_unsupported(
@@ -75,10 +75,10 @@ def _no_cudnn(width: int) -> str | None:
     oldest = min(int(device.compute_capability.split(".")[0]) for device in devices)
     if oldest < 8:
         return "cuDNN's attention needs an Ampere GPU (compute capability 8.0) or a newer one"
-    if oldest < 9 and width > _MAX_HEAD_WIDTH_BEFORE_HOPPER:
+    if oldest < 9 and width > MAX_HEAD_WIDTH_BEFORE_HOPPER:
         return (
             f"heads are {width} wide; cuDNN's attention takes at most "
-            f"{_MAX_HEAD_WIDTH_BEFORE_HOPPER} before Hopper GPUs"
+            f"{MAX_HEAD_WIDTH_BEFORE_HOPPER} before Hopper GPUs"
         )
     try:
         cudnn.check_cudnn_version()
