@@ -362,7 +362,9 @@ def _run(
         why = "Pallas's interpreter does not run in a jax.shard_map with check_vma"
         other = refusal(why, "use backend 'auto' or 'xla' there, or give check_vma=False")
     else:
-        other = pack_like(kernel, implementation(fallback))
+        other = implementation(fallback)
+        if on_gpu == "cuda":  # only CUDA kernels know a layout of their own
+            other = pack_like(kernel, other)
 
     def typed(fn: Callable) -> Callable:
         # Both in one type: a kernel's results vary as its operands do, a constant does not.

@@ -104,9 +104,12 @@ def traced_under_each_backend(cases):
     ]
 
 
-def value_and_gradients(fn, inputs):
-    """``fn(*inputs)`` and its gradients with respect to the floating inputs, jitted."""
-    return program(fn)(inputs)
+def value_and_gradients(fn, inputs, outputs=None):
+    """``fn(*inputs)`` and its gradients with respect to the floating inputs, jitted.
+
+    The types of the outputs need no trace of their own if they are given.
+    """
+    return program(fn)(inputs, outputs)
 
 
 def program(fn):
@@ -117,8 +120,12 @@ def program(fn):
         out, pull = differentiate(fn, inputs)
         return out, pull(cotangents)
 
-    # Cotangents are computed outside of jit: inside, XLA might skip their rounding.
-    return lambda inputs: run(inputs, testing.cotangents_like(jax.eval_shape(fn, *inputs)))
+    def call(inputs, outputs=None):
+        # Cotangents are computed outside of jit: inside, XLA might skip their rounding.
+        outputs = jax.eval_shape(fn, *inputs) if outputs is None else outputs
+        return run(inputs, testing.cotangents_like(outputs))
+
+    return call
 
 
 def differentiate(fn, inputs):
@@ -205,13 +212,40 @@ def case_named(op, name):
 
 @functools.lru_cache(maxsize=1)  # consecutive tests share a case and dtype
 def expectation(op, name, dtype):
-    """The inputs of a case, and the reference results in float64 and in the dtype."""
+    """The inputs of a case, the reference results in float64, and those in the dtype.
+
+    The latter are a function, and types: most tests need no more.
+    """
     case = case_named(op, name)
     inputs = testing.make_inputs(case, dtype)
     with jax.enable_x64(True):
-        wide = training.cast(inputs, jnp.float64)
-        exact = jax.tree.map(np.asarray, exact_program(op, name)(wide))
-    return inputs, exact, value_and_gradients(reference_function(case), inputs)
+        exact = jax.tree.map(np.asarray, exact_program(op, name)(in_float64(case, inputs)))
+    run = functools.partial(value_and_gradients, reference_function(case), inputs)
+    return inputs, exact, functools.cache(run), types(jax.eval_shape(run))
+
+
+def in_float64(case, inputs):
+    """The inputs with floating ones in float64; small ones are converted without a program."""
+    if case.large:
+        return training.cast(inputs, jnp.float64)
+    wide = lambda x: jax.device_put(np.asarray(x, np.float64))  # noqa: E731
+    is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: wide(x) if is_floating(x) else x, inputs)
+
+
+def types(tree):
+    """Shapes and dtypes, and which ones are weak."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), tree
+    )
+
+
+@functools.lru_cache(maxsize=256)  # several tests compare with the same, in the order of the cases
+def plain_result(op, name, backend):
+    """The inputs of a small case in float32, its outputs and gradients."""
+    case = case_named(op, name)
+    inputs = testing.make_inputs(case, "float32")
+    return inputs, value_and_gradients(op_under(case, backend), inputs)
 
 
 # Arguments that change no value: the reference functions lack them.
@@ -244,9 +278,9 @@ def defaults(case):
 )
 @pytest.mark.covering(("case", "backend"), ("op", "backend", "dtype"))
 def test_matches_reference(case, dtype, backend):
-    inputs, expected, reference = expectation(case.op, case.name, dtype)
-    actual = value_and_gradients(op_under(case, backend), inputs)
-    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, reference)
+    inputs, expected, reference, of_reference = expectation(case.op, case.name, dtype)
+    actual = value_and_gradients(op_under(case, backend), inputs, of_reference[0])
+    assert types(actual) == of_reference
     testing.assert_close(actual, expected, dtype, reference, what=str(case))
 
 
@@ -269,9 +303,7 @@ def test_unsupported_cases_are_rejected(case, backend):
 )
 @pytest.mark.covering(("case",), ("op", "forward", "backward"))
 def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatch):
-    inputs = testing.make_inputs(case, "float32")
-    expected = value_and_gradients(op_under(case, "xla"), inputs)
-
+    inputs, expected = plain_result(case.op, case.name, "xla")
     phase = forward
 
     def crossed(op, direction, _, *arrays, **static):
@@ -288,8 +320,7 @@ def test_any_forward_pairs_with_any_backward(case, forward, backward, monkeypatc
         phase = backward  # of every dispatch in the backward pass
         return out, pull(cotangents)
 
-    out = jax.eval_shape(op_under(case, "xla"), *inputs)
-    actual = run(inputs, testing.cotangents_like(out))
+    actual = run(inputs, testing.cotangents_like(expected[0]))
     testing.assert_close(actual, expected, "float32", what=f"{case} {forward}/{backward}")
 
 
@@ -301,17 +332,15 @@ def test_vmap_matches_a_loop(case, backend, mapped):
     batches = [testing.make_inputs(case, "float32", seed) for seed in range(3)]
     if mapped == "first":
         batches = [(batch[0], *batches[0][1:]) for batch in batches]
-    stacked = [
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *arrays)
-        for arrays in zip(*batches, strict=True)
-    ]
+    stack = lambda *leaves: jax.device_put(np.stack(leaves))  # noqa: E731
+    stacked = [jax.tree.map(stack, *arrays) for arrays in zip(*batches, strict=True)]
     axes: list[int | None] = [0] * len(stacked)
     if mapped == "first":
         stacked[1:], axes[1:] = batches[0][1:], [None] * len(batches[0][1:])
     run = program(fn)
     expected = [run(batch) for batch in batches]
     actual = jax.vmap(lambda *inputs: run(inputs), tuple(axes))(*stacked)
-    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
+    expected = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
     testing.assert_close(actual, expected, "float32", what=str(case))
 
 
@@ -345,16 +374,15 @@ def test_shard_map_gradients_have_the_vma_of_their_arguments(case, backend):
 @pytest.mark.covering(("op", "backend"))
 def test_output_is_the_same_without_gradients(case, backend):
     # Without gradients an op may skip residuals, or run another kernel.
-    fn = op_under(case, backend)
-    inputs = testing.make_inputs(case, "float32")
-    expected, _ = value_and_gradients(fn, inputs)
-    testing.assert_close(jax.jit(fn)(*inputs), expected, "float32", what=str(case))
+    inputs, (expected, _) = plain_result(case.op, case.name, backend)
+    actual = jax.jit(op_under(case, backend))(*inputs)
+    testing.assert_close(actual, expected, "float32", what=str(case))
 
 
 @pytest.mark.parametrize(("case", "backend"), each_backend(FIRST_CASES))
 def test_scan_and_remat_change_no_results(case, backend):
     fn = op_under(case, backend)
-    inputs = testing.make_inputs(case, "float32")
+    inputs, expected = plain_result(case.op, case.name, backend)
 
     def scanned(*inputs):
         def body(carry, _):
@@ -362,8 +390,8 @@ def test_scan_and_remat_change_no_results(case, backend):
 
         return jax.tree.map(lambda ys: ys[1], jax.lax.scan(body, None, length=2)[1])
 
-    actual = value_and_gradients(scanned, inputs)
-    testing.assert_close(actual, value_and_gradients(fn, inputs), "float32", what=str(case))
+    actual = value_and_gradients(scanned, inputs, expected[0])
+    testing.assert_close(actual, expected, "float32", what=str(case))
 
 
 @pytest.mark.parametrize(("case", "backend"), traced_under_each_backend(FIRST_CASES))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import kernel_table
 import pytest
-from test_contract import CASES, implementations, op_under, value_and_gradients
+from test_contract import CASES, implementations, op_under, traced_with_gradients
 
 import jaxllm
 from jaxllm import ops, testing
@@ -55,7 +55,7 @@ def programs():
             for dtype in ("bfloat16", "float32"):
                 inputs = jax.eval_shape(functools.partial(testing.make_inputs, case, dtype))
                 fn = op_under(case, "cuda")
-                yield (lambda *inputs, fn=fn: value_and_gradients(fn, inputs)), inputs
+                yield traced_with_gradients(fn), inputs
     # GEMMs that normalize the residual are only called between blocks.
     config = gpt2.GPT2Config(max_seq_len=1024, layers=2)
     params = jax.eval_shape(
