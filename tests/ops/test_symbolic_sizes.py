@@ -6,6 +6,7 @@ import re
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_contract import FIRST_CASES, differentiate, op_under
 
@@ -41,7 +42,7 @@ def inputs_of(case, batch, dtype="float32"):
     return with_batch(
         case,
         testing.make_inputs(case, dtype),
-        lambda x: jnp.resize(x, (batch, *x.shape[1:])),
+        lambda x: jax.device_put(np.resize(x, (batch, *x.shape[1:]))),
     )
 
 
