@@ -31,6 +31,9 @@ def value_and_gradients(fn, arrays):
 @pytest.mark.parametrize("columns", [(2, F), (3, 4, H)])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.covering(
+    ("columns", "activation", "bias"), ("columns", "backend"), ("activation", "bias", "backend")
+)
 def test_linear_has_the_dimensions_of_its_columns(columns, activation, bias, backend):
     arrays = drawn({"x": (B, T, D), "weight": (D, *columns), "bias": columns})
     linear = functools.partial(ops.linear, activation=activation, backend=backend)

@@ -39,6 +39,7 @@ def exact(q, k, v, lengths, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 6, 39, 40, 99, 2**31 - 1, 2**40, (4, 2), (None, 1)])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.covering(("window", "backend"), ("window", "with_sinks"), ("with_sinks", "backend"))
 def test_matches_the_last_row_of_flash_attention(with_sinks, window, backend):
     q, k, v = inputs()
     sinks = jnp.linspace(-4.0, 6.0, 6) if with_sinks else None
@@ -218,6 +219,7 @@ def in_pages(x, page, table):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("page", "pages"), [(16, 9), (8, 5), (1, 30), (3, 47), (256, 2)])
+@pytest.mark.covering(("page", "dtype"), ("page", "backend"), ("dtype", "backend"))
 def test_a_cache_in_pages_gives_the_bits_of_one_in_one_piece(page, pages, dtype, backend):
     S, rng = page * pages, np.random.default_rng(0)
     q, k, v = inputs(S=S, dtype="float32" if dtype == "int8" else dtype)

@@ -86,6 +86,7 @@ GRADIENT_AND_OTHER = {
     [((), (24,)), ((), (3, 8)), ((7,), (3, 8)), ((2, 5), (24,)), ((2, 5), (3, 2, 4))],
 )
 @pytest.mark.parametrize("scale_is_exact", [True, False])
+@pytest.mark.covering(("recipe", "dtype", "scale_is_exact"), ("recipe", "rows", "columns"))
 def test_results_are_products_of_rounded_operands(recipe, dtype, rows, columns, scale_is_exact):
     x, weight, _, dout = arrays(dtype, rows, columns, scale_is_exact=scale_is_exact)
     out, pull = jax.vjp(layer(recipe), x, weight)

@@ -53,6 +53,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("of_x", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.covering(("shape", "layout", "backend"), ("of_x", "dtype", "layout", "backend"))
 def test_bits_are_those_of_numpy(shape, layout, of_x, dtype, backend):
     # XLA's float32 division on a GPU is not exact.
     device = jax.devices("cpu" if backend == "xla" else None)[0]

@@ -58,6 +58,7 @@ def assert_rounded(found, values, scale, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.covering(("shape", "backend"), ("dtype", "backend"))
 def test_results_are_rounded_once_in_both_layouts(shape, dtype, backend):
     gate_up, dout = inputs(shape, dtype)
     hidden, dgate_up = exact(gate_up, dout)
