@@ -81,7 +81,8 @@ OPTIONS = {
 def test_values_and_gradients_of_many_tiles_match_float64(dtype, H, shared, name, backend):
     options: Any = OPTIONS[name]
     # A bias in float32, beside queries of any dtype, or in theirs, where sequences do not share it.
-    bias = draw_bias(*shared, 131, 150, "float32" if shared[0] == 1 else dtype)
+    sequences, heads = shared
+    bias = draw_bias(sequences, heads, 131, 150, "float32" if sequences == 1 else dtype)
     arrays = (*attention_arrays(T=131, S=150, K=2, H=H, dtype=dtype), bias)
     found = jit_with_gradients(functools.partial(attend, **options, backend=backend), arrays)
     assert [x.dtype for x in found[1]] == [x.dtype for x in arrays]

@@ -252,7 +252,7 @@ def flash_attention_packed_forward(
 
 def flash_attention_packed_backward(
     qkv, out, lse, dout, segment_ids, rope_table, dlse=None, sinks=None, **options
-):
+) -> Any:
     """Returns ``dqkv``, and ``dsinks`` where there are sinks.
 
     ``dlse`` is the gradient of ``lse``, None where it has none.
@@ -435,7 +435,7 @@ def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
     return _scratch(q, N * tiles * (tile * (_hopper_columns(H) + 2) + 1) + 2 * ranges + 1)
 
 
-def _bias_partial(q: jax.Array, columns: int) -> jax.ShapeDtypeStruct:
+def _bias_partial(q, columns: int) -> jax.ShapeDtypeStruct:
     """Partial sums of a bias's gradient."""
     B, T, N, H = q.shape
     if not _is_for_hopper(q):
