@@ -46,10 +46,10 @@ struct BackwardTraits {
   // 14% slower for 32 causal key heads of 4096 tokens, of 128, each of four heads.
   static constexpr bool kStoresDq = kHasDqWarpgroup;
   static constexpr int kDqStoreThreads = 64;
-  // Half a tile of dq is 64 queries by 64 columns. A head dimension of 64 has halves of queries,
-  // handed on one by one, and 128 has halves of columns, handed on together.
-  static constexpr int kDqHalf = 64 * 64;
-  static constexpr int kDqHalves = kBlockM * kColumns / kDqHalf;  // three or four beyond 128
+  // A tile of dq has blocks of 64 queries by 64 columns. A head dimension of 64 has two of queries,
+  // handed on one by one; others have two to four of columns, handed on together.
+  static constexpr int kDqBlockSize = 64 * 64;
+  static constexpr int kDqBlocks = kBlockM * kColumns / kDqBlockSize;
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
   static constexpr int kDsWarps = kSharesKeys ? 4 : kConsumerWarps;      // that compute ds
@@ -84,7 +84,7 @@ struct BackwardSmem {
   T ds[(Traits::kSharesKeys ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
-  float dq[Traits::kDqHalves][Traits::kDqHalf];
+  float dq[Traits::kDqBlocks][Traits::kDqBlockSize];
   T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];

@@ -171,13 +171,13 @@ __device__ __forceinline__ void discard_dq_accum(const BackwardParams& params, c
   }
 }
 
-// Hands columns of dq, one or two halves of a tile, to the thread that adds it.
+// Hands one or two blocks of dq to the thread that adds them.
 template <int kSize>
-__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[kSize], float* halves) {
+__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[kSize], float* blocks) {
   const int thread = threadIdx.x % kWarpgroup;
 #pragma unroll
   for (int j = 0; j < kSize / 4; ++j) {
-    reinterpret_cast<float4*>(halves)[j * kWarpgroup + thread] =
+    reinterpret_cast<float4*>(blocks)[j * kWarpgroup + thread] =
         make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
 }

@@ -15,6 +15,8 @@
 //   thread 32  bulk_reduce_add <- dq_pipeline    <------------  dq
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
+// With heads wider than 128 the consumers share 64 keys: mainloop_backward_hdim256.cuh.
+//
 // dk and dv stay in registers. dq is accumulated in global memory (dq_accumulator.cuh). The kernels
 // of preprocess_backward.cuh run before and after.
 //

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <typename T, class Traits, bool kSegments, bool kBias>
 __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_postprocess_kernel(
     const __grid_constant__ BackwardParams params, HeadRows<T> dq) {
-  constexpr int kReaders = Traits::kDqHalves * Traits::kDqHalf / 16;
+  constexpr int kReaders = Traits::kDqBlocks * Traits::kDqBlockSize / 16;
   static_assert(kReaders % kRowThreads == 0);
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int query_tile = blockIdx.x;
@@ -164,9 +164,9 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
   for (int first = 0; first < kReaders; first += kRowThreads) {
     // Columns run fastest, so that stores coalesce.
     const int reader = first + threadIdx.x;
-    const int chunk = reader % 8, quad = reader / 8 % 32, half = reader / 256;
+    const int chunk = reader % 8, quad = reader / 8 % 32, block = reader / 256;
     const float* const source =
-        parts + half * Traits::kDqHalf + (chunk * kWarpgroup + quad * 4) * 4;
+        parts + block * Traits::kDqBlockSize + (chunk * kWarpgroup + quad * 4) * 4;
     float values[2][8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       values[1][2 * i + 1] = part.w * params.scale;
     }
     constexpr bool kByColumn = Traits::kColumnBlocks > 1;
-    const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : half * 64);
-    const int column = chunk * 8 + (kByColumn ? half * kSwizzleColumns : 0);
+    const int row = accumulator_row(quad * 4) + (kByColumn ? 0 : block * 64);
+    const int column = chunk * 8 + (kByColumn ? block * kSwizzleColumns : 0);
     [[maybe_unused]] float sums[8] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       }
     }
     if constexpr (kBias) {
-      static_assert(kRowThreads == 256);  // the readers of a half
+      static_assert(kRowThreads == 256);  // the readers of a block
       const int64_t tile = sequence * gridDim.x + query_tile;
-      const int64_t row_of_sums = tile * Traits::kDqColumnSums + (kByColumn ? 0 : half);
+      const int64_t row_of_sums = tile * Traits::kDqColumnSums + (kByColumn ? 0 : block);
       float* const target =
           params.dq_column_sums + (row_of_sums * gridDim.y + head) * Traits::kColumns;
-      write_column_sums<8>(sums, target + (kByColumn ? half * kSwizzleColumns : 0));
+      write_column_sums<8>(sums, target + (kByColumn ? block * kSwizzleColumns : 0));
     }
   }
 }

@@ -4,7 +4,7 @@ The derivative of either needs no kernel of its own. With ``dlse`` the gradient 
 softmax's rule becomes ``ds = p * (dp - (delta - dlse))``, so a backward kernel subtracts ``dlse``
 from ``delta`` and does the rest as before.
 
-A backward that is given an ``out`` and an ``lse`` with sinks needs none either: see
+A sink changes ``out`` and ``lse``, and nothing else that a backward kernel reads: see
 :mod:`jaxllm.ops.attention.sink`.
 """
 
