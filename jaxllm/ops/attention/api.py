@@ -128,9 +128,9 @@ def flash_attention(
             rounds it once more, and a read of the output and its gradient in the backward.
         bias: Added to the scores after ``scale`` and ``softcap``, as by ALiBi and T5; (B, N, T, S),
             where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
-            key with the bias -inf is not seen. Its gradient is summed in float32. ``"pallas"`` and
-            ``"cuda"``, whose kernels for every GPU serve it and not those for Hopper, hold a block
-            of the scores, and ``"xla"`` all of them.
+            key with the bias -inf is not seen. Its gradient is summed in float32. ``"auto"``
+            runs Pallas's kernels on a GPU. ``"cuda"`` runs its kernels for every GPU, not those for
+            Hopper. Both hold a block of the scores at a time, and ``"xla"`` all of them.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``
