@@ -135,14 +135,16 @@ __device__ __forceinline__ void start_gradient(float (&gradient)[kSize], uint64_
   warpgroup_commit_batch();
 }
 
-// Writes a consumer's 64 rows of ds to shared memory, because dq sums over the keys of both
-// consumers. `rows` is the address of this thread's row.
+// Writes 64 rows of ds or p to shared memory, for dq, which sums over the keys of both consumers,
+// or for a consumer that did not compute them. `rows` is the address of this thread's row.
 template <class Traits, int kWords>
-__device__ __forceinline__ void store_ds(const uint32_t (&ds)[kWords], uint32_t rows) {
+__device__ __forceinline__ void store_left_operand(const uint32_t (&operand)[kWords],
+                                                   uint32_t rows) {
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
     const int chunk = j / 2;  // of eight queries
-    stmatrix(stmatrix_chunk<Traits>(rows, chunk), *reinterpret_cast<const uint32_t (*)[4]>(ds + j));
+    stmatrix(stmatrix_chunk<Traits>(rows, chunk),
+             *reinterpret_cast<const uint32_t (*)[4]>(operand + j));
   }
 }
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       differentiate_softmax(s, dp, smem.delta[stage]);
       if constexpr (kSoftcap) differentiate_softcap(s, dp, scale_log2, smem.lse[stage]);
       pack_accumulator<T>(dp, ds_left_operand);
-      store_ds<Traits>(ds_left_operand, ds_rows);
+      store_left_operand<Traits>(ds_left_operand, ds_rows);
       fence_async_proxy();
       arrive_as_warp(smem.ds_pipeline.full[0]);
       if (Traits::kDkBeforeDq) start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);

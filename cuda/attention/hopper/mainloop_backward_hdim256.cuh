@@ -17,12 +17,12 @@
 
 namespace jaxllm::hopper {
 
-// Reads what store_ds wrote.
+// Reads what store_left_operand wrote.
 template <class Traits, int kWords>
-__device__ __forceinline__ void load_p(uint32_t (&p)[kWords], uint32_t rows) {
+__device__ __forceinline__ void load_left_operand(uint32_t (&operand)[kWords], uint32_t rows) {
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
-    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(p + j), stmatrix_chunk<Traits>(rows, j / 2));
+    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(operand + j), stmatrix_chunk<Traits>(rows, j / 2));
   }
 }
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
         exponentiate(scores, scale_log2, smem.lse[q_state.stage]);
         pack_accumulator<T>(scores, words);
         smem.p_pipeline.producer_acquire(state);
-        store_ds<Traits>(words, p_rows);
+        store_left_operand<Traits>(words, p_rows);
         fence_async_proxy();
         arrive_as_warp(smem.p_pipeline.full[0]);
         smem.dout_pipeline.consumer_wait(dout_state);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
         smem.dout_pipeline.consumer_wait(dout_state);
         start_scores<Traits>(scores, v_operand, dout);
         smem.p_pipeline.consumer_wait(state);
-        load_p<Traits>(words, p_rows);
+        load_left_operand<Traits>(words, p_rows);
         float p[kBlockM / 2];
 #pragma unroll
         for (int j = 0; j < kBlockM / 4; ++j) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
         }
         pack_accumulator<T>(scores, words);
         smem.ds_pipeline.producer_acquire(state);
-        store_ds<Traits>(words, ds_rows);
+        store_left_operand<Traits>(words, ds_rows);
         fence_async_proxy();
         arrive_as_warp(smem.ds_pipeline.full[0]);
         start_gradient<Traits>(dv, p_operand, own_dout);

@@ -127,7 +127,7 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
       }
       pack_accumulator<T>(dp, ds_left_operand);
       if (is_first) wait_for_stores(key_stage);
-      store_ds<Traits>(ds_left_operand, ds_rows + half * kColumnBlockBytesN);
+      store_left_operand<Traits>(ds_left_operand, ds_rows + half * kColumnBlockBytesN);
       fence_async_proxy();
       arrive_as_warp(smem.ds_pipeline.full[half]);
       start_gradient<Traits>(dk, ds_left_operand, smem.q[q_stage] + half * kHalfTile);

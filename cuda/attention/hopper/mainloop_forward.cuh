@@ -229,8 +229,9 @@ class ForwardConsumer {
     warpgroup_commit_batch();
   }
   __device__ __forceinline__ void release_q() {
-    if constexpr (!Traits::kOutputInQ)
-      smem_.q_pipeline.empty[0].arrive();  // else the epilogue does
+    if constexpr (!Traits::kOutputInQ) {  // else the epilogue releases it
+      smem_.q_pipeline.empty[0].arrive();
+    }
   }
   __device__ __forceinline__ void release_k(State& k_state) {
     smem_.k_pipeline.consumer_release(k_state.stage);
