@@ -242,7 +242,8 @@ def backward(
     dk, dv = (jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True) for x in (dk, dv))
     dq, dk = _rotate(Direction.BACKWARD, backend, dq, dk, table, interleaved)
     dbias = () if of_rows is None else (_rows(of_rows),)
-    return dq, dk, dv, *dbias, *(x.astype(sinks.dtype) for x in dsinks if sinks is not None)
+    of_sinks = () if sinks is None else (dsinks[0].astype(sinks.dtype),)
+    return dq, dk, dv, *dbias, *of_sinks
 
 
 def _rows(bias: Array | None) -> Any:
