@@ -228,9 +228,12 @@ def in_float64(case, inputs):
     """The inputs with floating ones in float64; small ones are converted without a program."""
     if case.large:
         return training.cast(inputs, jnp.float64)
-    wide = lambda x: jax.device_put(np.asarray(x, np.float64))  # noqa: E731
-    is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: wide(x) if is_floating(x) else x, inputs)
+
+    def wide(x):
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.device_put(np.asarray(x, np.float64)) if floating else x
+
+    return jax.tree.map(wide, inputs)
 
 
 def types(tree):
@@ -332,7 +335,10 @@ def test_vmap_matches_a_loop(case, backend, mapped):
     batches = [testing.make_inputs(case, "float32", seed) for seed in range(3)]
     if mapped == "first":
         batches = [(batch[0], *batches[0][1:]) for batch in batches]
-    stack = lambda *leaves: jax.device_put(np.stack(leaves))  # noqa: E731
+
+    def stack(*leaves):
+        return jax.device_put(np.stack(leaves))
+
     stacked = [jax.tree.map(stack, *arrays) for arrays in zip(*batches, strict=True)]
     axes: list[int | None] = [0] * len(stacked)
     if mapped == "first":
