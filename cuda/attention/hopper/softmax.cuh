@@ -115,11 +115,21 @@ struct OnlineSoftmax {
   }
 };
 
-// The scores by which a softcap multiplies: tanh(factor s).
+// The scores by which a softcap multiplies: tanh(factor s). A warp whose scores are all within the
+// softcap leaves the unit for exponentials, which limits the softmax, to the softmax.
 template <int kSize>
 __device__ __forceinline__ void cap_scores(float (&s)[kSize], float factor) {
+  float highest[2] = {};  // a NaN counts for nothing, and either way stays a NaN
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * factor);
+  for (int i = 0; i < kSize; ++i) highest[i % 2] = fmaxf(highest[i % 2], fabsf(s[i]));
+  const bool is_small = fmaxf(highest[0], highest[1]) * fabsf(factor) <= 1.0f;
+  if (__all_sync(0xffffffff, is_small)) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] = tanh_small(s[i] * factor);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * factor);
+  }
 }
 
 // ---- The backward, with keys as rows. A column is a query, with an lse and a delta in shared
