@@ -139,7 +139,8 @@ def test_hopper_kernels_get_a_workspace_only_where_they_run(H, dtype, softcap, s
     out, lse = cuda.flash_attention_forward(q, k, v, None, **options)
     cuda.flash_attention_backward(q, k, v, out, lse, out, None, **options)
     assert [workspace.size > 0 for workspace in workspaces] == [served] * 2 == hopper_flags
-    assert workspaces[1].size == 0 or workspaces[1].size > q.size  # dq in float32, and more
+    # dq in float32, and more; heads of more than 128 have no dq there.
+    assert workspaces[1].size == 0 or (workspaces[1].size > q.size) == (H <= 128)
 
 
 SIZES = """

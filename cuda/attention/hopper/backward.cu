@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention/hopper/kernel_backward.cuh"
+#include "attention/hopper/kernel_dq.cuh"
 #include "attention/hopper/launch.h"
 #include "attention/hopper/preprocess_backward.cuh"
 
@@ -33,15 +34,21 @@ static_assert(is_in_order(1, 256, 128, 1) && is_in_order(8, 32, 16, 8) && is_in_
 struct Workspace {
   int64_t rows, dq_accum, semaphores;
   int64_t query_tiles, key_tiles;  // with segments
+  int64_t tile_counters;
 
   template <class Traits>
   static Workspace of(const FlashShape& shape, const FlashOptions& options) {
     const int64_t query_tiles = shape.batch * divide_up(shape.queries, Traits::kBlockM);
     const int64_t tiles = query_tiles * shape.heads;
+    const int64_t rows = tiles * Traits::kBlockM;
     const bool segments = options.query_segments != nullptr;
-    return {tiles * Traits::kBlockM, tiles * Traits::kBlockM * Traits::kColumns, tiles,
-            segments ? query_tiles : 0,
-            segments ? shape.batch * divide_up(shape.keys, Traits::kBlockN) : 0};
+    const int64_t key_tiles = segments ? shape.batch * divide_up(shape.keys, Traits::kBlockN) : 0;
+    if constexpr (Traits::kSeparateDq) {
+      constexpr int kBlockM = DqTraits<Traits::kHeadDim>::kBlockM;
+      return {rows,      0, 0, segments ? shape.batch * divide_up(shape.queries, kBlockM) : 0,
+              key_tiles, 2};
+    }
+    return {rows, rows * Traits::kColumns, tiles, segments ? query_tiles : 0, key_tiles, 1};
   }
 
   static constexpr int64_t kRange = sizeof(TileRange) / sizeof(float);
@@ -51,7 +58,7 @@ struct Workspace {
   int64_t key_tiles_at() const { return query_tiles_at() + key_tiles * kRange; }
   int64_t semaphores_at() const { return key_tiles_at() + query_tiles * kRange; }
   int64_t tile_counter_at() const { return semaphores_at() + semaphores; }
-  int64_t size() const { return tile_counter_at() + 1; }
+  int64_t size() const { return tile_counter_at() + tile_counters; }
 };
 
 // The partial column sums for the gradient of a bias, in rows of one head.
@@ -99,17 +106,65 @@ TileOrder choose_order(const FlashShape& shape, const LocalMask& mask, int64_t k
       !kSegments && mask.right < mask.keys && mask.left >= mask.queries + mask.keys;
   const int64_t half = (key_tiles + 1) / 2;
   constexpr int64_t kFewTiles = 16;  // to an SM
-  if (is_triangle && half <= sms && tiles > sms && tiles < kFewTiles * sms) {
+  if (!Traits::kSeparateDq && is_triangle && half <= sms && tiles > sms &&
+      tiles < kFewTiles * sms) {
     return {static_cast<int>(half), sms / half};  // as many heads as fill the grid with their first
   }
   // As many heads as fill the grid twice, but no more than have what they read and add up in the L2
   // cache together. With documents the tiles at work have but a part of that.
-  const int64_t bytes_of_head = shape.width * (shape.heads / shape.kv_heads * shape.queries *
-                                                   (2 * sizeof(T) + sizeof(float)) +
-                                               shape.keys * 2 * sizeof(T));
+  const int64_t bytes_of_query = 2 * sizeof(T) + (Traits::kSeparateDq ? 0 : sizeof(float));
+  const int64_t bytes_of_head =
+      shape.width *
+      (shape.heads / shape.kv_heads * shape.queries * bytes_of_query + shape.keys * 2 * sizeof(T));
   const int64_t filling = divide_up(2 * sms, key_tiles);
-  return {static_cast<int>(key_tiles),
+  // Where nothing is added up, from the first key tile on, which under a causal mask is the
+  // longest.
+  return {Traits::kSeparateDq ? 0 : static_cast<int>(key_tiles),
           kSegments ? filling : std::clamp<int64_t>(kL2Bytes / bytes_of_head, 1, filling)};
+}
+
+// The kernel for dq, behind the backward kernel and beside the end of it.
+template <typename T, class Traits, bool kSegments, bool kSoftcap>
+cudaError_t launch_dq(cudaStream_t stream, const FlashBackward<T>& call,
+                      const BackwardParams& backward, int sms, int padded_queries) {
+  const FlashShape& shape = call.shape;
+  const auto kernel = flash_attention_backward_hopper_dq_kernel<T, Traits, kSegments, kSoftcap>;
+  using Smem = DqSmem<T, Traits>;
+  static_assert(sizeof(Smem) <= 227 << 10);
+  static_assert(offsetof(Smem, v) % kSwizzleAtomBytes == 0);
+  CUtensorMap q_map, k_map, v_map, dout_map, dq_map;
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, 64, &q_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
+  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dout, 64, &dout_map));
+  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dq, 64, &dq_map));
+
+  const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
+  const int64_t tiles = query_tiles * shape.batch * shape.heads;
+  if (tiles > kMaxTiles) return cudaErrorNotSupported;
+  // As in the forward.
+  const int64_t group = shape.heads / shape.kv_heads;
+  const int64_t bytes_of_group = 2 * shape.keys * shape.width * sizeof(T);
+  const int64_t groups_at_a_time = std::clamp<int64_t>(
+      kL2Bytes / std::max<int64_t>(bytes_of_group, 1), 1, shape.batch * shape.kv_heads);
+  const DqParams params{backward.mask,
+                        static_cast<int>(shape.batch),
+                        static_cast<int>(shape.heads),
+                        static_cast<int>(shape.kv_heads),
+                        static_cast<int>(query_tiles),
+                        static_cast<int>(tiles),
+                        static_cast<int>(groups_at_a_time * group),
+                        padded_queries,
+                        backward.scale,
+                        backward.score_scale,
+                        backward.softcap_scale,
+                        backward.lse,
+                        backward.delta,
+                        backward.tile_counter + 1,
+                        backward.segments};
+  const Launch launch{dim3(static_cast<unsigned>(std::min<int64_t>(tiles, sms))),
+                      dim3(Traits::kThreads), sizeof(Smem), /*cluster=*/1, /*pdl=*/true};
+  return launch_kernel(stream, kernel, launch, q_map, k_map, v_map, dout_map, dq_map, params);
 }
 
 template <typename T, class Traits, bool kSegments, bool kSoftcap>
@@ -155,8 +210,16 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   auto* const seen_query_tiles = reinterpret_cast<TileRange*>(workspace + parts.query_tiles_at());
   auto* const seen_key_tiles = reinterpret_cast<TileRange*>(workspace + parts.key_tiles_at());
   if constexpr (kSegments) {
-    JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
-        stream, shape.batch, mask, options.segment_ranges, seen_key_tiles, seen_query_tiles)));
+    if constexpr (Traits::kSeparateDq) {
+      using OfDq = DqTraits<Traits::kHeadDim>;
+      JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
+          stream, shape.batch, mask, options.segment_ranges, nullptr, seen_query_tiles)));
+      JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<OfDq::kBlockM, OfDq::kBlockN>(
+          stream, shape.batch, mask, options.segment_ranges, seen_key_tiles, nullptr)));
+    } else {
+      JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
+          stream, shape.batch, mask, options.segment_ranges, seen_key_tiles, seen_query_tiles)));
+    }
   }
   const BiasPartial<Traits> partial(shape);
   const FlashSums& sums = options.sums;
@@ -211,7 +274,10 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
                       dim3(Traits::kThreads), kSmemBytes, /*cluster=*/1, /*pdl=*/true};
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, launch, q_map, k_map, v_map, dout_map,
                                        dk_map, dv_map, dq_map, params));
-  if constexpr (!Traits::kStoresDq) {
+  if constexpr (Traits::kSeparateDq) {
+    return launch_dq<T, DqTraits<Traits::kHeadDim>, kSegments, kSoftcap>(
+        stream, call, params, limits.sms, padded_queries);
+  } else if constexpr (!Traits::kStoresDq) {
     const dim3 grid(query_tiles, shape.heads, shape.batch);
     auto postprocess =
         flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, false>;

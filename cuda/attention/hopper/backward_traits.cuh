@@ -9,7 +9,8 @@ namespace jaxllm::hopper {
 
 // A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
 // dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
-// registers. Beyond 128 both consumers have the same 64 keys, and some of the columns each.
+// registers. Beyond 128 both consumers have the same 64 keys, and some of the columns each; and a
+// kernel of its own computes dq (kSeparateDq), see dq_traits.cuh.
 // kHeadDim and kColumns are as in the forward; dq has kColumns.
 template <int kHeadDim_>
 struct BackwardTraits {
@@ -20,8 +21,11 @@ struct BackwardTraits {
   static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
-  static constexpr int kDoutStages = kHeadDim > 192 ? 1 : 2;
+  // Whether another kernel computes dq. Else the consumers do, and add it to dq in memory.
+  static constexpr bool kSeparateDq = kSharesKeys && kColumns >= kFlashSeparateDqColumns;
+  static constexpr int kDoutStages = kHeadDim > 192 && !kSeparateDq ? 1 : 2;
   static constexpr int kQStages = kHasDqWarpgroup ? 3 : kDoutStages;  // scores are computed ahead
+  static constexpr int kDsStages = kSeparateDq ? 2 : 1;
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
   // Together the registers that the CTA starts with. The threads that accumulate and store dq need
   // more than 24, and the consumers with a head dimension of 64 more than 192.
@@ -53,13 +57,15 @@ struct BackwardTraits {
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
   static constexpr int kDsWarps = kSharesKeys ? 4 : kConsumerWarps;      // that compute ds
+  // That read ds in shared memory: without dq the consumer that did not compute it.
+  static constexpr int kDsReaders = kSeparateDq ? 4 : kDqWarps;
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
   // gradient which replaces it.
   static constexpr int kKReleases = kHasDqWarpgroup ? kDqWarps : kConsumers;
   // Who reads a work tile: the consumers, the thread that accumulates dq, and those that compute
   // and store it.
-  static constexpr int kWorkReaders =
-      kConsumerThreads + 1 + (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
+  static constexpr int kWorkReaders = kConsumerThreads + (kSeparateDq ? 0 : 1) +
+                                      (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
   // The gradient of a bias has a partial column sum of dq for every 64 queries.
   static constexpr bool kSumsBias = !kSharesKeys;
   static constexpr int kDqColumnSums = kBlockM / 64;
@@ -80,19 +86,22 @@ struct BackwardSmem {
   T v[Traits::kKvStages][Traits::kBlockN * kColumns];
   T q[Traits::kQStages][Traits::kBlockM * kColumns];
   T dout[Traits::kDoutStages][Traits::kBlockM * kColumns];
-  // ds, and p behind it where the consumers share keys.
-  T ds[(Traits::kSharesKeys ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
+  // ds, and p behind it where the consumers share keys; stage after stage.
+  T ds[Traits::kDsStages * (Traits::kSharesKeys ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
-  float dq[Traits::kDqBlocks][Traits::kDqBlockSize];
+  float dq[Traits::kSeparateDq ? 1 : Traits::kDqBlocks]
+          [Traits::kSeparateDq ? 4 : Traits::kDqBlockSize];
   T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kBlockM];
   Pipeline<Traits::kKvStages> k_pipeline, v_pipeline;
   Pipeline<Traits::kQStages> q_pipeline;        // with lse
   Pipeline<Traits::kDoutStages> dout_pipeline;  // with delta
-  Pipeline<1> p_pipeline;                  // from one consumer to the other, if they share keys
-  Pipeline<Traits::kDqParts> ds_pipeline;  // from the consumers to those who compute dq
+  // From one consumer to the other, if they share keys.
+  Pipeline<Traits::kDsStages> p_pipeline;
+  // From the consumers to those who compute dq; or, without dq, from one consumer to the other.
+  Pipeline<Traits::kSeparateDq ? Traits::kDsStages : Traits::kDqParts> ds_pipeline;
   Pipeline<Traits::kDqParts> dq_pipeline;  // on to the thread that accumulates it
   Barrier dq_sum_full[Traits::kDqParts];   // the sum of all others has arrived
   Pipeline<1> dq_store_pipeline;           // the converted tile, to those who store it
@@ -113,7 +122,7 @@ struct BackwardParams {
   float* delta;         // the same shape; rowsum(dout * out)
   float* dq_accum;      // (batch, heads, query tiles) of tiles in the order of accumulators
   int* dq_semaphore;    // (batch, heads, query tiles): how often a tile of dq was added to
-  int* tile_counter;    // the next ticket
+  int* tile_counter;    // the next ticket; with kSeparateDq, then that of the kernel for dq
   int tiles;            // as many tickets: a key tile of a head each
   bool from_last;       // the last head of the last sequence has the first tickets
   int heads_at_a_time;  // so many alternate
@@ -159,10 +168,10 @@ __device__ __forceinline__ uint32_t stmatrix_offset(int half, int thread) {
   return swizzled_offset(half * 64 + thread / 32 * 16 + lane % 16, lane / 16 * 8);
 }
 
-// The same of columns 8 `chunk` on, in a tile of kBlockN rows; `rows` is the address for chunk 0.
-template <class Traits>
+// The same of columns 8 `chunk` on, in a tile of kRows rows; `rows` is the address for chunk 0.
+template <int kRows>
 __device__ __forceinline__ uint32_t stmatrix_chunk(uint32_t rows, int chunk) {
-  return (rows + chunk / 8 * Traits::kBlockN * kSwizzleRowBytes) ^ chunk % 8 * 16;
+  return (rows + chunk / 8 * kRows * kSwizzleRowBytes) ^ chunk % 8 * 16;
 }
 
 }  // namespace jaxllm::hopper

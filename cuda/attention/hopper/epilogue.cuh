@@ -65,9 +65,9 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   }
 }
 
-// Writes 64 rows of dk or dv, the first or second ones, to a tile with the layout of K and V; from
-// column 8 `first_chunk` on.
-template <class Traits, typename T, int kSize>
+// Writes 64 rows of a gradient, the first or second ones, to a tile of kRows rows with the layout
+// of Q, K and V; from column 8 `first_chunk` on.
+template <int kRows, typename T, int kSize>
 __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], float factor,
                                                T* tile, int half, int first_chunk = 0) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[kSize], f
       const float* const pair = gradient + 4 * chunk + 2 * i;
       words[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
     }
-    stmatrix(stmatrix_chunk<Traits>(rows, first_chunk + chunk), words);
+    stmatrix(stmatrix_chunk<kRows>(rows, first_chunk + chunk), words);
   }
 }
 

@@ -15,14 +15,17 @@
 //   thread 32  bulk_reduce_add <- dq_pipeline    <------------  dq
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
-// With heads wider than 128 the consumers share 64 keys: mainloop_backward_hdim256.cuh.
+// With heads wider than 128 the consumers share 64 keys, and a kernel of its own computes dq:
+// mainloop_backward_dkdv.cuh and kernel_dq.cuh; or mainloop_backward_hdim256.cuh without
+// kSeparateDq.
 //
 // dk and dv stay in registers. dq is accumulated in global memory (dq_accumulator.cuh). The kernels
 // of preprocess_backward.cuh run before and after.
 //
-// Five GEMMs, where a separate kernel for dq would need seven: it would have to run at 90% of the
-// tensor cores' peak to be as fast as this one at 65%. The price is 4 bytes through the L2 cache
-// for each query, head, column and key tile: about 1.5 TB/s where the GEMMs are at their best.
+// Five GEMMs, where a separate kernel for dq needs seven: with heads of 128 it would have to run at
+// 90% of the tensor cores' peak to be as fast as this one at 65%. The price is 4 bytes through the
+// L2 cache for each query, head, column and key tile: about 1.5 TB/s where the GEMMs are at their
+// best. With 64 keys to a tile, those of heads wider than 128, it is twice as much, and too much.
 //
 // What to change for a head dimension, a mask or an operand type: docs/hopper_attention.md.
 //
@@ -30,6 +33,7 @@
 // (arXiv:2407.08608).
 #pragma once
 
+#include "attention/hopper/mainloop_backward_dkdv.cuh"
 #include "attention/hopper/mainloop_backward_dq.cuh"
 #include "attention/hopper/mainloop_backward_hdim128.cuh"
 #include "attention/hopper/mainloop_backward_hdim256.cuh"
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     smem.q_pipeline.init(1, Traits::kConsumerThreads);
     smem.dout_pipeline.init(1, Traits::kConsumerThreads);
     smem.p_pipeline.init(Traits::kDsWarps, Traits::kDsWarps);
-    smem.ds_pipeline.init(Traits::kDsWarps, Traits::kDqWarps);
+    smem.ds_pipeline.init(Traits::kDsWarps, Traits::kDsReaders);
     // Every thread arrives: TMA may write next where it wrote or read.
     smem.dq_pipeline.init(Traits::kDqWarps * 32, 1);
     for (Barrier& full : smem.dq_sum_full) full.init(1);
@@ -84,13 +88,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     fence_barrier_init();
   }
   wait_on_dependent_grids();
+  if constexpr (Traits::kSeparateDq) launch_dependent_grids();  // the kernel for dq
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) produce_backward<kSegments>(smem, params, q_map, k_map, v_map, dout_map);
-    if (threadIdx.x == 32) accumulate_dq<kSegments>(smem, params);
+    if constexpr (!Traits::kSeparateDq) {
+      if (threadIdx.x == 32) accumulate_dq<kSegments>(smem, params);
+    }
     if constexpr (Traits::kStoresDq) {
       const int store_thread =
           static_cast<int>(threadIdx.x) - (kWarpgroup - Traits::kDqStoreThreads);
@@ -105,6 +112,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     if constexpr (Traits::kHasDqWarpgroup) {
       backward_mma_hdim64<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
+    } else if constexpr (Traits::kSeparateDq) {
+      if (warpgroup == 1) {
+        backward_mma_dkdv<0, kSegments, kSoftcap>(smem, params, dk_map);
+      } else {
+        backward_mma_dkdv<1, kSegments, kSoftcap>(smem, params, dv_map);
+      }
     } else if constexpr (Traits::kSharesKeys) {
       if (warpgroup == 1) {
         backward_mma_hdim256<0, kSegments, kSoftcap>(smem, params, dk_map);

@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_left_operand(const uint32_t (&operand)[kWo
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
     const int chunk = j / 2;  // of eight queries
-    stmatrix(stmatrix_chunk<Traits>(rows, chunk),
+    stmatrix(stmatrix_chunk<Traits::kBlockN>(rows, chunk),
              *reinterpret_cast<const uint32_t (*)[4]>(operand + j));
   }
 }

@@ -116,8 +116,8 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
     warpgroup_wait<0>(dk, dv);
     // Both consumers have read K and V, which the gradients replace.
     named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
-    store_gradient<Traits>(dk, params.scale, smem.k[0], consumer);
-    store_gradient<Traits>(dv, 1.0f, smem.v[0], consumer);
+    store_gradient<Traits::kBlockN>(dk, params.scale, smem.k[0], consumer);
+    store_gradient<Traits::kBlockN>(dv, 1.0f, smem.v[0], consumer);
     fence_async_proxy();
     named_barrier_sync(BackwardNamedBarriers::kEpilogue + consumer, kWarpgroup);
     if (thread == 0) {

@@ -22,7 +22,33 @@ template <class Traits, int kWords>
 __device__ __forceinline__ void load_left_operand(uint32_t (&operand)[kWords], uint32_t rows) {
 #pragma unroll
   for (int j = 0; j < kWords; j += 4) {
-    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(operand + j), stmatrix_chunk<Traits>(rows, j / 2));
+    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(operand + j),
+             stmatrix_chunk<Traits::kBlockN>(rows, j / 2));
+  }
+}
+
+// Stores the gradients of a work tile, of which this consumer has its columns.
+template <int kConsumer, typename T, class Traits, int kSize>
+__device__ __forceinline__ void store_shared_key_gradients(
+    BackwardSmem<T, Traits>& smem, const BackwardParams& params, const CUtensorMap& gradient_map,
+    const BackwardWorkTile& tile, const float (&dk)[kSize], const float (&dv)[kSize]) {
+  constexpr int kBlockN = Traits::kBlockN, kFirstBlock = 2 * kConsumer;
+  // Both consumers have read K and V, which the gradients replace.
+  named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
+  store_gradient<Traits::kBlockN>(dk, params.scale, smem.k[0], /*half=*/0, kFirstBlock * 8);
+  store_gradient<Traits::kBlockN>(dv, 1.0f, smem.v[0], /*half=*/0, kFirstBlock * 8);
+  fence_async_proxy();
+  named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
+  if (threadIdx.x % kWarpgroup == 0) {  // consumer 0 stores dk, and consumer 1 dv
+    const T* const gradient = kConsumer == 0 ? smem.k[0] : smem.v[0];
+    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+      tma_store_4d(gradient_map, gradient + block * kBlockN * kSwizzleColumns,
+                   {block * kSwizzleColumns, tile.kv_head, tile.key_tile * kBlockN, tile.sequence});
+    }
+    tma_store_commit();
+    tma_store_wait_read<0>();
+    smem.k_pipeline.empty[0].arrive();
+    smem.v_pipeline.empty[0].arrive();
   }
 }
 
@@ -144,24 +170,7 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
       if (++query_tile == tile.query_tiles.end) query_tile = tile.query_tiles.begin;
     }
     warpgroup_wait<0>(dk, dv);
-    // Both consumers have read K and V, which the gradients replace.
-    named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
-    store_gradient<Traits>(dk, params.scale, smem.k[0], /*half=*/0, kFirstBlock * 8);
-    store_gradient<Traits>(dv, 1.0f, smem.v[0], /*half=*/0, kFirstBlock * 8);
-    fence_async_proxy();
-    named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
-    if (thread == 0) {  // consumer 0 stores dk, and consumer 1 dv
-      const T* const gradient = kConsumer == 0 ? smem.k[0] : smem.v[0];
-      for (int block = 0; block < Traits::kColumnBlocks; ++block) {
-        tma_store_4d(
-            gradient_map, gradient + block * kBlockN * kSwizzleColumns,
-            {block * kSwizzleColumns, tile.kv_head, tile.key_tile * kBlockN, tile.sequence});
-      }
-      tma_store_commit();
-      tma_store_wait_read<0>();
-      smem.k_pipeline.empty[0].arrive();
-      smem.v_pipeline.empty[0].arrive();
-    }
+    store_shared_key_gradients<kConsumer>(smem, params, gradient_map, tile, dk, dv);
     tile = next_work(smem, work_state);
   }
   if (thread == 0) tma_store_wait<0>();

@@ -62,9 +62,9 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
   // dv replaces this consumer's rows of V, and dk those of the first half of ds, which are free
   // before the last dq is computed.
   const auto store_gradients = [&](const BackwardWorkTile& tile, int key_stage) {
-    store_gradient<Traits>(dv, 1.0f, smem.v[key_stage], consumer);
+    store_gradient<Traits::kBlockN>(dv, 1.0f, smem.v[key_stage], consumer);
     smem.ds_pipeline.empty[0].wait(state.stage ^ 1);
-    store_gradient<Traits>(dk, params.scale, smem.ds, consumer);
+    store_gradient<Traits::kBlockN>(dk, params.scale, smem.ds, consumer);
     fence_async_proxy();
     named_barrier_sync(BackwardNamedBarriers::kEpilogue + consumer, kWarpgroup);
     has_stored = true;

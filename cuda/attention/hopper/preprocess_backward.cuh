@@ -37,15 +37,17 @@ __device__ __forceinline__ float scaled_lse(float lse) {
   return lse == -INFINITY ? INFINITY : lse * float{M_LOG2E};
 }
 
-// Zeros the semaphores and the tile counter; `index` is that of a thread in the grid.
+// Zeros the semaphores and the tile counters; `index` is that of a thread in the grid.
+template <class Traits>
 __device__ __forceinline__ void zero_semaphores(const BackwardParams& params, int64_t index,
                                                 int64_t semaphores) {
-  if (index < semaphores) params.dq_semaphore[index] = 0;
-  if (index == 0) *params.tile_counter = 0;
+  if (!Traits::kSeparateDq && index < semaphores) params.dq_semaphore[index] = 0;
+  if (index < (Traits::kSeparateDq ? 2 : 1)) params.tile_counter[index] = 0;
 }
 
 // Writes lse and delta = rowsum(dout * out) - dlse, where dlse is null or the gradient of lse, zero
-// semaphores, and zeros of dq where no key is seen. And delta once more, without padding.
+// semaphores, and zeros of dq where no key is seen (without kSeparateDq). And delta once more,
+// without padding.
 // A group of threads takes a row, a pack each, and a CTA consecutive queries of one head. With a
 // bias they are a whole tile, of which the CTA also writes the column sums of dout.
 template <typename T, class Traits, bool kSegments, bool kBias>
@@ -65,7 +67,8 @@ __global__ void __launch_bounds__(kRowThreads)
   const int64_t head = blockIdx.y, sequence = gridDim.z - 1 - blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
 
-  zero_semaphores(params, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, semaphores);
+  zero_semaphores<Traits>(params, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x,
+                          semaphores);
 
   // All loads before the first store, which may alias for all that the compiler knows.
   const int of_head = threadIdx.x % kGroup * kPackSize<T>;
@@ -92,7 +95,8 @@ __global__ void __launch_bounds__(kRowThreads)
   [[maybe_unused]] float dout_sums[kPackSize<T>] = {};
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int query = first_query + pass * kRows, tile = query / Traits::kBlockM;
+    const int query = first_query + pass * kRows;
+    [[maybe_unused]] const int tile = query / Traits::kBlockM;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPackSize<T>; ++i) {
@@ -106,9 +110,12 @@ __global__ void __launch_bounds__(kRowThreads)
       params.delta[row * padded_queries + query] = sum - dlses[pass];
       if (query < queries) delta[row * queries + query] = sum - dlses[pass];
     }
-    if (query < queries && has_column &&
-        visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() == 0) {
-      store(dq.data + (sequence * queries + query) * dq.row_stride + column, Pack<T>{});
+    if constexpr (!Traits::kSeparateDq) {  // else the kernel for dq does
+      if (query < queries && has_column &&
+          visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() ==
+              0) {
+        store(dq.data + (sequence * queries + query) * dq.row_stride + column, Pack<T>{});
+      }
     }
   }
   if constexpr (kBias) {
@@ -129,7 +136,8 @@ __global__ void __launch_bounds__(kRowThreads)
   launch_dependent_grids();
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
   const int64_t row = sequence * gridDim.y + head;
-  zero_semaphores(params, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x, semaphores);
+  zero_semaphores<Traits>(params, (row * gridDim.x + blockIdx.x) * kRowThreads + threadIdx.x,
+                          semaphores);
 
   const int query = blockIdx.x * kRowThreads + threadIdx.x;
   if (query >= mask.queries) return;

@@ -91,7 +91,7 @@ __device__ __forceinline__ TileRange tiles_with(SegmentRange segments, const Seg
 // Fills the arrays of visible tiles; a CTA takes a sequence. Where segments ascend, as those of
 // documents one after the other do, a tile is visited if it may share a segment. Then the visited
 // tiles are consecutive, and two tiles agree on whether they meet. In any other order the local
-// mask alone decides. `query_tiles` may be null.
+// mask alone decides. Either array may be null.
 template <int kBlockM, int kBlockN>
 __global__ void flash_attention_segment_tiles_kernel(LocalMask local_mask,
                                                      const SegmentRange* ranges,
@@ -109,7 +109,8 @@ __global__ void flash_attention_segment_tiles_kernel(LocalMask local_mask,
   }
   ascends = __syncthreads_and(ascends);
 
-  for (int tile = threadIdx.x; tile < mask.query_tiles(); tile += blockDim.x) {
+  const int tiles_of_queries = key_tiles == nullptr ? 0 : mask.query_tiles();
+  for (int tile = threadIdx.x; tile < tiles_of_queries; tile += blockDim.x) {
     TileRange visible = mask.visible_key_tiles(tile);
     if (ascends) {
       const SegmentRange own =

@@ -177,4 +177,37 @@ __device__ __forceinline__ void differentiate_softcap(const float (&p)[kSize], f
   });
 }
 
+// ---- The kernel for dq, with queries as rows: a thread has two of them, with an lse and a delta
+// in registers.
+
+// s becomes p = 2^(c s - lse).
+template <int kSize>
+__device__ __forceinline__ void exponentiate_rows(float (&s)[kSize], float scale_log2,
+                                                  const float (&lse)[2]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, -lse[i / 2 % 2]));
+}
+
+// dp becomes ds = p (dp - delta).
+template <int kSize>
+__device__ __forceinline__ void differentiate_softmax_rows(const float (&p)[kSize],
+                                                           float (&dp)[kSize],
+                                                           const float (&delta)[2]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) dp[i] = p[i] * (dp[i] - delta[i / 2 % 2]);
+}
+
+// As differentiate_softcap.
+template <int kSize>
+__device__ __forceinline__ void differentiate_softcap_rows(const float (&p)[kSize],
+                                                           float (&ds)[kSize], float scale_log2,
+                                                           const float (&lse)[2]) {
+  const float inverse = 1.0f / scale_log2;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float s = (log2_fast(p[i]) + lse[i / 2 % 2]) * inverse;
+    ds[i] = p[i] == 0.0f ? 0.0f : ds[i] * fmaf(-s, s, 1.0f);
+  }
+}
+
 }  // namespace jaxllm::hopper

@@ -9,14 +9,15 @@
 namespace jaxllm::hopper {
 
 // The forward's dynamic persistent scheduler, for the producer thread, which hands each work tile
-// to the consumers beside Q.
+// to the consumers beside Q. The kernel for dq has it too.
 //
 // The tiles with most keys come first, so that the last to be taken are short. Only so many heads
 // alternate as have K and V in the L2 cache together. The heads of the last sequences come first:
 // the GEMM that wrote them has most likely left them there. Heads that share keys are neighbours.
+template <class Params>
 class ForwardTileScheduler {
  public:
-  __device__ __forceinline__ explicit ForwardTileScheduler(const ForwardParams& params)
+  __device__ __forceinline__ explicit ForwardTileScheduler(const Params& params)
       : params_(params), tile_(blockIdx.x) {}
 
   __device__ __forceinline__ bool is_valid() const { return tile_ < params_.tiles; }
@@ -34,7 +35,7 @@ class ForwardTileScheduler {
   }
 
  private:
-  const ForwardParams& params_;
+  const Params& params_;
   int tile_, next_;
 };
 

@@ -25,6 +25,7 @@ _FASTER_THAN_CUDNN = {
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
+_SEPARATE_DQ_COLUMNS = 192  # as kFlashSeparateDqColumns of cuda/attention/flash_attention.h
 _MAX_PARTIAL_ROWS = 640  # of a bias's gradient
 
 
@@ -425,14 +426,20 @@ def _forward_scratch(q) -> jax.ShapeDtypeStruct:
 
 
 def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
-    """The workspace of the Hopper backward: dq in float32, and a few elements a query and tile."""
+    """The workspace of the Hopper backward: a few elements a query and tile, and dq in float32.
+
+    Heads of :data:`_SEPARATE_DQ_COLUMNS` have a kernel for dq, which needs no workspace for it.
+    """
     if not _is_for_hopper(q):
         return _scratch(q, 0)
     _, T, N, H = q.shape
     tile = _backward_tile(H)
     tiles = -(-T // tile)
     ranges = tiles + -(-k.shape[1] // _HOPPER_KEYS)
-    return _scratch(q, N * tiles * (tile * (_hopper_columns(H) + 2) + 1) + 2 * ranges + 1)
+    columns = _hopper_columns(H)
+    if columns >= _SEPARATE_DQ_COLUMNS:
+        return _scratch(q, N * tiles * tile * 2 + 2 * ranges + 2)
+    return _scratch(q, N * tiles * (tile * (columns + 2) + 1) + 2 * ranges + 1)
 
 
 def _bias_partial(q, columns: int) -> jax.ShapeDtypeStruct:
