@@ -152,9 +152,10 @@ class DqConsumer {
         warpgroup_wait<0>(dq, dp, s);
         release_v();
         if (key_tile < own.end - 1) release_k();
-        differentiate_softmax_rows(s, dp, delta);
-        if constexpr (kSoftcap) differentiate_softcap_rows(s, dp, scale_log2, lse);
-        pack_accumulator<T>(dp, ds);
+        float unrounded[kBlockN / 2];
+        differentiate_softmax_rows(s, dp, delta, unrounded);
+        if constexpr (kSoftcap) differentiate_softcap_rows(s, unrounded, scale_log2, lse);
+        pack_accumulator<T>(unrounded, ds);
         if (key_tile == own.begin) break;
 
         --key_tile;

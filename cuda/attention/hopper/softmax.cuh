@@ -188,13 +188,15 @@ __device__ __forceinline__ void exponentiate_rows(float (&s)[kSize], float scale
   for (int i = 0; i < kSize; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, -lse[i / 2 % 2]));
 }
 
-// dp becomes ds = p (dp - delta).
+// ds = p (dp - delta). Not in the place of dp: the compiler would have to move ds away from the
+// registers of a wgmma that is started next, and does so too late where a softcap follows.
 template <int kSize>
 __device__ __forceinline__ void differentiate_softmax_rows(const float (&p)[kSize],
-                                                           float (&dp)[kSize],
-                                                           const float (&delta)[2]) {
+                                                           const float (&dp)[kSize],
+                                                           const float (&delta)[2],
+                                                           float (&ds)[kSize]) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) dp[i] = p[i] * (dp[i] - delta[i / 2 % 2]);
+  for (int i = 0; i < kSize; ++i) ds[i] = p[i] * (dp[i] - delta[i / 2 % 2]);
 }
 
 // As differentiate_softcap.
