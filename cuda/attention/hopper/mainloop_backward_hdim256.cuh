@@ -6,6 +6,8 @@
 //   consumer 0    s -> p  ----.                  dv += p dout    dk += ds q    dq = ds^T k
 //   consumer 1    dp      --> ds, with p  ---->  dv += p dout    dk += ds q    dq = ds^T k
 //
+// A kernel of its own may compute dq instead: mainloop_backward_dkdv.cuh.
+//
 // With 256 columns Q and dout have one stage. dout is released after dv and Q after dk, so the next
 // ones arrive while dq is computed and stored.
 #pragma once
