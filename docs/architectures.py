@@ -125,11 +125,6 @@ def program_of(case: Case, backend: str) -> Callable[..., Any]:
     return program
 
 
-def inputs_of(case: Case, dtype: str) -> Any:
-    """The shapes and dtypes of a case's inputs."""
-    return jax.eval_shape(lambda: testing.make_inputs(case, dtype))
-
-
 def launches(fn: Callable[..., Any], *inputs: Any) -> list[Launch]:
     """The FFI calls in the program of a function, in order."""
     return list(_launches(jax.make_jaxpr(lambda *x: fn(*x))(*inputs).jaxpr))
@@ -242,7 +237,7 @@ ROWS: tuple[tuple[str, Case, str], ...] = (
 def cell(case: Case, dtype: str, gpu: ffi.Device, backend: str = "cuda") -> str:
     """The kernels of a call and of its gradients on a GPU, in order."""
     with on(gpu):
-        found = launches(program_of(case, backend), *inputs_of(case, dtype))
+        found = launches(program_of(case, backend), *testing.input_types(case, dtype))
         names = dict.fromkeys(name for launch in found for name in kernels_of(launch, gpu))
     return ", ".join(f"`{name}`" for name in names)
 
@@ -251,7 +246,7 @@ def choice(case: Case, dtype: str, gpu: ffi.Device) -> str:
     """The implementations that ``auto`` takes for a call and for its gradients."""
     names = {"xla-gpu": "cuDNN", "xla": "XLA"}
     with on(gpu):
-        calls = jaxllm.explain(program_of(case, "auto"), *inputs_of(case, dtype)).calls
+        calls = jaxllm.explain(program_of(case, "auto"), *testing.input_types(case, dtype)).calls
     taken = [call.on_gpu for call in calls if call.on_gpu not in (FUSED, PARTS)]
     return ", ".join(dict.fromkeys(names.get(name, name) for name in taken))
 

@@ -157,6 +157,14 @@ def make_inputs(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[Any, ...]:
     return tree.unflatten(_draw(spec, dtype, (seed, i)) for i, spec in enumerate(specs))
 
 
+def input_types(case: Case, dtype: DTypeLike) -> tuple[Any, ...]:
+    """The shapes and dtypes of :func:`make_inputs`, to trace an op with: no value is drawn."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, getattr(spec, "dtype", None) or dtype),
+        tuple(case.inputs.values()),
+    )
+
+
 def cotangents_like(outputs: Any, seed: int = 1) -> Any:
     """Random cotangents in the structure, shapes and dtypes of an op's outputs.
 

@@ -51,7 +51,7 @@ def test_rows_are_the_custom_calls_of_an_op(case, backend):
         return
     function = case.call or getattr(jaxllm.ops, case.op)
     fn = functools.partial(function, **case.static, backend=backend)
-    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "bfloat16"))
+    inputs = testing.input_types(case, "bfloat16")
     if case.has_backward:
         assert_explained(traced_with_gradients(fn), *inputs)
     else:

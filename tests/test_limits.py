@@ -15,6 +15,7 @@ import pytest
 
 import jaxllm
 import jaxllm.ops
+from jaxllm import testing
 from jaxllm.core import ffi
 from jaxllm.core.backend import BackendError
 from jaxllm.models import gpt2
@@ -108,9 +109,9 @@ def test_accepted_calls_fit_the_gpu(family, gpu, dtypes):
                 runs = ffi.runs_hopper_kernels() and gpu.clusters > 0
                 if case.op in architectures.HOPPER_STEMS and not runs:
                     with pytest.raises(BackendError, match=f"cannot serve {case.op}: "):
-                        architectures.launches(program, *architectures.inputs_of(case, dtype))
+                        architectures.launches(program, *testing.input_types(case, dtype))
                     continue
-                launches = architectures.launches(program, *architectures.inputs_of(case, dtype))
+                launches = architectures.launches(program, *testing.input_types(case, dtype))
             # Without activation and bias, XLA runs a linear layer and its gradients.
             assert launches or case.op == "linear", case
             for launch in launches:
@@ -124,7 +125,7 @@ def test_attention_of_any_head_width_fits_every_gpu(dtype, width, gpu):
     case = architectures._heads(1, 70, 4, width)
     program = architectures.program_of(case, "cuda")
     with architectures.on(gpu):
-        forward, backward = architectures.launches(program, *architectures.inputs_of(case, dtype))
+        forward, backward = architectures.launches(program, *testing.input_types(case, dtype))
     assert_launches(forward, gpu)
     assert_launches(backward, gpu)
     if gpu is not None and gpu.has_sm90a and dtype == "bfloat16" and width % 8 == 0:
@@ -174,7 +175,7 @@ def test_shared_memory_error_has_both_sizes():
     case = architectures._heads(1, 70, 4, 256)
     with architectures.on(small), pytest.raises(BackendError, match=r"99.0 KiB .* has 64 KiB"):
         architectures.launches(
-            architectures.program_of(case, "cuda"), *architectures.inputs_of(case, "bfloat16")
+            architectures.program_of(case, "cuda"), *testing.input_types(case, "bfloat16")
         )
 
 

@@ -27,17 +27,4 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return 1.0f - __fdividef(2.0f, exp2_fast(2.0f * kLog2E * x) + 1.0f);
 }
 
-// tanh x for |x| <= 1, in eight multiplications and additions. Relative error: 2^-22.
-__device__ __forceinline__ float tanh_small(float x) {
-  // The polynomial in x^2 of the least largest relative error, 2^-24.3 before rounding.
-  const float square = x * x;
-  float ratio = fmaf(square, 0.00104102f, -0.00620338f);
-  ratio = fmaf(square, ratio, 0.02028998f);
-  ratio = fmaf(square, ratio, -0.05345703f);
-  ratio = fmaf(square, ratio, 0.13325204f);
-  ratio = fmaf(square, ratio, -0.33332839f);
-  ratio = fmaf(square, ratio, 0.99999995f);
-  return x * ratio;
-}
-
 }  // namespace jaxllm

@@ -191,7 +191,7 @@ def declined_cases_are_skipped(request, skip_if_declined):
 
 def refusal(case, dtype):
     """The reason why ``cuda`` rejects a case or its gradients; None if it runs."""
-    inputs = jax.eval_shape(lambda: testing.make_inputs(case, dtype))
+    inputs = testing.input_types(case, dtype)
     try:
         jax.eval_shape(lambda *x: value_and_gradients(op_under(case, "cuda"), x), *inputs)
     except BackendError as error:
@@ -364,7 +364,7 @@ def test_shard_map_gradients_have_the_vma_of_their_arguments(case, backend):
         return ()
 
     mapped = jax.shard_map(check, mesh=AbstractMesh((2,), ("d",)), in_specs=P(), out_specs=())
-    jax.eval_shape(mapped, *jax.eval_shape(lambda: testing.make_inputs(case, "float32")))
+    jax.eval_shape(mapped, *testing.input_types(case, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_scan_and_remat_change_no_results(case, backend):
 
 @pytest.mark.parametrize(("case", "backend"), traced_under_each_backend(FIRST_CASES))
 def test_kernels_lower_under_x64(case, backend):
-    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "float32"))
+    inputs = testing.input_types(case, "float32")
     with jax.enable_x64(True):
         testing.lower_for_cuda(traced_with_gradients(op_under(case, backend)), *inputs)
 
@@ -438,7 +438,7 @@ def test_gradients_repeat_bit_for_bit(case, dtype, backend):
 def test_auto_on_hopper_has_the_output_types_of_the_reference(case, monkeypatch):
     # Hopper kernels and the reference must have outputs and residuals of the same types.
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
-    inputs = jax.eval_shape(lambda: testing.make_inputs(case, "bfloat16"))
+    inputs = testing.input_types(case, "bfloat16")
     found, wanted = (
         jax.eval_shape(traced_with_gradients(op_under(case, backend)), *inputs)
         for backend in ("auto", "xla")
@@ -488,7 +488,7 @@ def kernels_called(case, backend, program):
     ],
 )
 def test_lowered_program_calls_the_kernels_of_its_backend(case, backend, with_kernels):
-    inputs = testing.make_inputs(case, "bfloat16")
+    inputs = testing.input_types(case, "bfloat16")
     program = testing.lower_for_cuda(traced_with_gradients(op_under(case, backend)), *inputs)
     assert backend == "cuda" or "@jaxllm_" not in program
     assert backend == "pallas" or "triton" not in program

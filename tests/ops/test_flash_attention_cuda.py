@@ -124,6 +124,18 @@ def test_online_softmax_is_exact_for_scores_that_rise_between_tiles(dtype, H, ca
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("H", [64, 128, 256])
+# The scores are within the softcap, in some warps beyond it, and in all warps. Warps of the Hopper
+# kernels compute the tanh in one way or the other.
+@pytest.mark.parametrize("softcap", [30.0, 2.5, 0.3])
+@pytest.mark.parametrize("scale", [None, -0.1])
+def test_softcap_is_exact_for_scores_within_and_beyond_it(dtype, H, softcap, scale):
+    q, k, v = attention_arrays(T=300, N=2, K=2, H=H, dtype=dtype)
+    check_cuda_kernels(q, k, v, causal=True, softcap=softcap, scale=scale)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_huge_scores_and_rows_without_keys_stay_finite(dtype):
     q, k, v = attention_arrays(T=150, S=90, H=64, dtype=dtype)

@@ -53,7 +53,7 @@ def programs():
     for case in CASES:
         if "cuda" in implementations(case):
             for dtype in ("bfloat16", "float32"):
-                inputs = jax.eval_shape(functools.partial(testing.make_inputs, case, dtype))
+                inputs = testing.input_types(case, dtype)
                 fn = op_under(case, "cuda")
                 yield traced_with_gradients(fn), inputs
                 yield fn, inputs  # without gradients an op may call another handler

@@ -43,7 +43,7 @@ def sweep(cases):
         for backend, dtype in KERNELS
         if backend in implementations(case)
         and (backend, dtype) not in case.inexact_under
-        and floating_inputs(jax.eval_shape(functools.partial(testing.make_inputs, case, dtype)))
+        and floating_inputs(testing.input_types(case, dtype))
     ]
 
 

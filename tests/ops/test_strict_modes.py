@@ -53,10 +53,6 @@ def everything(case, backend):
     return run
 
 
-def inputs_of(case, dtype):
-    return jax.eval_shape(lambda: testing.make_inputs(case, dtype))
-
-
 def program(fn, *args):
     """The text of a traced function without memory addresses."""
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
@@ -65,7 +61,7 @@ def program(fn, *args):
 @pytest.mark.parametrize(("case", "backend"), EACH)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_promotion_changes_no_program(case, backend, dtype):
-    inputs = inputs_of(case, dtype)
+    inputs = testing.input_types(case, dtype)
     expected = program(everything(case, backend), *inputs)
     with strict():
         assert program(everything(case, backend), *inputs) == expected
@@ -112,7 +108,7 @@ def test_user_functions_keep_the_users_promotion_rules(given):
     "case", [pytest.param(case, id=case.op) for case in FIRST_CASES if case.has_backward]
 )
 def test_jvp_works_under_strict_promotion(case):
-    inputs = inputs_of(case, "bfloat16")
+    inputs = testing.input_types(case, "bfloat16")
     tangents = jax.tree.map(tangent_type, inputs)
     with strict():
         jax.eval_shape(lambda p, t: jax.jvp(op_under(case, "xla"), p, t), inputs, tangents)
@@ -128,7 +124,7 @@ def tangent_type(x):
 )
 def test_x64_changes_no_output_type_of_an_op(case, backend):
     # Lowering runs Pallas kernels through the interpreter; test_contract.py lowers them for a GPU.
-    inputs, run = inputs_of(case, "float32"), everything(case, backend)
+    inputs, run = testing.input_types(case, "float32"), everything(case, backend)
     expected = jax.eval_shape(run, *inputs)
     with jax.enable_x64(True):
         lowered = jax.jit(run).lower(*inputs)

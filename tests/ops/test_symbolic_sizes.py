@@ -59,7 +59,7 @@ def everything(case, backend="auto"):
 def exported(case, *, backend="auto", dtype="float32", constraints=(), platforms=PLATFORMS):
     """An op and its gradients, exported for any batch size."""
     (b,) = jax.export.symbolic_shape("b", constraints=constraints)
-    shapes = jax.eval_shape(functools.partial(testing.make_inputs, case, dtype))
+    shapes = testing.input_types(case, dtype)
     inputs = with_batch(case, shapes, lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype))
     return jax.export.export(
         everything(case, backend), platforms=platforms, disabled_checks=export.disabled_checks()

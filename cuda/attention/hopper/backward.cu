@@ -235,7 +235,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
       static_cast<int>(shape.width),
       options.scale,
       kSoftcap ? options.softcap : options.scale,
-      kSoftcap ? options.scale / options.softcap : 0.0f,
+      Softcap::of(options.scale, options.softcap),
       order.split,
       workspace,
       has_sums ? const_cast<float*>(sums.delta) : workspace + parts.delta_at(),

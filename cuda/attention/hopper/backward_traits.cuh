@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/hopper/segments.cuh"
+#include "attention/hopper/softmax.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
@@ -112,9 +113,9 @@ struct BackwardSmem {
 struct BackwardParams {
   LocalMask mask;
   int heads, kv_heads, width;
-  // Of the gradients, and of the scores; with a softcap, of softcap_scale q k^T come the tanh, and
-  // score_scale is the softcap.
-  float scale, score_scale, softcap_scale;
+  // Of the gradients, and of the scores; with a softcap, of their tanh: the softcap.
+  float scale, score_scale;
+  Softcap softcap;
   // Key tiles below `split` add to dq from the last to the first, the others after them and
   // upwards.
   int split;

@@ -61,7 +61,7 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
       static_cast<int>(tiles),
       static_cast<int>(groups_at_a_time * group),
       kSoftcap ? options.softcap : options.scale,
-      kSoftcap ? options.scale / options.softcap : 0.0f,
+      Softcap::of(options.scale, options.softcap),
       Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads),
       call.lse,
       tile_counter,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/hopper/segments.cuh"
+#include "attention/hopper/softmax.cuh"
 #include "attention/sinks.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
@@ -77,9 +78,8 @@ struct ForwardSmem {
 struct ForwardParams {
   LocalMask mask;
   int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
-  // Of the scores; with a softcap, of softcap_scale q k^T come the tanh, and `scale` is the
-  // softcap.
-  float scale, softcap_scale;
+  float scale;  // of the scores; with a softcap, of their tanh: the softcap
+  Softcap softcap;
   attention::Sinks sinks;
   float* lse;
   int* tile_counter;

@@ -80,7 +80,7 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       smem.dout_pipeline.consumer_wait(state);
       start_scores<Traits>(dp, v_operand, smem.dout[stage]);
       warpgroup_wait<1>(s);
-      if constexpr (kSoftcap) cap_scores(s, params.softcap_scale);
+      if constexpr (kSoftcap) cap_scores(s, params.softcap);
       score_mask.apply(s, query_tile, query_tile * kBlockM);
       exponentiate(s, scale_log2, smem.lse[stage]);
       pack_accumulator<T>(s, p_operand);

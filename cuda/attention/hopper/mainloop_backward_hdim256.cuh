@@ -110,7 +110,7 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
         smem.q_pipeline.consumer_wait(q_state);
         start_scores<Traits>(scores, k_operand, q);
         warpgroup_wait<0>(scores);
-        if constexpr (kSoftcap) cap_scores(scores, params.softcap_scale);
+        if constexpr (kSoftcap) cap_scores(scores, params.softcap);
         score_mask.apply(scores, query_tile, query_tile * kBlockM);
         exponentiate(scores, scale_log2, smem.lse[q_state.stage]);
         pack_accumulator<T>(scores, words);

@@ -110,7 +110,7 @@ __device__ __forceinline__ void backward_mma_hdim64(BackwardSmem<T, Traits>& sme
       const T* const dout = smem.dout[state.stage] + half * kHalfTile;
       start_scores<Traits>(dp, v_rows, dout);
       if constexpr (kPending >= 0) warpgroup_wait<kPending + 1>(s);
-      if constexpr (kSoftcap) cap_scores(s, params.softcap_scale);
+      if constexpr (kSoftcap) cap_scores(s, params.softcap);
       score_mask.apply(s, query_tile, query_tile * Traits::kBlockM + half * kHalf);
       exponentiate(s, scale_log2, smem.lse[q_stage] + half * kHalf);
       warpgroup_fence_operand(s);

@@ -135,7 +135,7 @@ class ForwardConsumer {
     float s[kBlockN / 2];
     uint32_t p[kBlockN / 4];
     const auto cap_and_mask = [&](int key_tile) {
-      if constexpr (kSoftcap) cap_scores(s, params_.softcap_scale);
+      if constexpr (kSoftcap) cap_scores(s, params_.softcap);
       score_mask.apply(s, key_tile, key_tile * kBlockN);
     };
 #pragma unroll

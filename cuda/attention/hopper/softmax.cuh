@@ -115,20 +115,50 @@ struct OnlineSoftmax {
   }
 };
 
-// The scores by which a softcap multiplies: tanh(factor s). A warp whose scores are all within the
-// softcap leaves the unit for exponentials, which limits the softmax, to the softmax.
+// What a softcap multiplies: tanh(factor s) of a score s = q k^T.
+//
+// By exponentials the tanh takes as long as the products. So a warp whose scores are all within
+// half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
+//
+//   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
+struct Softcap {
+  float factor;
+  float limit;  // of |s|, for the polynomial
+  float coefficients[4];
+
+  static Softcap of(float scale, float softcap) {
+    if (softcap == 0.0f) return {};
+    // Those of the least largest relative error of tanh(x) for |x| <= 1/2.
+    constexpr double kTanh[4] = {0.9999994558, -0.3332631793, 0.1319029655, -0.0444022248};
+    const double factor = static_cast<double>(scale) / softcap, size = std::abs(factor);
+    // Of other factors float32 does not hold the seventh power.
+    const bool is_ordinary = size > 1e-5 && size < 1e5;
+    Softcap result{
+        static_cast<float>(factor), is_ordinary ? static_cast<float>(0.5 / size) : -1.0f, {}};
+    double power = factor;
+    for (int i = 0; i < 4; ++i, power *= factor * factor) {
+      result.coefficients[i] = static_cast<float>(kTanh[i] * power);
+    }
+    return result;
+  }
+};
+
 template <int kSize>
-__device__ __forceinline__ void cap_scores(float (&s)[kSize], float factor) {
+__device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap) {
   float highest[2] = {};  // a NaN counts for nothing, and either way stays a NaN
 #pragma unroll
   for (int i = 0; i < kSize; ++i) highest[i % 2] = fmaxf(highest[i % 2], fabsf(s[i]));
-  const bool is_small = fmaxf(highest[0], highest[1]) * fabsf(factor) <= 1.0f;
-  if (__all_sync(0xffffffff, is_small)) {
+  if (__all_sync(0xffffffff, fmaxf(highest[0], highest[1]) <= softcap.limit)) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) s[i] = tanh_small(s[i] * factor);
+    for (int i = 0; i < kSize; ++i) {
+      const float square = s[i] * s[i];
+      float ratio = fmaf(square, softcap.coefficients[3], softcap.coefficients[2]);
+      ratio = fmaf(square, ratio, softcap.coefficients[1]);
+      s[i] *= fmaf(square, ratio, softcap.coefficients[0]);
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * factor);
+    for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * softcap.factor);
   }
 }
 
