@@ -45,7 +45,8 @@ struct DqParams {
   int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
   int padded_queries;  // of lse and delta
   // As in BackwardParams.
-  float scale, score_scale, softcap_scale;
+  float scale, score_scale;
+  Softcap softcap;
   const float *lse, *delta;
   int* tile_counter;
   SegmentParams segments;

@@ -82,12 +82,26 @@ __device__ __forceinline__ void backward_mma_dkdv(BackwardSmem<T, Traits>& smem,
       [[maybe_unused]] uint32_t ds_words[kBlockM / 4];
       if constexpr (kConsumer == 0) {
         warpgroup_wait<0>(scores);
-        if constexpr (kSoftcap) cap_scores(scores, params.softcap_scale);
+        [[maybe_unused]] float slope[kBlockM / 2];  // the derivative of the softcap
+        if constexpr (kSoftcap) {
+          cap_scores(scores, params.softcap);
+#pragma unroll
+          for (int j = 0; j < kBlockM / 2; ++j) slope[j] = fmaf(-scores[j], scores[j], 1.0f);
+        }
         score_mask.apply(scores, query_tile, query_tile * kBlockM);
         exponentiate(scores, scale_log2, smem.lse[stage]);
         pack_accumulator<T>(scores, p_words);
         smem.p_pipeline.producer_acquire(state);
         store_left_operand<Traits>(p_words, p_rows + ds_stage);
+        if constexpr (kSoftcap) {
+          // From a rounded p the derivative would not follow: its share of p goes where ds will be.
+#pragma unroll
+          for (int j = 0; j < kBlockM / 2; ++j) scores[j] *= slope[j];
+          uint32_t p_slope_words[kBlockM / 4];
+          pack_accumulator<T>(scores, p_slope_words);
+          smem.ds_pipeline.producer_acquire(state);
+          store_left_operand<Traits>(p_slope_words, ds_rows + ds_stage);
+        }
         arrive_as_warp(smem.p_pipeline.full[stage]);
         smem.dout_pipeline.consumer_wait(state);
         start_gradient<Traits>(dv, p_words, own_dout);
@@ -96,17 +110,19 @@ __device__ __forceinline__ void backward_mma_dkdv(BackwardSmem<T, Traits>& smem,
       } else {
         smem.p_pipeline.consumer_wait(state);
         load_left_operand<Traits>(p_words, p_rows + ds_stage);
+        // p, times the derivative of a softcap.
+        uint32_t p_slope_words[kBlockM / 4];
+        if constexpr (kSoftcap) load_left_operand<Traits>(p_slope_words, ds_rows + ds_stage);
         smem.p_pipeline.consumer_release(stage);
         float p[kBlockM / 2];
 #pragma unroll
         for (int j = 0; j < kBlockM / 4; ++j) {
-          const float2 pair = unpack_pair<T>(p_words[j]);
+          const float2 pair = unpack_pair<T>(kSoftcap ? p_slope_words[j] : p_words[j]);
           p[2 * j] = pair.x, p[2 * j + 1] = pair.y;
         }
         warpgroup_wait<0>(scores);
         differentiate_softmax(p, scores, smem.delta[stage]);
         smem.q_pipeline.consumer_wait(state);
-        if constexpr (kSoftcap) differentiate_softcap(p, scores, scale_log2, smem.lse[stage]);
         pack_accumulator<T>(scores, ds_words);
         smem.ds_pipeline.producer_acquire(state);
         store_left_operand<Traits>(ds_words, ds_rows + ds_stage);

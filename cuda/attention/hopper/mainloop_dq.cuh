@@ -136,7 +136,7 @@ class DqConsumer {
       const float delta[2] = {__ldcg(params_.delta + row), __ldcg(params_.delta + row + 8)};
       int key_tile = own.end - 1;
       const auto exponentiate_tile = [&] {
-        if constexpr (kSoftcap) cap_scores(s, params_.softcap_scale);
+        if constexpr (kSoftcap) cap_scores(s, params_.softcap);
         score_mask.apply(s, key_tile, key_tile * kBlockN);
         exponentiate_rows(s, scale_log2, lse);
         warpgroup_fence_operand(s);
