@@ -110,6 +110,7 @@ def mlp_with_gradients(backend, arrays):
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("sharding", MLP_SHARDINGS)
+@pytest.mark.covering(("sharding",), ("backend", "kind"))
 def test_sharded_mlp_equals_that_of_one_device(backend, kind, sharding):
     given, mesh = mlp_arrays(), make_mesh(kind)
     specs = {name: MLP_SHARDINGS[sharding].get(name, P()) for name in given}

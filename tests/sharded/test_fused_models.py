@@ -57,6 +57,7 @@ def on_one_device(config, dtype):
     [(2, 192, 2, "cuda"), (4, 192, 4, "its parts"), (3, 144, 2, "its parts")],
 )
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.covering(("heads",), ("kind",))
 @pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
 def test_fused_blocks_gather_nothing_along_tensor(on_hopper, kind, heads, width, tensor, dgelu):
     config = gpt2.GPT2Config(vocab_size=100, max_seq_len=T, layers=2, heads=heads, width=width)

@@ -119,7 +119,7 @@ FORMS = [("auto", layout, True) for layout in LAYOUTS] + [
 )
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.filterwarnings(f"error::{GatherWarning.__module__}.{GatherWarning.__qualname__}")
-@pytest.mark.covering(("name", "layout"), ("kind", "layout"), ("name", "kind"), ("kind", "stacked"))
+@pytest.mark.covering(("name", "kind"), ("layout",), ("stacked",))
 def test_a_training_step_is_that_of_one_device(name, kind, layout, stacked):
     sizes = LAYOUTS[layout]
     devices = jax.devices()[: math.prod(sizes.values())]

@@ -139,6 +139,7 @@ def place(mesh, x, spec):
 @pytest.mark.filterwarnings("error::jaxllm.core.gathers.GatherWarning")
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.covering(("sharding",), ("kind",))
 def test_shards_match_one_device_and_nothing_is_gathered(kind, sharding):
     mesh, given, out_shardings = make_mesh(kind), {}, {}
     # Some for what one sharding shows of the other.
