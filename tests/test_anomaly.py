@@ -119,6 +119,7 @@ OPTIMIZERS = pytest.mark.parametrize(
 
 @OPTIMIZERS
 @pytest.mark.parametrize("copy_dtype", [None, "bfloat16"])
+@pytest.mark.covering(("optimizer",), ("copy_dtype",))
 def test_halted_run_keeps_parameters_and_names_nonfinite_tensors(optimizer, copy_dtype):
     dtype = copy_dtype or "float32"
     step = training.make_train_step(toy_loss, optimizer, compute_dtype=dtype)

@@ -183,6 +183,7 @@ def named_like_plain(params):
 
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize("scaling", [None, RopeScaling(factor=4.0)])
+@pytest.mark.covering(("scaling",), ("unrolled",))
 def test_plain_llama_matches_llama3(unrolled, scaling):
     from benchmarks import plain_llama3
 

@@ -145,6 +145,7 @@ def test_an_int8_cache_is_close(model, config):
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize(("dtype", "page_size"), [(None, 4), (jnp.int8, 7)])
+@pytest.mark.covering(("model",), ("dtype",), ("page_size",))
 def test_a_cache_in_pages_gives_the_same_tokens(model, config, dtype, page_size):
     params = random_params(model, config)
     options = {"config": config, "max_new_tokens": 10, "temperature": 0, "cache_dtype": dtype}
@@ -157,6 +158,7 @@ def test_a_cache_in_pages_gives_the_same_tokens(model, config, dtype, page_size)
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.covering(("model",), ("dtype",))
 def test_steps_with_pages_have_the_bits_of_those_without(model, config, dtype):
     params = random_params(model, config)
     tokens, lengths = jnp.array([[5, 9, 2, 4, 1], [7, 1, 0, 0, 0]]), jnp.array([5, 2])

@@ -33,6 +33,7 @@ def test_generate_smoke_mode_runs(capsys):
 
 @SCRIPTS
 @pytest.mark.parametrize("options", [[], ["--int8", "--int8-cache"]], ids=["float", "int8"])
+@pytest.mark.covering(("script",), ("options",))
 def test_generate_uses_the_newest_model(script, out, options, capsys):
     script.main(["--smoke", "--steps", "2"])
     capsys.readouterr()

@@ -46,6 +46,7 @@ def shapes(fn, *args):
 
 @pytest.mark.parametrize("case", [*FIRST_CASES, *LARGE_CASES], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
+@pytest.mark.covering(("case",), ("op", "backend"))
 def test_rows_are_the_custom_calls_of_an_op(case, backend):
     if "cuda" in case.refused_by and backend == "cuda":
         return
@@ -61,6 +62,7 @@ def test_rows_are_the_custom_calls_of_an_op(case, backend):
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.covering(("model", "unrolled"), ("remat",))
 def test_rows_are_the_custom_calls_of_a_training_step(model, config, unrolled, remat):
     def init(key):
         params = model.init(key, config)
@@ -78,6 +80,7 @@ def test_rows_are_the_custom_calls_of_a_training_step(model, config, unrolled, r
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("form", ["plain", "decoding", "int8"])
 @pytest.mark.parametrize("batch", [1, 40])
+@pytest.mark.covering(("model",), ("form",), ("batch",))
 def test_rows_are_the_custom_calls_of_prefill_and_decode(model, config, form, batch):
     forms = {"plain": lambda p: p, "decoding": for_decoding, "int8": quantize_params}
     params = shapes(lambda key: model.init(key, config), jax.random.key(0))

@@ -88,6 +88,7 @@ def custom_calls(program):
 
 
 @pytest.mark.parametrize(("model", "what"), CASES)
+@pytest.mark.covering(("what",), ("model",))
 def test_exported_model_runs_at_any_batch_size(model, what):
     fn, arrays_of = program_of(model, what)
     params = params_of(model, what)

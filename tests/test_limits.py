@@ -100,6 +100,7 @@ def family_and_gpu():
 
 
 @pytest.mark.parametrize(("family", "gpu", "dtypes"), list(family_and_gpu()))
+@pytest.mark.covering(("family", "dtypes"), ("gpu",))
 def test_accepted_calls_fit_the_gpu(family, gpu, dtypes):
     # Other ops than those of HOPPER_STEMS have kernels for sm_80 and later.
     for case in cases_of(family):
@@ -121,6 +122,7 @@ def test_accepted_calls_fit_the_gpu(family, gpu, dtypes):
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("width", [8, 32, 40, 64, 80, 96, 128, 129, 192, 200, 256])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(("gpu", "dtype"), ("gpu", "width"))
 def test_attention_of_any_head_width_fits_every_gpu(dtype, width, gpu):
     case = architectures._heads(1, 70, 4, width)
     program = architectures.program_of(case, "cuda")

@@ -161,6 +161,7 @@ def test_served_calls_match_jax(shape, options):
 
 @pytest.mark.parametrize("backend", ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("shape", "options"), WITH_BIAS, ids=case_id)
+@pytest.mark.covering(("shape",), ("options",), ("backend",))
 def test_calls_with_a_bias_match_jax(shape, options, backend):
     arrays, options = arrays_and_options(shape, options)
     assert_as_exact(arrays, options, "float32", backend)
@@ -294,6 +295,7 @@ def test_numpy_arrays_are_taken():
 
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("shape", [(0, 3, 3, 2, 2, 4), (2, 0, 0, 2, 2, 4), (2, 3, 0, 2, 2, 4)])
+@pytest.mark.covering(("shape",), ("backend",))
 def test_arrays_without_elements_match_jax(shape, backend):
     B, T, S, N, K, H = shape
     query, key = jnp.ones((B, T, N, H)), jnp.ones((B, S, K, H))
@@ -474,6 +476,7 @@ def assert_same(ours, plain, arrays, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("given", [0, 1, 2])
+@pytest.mark.covering(("given",), ("dtype",))
 def test_layer_norm_takes_what_models_have(given, dtype):
     (x,) = draw((3, 5, 7), dtype=dtype)
     arrays = [x, *draw((7,), (7,))][: given + 1]
@@ -507,6 +510,7 @@ def test_swiglu_takes_two_projections_or_one():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("transpose_weight", [False, True])
+@pytest.mark.covering(("transpose_weight",), ("reduction",))
 def test_linear_cross_entropy_is_that_of_the_logits(reduction, transpose_weight):
     hidden, weight = draw((3, 5, 8), (11, 8) if transpose_weight else (8, 11))
     labels = jax.random.randint(jax.random.key(2), (3, 5), -2, 11)

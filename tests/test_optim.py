@@ -364,6 +364,7 @@ HYPER = {"learning_rate": 0.1, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay"
 
 @OPTIMIZERS
 @pytest.mark.parametrize("backend", ["auto", "pallas"])
+@pytest.mark.covering(("make",), ("backend",))
 def test_hyperparameters_may_be_traced(make, backend):
     params = training.widen(MIXED)
     grads = training.widen(gradients(params, 1))

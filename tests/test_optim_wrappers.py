@@ -195,6 +195,7 @@ def test_wrapped_optimizers_match_optax(name):
 
 @KNOWN
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.covering(("name",), ("dtype",))
 def test_dtypes_are_as_stable_as_optax(name, dtype):
     """A change of dtype after the first step would cost a second compilation."""
     wrapper, changes = wrappers_of_optax()[name], {}

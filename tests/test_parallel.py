@@ -236,7 +236,8 @@ def test_rows_of_a_batch_are_those_of_the_whole_batch(order):
             read(rows)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama3"])
+# Of the steps of Llama in shards there are more tests in tests/sharded.
+@pytest.mark.parametrize("case", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_training_on_a_mesh_equals_training_on_one_device(tmp_path, case):
     run = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "parallel_training.py"), case, str(tmp_path)],

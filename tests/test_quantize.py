@@ -38,6 +38,7 @@ def widened(params):
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.covering(("model",), ("stacked",))
 def test_a_model_is_that_of_the_rounded_weights(model, config, stacked):
     params = model.init(jax.random.key(0), config)
     int8 = quantize_params(params)
@@ -104,10 +105,14 @@ BYTES: Any = {"vocab_size": 257, "max_seq_len": 64, "layers": 2, "width": 64}
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (gpt2, gpt2.GPT2Config(heads=2, **BYTES)),
-        (llama3, dataclasses.replace(LLAMA3, heads=4, kv_heads=2, mlp_width=128, **BYTES)),
+        pytest.param(gpt2, gpt2.GPT2Config(heads=2, **BYTES), id="gpt2"),
+        pytest.param(
+            llama3,
+            dataclasses.replace(LLAMA3, heads=4, kv_heads=2, mlp_width=128, **BYTES),
+            id="llama3",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["gpt2", "llama3"],
 )
 def test_int8_changes_the_perplexity_of_held_out_text_by_less_than_a_percent(model, config, corpus):
     train, held_out = corpus

@@ -202,6 +202,7 @@ NARROW = [name for name in OPTIMIZERS if "mechanize" not in name]
     ("name", "dtype"),
     [*((name, "float32") for name in OPTIMIZERS), *((name, "bfloat16") for name in NARROW)],
 )
+@pytest.mark.covering(("name",), ("dtype",))
 def test_step_keeps_the_dtypes_of_the_initial_state(name, dtype):
     """Otherwise the second step compiles again, and a checkpoint does not match the first state."""
     optimizer = OPTIMIZERS[name]

@@ -297,6 +297,7 @@ def test_model_flops_utilization_uses_the_device_peak(kind, peak):
 
 @pytest.mark.parametrize("make", [training.adamw, optim.adamw, optax.adamw])
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.covering(("make",), ("accumulate",))
 def test_copy_of_the_parameters_does_not_change_steps(make, accumulate):
     # The copy has the compute dtype, to which each step would cast the parameters.
     step = training.make_train_step(toy_loss, make(1e-2), compute_dtype="bfloat16")
@@ -414,6 +415,7 @@ def test_keep_compiled_respects_an_existing_cache_folder(tmp_path):
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "mine")
 
 
+@pytest.mark.slow  # tests/sharded/test_models.py trains on more meshes
 def test_four_devices_train_like_one():
     root = Path(__file__).parent.parent
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"

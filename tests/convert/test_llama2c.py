@@ -143,6 +143,7 @@ def test_float32_file_matches_the_numpy_model(interleaved, tied, kv_heads, tmp_p
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("kv_heads", "group_size"), [(1, 64), (2, 64), (4, 32)])
+@pytest.mark.covering(("kv_heads",), ("group_size",), ("tied",), ("interleaved",))
 def test_int8_file_matches_the_numpy_model(interleaved, tied, kv_heads, group_size, tmp_path):
     weights = make_weights(kv_heads, tied)
     data = file_by_hand(weights, kv_heads, group_size)
@@ -169,6 +170,7 @@ def test_int8_file_matches_the_numpy_model(interleaved, tied, kv_heads, group_si
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.covering(("config",), ("int8",), ("interleaved",))
 def test_round_trip_is_bit_identical(interleaved, config, int8, tmp_path):
     scaled = RopeScaling(factor=4.0, original_length=16)
     config = dataclasses.replace(config, rope_theta=5e5, rope_scaling=scaled, norm_eps=1e-6)

@@ -78,6 +78,7 @@ loss_and_gradients = jax.jit(jax.value_and_grad(loss))
     ],
     ids=str,
 )
+@pytest.mark.covering(("changed",), ("direction",))
 def test_logits_loss_and_every_gradient_agree_with_huggingface(
     huggingface, changed, batch, direction
 ):
@@ -223,6 +224,7 @@ REMATS |= {"blocks_but_attention": SAVE_ATTENTION}
 
 @pytest.mark.parametrize("form", [stack, unstack])
 @pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.covering(("remat",), ("form",))
 def test_remat_and_layers_apart_give_equal_gradients(remat, form, params, batch):
     _, plain = loss_and_gradients(params, *batch)
     again = stack(jax.jit(jax.grad(lambda p: loss(p, *batch, remat=REMATS[remat])))(form(params)))

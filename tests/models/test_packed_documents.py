@@ -73,6 +73,7 @@ def forward(name, params, tokens, segment_ids=None, positions=None, **options):
 
 @pytest.mark.parametrize("form", ["scan", "unrolled"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.covering(("name",), ("form",))
 def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents(name, form):
     params = unstack(params_of(name)) if form == "unrolled" else params_of(name)
     remat = SAVE_GEMMS if form == "unrolled" else False

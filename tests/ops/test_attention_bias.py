@@ -54,6 +54,7 @@ def attend(q, k, v, bias, sinks=None, causal=True, **options: Any):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.covering(("shared",), ("backend",))
 def test_values_and_gradients_match_float64(shared, backend):
     arrays = (*attention_arrays(T=9, K=2), draw_bias(*shared))
     found = jit_with_gradients(functools.partial(attend, backend=backend), arrays)
@@ -127,6 +128,7 @@ def test_gradient_of_a_bias_of_no_sequences_is_zero(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.covering(("dtype",), ("backend",))
 def test_gradient_has_the_dtype_of_the_bias_and_is_summed_in_float32(dtype, backend):
     # As many sequences as make a sum in bfloat16 stop growing.
     q, k, v = attention_arrays(B=400, T=2, N=1, H=1, dtype="bfloat16")
@@ -146,6 +148,7 @@ def test_gradient_has_the_dtype_of_the_bias_and_is_summed_in_float32(dtype, back
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(("dtype",), ("backend",))
 def test_minus_infinity_hides_a_key(dtype, backend):
     q, k, v = attention_arrays(T=9, dtype=dtype)
     bias = draw_bias(2, 4)
@@ -216,6 +219,7 @@ def test_pallas_lowers_to_four_kernels_for_a_gpu():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.covering(("shared",), ("backend",))
 def test_vmap_of_a_bias_matches_a_loop(shared, backend):
     arrays = attention_arrays(T=9)
     biases = jnp.stack([draw_bias(*shared), -draw_bias(*shared)])

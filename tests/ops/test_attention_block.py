@@ -156,6 +156,7 @@ def two_blocks(x, norm, weights, **options):
 
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
+@pytest.mark.covering(("form",), ("backend",))
 def test_blocks_pass_on_what_the_next_norm_needs(form, backend):
     arrays = attention_block_arrays(4, 2)
     options = {"heads": 4, "kv_heads": 2, "causal": True, "backend": backend}

@@ -67,6 +67,7 @@ def exact(
     + [("segments", "pallas"), ("queries_without_keys", "pallas")]
     + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in CALLS],
 )
+@pytest.mark.covering(("name",), ("backend",))
 def test_out_lse_and_gradients_match_float64(name, backend):
     shapes, options = CALLS[name]
     q, k, v = attention_arrays(**shapes)

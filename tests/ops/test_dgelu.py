@@ -48,6 +48,7 @@ def test_backward_with_saved_dgelu_matches_backward_with_the_preactivation(backe
 @pytest.mark.parametrize("backend", ["xla", "pallas", "auto"])
 @pytest.mark.parametrize("shape", [(3, 6), (2, 70, 200), (130, 392)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(("dtype", "backend"), ("shape",))
 def test_packed_dgelu_gives_the_same_as_plain_dgelu(backend, shape, dtype):
     dout, weight, derivative, bias = random_arrays(
         (*shape[:-1], 16), (shape[-1], 16), shape, shape[-1:], dtype=dtype
@@ -101,6 +102,7 @@ def test_reference_never_sees_a_packed_array(on_hopper, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(1, 8), (127, 264), (2, 3, 130, 400), (256, 384)])
+@pytest.mark.covering(("shape",), ("dtype",))
 def test_packed_dgelu_has_the_tile_layout(shape, dtype):
     derivative = jnp.asarray(np.random.default_rng(0).uniform(-0.13, 1.13, shape), dtype)
     packed = pack(derivative)

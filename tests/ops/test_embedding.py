@@ -129,6 +129,7 @@ TOKENS = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.covering(("tokens",), ("backend",))
 def test_gradients_of_repeated_tokens_are_summed(tokens, backend):
     table = jnp.zeros((5, 8))
     dout = jax.random.normal(jax.random.key(1), (tokens.size, 8))

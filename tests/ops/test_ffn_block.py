@@ -47,6 +47,7 @@ def unfused_ops(x, norm, weights, **options):
 
 
 @pytest.mark.parametrize("backend", ["pallas", "xla"])
+@pytest.mark.covering(("form",), ("backend",))
 def test_block_matches_unfused_ops(form, backend):
     arrays = ffn_block_arrays()
     op = functools.partial(block, backend=backend)

@@ -22,6 +22,7 @@ from jaxllm.testing import error, lower_for_cuda, tolerance
 
 @pytest.mark.parametrize("backend", FLASH_BACKENDS)
 @pytest.mark.parametrize(("N", "K"), [(3, 3), (4, 2)])
+@pytest.mark.covering(("N",), ("backend",))
 def test_packed_qkv_matches_separate_q_k_v(N, K, backend):
     (q, k, v), qkv = packed_arrays(N, K)
     options = {"causal": True, "backend": backend}
@@ -36,6 +37,7 @@ def test_packed_qkv_matches_separate_q_k_v(N, K, backend):
 
 @pytest.mark.parametrize("backend", FLASH_BACKENDS)
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.covering(("interleaved",), ("backend",))
 def test_rope_inside_attention_matches_the_rope_op(interleaved, backend):
     q, k, v = attention_arrays(N=4, K=2)
     angles = rope_table(jnp.arange(3, 9), 8, theta=100.0)

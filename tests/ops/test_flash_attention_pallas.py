@@ -56,6 +56,7 @@ def check_small_tiles(q, k, v, segment_ids=None, **options):
         {"causal": True, "window": 34, "scale": -0.25},
     ],
 )
+@pytest.mark.covering(("options",), ("T", "S"))
 def test_pallas_matches_reference_with_whole_and_partial_tiles(T, S, options):
     q, k, v = attention_arrays(T=T, S=S, K=2, H=16)
     check_small_tiles(q, k, v, **options)

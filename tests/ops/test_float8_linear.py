@@ -105,6 +105,7 @@ def test_results_are_products_of_rounded_operands(recipe, dtype, rows, columns, 
 @each_recipe
 @each_dtype
 @pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.covering(("recipe", "dtype"), ("backend",))
 def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtype, backend):
     given = arrays(dtype)
     _, _, *found = values_and_gradients(layer(recipe, backend=backend), *given)
@@ -116,6 +117,7 @@ def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtyp
 @each_recipe
 @each_dtype
 @pytest.mark.parametrize(("with_bias", "columns"), [(False, (24,)), (True, (24,)), (True, (3, 8))])
+@pytest.mark.covering(("recipe", "dtype"), ("columns",), ("with_bias",))
 def test_bias_and_activation_follow_the_rounded_product(recipe, dtype, with_bias, columns):
     x, weight, bias, dout = arrays(dtype, columns=columns)
     bias, fn = bias if with_bias else None, layer(recipe)

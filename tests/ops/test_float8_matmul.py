@@ -80,6 +80,7 @@ each_call = pytest.mark.parametrize(
 
 
 @each_call
+@pytest.mark.covering(("shape",), ("formats", "one_scale"), ("out_dtype",))
 def test_error_on_a_cpu_is_that_of_float32_accumulation(shape, formats, one_scale, out_dtype):
     with jax.default_device(jax.devices("cpu")[0]):
         arrays = operands(shape, formats, one_scale)

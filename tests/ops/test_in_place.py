@@ -210,6 +210,7 @@ def copy_of(tree):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
+@pytest.mark.covering(("name",), ("backend",))
 def test_slices_of_arguments_match_separate_arrays(call):
     big = stacks(call)
     copy, expected = copy_of(big), plain(call)(big, 1)
@@ -225,6 +226,7 @@ def test_slices_of_arguments_match_separate_arrays(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
+@pytest.mark.covering(("name",), ("backend",))
 def test_slices_of_computed_arrays_match_separate_arrays(call):
     big = stacks(call)
     copy, expected = copy_of(big), plain(call)(big, 1)
@@ -241,6 +243,7 @@ def test_slices_of_computed_arrays_match_separate_arrays(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
+@pytest.mark.covering(("name",), ("backend",))
 def test_scanned_slices_match_separate_arrays(call):
     big = stacks(call)
     copy = copy_of(big)
@@ -256,6 +259,7 @@ def test_scanned_slices_match_separate_arrays(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
+@pytest.mark.covering(("name",), ("backend",))
 def test_scan_carry_matches_separate_arrays(call):
     big = stacks(call)
     copy = copy_of(big)
@@ -278,6 +282,7 @@ def test_scan_carry_matches_separate_arrays(call):
 
 
 @pytest.mark.parametrize(("name", "backend", "dtype"), ALL)
+@pytest.mark.covering(("name",), ("backend",))
 def test_slices_written_back_match_separate_arrays(call):
     # A model with the caches of all layers in one array does this.
     big = stacks(call)

@@ -148,6 +148,7 @@ def nested_equations(program):
 @pytest.mark.parametrize("rows", [(), (1,), (3, 5), (16,), (17,), (2, 40)])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.covering(("rows", "backend"), ("activation",), ("with_bias",))
 def test_weight_forms_match_the_plain_weight(backend, rows, activation, with_bias):
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (*rows, 64))

@@ -220,6 +220,7 @@ def linear_gradients(**options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk_rows", [1, 7, 8, 20, 1000])
+@pytest.mark.covering(("chunk_rows",), ("backend",))
 def test_chunk_size_does_not_change_loss_or_gradients(chunk_rows, backend):
     expected = linear_gradients(chunk_rows=20, backend="xla")
     actual = linear_gradients(chunk_rows=chunk_rows, backend=backend)

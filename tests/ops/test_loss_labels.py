@@ -54,6 +54,7 @@ def each_row(labels, **options):
 @each_option
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("some", [(-1, -1, -1), (-100, -100, -100), (-1, -100, -(2**31))])
+@pytest.mark.covering(("backend", "reduction"), ("some",), ("options",))
 def test_every_negative_label_is_ignored(some, reduction, options, backend):
     options = options | {"reduction": reduction, "backend": backend}
     labels = with_labels(*some)

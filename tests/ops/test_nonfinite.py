@@ -3,7 +3,6 @@
 Hardware maximum instructions ignore NaN, and so did kernels that used them.
 """
 
-import functools
 import itertools
 
 import jax

@@ -38,6 +38,7 @@ def test_group_of_zeros_has_a_zero_scale(backend):
 @pytest.mark.parametrize("group_size", [64, 24, 1024])  # in packs, element by element, in warps
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.covering(("backend", "dtype"), ("value",), ("group_size",))
 def test_nonfinite_group_dequantizes_to_nan(backend, value, group_size, dtype):
     # int8 cannot hold NaN or infinity, so the scale does.
     w = np.random.default_rng(0).standard_normal(6 * group_size, np.float32)

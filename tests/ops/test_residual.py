@@ -70,6 +70,7 @@ def unfused_layer_with_adapter(x, layer, norm, adapter):
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas", "auto"])
+@pytest.mark.covering(("backend",), ("form",))
 def test_adapters_between_blocks_match_unfused_ops(form, backend):
     arrays = layer_arrays()
     expected = with_gradients(unfused_layer_with_adapter, arrays)
@@ -314,6 +315,7 @@ REQUESTS = [("xla", "pallas"), ("pallas", "xla"), ("auto", "xla")]
 
 @pytest.mark.parametrize(("forward", "other"), REQUESTS)
 @pytest.mark.parametrize("run", [run_attention_block, run_ffn_block])
+@pytest.mark.covering(("forward",), ("other",), ("form",), ("run",))
 def test_backward_runs_under_the_backend_of_the_forward(monkeypatch, form, forward, other, run):
     assert backends_of_dispatches(monkeypatch, run, forward, other) == {forward}
 

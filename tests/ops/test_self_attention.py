@@ -40,6 +40,7 @@ from jaxllm.testing import assert_close, cotangents_like, error, lower_for_cuda,
         ),
     ],
 )
+@pytest.mark.covering(("options",), ("backend",))
 def test_self_attention_matches_linear_then_attention(N, K, options, backend):
     arrays = projection_arrays(N, K)
     options = {"heads": N, "kv_heads": K, "backend": backend} | options

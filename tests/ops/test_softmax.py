@@ -51,6 +51,7 @@ def test_query_without_visible_keys_has_zero_output_and_gradient(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("width", [40, 3000])
+@pytest.mark.covering(("dtype", "backend"), ("width",))
 def test_huge_scores_are_exact(width, dtype, backend):
     signs = jax.random.rademacher(jax.random.key(0), (4, width), dtype)
     x = 1e4 * signs

@@ -60,6 +60,7 @@ def program(fn, *args):
 
 @pytest.mark.parametrize(("case", "backend"), EACH)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.covering(("op", "backend"), ("dtype",))
 def test_strict_promotion_changes_no_program(case, backend, dtype):
     inputs = testing.input_types(case, dtype)
     expected = program(everything(case, backend), *inputs)
@@ -122,6 +123,7 @@ def tangent_type(x):
 @pytest.mark.parametrize(
     ("case", "backend"), [values for values in EACH if values.values[1] != "cuda"]
 )
+@pytest.mark.covering(("op", "backend"))
 def test_x64_changes_no_output_type_of_an_op(case, backend):
     # Lowering runs Pallas kernels through the interpreter; test_contract.py lowers them for a GPU.
     inputs, run = testing.input_types(case, "float32"), everything(case, backend)
@@ -204,6 +206,7 @@ def test_strict_promotion_changes_no_output_type_of_a_model(model, config, dtype
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.covering(("model",), ("backend",))
 def test_models_run_under_x64(model, config, backend):
     # With x64 the tokens of a caller are int64.
     params, tokens = arguments(model, config, jnp.float32)
@@ -218,7 +221,11 @@ def test_models_run_under_x64(model, config, backend):
         assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(("model", "config"), MODELS)
+# Llama runs without jit in the last test too.
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [MODELS[0], pytest.param(llama3, LLAMA3, id="llama3", marks=pytest.mark.slow)],
+)
 def test_disable_jit_changes_no_loss(model, config):
     params = model.init(jax.random.key(0), config)
     tokens = jax.random.randint(jax.random.key(1), (1, 8), 0, config.vocab_size)

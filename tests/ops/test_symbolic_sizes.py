@@ -1,6 +1,5 @@
 """Every op exported with a symbolic batch size, for CPU and GPU at once."""
 
-import functools
 import re
 
 import jax
