@@ -129,9 +129,9 @@ inline int64_t flash_hopper_columns(int64_t width) {
 // these sizes needs.
 inline constexpr int64_t kFlashHopperTile = 128;  // the fewest queries of the forward
 inline constexpr int64_t kFlashHopperKeys = 64;   // the fewest keys of the backward
-// From so many columns on the backward computes dq in a kernel of its own, and has no dq in float32
-// in memory. 256 leaves heads of 192 to the kernel that accumulates dq.
-inline constexpr int64_t kFlashSeparateDqColumns = 192;
+// The widest heads of which one kernel computes all gradients, and adds up dq in float32 in memory.
+// Wider ones have a kernel for dq.
+inline constexpr int64_t kFlashMaxFusedDqWidth = 128;
 inline int64_t flash_backward_tile(int64_t width) {
   return flash_hopper_columns(width) == 64 ? 128 : 64;
 }
@@ -142,10 +142,10 @@ inline int64_t flash_forward_scratch(const FlashShape& s) {
 inline int64_t flash_backward_scratch(const FlashShape& s) {
   const int64_t tile = flash_backward_tile(s.width), tiles = (s.queries + tile - 1) / tile;
   const int64_t ranges = tiles + (s.keys + kFlashHopperKeys - 1) / kFlashHopperKeys;
-  const int64_t columns = flash_hopper_columns(s.width);
-  if (columns >= kFlashSeparateDqColumns) {
+  if (s.width > kFlashMaxFusedDqWidth) {
     return s.batch * (s.heads * tiles * tile * 2 + 2 * ranges + 2);
   }
+  const int64_t columns = flash_hopper_columns(s.width);
   return s.batch * (s.heads * tiles * (tile * (columns + 2) + 1) + 2 * ranges + 1);
 }
 // The partial sums of a bias's gradient in a group of sequences, for the kernels for Hopper, which

@@ -281,11 +281,8 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
     const dim3 grid(query_tiles, shape.heads, shape.batch);
     auto postprocess =
         flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, false>;
-    if constexpr (Traits::kSumsBias) {
-      if (has_bias) {
-        postprocess =
-            flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, true>;
-      }
+    if (has_bias) {
+      postprocess = flash_attention_backward_hopper_postprocess_kernel<T, Traits, kSegments, true>;
     }
     JAXLLM_RETURN_IF_ERROR(
         launch_kernel(stream, postprocess, {grid, kRowThreads}, params, call.dq));

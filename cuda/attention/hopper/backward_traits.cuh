@@ -11,21 +11,20 @@ namespace jaxllm::hopper {
 // A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
 // dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
 // registers. Beyond 128 both consumers have the same 64 keys, and some of the columns each; and a
-// kernel of its own computes dq (kSeparateDq), see dq_traits.cuh.
+// kernel of its own computes dq (kSeparateDq): see dq_traits.cuh.
 // kHeadDim and kColumns are as in the forward; dq has kColumns.
 template <int kHeadDim_>
 struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kHasDqWarpgroup = kHeadDim == 64, kSharesKeys = kHeadDim > 128;
+  static constexpr bool kHasDqWarpgroup = kHeadDim == 64;
+  static constexpr bool kSeparateDq = kHeadDim > kFlashMaxFusedDqWidth;
   static constexpr int kConsumers = 2;
-  static constexpr int kBlockN = kSharesKeys ? 64 : kConsumers * 64;
+  static constexpr int kBlockN = kSeparateDq ? 64 : kConsumers * 64;
   static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
-  // Whether another kernel computes dq. Else the consumers do, and add it to dq in memory.
-  static constexpr bool kSeparateDq = kSharesKeys && kColumns >= kFlashSeparateDqColumns;
-  static constexpr int kDoutStages = kHeadDim > 192 && !kSeparateDq ? 1 : 2;
-  static constexpr int kQStages = kHasDqWarpgroup ? 3 : kDoutStages;  // scores are computed ahead
+  static constexpr int kDoutStages = 2;
+  static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
   static constexpr int kDsStages = kSeparateDq ? 2 : 1;
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
   // Together the registers that the CTA starts with. The threads that accumulate and store dq need
@@ -52,12 +51,12 @@ struct BackwardTraits {
   static constexpr bool kStoresDq = kHasDqWarpgroup;
   static constexpr int kDqStoreThreads = 64;
   // A tile of dq has blocks of 64 queries by 64 columns. A head dimension of 64 has two of queries,
-  // handed on one by one; others have two to four of columns, handed on together.
+  // handed on one by one; 96 and 128 have two of columns, handed on together.
   static constexpr int kDqBlockSize = 64 * 64;
   static constexpr int kDqBlocks = kBlockM * kColumns / kDqBlockSize;
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
-  static constexpr int kDsWarps = kSharesKeys ? 4 : kConsumerWarps;      // that compute ds
+  static constexpr int kDsWarps = kSeparateDq ? 4 : kConsumerWarps;      // that compute ds
   // That read ds in shared memory: without dq the consumer that did not compute it.
   static constexpr int kDsReaders = kSeparateDq ? 4 : kDqWarps;
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
@@ -68,7 +67,7 @@ struct BackwardTraits {
   static constexpr int kWorkReaders = kConsumerThreads + (kSeparateDq ? 0 : 1) +
                                       (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
   // The gradient of a bias has a partial column sum of dq for every 64 queries.
-  static constexpr bool kSumsBias = !kSharesKeys;
+  static constexpr bool kSumsBias = !kSeparateDq;
   static constexpr int kDqColumnSums = kBlockM / 64;
 };
 
@@ -87,8 +86,8 @@ struct BackwardSmem {
   T v[Traits::kKvStages][Traits::kBlockN * kColumns];
   T q[Traits::kQStages][Traits::kBlockM * kColumns];
   T dout[Traits::kDoutStages][Traits::kBlockM * kColumns];
-  // ds, and p behind it where the consumers share keys; stage after stage.
-  T ds[Traits::kDsStages * (Traits::kSharesKeys ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
+  // ds, and p behind it where the consumers share keys (kSeparateDq); stage after stage.
+  T ds[Traits::kDsStages * (Traits::kSeparateDq ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
   float dq[Traits::kSeparateDq ? 1 : Traits::kDqBlocks]

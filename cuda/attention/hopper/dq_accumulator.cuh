@@ -8,8 +8,9 @@
 //   CTA with rank 1    wait for 1, bulk_reduce_add         semaphore = 2    ...
 //   the last CTA       wait, bulk_load of the sum, add in registers, convert, TMA store
 //
-// The last line is for a head dimension of 64. Else the last CTA adds too, and a postprocess kernel
-// converts. One thread of the producer warpgroup adds, and two warps of it store.
+// The last line is for a head dimension of 64. With 96 and 128 the last CTA adds too, and a
+// postprocess kernel converts. One thread of the producer warpgroup adds, and two warps of it
+// store.
 #pragma once
 
 #include "attention/hopper/tile_scheduler.cuh"
@@ -171,13 +172,12 @@ __device__ __forceinline__ void discard_dq_accum(const BackwardParams& params, c
   }
 }
 
-// Hands one or two blocks of dq to the thread that adds them.
-template <int kSize>
-__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[kSize], float* blocks) {
+// Hands a block of dq to the thread that adds it.
+__device__ __forceinline__ void store_dq_accumulator(const float (&dq)[32], float* block) {
   const int thread = threadIdx.x % kWarpgroup;
 #pragma unroll
-  for (int j = 0; j < kSize / 4; ++j) {
-    reinterpret_cast<float4*>(blocks)[j * kWarpgroup + thread] =
+  for (int j = 0; j < 8; ++j) {
+    reinterpret_cast<float4*>(block)[j * kWarpgroup + thread] =
         make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
 }

@@ -16,8 +16,7 @@
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
 // With heads wider than 128 the consumers share 64 keys, and a kernel of its own computes dq:
-// mainloop_backward_dkdv.cuh and kernel_dq.cuh; or mainloop_backward_hdim256.cuh without
-// kSeparateDq.
+// mainloop_backward_hdim256.cuh and kernel_dq.cuh.
 //
 // dk and dv stay in registers. dq is accumulated in global memory (dq_accumulator.cuh). The kernels
 // of preprocess_backward.cuh run before and after.
@@ -33,7 +32,6 @@
 // (arXiv:2407.08608).
 #pragma once
 
-#include "attention/hopper/mainloop_backward_dkdv.cuh"
 #include "attention/hopper/mainloop_backward_dq.cuh"
 #include "attention/hopper/mainloop_backward_hdim128.cuh"
 #include "attention/hopper/mainloop_backward_hdim256.cuh"
@@ -113,12 +111,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     if constexpr (Traits::kHasDqWarpgroup) {
       backward_mma_hdim64<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
     } else if constexpr (Traits::kSeparateDq) {
-      if (warpgroup == 1) {
-        backward_mma_dkdv<0, kSegments, kSoftcap>(smem, params, dk_map);
-      } else {
-        backward_mma_dkdv<1, kSegments, kSoftcap>(smem, params, dv_map);
-      }
-    } else if constexpr (Traits::kSharesKeys) {
       if (warpgroup == 1) {
         backward_mma_hdim256<0, kSegments, kSoftcap>(smem, params, dk_map);
       } else {

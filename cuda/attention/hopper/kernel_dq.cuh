@@ -3,9 +3,11 @@
 // stays in registers, and nothing is added in memory. Shaped as the forward, with two more GEMMs
 // and without the online softmax:
 //
-//   producer warpgroup       smem                           consumer warpgroups (2, 64 queries
-//   each) tile_counter -> work TMA Q  --------------->  q_pipeline    (1 stage)   -->  s = q k^T ->
-//   p TMA dout  ------------>  dout_pipeline (1 stage)   -->  dp = dout v^T, ds = p (dp - delta)
+//   producer warpgroup       smem                           consumer warpgroups (2)
+//                                                           of 64 queries each
+//   tile_counter -> work
+//   TMA Q  --------------->  q_pipeline    (1 stage)   -->  s = q k^T -> p
+//   TMA dout  ------------>  dout_pipeline (1 stage)   -->  dp = dout v^T, ds = p (dp - delta)
 //   TMA K  --------------->  k_pipeline    (kKStages)  -->  s, dq += ds k
 //   TMA V  --------------->  v_pipeline    (kVStages)  -->  dp
 //                            q <--------------------------  dq

@@ -72,15 +72,10 @@ struct BackwardProducer {
       const int64_t rows = (int64_t{tile.sequence} * params.heads + head) * padded_queries;
       for (int i = tile.query_tiles.begin; i < tile.query_tiles.end; ++i) {
         const int query = i * Traits::kBlockM;
-        const auto load_dout = [&] {
-          load_query_tile(smem.dout_pipeline, dout_state, smem.dout, smem.delta, dout_map,
-                          params.delta + rows + query, tile.sequence, head, query);
-        };
-        constexpr bool kDoutFirst = Traits::kQStages == 1;  // it is released before Q
-        if (kDoutFirst) load_dout();
         load_query_tile(smem.q_pipeline, q_state, smem.q, smem.lse, q_map,
                         params.lse + rows + query, tile.sequence, head, query);
-        if (!kDoutFirst) load_dout();
+        load_query_tile(smem.dout_pipeline, dout_state, smem.dout, smem.delta, dout_map,
+                        params.delta + rows + query, tile.sequence, head, query);
         if (!has_v) load_v();
       }
     }

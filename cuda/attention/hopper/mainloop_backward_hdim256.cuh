@@ -1,18 +1,18 @@
-// The backward's mainloop for a head dimension of 192 or 256. dk and dv of 64 keys take half of the
-// registers of both consumers, so these share the keys: consumer 0 has the first 128 columns of the
-// gradients, consumer 1 the others. Each computes one of the two matrices of a step of 64 queries,
-// and hands it to the other one in shared memory, rounded:
+// The backward's mainloop for a head dimension of 192 or 256. It computes dk and dv; a kernel of
+// its own computes dq (kernel_dq.cuh). dk and dv of 64 keys take half of the registers of both
+// consumers, so these share the keys: consumer 0 has the first 128 columns of the gradients,
+// consumer 1 the others. Each computes one of the two matrices of a step of 64 queries, and hands
+// it to the other one in shared memory, rounded:
 //
-//   consumer 0    s -> p  ----.                  dv += p dout    dk += ds q    dq = ds^T k
-//   consumer 1    dp      --> ds, with p  ---->  dv += p dout    dk += ds q    dq = ds^T k
+//   consumer 0    s -> p  ----.                   dv += p dout    dk += ds q    s of the next step
+//   consumer 1    dp      --> ds, with p  ----->  dv += p dout    dk += ds q    dp of the next step
 //
-// A kernel of its own may compute dq instead: mainloop_backward_dkdv.cuh.
-//
-// With 256 columns Q and dout have one stage. dout is released after dv and Q after dk, so the next
-// ones arrive while dq is computed and stored.
+// All of these have two stages. The wgmma of the next step are started behind those of dv and dk,
+// which are released as they end: so Q and dout arrive a step ahead.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "attention/hopper/mainloop_backward.cuh"
 #include "common/fragment.cuh"
@@ -61,28 +61,38 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
   constexpr int kFirstBlock = 2 * kConsumer;  // of the consumer's columns
   constexpr int kOwnColumns = kConsumer == 0 ? 128 : Traits::kHeadDim - 128;
-  constexpr int kColumnBlockBytesN = kBlockN * kSwizzleRowBytes;
+  constexpr int kOwnOffset = kFirstBlock * kBlockM * kSwizzleColumns;
+  constexpr uint32_t kTileBytes = kBlockN * kBlockM * sizeof(T);  // of ds or p
   const TiledMask<kBlockM, kBlockN> mask(params.mask);
   const int group = params.heads / params.kv_heads;
   const int thread = threadIdx.x % kWarpgroup;
   const float scale_log2 = params.score_scale * float{M_LOG2E};
 
-  const uint64_t k_operand = k_major_descriptor(smem_address(smem.k[0]));
-  const uint64_t v_operand = k_major_descriptor(smem_address(smem.v[0]));
-  const T* const shared_p = smem.ds + kBlockN * kBlockM;
-  const uint64_t p_operand = k_major_descriptor(smem_address(shared_p));
+  // The left operand of this consumer's scores: K, or V.
+  const uint64_t score_operand =
+      k_major_descriptor(smem_address(kConsumer == 0 ? smem.k[0] : smem.v[0]));
+  // A stage has ds, and p behind it.
   const uint64_t ds_operand = k_major_descriptor(smem_address(smem.ds));
-  // dq = ds^T k.
-  const uint64_t ds_mn_operand = mn_major_descriptor(smem_address(smem.ds), kColumnBlockBytesN);
-  const uint64_t k_mn_operand = mn_major_descriptor(
-      smem_address(smem.k[0]) + kFirstBlock * kColumnBlockBytesN, kColumnBlockBytesN);
-  const uint32_t p_rows = smem_address(shared_p) + stmatrix_offset(0, thread);
   const uint32_t ds_rows = smem_address(smem.ds) + stmatrix_offset(0, thread);
+  const uint32_t p_rows = ds_rows + kTileBytes;
 
-  PipelineState<1> kv_state, state;  // of a work tile, and of a step
-  PipelineState<Traits::kQStages> q_state;
-  PipelineState<Traits::kDoutStages> dout_state;
+  PipelineState<1> kv_state;
+  // Of Q, dout, p and ds alike: each has a stage for a step.
+  PipelineState<2> state;
+  static_assert(Traits::kQStages == 2 && Traits::kDoutStages == 2 && Traits::kDsStages == 2);
   float dk[kOwnColumns / 2], dv[kOwnColumns / 2];
+  float scores[kBlockM / 2];  // s or dp
+
+  // s = k q^T or dp = v dout^T.
+  const auto start_own_scores = [&](const PipelineState<2>& at) {
+    if constexpr (kConsumer == 0) {
+      smem.q_pipeline.consumer_wait(at);
+      start_scores<Traits>(scores, score_operand, smem.q[at.stage]);
+    } else {
+      smem.dout_pipeline.consumer_wait(at);
+      start_scores<Traits>(scores, score_operand, smem.dout[at.stage]);
+    }
+  };
 
   PipelineState<2> work_state;
   BackwardWorkTile tile = next_work(smem, work_state);
@@ -99,77 +109,79 @@ __device__ __forceinline__ void backward_mma_hdim256(BackwardSmem<T, Traits>& sm
     smem.k_pipeline.consumer_wait(kv_state);
     kv_state.advance();
     int query_tile = tile.query_tiles.begin;
-    for (int step = 0; step < steps; ++step) {
-      float scores[kBlockM / 2], dq[kOwnColumns / 2];  // s or dp
-      uint32_t words[kBlockM / 4];                     // p or ds
-      const T* const q = smem.q[q_state.stage];
-      const T* const dout = smem.dout[dout_state.stage];
-      const T* const own_q = q + kFirstBlock * kBlockM * kSwizzleColumns;
-      const T* const own_dout = dout + kFirstBlock * kBlockM * kSwizzleColumns;
+    const auto run_step = [&](auto last) {
+      constexpr bool kLast = decltype(last)::value;
+      const int stage = state.stage;
+      const uint32_t ds_stage = stage * 2 * kTileBytes;
+      const T* const own_q = smem.q[stage] + kOwnOffset;
+      const T* const own_dout = smem.dout[stage] + kOwnOffset;
+      uint32_t p_words[kBlockM / 4];
+      [[maybe_unused]] uint32_t ds_words[kBlockM / 4];
       if constexpr (kConsumer == 0) {
-        smem.q_pipeline.consumer_wait(q_state);
-        start_scores<Traits>(scores, k_operand, q);
         warpgroup_wait<0>(scores);
-        if constexpr (kSoftcap) cap_scores(scores, params.softcap);
+        [[maybe_unused]] float slope[kBlockM / 2];  // the derivative of the softcap
+        if constexpr (kSoftcap) {
+          cap_scores(scores, params.softcap);
+#pragma unroll
+          for (int j = 0; j < kBlockM / 2; ++j) slope[j] = fmaf(-scores[j], scores[j], 1.0f);
+        }
         score_mask.apply(scores, query_tile, query_tile * kBlockM);
-        exponentiate(scores, scale_log2, smem.lse[q_state.stage]);
-        pack_accumulator<T>(scores, words);
+        exponentiate(scores, scale_log2, smem.lse[stage]);
+        pack_accumulator<T>(scores, p_words);
         smem.p_pipeline.producer_acquire(state);
-        store_left_operand<Traits>(words, p_rows);
-        fence_async_proxy();
-        arrive_as_warp(smem.p_pipeline.full[0]);
-        smem.dout_pipeline.consumer_wait(dout_state);
-        start_gradient<Traits>(dv, words, own_dout);
+        store_left_operand<Traits>(p_words, p_rows + ds_stage);
+        if constexpr (kSoftcap) {
+          // From a rounded p the derivative would not follow: its share of p goes where ds will be.
+#pragma unroll
+          for (int j = 0; j < kBlockM / 2; ++j) scores[j] *= slope[j];
+          uint32_t p_slope_words[kBlockM / 4];
+          pack_accumulator<T>(scores, p_slope_words);
+          smem.ds_pipeline.producer_acquire(state);
+          store_left_operand<Traits>(p_slope_words, ds_rows + ds_stage);
+        }
+        arrive_as_warp(smem.p_pipeline.full[stage]);
+        smem.dout_pipeline.consumer_wait(state);
+        start_gradient<Traits>(dv, p_words, own_dout);
         smem.ds_pipeline.consumer_wait(state);
-        start_gradient<Traits>(dk, ds_operand, own_q);
+        start_gradient<Traits>(dk, ds_operand + (ds_stage >> 4), own_q);
       } else {
-        smem.dout_pipeline.consumer_wait(dout_state);
-        start_scores<Traits>(scores, v_operand, dout);
         smem.p_pipeline.consumer_wait(state);
-        load_left_operand<Traits>(words, p_rows);
+        load_left_operand<Traits>(p_words, p_rows + ds_stage);
+        // p, times the derivative of a softcap.
+        uint32_t p_slope_words[kBlockM / 4];
+        if constexpr (kSoftcap) load_left_operand<Traits>(p_slope_words, ds_rows + ds_stage);
+        smem.p_pipeline.consumer_release(stage);
         float p[kBlockM / 2];
 #pragma unroll
         for (int j = 0; j < kBlockM / 4; ++j) {
-          const float2 pair = unpack_pair<T>(words[j]);
+          const float2 pair = unpack_pair<T>(kSoftcap ? p_slope_words[j] : p_words[j]);
           p[2 * j] = pair.x, p[2 * j + 1] = pair.y;
         }
         warpgroup_wait<0>(scores);
-        differentiate_softmax(p, scores, smem.delta[dout_state.stage]);
-        smem.q_pipeline.consumer_wait(q_state);
-        if constexpr (kSoftcap) {
-          differentiate_softcap(p, scores, scale_log2, smem.lse[q_state.stage]);
-        }
-        pack_accumulator<T>(scores, words);
+        differentiate_softmax(p, scores, smem.delta[stage]);
+        smem.q_pipeline.consumer_wait(state);
+        pack_accumulator<T>(scores, ds_words);
         smem.ds_pipeline.producer_acquire(state);
-        store_left_operand<Traits>(words, ds_rows);
+        store_left_operand<Traits>(ds_words, ds_rows + ds_stage);
         fence_async_proxy();
-        arrive_as_warp(smem.ds_pipeline.full[0]);
-        start_gradient<Traits>(dv, p_operand, own_dout);
-        smem.ds_pipeline.consumer_wait(state);
-        start_gradient<Traits>(dk, words, own_q);
+        arrive_as_warp(smem.ds_pipeline.full[stage]);
+        start_gradient<Traits>(dv, p_words, own_dout);
+        start_gradient<Traits>(dk, ds_words, own_q);
       }
-      warpgroup_arrive();
-#pragma unroll
-      for (int i = 0; i < kBlockN / 16; ++i) {
-        const uint64_t offset = i * kMnMajorStepBytes >> 4;
-        wgmma<T, Major::kMN, Major::kMN>(dq, ds_mn_operand + offset, k_mn_operand + offset, i > 0);
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<2>();  // for dv
-      smem.dout_pipeline.empty[dout_state.stage].arrive();
-      if constexpr (kConsumer == 1) smem.p_pipeline.consumer_release(0);
-      warpgroup_wait<1>();  // for dk
-      smem.q_pipeline.empty[q_state.stage].arrive();
-      warpgroup_wait<0>(dq);
-      smem.ds_pipeline.consumer_release(0);
-      smem.dq_pipeline.producer_acquire(state);
-      store_dq_accumulator(dq, smem.dq[kFirstBlock]);
-      fence_async_proxy();
-      smem.dq_pipeline.full[0].arrive();
       state.advance();
-      q_state.advance();
-      dout_state.advance();
+      constexpr int kAhead = kLast ? 0 : 1;  // wgmma of the next step
+      if constexpr (!kLast) start_own_scores(state);
+      warpgroup_wait<1 + kAhead>();  // for dv
+      smem.dout_pipeline.empty[stage].arrive();
+      warpgroup_wait<kAhead>();  // for dk
+      smem.q_pipeline.empty[stage].arrive();
+      if constexpr (kConsumer == 0) smem.ds_pipeline.consumer_release(stage);
       if (++query_tile == tile.query_tiles.end) query_tile = tile.query_tiles.begin;
+    };
+    if (steps > 0) {
+      start_own_scores(state);
+      for (int step = 0; step < steps - 1; ++step) run_step(std::false_type{});
+      run_step(std::true_type{});
     }
     warpgroup_wait<0>(dk, dv);
     store_shared_key_gradients<kConsumer>(smem, params, gradient_map, tile, dk, dv);

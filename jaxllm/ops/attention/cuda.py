@@ -25,7 +25,7 @@ _FASTER_THAN_CUDNN = {
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
-_SEPARATE_DQ_COLUMNS = 192  # as kFlashSeparateDqColumns of cuda/attention/flash_attention.h
+_MAX_FUSED_DQ_WIDTH = 128  # wider heads have a kernel for dq in the backward
 _MAX_PARTIAL_ROWS = 640  # of a bias's gradient
 
 
@@ -428,7 +428,7 @@ def _forward_scratch(q) -> jax.ShapeDtypeStruct:
 def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper backward: a few elements a query and tile, and dq in float32.
 
-    Heads of :data:`_SEPARATE_DQ_COLUMNS` have a kernel for dq, which needs no workspace for it.
+    Heads wider than :data:`_MAX_FUSED_DQ_WIDTH` have a kernel for dq, and no dq in float32.
     """
     if not _is_for_hopper(q):
         return _scratch(q, 0)
@@ -436,10 +436,9 @@ def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
     tile = _backward_tile(H)
     tiles = -(-T // tile)
     ranges = tiles + -(-k.shape[1] // _HOPPER_KEYS)
-    columns = _hopper_columns(H)
-    if columns >= _SEPARATE_DQ_COLUMNS:
+    if H > _MAX_FUSED_DQ_WIDTH:
         return _scratch(q, N * tiles * tile * 2 + 2 * ranges + 2)
-    return _scratch(q, N * tiles * (tile * (columns + 2) + 1) + 2 * ranges + 1)
+    return _scratch(q, N * tiles * (tile * (_hopper_columns(H) + 2) + 1) + 2 * ranges + 1)
 
 
 def _bias_partial(q, columns: int) -> jax.ShapeDtypeStruct:
