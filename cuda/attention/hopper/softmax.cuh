@@ -145,10 +145,13 @@ struct Softcap {
 
 template <int kSize>
 __device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap) {
-  float highest[2] = {};  // a NaN counts for nothing, and either way stays a NaN
+  // In parts, so that no maximum waits for the last. A NaN counts for nothing, and either way stays
+  // a NaN.
+  float highest[4] = {};
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) highest[i % 2] = fmaxf(highest[i % 2], fabsf(s[i]));
-  if (__all_sync(0xffffffff, fmaxf(highest[0], highest[1]) <= softcap.limit)) {
+  for (int i = 0; i < kSize; ++i) highest[i % 4] = fmaxf(highest[i % 4], fabsf(s[i]));
+  const float of_thread = fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3]));
+  if (__all_sync(0xffffffff, of_thread <= softcap.limit)) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       const float square = s[i] * s[i];

@@ -18,10 +18,7 @@ _MAX_WIDTH = 2**30  # of a row of the softmax
 _MAX_HEAD_WIDTH = 256
 _MAX_LENGTH = 2**28
 # Widths of heads, by rows of Hopper GPUs.
-_FASTER_THAN_CUDNN = {
-    "forward": (32, 64, 80, 96, 128, 192, 256),
-    "backward": (32, 64, 80, 96, 128, 192),
-}
+_FASTER_THAN_CUDNN = (32, 64, 80, 96, 128, 192, 256)
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
@@ -109,17 +106,8 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
 
 
 def flash_attention_slower(q, *_, **__) -> str | None:
-    """Why ``auto`` leaves a forward to cuDNN where that can serve it; None where it does not."""
-    return _slower("forward", q)
-
-
-def flash_attention_backward_slower(q, *_, **__) -> str | None:
-    """Likewise of a backward."""
-    return _slower("backward", q)
-
-
-def _slower(direction: str, q) -> str | None:
-    *widths, last = _FASTER_THAN_CUDNN[direction]
+    """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
+    *widths, last = _FASTER_THAN_CUDNN
     if _is_for_hopper(q) and q.shape[-1] in (*widths, last):
         return None
     return (
@@ -128,8 +116,9 @@ def _slower(direction: str, q) -> str | None:
     )
 
 
+flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = packing.unsupported(flash_attention_slower)
-flash_attention_packed_backward_slower = packing.unsupported(flash_attention_backward_slower)
+flash_attention_packed_backward_slower = packing.unsupported(flash_attention_slower)
 self_attention_backward_slower = flash_attention_packed_backward_slower
 
 
