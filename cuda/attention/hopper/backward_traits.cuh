@@ -107,6 +107,9 @@ struct BackwardSmem {
   Pipeline<1> dq_store_pipeline;           // the converted tile, to those who store it
   Pipeline<2> work_pipeline;               // one work tile ahead of the consumers
   BackwardWorkTile work[2];
+  // Where consumers that share keys wait for one another. They run different code, and a named
+  // barrier wants one instruction.
+  Barrier consumers;
 };
 
 struct BackwardParams {

@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     for (Barrier& full : smem.dq_sum_full) full.init(1);
     smem.dq_store_pipeline.init(Traits::kDqWarps * 32, Traits::kDqStoreThreads);
     smem.work_pipeline.init(1, Traits::kWorkReaders);
+    smem.consumers.init(Traits::kConsumerWarps);
     fence_barrier_init();
   }
   wait_on_dependent_grids();

@@ -35,12 +35,15 @@ __device__ __forceinline__ void store_shared_key_gradients(
     BackwardSmem<T, Traits>& smem, const BackwardParams& params, const CUtensorMap& gradient_map,
     const BackwardWorkTile& tile, const float (&dk)[kSize], const float (&dv)[kSize]) {
   constexpr int kBlockN = Traits::kBlockN, kFirstBlock = 2 * kConsumer;
-  // Both consumers have read K and V, which the gradients replace.
-  named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
+  const auto wait_for_both = [&](uint32_t parity) {
+    arrive_as_warp(smem.consumers);
+    smem.consumers.wait(parity);
+  };
+  wait_for_both(0);  // until they have read K and V, which the gradients replace
   store_gradient<Traits::kBlockN>(dk, params.scale, smem.k[0], /*half=*/0, kFirstBlock * 8);
   store_gradient<Traits::kBlockN>(dv, 1.0f, smem.v[0], /*half=*/0, kFirstBlock * 8);
   fence_async_proxy();
-  named_barrier_sync(BackwardNamedBarriers::kConsumers, Traits::kConsumers * kWarpgroup);
+  wait_for_both(1);
   if (threadIdx.x % kWarpgroup == 0) {  // consumer 0 stores dk, and consumer 1 dv
     const T* const gradient = kConsumer == 0 ? smem.k[0] : smem.v[0];
     for (int block = 0; block < Traits::kColumnBlocks; ++block) {
