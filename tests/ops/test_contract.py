@@ -287,6 +287,12 @@ def test_matches_reference(case, dtype, backend):
     testing.assert_close(actual, expected, dtype, reference, what=str(case))
 
 
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_input_types_are_those_of_the_inputs(case):
+    for dtype in testing.DTYPES:
+        assert testing.input_types(case, dtype) == types(testing.make_inputs(case, dtype))
+
+
 @pytest.mark.parametrize(
     ("case", "backend"), [(case, name) for case in CASES for name in case.refused_by], ids=str
 )
