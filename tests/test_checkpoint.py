@@ -410,6 +410,7 @@ OPTIMIZED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_pas
 @pytest.mark.parametrize(
     ("kills", "steps"), [(2, 24), pytest.param(20, 80, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow  # test_parallel.py kills and resumes a run of two processes
 def test_killed_and_resumed_run_is_bit_identical(tmp_path, kills, steps):
     """All runs share a cache and take many steps, so optimized programs save time."""
     (tmp_path / "shards").mkdir()

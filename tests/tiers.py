@@ -7,7 +7,8 @@
 - of a test with the marker ``covering``, the parameter sets that cover nothing new. For example,
   ``covering(("case", "backend"), ("op", "backend", "dtype"))`` keeps parameter sets until each pair
   of a case and a backend has run, and each triple of an op, a backend and a dtype. ``op`` is the op
-  of the parameter ``case`` or ``call``.
+  of the parameter ``case`` or ``call``. ``kernel`` is the parameter ``backend``; a set under the
+  backend ``xla``, which is the reference implementation, has none.
 
 tests/ops/test_tiers.py checks that what is kept is a cover.
 """
@@ -44,7 +45,10 @@ def cover(each_axes: Sequence[Axes], sets: Sequence[Mapping[str, Any]]) -> set[i
 
     Those with the most new combinations are taken first, so the dtypes are spread over the cases.
     """
-    combinations = [{(axes, values_of(each, axes)) for axes in each_axes} for each in sets]
+    combinations = [
+        {(axes, values) for axes in each_axes if (values := values_of(each, axes)) is not None}
+        for each in sets
+    ]
     kept, seen = set(), set()
     for new in range(len(each_axes), 0, -1):
         for i, some in enumerate(combinations):
@@ -54,8 +58,14 @@ def cover(each_axes: Sequence[Axes], sets: Sequence[Mapping[str, Any]]) -> set[i
     return kept
 
 
-def values_of(parameters: Mapping[str, Any], axes: Axes) -> tuple[str, ...]:
-    """The values of a parameter set along some axes, as texts: not all can be hashed."""
+def values_of(parameters: Mapping[str, Any], axes: Axes) -> tuple[str, ...] | None:
+    """The values of a parameter set along some axes, as texts: not all can be hashed.
+
+    None where it has no ``kernel`` and that is one of the axes.
+    """
     case = parameters.get("case", parameters.get("call"))
-    known = {"op": getattr(case, "op", None), **parameters}
+    backend = parameters.get("backend")
+    if "kernel" in axes and backend == "xla":
+        return None
+    known = {"op": getattr(case, "op", None), "kernel": backend, **parameters}
     return tuple(str(known[axis]) for axis in axes)

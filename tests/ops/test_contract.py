@@ -279,7 +279,7 @@ def defaults(case):
         if all(dtype != "bfloat16" for _, dtype in case.inexact_under)
     ],
 )
-@pytest.mark.covering(("case", "backend"), ("op", "backend", "dtype"))
+@pytest.mark.covering(("case",), ("case", "kernel"), ("op", "backend", "dtype"))
 def test_matches_reference(case, dtype, backend):
     inputs, expected, reference, of_reference = expectation(case.op, case.name, dtype)
     actual = value_and_gradients(op_under(case, backend), inputs, of_reference[0])
