@@ -407,9 +407,7 @@ def test_checksum_distinguishes_equal_values_with_different_bits():
 OPTIMIZED = "--xla_backend_optimization_level=3 --xla_llvm_disable_expensive_passes=false"
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(2, 24), pytest.param(20, 80, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kills", "steps"), [(2, 24), (20, 80)])
 @pytest.mark.slow  # test_parallel.py kills and resumes a run of two processes
 def test_killed_and_resumed_run_is_bit_identical(tmp_path, kills, steps):
     """All runs share a cache and take many steps, so optimized programs save time."""
