@@ -52,19 +52,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) {
       DqProducer<T, Traits> producer{smem, q_map, k_map, v_map, dout_map};
-      ForwardTileScheduler scheduler(params);
-      while (scheduler.is_valid()) {
-        scheduler.prefetch_next();
-        const ForwardWorkTile work = scheduler.work();
-        const int kv_head = work.head / (params.heads / params.kv_heads);
-        const TileRange key_tiles =
-            kSegments
-                ? params.segments.key_tiles[work.sequence * params.query_tiles + work.query_tile]
-                : mask.visible_key_tiles(work.query_tile);
-        producer.load(work, key_tiles, kv_head);
-        scheduler.advance();
-      }
-      producer.load_tail();
+      produce_query_tiles<kSegments>(producer, params, mask);
     }
   } else {
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();

@@ -60,19 +60,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
       ForwardProducer<T, Traits> producer{smem, q_map, k_map, v_map};
       wait_on_dependent_grids();  // which sets the tile counter to zero
-      ForwardTileScheduler scheduler(params);
-      while (scheduler.is_valid()) {
-        scheduler.prefetch_next();
-        const ForwardWorkTile work = scheduler.work();
-        const int kv_head = work.head / (params.heads / params.kv_heads);
-        const TileRange key_tiles =
-            kSegments
-                ? params.segments.key_tiles[work.sequence * params.query_tiles + work.query_tile]
-                : mask.visible_key_tiles(work.query_tile);
-        producer.load(work, key_tiles, kv_head);
-        scheduler.advance();
-      }
-      producer.load_tail();
+      produce_query_tiles<kSegments>(producer, params, mask);
     }
   } else {
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();

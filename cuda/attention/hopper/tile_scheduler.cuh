@@ -39,6 +39,25 @@ class ForwardTileScheduler {
   int tile_, next_;
 };
 
+// The producer's part of the forward and of the kernel for dq: loads work tiles until there are
+// none.
+template <bool kSegments, class Producer, class Params, class Mask>
+__device__ __forceinline__ void produce_query_tiles(Producer& producer, const Params& params,
+                                                    const Mask& mask) {
+  ForwardTileScheduler scheduler(params);
+  while (scheduler.is_valid()) {
+    scheduler.prefetch_next();
+    const ForwardWorkTile work = scheduler.work();
+    const int kv_head = work.head / (params.heads / params.kv_heads);
+    const TileRange key_tiles =
+        kSegments ? params.segments.key_tiles[work.sequence * params.query_tiles + work.query_tile]
+                  : mask.visible_key_tiles(work.query_tile);
+    producer.load(work, key_tiles, kv_head);
+    scheduler.advance();
+  }
+  producer.load_tail();
+}
+
 // ---- The backward. A ticket is a key tile of a head. The key tiles of a head add to the same
 // tiles of dq, in a fixed order, so that a gradient repeats bit for bit: first those below `split`,
 // the last of them first, then the others, the first of them first. Tickets have the same order:
