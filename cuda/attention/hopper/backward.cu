@@ -142,18 +142,13 @@ cudaError_t launch_dq(cudaStream_t stream, const FlashBackward<T>& call,
   const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
   const int64_t tiles = query_tiles * shape.batch * shape.heads;
   if (tiles > kMaxTiles) return cudaErrorNotSupported;
-  // As in the forward.
-  const int64_t group = shape.heads / shape.kv_heads;
-  const int64_t bytes_of_group = 2 * shape.keys * shape.width * sizeof(T);
-  const int64_t groups_at_a_time = std::clamp<int64_t>(
-      kL2Bytes / std::max<int64_t>(bytes_of_group, 1), 1, shape.batch * shape.kv_heads);
   const DqParams params{backward.mask,
                         static_cast<int>(shape.batch),
                         static_cast<int>(shape.heads),
                         static_cast<int>(shape.kv_heads),
                         static_cast<int>(query_tiles),
                         static_cast<int>(tiles),
-                        static_cast<int>(groups_at_a_time * group),
+                        query_heads_at_a_time(shape, sizeof(T)),
                         padded_queries,
                         backward.scale,
                         backward.score_scale,

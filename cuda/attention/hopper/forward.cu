@@ -40,11 +40,6 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
   const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
   const int64_t tiles = query_tiles * shape.batch * shape.heads;
   if (tiles > kMaxTiles) return cudaErrorNotSupported;
-  // As many as have K and V in the L2 cache together.
-  const int64_t group = shape.heads / shape.kv_heads;
-  const int64_t groups_at_a_time =
-      std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(2 * shape.keys * shape.width * sizeof(T), 1),
-                          1, shape.batch * shape.kv_heads);
   const LocalMask mask = make_local_mask(shape, options);
   int* const tile_counter = static_cast<int*>(options.scratch.data);
   auto* const key_tiles = reinterpret_cast<TileRange*>(tile_counter + kKeyTilesAt);
@@ -59,7 +54,7 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
       static_cast<int>(shape.kv_heads),
       static_cast<int>(query_tiles),
       static_cast<int>(tiles),
-      static_cast<int>(groups_at_a_time * group),
+      query_heads_at_a_time(shape, sizeof(T)),
       kSoftcap ? options.softcap : options.scale,
       Softcap::of(options.scale, options.softcap),
       Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads),

@@ -21,6 +21,15 @@ inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 inline constexpr int64_t kL2Bytes = 32 << 20;
 inline constexpr int64_t kMaxGridSide = 65535;
 
+// How many query heads alternate where a CTA takes query tiles: as many as have K and V in the L2
+// cache together, and those that share keys with them.
+inline int query_heads_at_a_time(const FlashShape& shape, int64_t element_bytes) {
+  const int64_t bytes_of_group = 2 * shape.keys * shape.width * element_bytes;
+  const int64_t groups = std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_group, 1), 1,
+                                             shape.batch * shape.kv_heads);
+  return static_cast<int>(groups * (shape.heads / shape.kv_heads));
+}
+
 template <typename T>
 HeadRows<const T> read_only(HeadRows<T> rows) {
   return {rows.data, rows.row_stride};
