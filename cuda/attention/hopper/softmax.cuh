@@ -117,8 +117,8 @@ struct OnlineSoftmax {
 
 // What a softcap multiplies: tanh(factor s) of a score s = q k^T.
 //
-// By exponentials the tanh takes as long as the products. So a warp whose scores are all within
-// half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
+// By exponentials the tanh takes about as long as the products of heads of 128. So a warp whose
+// scores are all within half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
 //
 //   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
 struct Softcap {
