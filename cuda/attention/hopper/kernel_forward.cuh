@@ -1,7 +1,7 @@
 // Flash attention, forward, on Hopper. Warp-specialized and persistent, as FlashAttention-3:
 //
-//   producer warpgroup       smem                            consumer warpgroups (2 to 4, 64
-//   queries (one thread)                                             each)
+//   producer warpgroup       smem                            consumer warpgroups (2 to 4)
+//   (one thread)                                             of 64 queries each
 //                            full[s] ------------------->    consumer_wait
 //   tile_counter -> work
 //   TMA Q  --------------->  q_pipeline   (1 stage)  ---->   s = q k^T
