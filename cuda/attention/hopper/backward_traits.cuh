@@ -55,6 +55,8 @@ struct BackwardTraits {
   static constexpr int kDqBlockSize = 64 * 64;
   static constexpr int kDqBlocks = kBlockM * kColumns / kDqBlockSize;
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
+  // Of tiles of dq on their way to global memory, and of threads that add them.
+  static constexpr int kDqStages = kHasDqWarpgroup || kSeparateDq ? 1 : 2;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
   static constexpr int kDsWarps = kSeparateDq ? 4 : kConsumerWarps;      // that compute ds
   // That read ds in shared memory: without dq the consumer that did not compute it.
@@ -62,9 +64,9 @@ struct BackwardTraits {
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
   // gradient which replaces it.
   static constexpr int kKReleases = kHasDqWarpgroup ? kDqWarps : kConsumers;
-  // Who reads a work tile: the consumers, the thread that accumulates dq, and those that compute
+  // Who reads a work tile: the consumers, the threads that accumulate dq, and those that compute
   // and store it.
-  static constexpr int kWorkReaders = kConsumerThreads + (kSeparateDq ? 0 : 1) +
+  static constexpr int kWorkReaders = kConsumerThreads + (kSeparateDq ? 0 : kDqStages) +
                                       (kHasDqWarpgroup ? kWarpgroup + kDqStoreThreads : 0);
   // The gradient of a bias has a partial column sum of dq for every 64 queries.
   static constexpr bool kSumsBias = !kSeparateDq;
@@ -90,7 +92,7 @@ struct BackwardSmem {
   T ds[Traits::kDsStages * (Traits::kSeparateDq ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
-  float dq[Traits::kSeparateDq ? 1 : Traits::kDqBlocks]
+  float dq[Traits::kSeparateDq ? 1 : Traits::kDqStages * Traits::kDqBlocks]
           [Traits::kSeparateDq ? 4 : Traits::kDqBlockSize];
   T dq_store[Traits::kStoresDq ? Traits::kBlockM * kColumns : 8];
   alignas(16) float lse[Traits::kQStages][Traits::kBlockM];
@@ -102,10 +104,11 @@ struct BackwardSmem {
   Pipeline<Traits::kDsStages> p_pipeline;
   // From the consumers to those who compute dq; or, without dq, from one consumer to the other.
   Pipeline<Traits::kSeparateDq ? Traits::kDsStages : Traits::kDqParts> ds_pipeline;
-  Pipeline<Traits::kDqParts> dq_pipeline;  // on to the thread that accumulates it
-  Barrier dq_sum_full[Traits::kDqParts];   // the sum of all others has arrived
-  Pipeline<1> dq_store_pipeline;           // the converted tile, to those who store it
-  Pipeline<2> work_pipeline;               // one work tile ahead of the consumers
+  // On to the thread that accumulates it: the parts of a stage, and stage after stage.
+  Pipeline<Traits::kDqStages * Traits::kDqParts> dq_pipeline;
+  Barrier dq_sum_full[Traits::kDqParts];  // the sum of all others has arrived
+  Pipeline<1> dq_store_pipeline;          // the converted tile, to those who store it
+  Pipeline<2> work_pipeline;              // one work tile ahead of the consumers
   BackwardWorkTile work[2];
   // Where consumers that share keys wait for one another. They run different code, and a named
   // barrier wants one instruction.

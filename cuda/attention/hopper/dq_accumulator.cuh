@@ -9,8 +9,10 @@
 //   the last CTA       wait, bulk_load of the sum, add in registers, convert, TMA store
 //
 // The last line is for a head dimension of 64. With 96 and 128 the last CTA adds too, and a
-// postprocess kernel converts. One thread of the producer warpgroup adds, and two warps of it
-// store.
+// postprocess kernel converts. Two threads of the producer warpgroup add there, tile about, each
+// from a stage of its own: to wait for its rank, to add, and to see the end of the addition takes
+// one of them longer than the consumers take for a tile. With a head dimension of 64 one thread
+// adds, and two warps store.
 #pragma once
 
 #include "attention/hopper/tile_scheduler.cuh"
@@ -78,16 +80,21 @@ __device__ __forceinline__ void for_each_dq_tile(BackwardSmem<T, Traits>& smem,
   }
 }
 
-// One thread: adds each tile of dq to global memory at its rank; or, where this CTA adds last and
-// converts dq, loads the sum of the others.
+// One thread for each stage: adds the stage's tiles of dq to global memory, at their ranks; or,
+// where this CTA adds last and converts dq, loads the sum of the others.
 template <bool kSegments, typename T, class Traits>
 __device__ __forceinline__ void accumulate_dq(BackwardSmem<T, Traits>& smem,
-                                              const BackwardParams& params) {
+                                              const BackwardParams& params, int stage) {
   constexpr int kDqParts = Traits::kDqParts, kSize = Traits::kBlockM * Traits::kColumns / kDqParts;
   constexpr int kBytes = kSize * sizeof(float);
-  float* const own = smem.dq[0];
-  PipelineState<1> state;
+  float* const own = smem.dq[stage * Traits::kDqBlocks];
+  const int first_part = stage * kDqParts;
+  PipelineState<Traits::kDqStages> state;
   const auto add = [&](const DqTile& tile) {
+    if (Traits::kDqStages > 1 && state.stage != stage) {
+      state.advance();
+      return;
+    }
     const int64_t index = dq_tile_index<Traits>(params, tile);
     float* const sum = params.dq_accum + index * (kDqParts * kSize);
     // Polled before the tile of dq is ready, so that the latency of the load is hidden.
@@ -106,13 +113,15 @@ __device__ __forceinline__ void accumulate_dq(BackwardSmem<T, Traits>& smem,
         }
       }
       // Until the sum has been read: the next one may go to the same place.
-      for (int part = 0; part < kDqParts; ++part) smem.dq_pipeline.full[part].wait(state.phase);
+      for (int part = 0; part < kDqParts; ++part) {
+        smem.dq_pipeline.full[first_part + part].wait(state.phase);
+      }
       state.advance();
       return;
     }
     for (int part = 0; part < kDqParts; ++part) {
       const int offset = part * kSize;
-      smem.dq_pipeline.full[part].wait(state.phase);
+      smem.dq_pipeline.full[first_part + part].wait(state.phase);
       // The first stores, so that no kernel has to write zeros.
       if (tile.rank == 0) {
         bulk_store(sum + offset, own + offset, kBytes);
@@ -123,7 +132,7 @@ __device__ __forceinline__ void accumulate_dq(BackwardSmem<T, Traits>& smem,
     }
     state.advance();
     tma_store_wait_read<0>();
-    for (int part = 0; part < kDqParts; ++part) smem.dq_pipeline.empty[part].arrive();
+    for (int part = 0; part < kDqParts; ++part) smem.dq_pipeline.empty[first_part + part].arrive();
     tma_store_wait<0>();
     fence_async_proxy_global();
     store_release(params.dq_semaphore + index, tile.rank + 1);

@@ -12,7 +12,8 @@
 //              TMA dout, delta>   dout_pipeline  (2)       -->  dp, dv
 //                                 ds_pipeline    <------------  ds
 //                                     |         dq = ds^T k     (dq warpgroup, or the consumers)
-//   thread 32  bulk_reduce_add <- dq_pipeline    <------------  dq
+//   1 or 2     bulk_reduce_add <- dq_pipeline  (1 or 2)  <----  dq
+//   threads
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
 // With heads wider than 128 the consumers share 64 keys, and a kernel of its own computes dq:
@@ -95,7 +96,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x == 0) produce_backward<kSegments>(smem, params, q_map, k_map, v_map, dout_map);
     if constexpr (!Traits::kSeparateDq) {
-      if (threadIdx.x == 32) accumulate_dq<kSegments>(smem, params);
+      const int stage = static_cast<int>(threadIdx.x) / 32 - 1;
+      if (threadIdx.x % 32 == 0 && stage >= 0 && stage < Traits::kDqStages) {
+        accumulate_dq<kSegments>(smem, params, stage);
+      }
     }
     if constexpr (Traits::kStoresDq) {
       const int store_thread =

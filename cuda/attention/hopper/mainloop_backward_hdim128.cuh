@@ -38,10 +38,10 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
   const uint32_t ds_rows = smem_address(smem.ds) + stmatrix_offset(consumer, thread);
 
   PipelineState<1> kv_state;
-  // Of Q and dout. With two stages the stage is also the parity of a step, and so that of the
-  // barriers of ds and dq, which have one buffer.
+  // Of Q, dout and dq. With two stages the stage is also the parity of a step, and so that of the
+  // barriers of ds, which has one buffer.
   PipelineState<Traits::kDoutStages> state;
-  static_assert(Traits::kDoutStages == 2 && Traits::kQStages == 2);
+  static_assert(Traits::kDoutStages == 2 && Traits::kQStages == 2 && Traits::kDqStages == 2);
   float dk[Traits::kHeadDim / 2], dv[Traits::kHeadDim / 2];
 
   const auto start_dq = [&](float (&dq)[32]) {
@@ -98,15 +98,15 @@ __device__ __forceinline__ void backward_mma_hdim128(BackwardSmem<T, Traits>& sm
       if (Traits::kDkBeforeDq) warpgroup_wait<1>();  // of dv
       start_dq(dq);
       if (!Traits::kDkBeforeDq) start_gradient<Traits>(dk, ds_left_operand, smem.q[stage]);
-      state.advance();
       warpgroup_wait<Traits::kDkBeforeDq ? 0 : 1>(dq);
       smem.ds_pipeline.consumer_release(0);
       if (Traits::kDkBeforeDq) smem.q_pipeline.empty[stage].arrive();
       smem.dout_pipeline.empty[stage].arrive();
-      smem.dq_pipeline.empty[0].wait(stage ^ 1);
-      store_dq_accumulator(dq, smem.dq[consumer]);
+      smem.dq_pipeline.producer_acquire(state);
+      store_dq_accumulator(dq, smem.dq[stage * Traits::kDqBlocks + consumer]);
       fence_async_proxy();
-      smem.dq_pipeline.full[0].arrive();
+      smem.dq_pipeline.full[stage].arrive();
+      state.advance();
       if (!Traits::kDkBeforeDq) {
         warpgroup_wait<0>();
         smem.q_pipeline.empty[stage].arrive();
