@@ -9,10 +9,10 @@
 //   the last CTA       wait, bulk_load of the sum, add in registers, convert, TMA store
 //
 // The last line is for a head dimension of 64. With 96 and 128 the last CTA adds too, and a
-// postprocess kernel converts. Two threads of the producer warpgroup add there, tile about, each
-// from a stage of its own: to wait for its rank, to add, and to see the end of the addition takes
-// one of them longer than the consumers take for a tile. With a head dimension of 64 one thread
-// adds, and two warps store.
+// postprocess kernel converts. Two threads of the producer warpgroup add there, each every other
+// tile, from a stage of its own. A single one keeps the consumers waiting while it waits for its
+// rank, for the copy from shared memory, and for the end of the addition. With a head dimension of
+// 64 one thread adds, and two warps store.
 #pragma once
 
 #include "attention/hopper/tile_scheduler.cuh"
