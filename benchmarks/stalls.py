@@ -24,6 +24,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.record import format_table
+
 # Each of them is a region by itself.
 BOUNDARIES = ("BAR", "BRA", "SYNCS", "VOTE", "WARPGROUP")
 
@@ -55,18 +57,19 @@ class Region:
         """Of all its instructions."""
         return sum(each.samples for each in self.instructions)
 
-    def row(self, samples: int) -> str:
-        """Its line in the table of a kernel with so many samples."""
+    def row(self, samples: int) -> list[str]:
+        """Its cells in the table of a kernel with so many samples."""
         names = collections.Counter(each.name for each in self.instructions)
         stalls = sum((each.stalls for each in self.instructions), collections.Counter())
         shares = {name: count / max(self.samples, 1) for name, count in stalls.most_common(4)}
-        return (
-            f"{self.first:5d} to {self.first + len(self.instructions) - 1:5d}"
-            f" {self.samples / samples:7.1%}"
-            f" {max(each.executed for each in self.instructions):9d}"
-            f"  | {', '.join(f'{name} {count}' for name, count in names.most_common(4))}"
-            f" | {', '.join(f'{name} {x:.0%}' for name, x in shares.items() if x >= 0.01)}"
-        )
+        return [
+            f"{self.first} to {self.first + len(self.instructions) - 1}",
+            f"{self.samples / samples:.1%}",
+            str(max(each.executed for each in self.instructions)),
+            ", ".join(f"{name} {count}" for name, count in names.most_common(4))
+            + "; "
+            + ", ".join(f"{name} {x:.0%}" for name, x in shares.items() if x >= 0.01),
+        ]
 
 
 def read(path: Path) -> dict[str, list[Instruction]]:
@@ -146,12 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.kernel not in name:
             continue
         samples = sum(each.samples for each in instructions)
+        least = max(options.least * samples, 1)
+        rows = [x.row(samples) for x in regions(instructions) if x.samples >= least]
         print(f"{name}: {samples} samples")
-        print("instructions  samples  executed  | instructions | samples by state")
-        for region in regions(instructions):
-            if region.samples > 0 and region.samples >= options.least * samples:
-                print(region.row(samples))
-        print()
+        print(format_table(["region", "samples", "executed", "instructions; states"], rows) + "\n")
 
 
 if __name__ == "__main__":

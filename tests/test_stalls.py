@@ -36,8 +36,8 @@ def test_table_has_shares_and_states(tmp_path, capsys):
     stalls.main([str(write(tmp_path / "a.csv", "kernel")), "--least", "0.1"])
     name, _, branch, exponential = capsys.readouterr().out.strip().splitlines()
     assert name == "kernel: 100 samples"
-    assert " ".join(branch.split()) == "2 to 2 40.0% 8 | BRA 1 | wait 100%"
-    assert " ".join(exponential.split()) == "3 to 3 51.0% 4 | MUFU 1 | wait 98%, selected 2%"
+    assert " ".join(branch.split()) == "2 to 2 40.0% 8 BRA 1; wait 100%"
+    assert " ".join(exponential.split()) == "3 to 3 51.0% 4 MUFU 1; wait 98%, selected 2%"
 
 
 def test_launches_of_a_kernel_are_numbered_and_one_that_is_written_twice_counts_once(tmp_path):
