@@ -38,8 +38,9 @@ struct BackwardTraits {
                     (kHasDqWarpgroup ? kDqRegisters : 0) ==
                 kWarpgroups * (kHasDqWarpgroup ? 128 : 168));
   // Whether the wgmma of dk come before those of dq, or after them, when they overlap the store of
-  // dq. On an H100 the second takes 0.95 of the time for heads of 128 and a causal sequence of
-  // 16384 tokens, the same for four of 4096, and 1.05 for heads of 96.
+  // dq. While one thread added dq, the second took 0.95 of the time for heads of 128 and a causal
+  // sequence of 16384 tokens, and 1.05 for heads of 96 (H100). With two threads the backward took
+  // the same time with both orders, to 2%.
   static constexpr bool kDkBeforeDq = kHeadDim < 128;
   static constexpr int kConsumerWarps = kConsumers * 4;
   // Every thread releases what threads read, because racecheck does not follow a warp's other lanes
@@ -55,7 +56,7 @@ struct BackwardTraits {
   static constexpr int kDqBlockSize = 64 * 64;
   static constexpr int kDqBlocks = kBlockM * kColumns / kDqBlockSize;
   static constexpr int kDqParts = kHasDqWarpgroup ? 2 : 1;
-  // Of tiles of dq on their way to global memory, and of threads that add them.
+  // Tiles of dq on their way to global memory; each stage has a thread that adds it.
   static constexpr int kDqStages = kHasDqWarpgroup || kSeparateDq ? 1 : 2;
   static constexpr int kDqWarps = kHasDqWarpgroup ? 4 : kConsumerWarps;  // that compute dq
   static constexpr int kDsWarps = kSeparateDq ? 4 : kConsumerWarps;      // that compute ds

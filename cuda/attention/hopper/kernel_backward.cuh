@@ -12,8 +12,7 @@
 //              TMA dout, delta>   dout_pipeline  (2)       -->  dp, dv
 //                                 ds_pipeline    <------------  ds
 //                                     |         dq = ds^T k     (dq warpgroup, or the consumers)
-//   1 or 2     bulk_reduce_add <- dq_pipeline  (1 or 2)  <----  dq
-//   threads
+//   warps 1, 2 bulk_reduce_add <- dq_pipeline  (1 or 2)  <----  dq
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
 // With heads wider than 128 the consumers share 64 keys, and a kernel of its own computes dq:
