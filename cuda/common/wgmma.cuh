@@ -173,14 +173,12 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kMajorB)))
 
 // Both operands in shared memory, 8-bit floats.
-#define JAXLLM_WGMMA_FLOAT8(types)                                              \
-  asm volatile(                                                                 \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                          \
-      "wgmma.mma_async.sync.aligned.m64n192k32.f32." types " {" JAXLLM_NAMES_96 \
-      "}, %96, %97, "                                                           \
-      "add, 1, 1;\n}"                                                           \
-      : JAXLLM_FLOATS_96(d)                                                     \
-      : "l"(a), "l"(b), "r"(accumulate))
+#define JAXLLM_WGMMA_FLOAT8(n, types, names, floats, left, right, scale)                           \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " scale                                       \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k32.f32." types " {" names "}, " left \
+               ", " right ", add, 1, 1;\n}"                                                        \
+               : floats                                                                            \
+               : "l"(a), "l"(b), "r"(accumulate))
 
 // For each size of an accumulator, the product of either type.
 #define JAXLLM_WGMMA_SS_OF(size, n, left, right, scale, major_left, major_right)               \
@@ -198,6 +196,22 @@ __device__ __forceinline__ void pack_accumulator(const float (&accumulator)[kSiz
   } else if constexpr (kSize == size) {                                                        \
     JAXLLM_WGMMA_RS(n, "f16.f16", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right,   \
                     major_right);                                                              \
+  }
+
+// For each size, the product of each pair of types.
+#define JAXLLM_WGMMA_FLOAT8_OF(size, n, left, right, scale)                                        \
+  if constexpr (kSize == size && kWideA && kWideB) {                                               \
+    JAXLLM_WGMMA_FLOAT8(n, "e5m2.e5m2", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                        scale);                                                                    \
+  } else if constexpr (kSize == size && kWideA) {                                                  \
+    JAXLLM_WGMMA_FLOAT8(n, "e5m2.e4m3", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                        scale);                                                                    \
+  } else if constexpr (kSize == size && kWideB) {                                                  \
+    JAXLLM_WGMMA_FLOAT8(n, "e4m3.e5m2", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                        scale);                                                                    \
+  } else if constexpr (kSize == size) {                                                            \
+    JAXLLM_WGMMA_FLOAT8(n, "e4m3.e4m3", JAXLLM_NAMES_##size, JAXLLM_FLOATS_##size(d), left, right, \
+                        scale);                                                                    \
   }
 
 // d = a b, added to d where `accumulate`: 64 x 16 times 16 x n, for n of 64, 80, 96, 128 and 192.
@@ -222,22 +236,16 @@ __device__ __forceinline__ void wgmma(float (&d)[kSize], const uint32_t* a, uint
   JAXLLM_WGMMA_RS_OF(128, 256, "%128,%129,%130,%131", "%132", "%133")
 }
 
-// d = a b of 8-bit floats, added to d where `accumulate`: 64 x 32 times 32 x 192. Both operands are
-// K-major, the only layout that there is. A and B are their types.
-template <typename A, typename B>
-__device__ __forceinline__ void wgmma_float8(float (&d)[96], uint64_t a, uint64_t b,
+// d = a b of 8-bit floats, added to d where `accumulate`: 64 x 32 times 32 x n, for n of 128 and
+// 192. Both operands are K-major, the only layout that there is. A and B are their types.
+template <typename A, typename B, int kSize>
+__device__ __forceinline__ void wgmma_float8(float (&d)[kSize], uint64_t a, uint64_t b,
                                              int accumulate) {
+  static_assert(kSize == 64 || kSize == 96);
   constexpr bool kWideA = std::is_same_v<A, __nv_fp8_e5m2>;
   constexpr bool kWideB = std::is_same_v<B, __nv_fp8_e5m2>;
-  if constexpr (kWideA && kWideB) {
-    JAXLLM_WGMMA_FLOAT8("e5m2.e5m2");
-  } else if constexpr (kWideA) {
-    JAXLLM_WGMMA_FLOAT8("e5m2.e4m3");
-  } else if constexpr (kWideB) {
-    JAXLLM_WGMMA_FLOAT8("e4m3.e5m2");
-  } else {
-    JAXLLM_WGMMA_FLOAT8("e4m3.e4m3");
-  }
+  JAXLLM_WGMMA_FLOAT8_OF(64, 128, "%64", "%65", "%66")
+  JAXLLM_WGMMA_FLOAT8_OF(96, 192, "%96", "%97", "%98")
 }
 
 #undef JAXLLM_FLOATS_8
@@ -260,5 +268,6 @@ __device__ __forceinline__ void wgmma_float8(float (&d)[96], uint64_t a, uint64_
 #undef JAXLLM_WGMMA_SS_OF
 #undef JAXLLM_WGMMA_RS_OF
 #undef JAXLLM_WGMMA_FLOAT8
+#undef JAXLLM_WGMMA_FLOAT8_OF
 
 }  // namespace jaxllm::hopper

@@ -184,8 +184,8 @@ struct EpilogueWarp {
   // A buffer for a subtile, once TMA has read what it had. As many buffers are used in turn as
   // divide the subtiles of a tile, so that the sequence goes on from tile to tile.
   __device__ __forceinline__ T* acquire_buffer(const Subtile<Tile>& subtile) const {
-    constexpr int kBuffers =
-        Tile::kSubtiles % kSubtileBuffers == 0 ? kSubtileBuffers : kSubtileBuffers - 1;
+    constexpr int kBuffers = Tile::kSubtiles % 4 == 0 ? 4 : Tile::kSubtiles % 3 == 0 ? 3 : 2;
+    static_assert(kBuffers <= kSubtileBuffers);
     static_assert(Tile::kSubtiles % kBuffers == 0);
     if (lane == 0) tma_store_wait_read<kBuffers - 1>();
     __syncwarp();
