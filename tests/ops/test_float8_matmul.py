@@ -47,23 +47,29 @@ def exact(a, b, scale_a, scale_b):
         return scales * (a @ b.T), abs(scales) * (abs(a) @ abs(b).T)
 
 
-def assert_bounded(out, arrays, accumulation):
-    """Checks each element: ``accumulation`` times the absolute sum, and the output's rounding."""
+def assert_bounded(out, arrays, accumulation, few=0.0):
+    """Checks each element: ``accumulation`` times the absolute sum, and the output's rounding.
+
+    A share of the elements of at most ``few`` may be beyond the bound.
+    """
     expected, absolute = exact(*arrays)
     info = jnp.finfo(out.dtype)
     bound = accumulation * absolute + 4 * 2.0**-24 * abs(expected)  # two scales
     bound += float(info.eps) / 2 * (abs(expected) + bound) + float(info.smallest_subnormal)
     lost = abs(np.asarray(out, np.float64) - expected)
-    assert (lost <= bound).all(), float((lost - bound).max())
+    assert (~(lost <= bound)).mean() <= few, float((lost - bound).max())
 
 
 def float32_bound(depth):
     return depth * 2.0**-24
 
 
-def tensor_core_bound(depth):
-    """That of the docstring: 14 bits in sums of 512, which are added in float32."""
-    return 2.0**-13 * (512 / 32) + (depth / 512 + 1) * 2.0**-24
+def tensor_core_bound(depth, addends=1):
+    """14 bits in sums of 512, which are added in float32: one truncation an instruction, or more.
+
+    The docstring's bound is that of 33, which do not cancel.
+    """
+    return addends * 2.0**-13 * (512 / 32) + (depth / 512 + 1) * 2.0**-24
 
 
 each_call = pytest.mark.parametrize(
@@ -96,6 +102,18 @@ def test_error_of_the_kernel_is_within_the_documented_bound(shape, formats, one_
     out = float8_matmul(*arrays, out_dtype=out_dtype, backend="cuda")
     assert (out.shape, out.dtype) == (shape[:2], out_dtype)
     assert_bounded(out, arrays, tensor_core_bound(shape[-1]))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("out_dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
+def test_error_of_more_tiles_than_run_at_once_is_within_the_documented_bound(formats, out_dtype):
+    # The results of SHAPES have few tiles, and narrow ones.
+    arrays = operands((20000, 376, 1040), formats, one_scale=True)
+    out, amax = with_amax(arrays, 1, "cuda", out_dtype)
+    assert_bounded(out, arrays, tensor_core_bound(1040, addends=33))
+    assert_bounded(out, arrays, tensor_core_bound(1040), few=1e-5)
+    assert amax == abs(np.asarray(out, np.float32)).max()
 
 
 each_backend = pytest.mark.parametrize(
