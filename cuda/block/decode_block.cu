@@ -2,6 +2,7 @@
 
 #include "attention/decode.h"
 #include "block/decode_block.h"
+#include "block/head_norm.cuh"
 #include "gemm/matvec/matvec.cuh"
 
 namespace jaxllm {
@@ -10,11 +11,14 @@ namespace jaxllm {
 // kernel ahead of it has ended.
 //
 //   kernel              x                    epilogue
-//   qkv GEMV            RMS norm of x        RoPE, append to the caches
+//   qkv GEMV            RMS norm of x        + bias, RoPE, append to the caches
 //   decode attention    q, caches
 //   output GEMV         attended             + residual
 //   gate and up GEMV    RMS norm of hidden   SwiGLU
 //   down GEMV           activated            + hidden
+//
+// With norms of heads the qkv GEMV only adds the bias, and a sixth kernel follows it, which
+// normalizes, rotates and appends.
 template <typename T, typename W>
 cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
                                         BlockWeights<T, W> weights, const float* cos,
@@ -26,9 +30,22 @@ cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
     return MatvecParams<T, W>{x,   weight.data, weight.scales, norm,
                               eps, s.batch,     width,         weights.group};
   };
-  JAXLLM_RETURN_IF_ERROR(matvec(stream, params(residual, weights.qkv, weights.norm1, s.width),
-                                QkvRopeEpilogue<T>{workspace.q, k_cache, v_cache, cos, sin, lengths,
-                                                   s.heads, s.kv_heads, s.length, s.head_width}));
+  const auto of_qkv = params(residual, weights.qkv, weights.norm1, s.width);
+  QkvRopeEpilogue<T> rope{workspace.q, k_cache,    v_cache,  cos,          sin,   lengths,
+                          s.heads,     s.kv_heads, s.length, s.head_width, s.ring};
+  if (weights.q_norm == nullptr) {
+    rope.bias = weights.qkv_bias;
+    JAXLLM_RETURN_IF_ERROR(matvec(stream, of_qkv, rope));
+  } else {
+    const StoreEpilogue<T> store{workspace.qkv, weights.qkv_bias, rope.outputs(), /*is_bias=*/true};
+    JAXLLM_RETURN_IF_ERROR(matvec(stream, of_qkv, store));
+    const int64_t heads = s.batch * (s.heads + 2 * s.kv_heads);
+    const Launch launch{dim3(static_cast<unsigned>(divide_up(heads, kHeadNormThreads / 32))),
+                        dim3(kHeadNormThreads), 0, 1, kPdl};
+    JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, decode_block_head_norm_kernel<T>, launch,
+                                         workspace.qkv, weights.q_norm, weights.k_norm, eps,
+                                         s.batch, rope));
+  }
   DecodeSizes sizes = {s.batch, s.heads, s.kv_heads, s.length, s.head_width};
   sizes.added = 1;
   sizes.overlap = kPdl;

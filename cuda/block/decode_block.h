@@ -17,17 +17,21 @@ struct BlockWeight {
 template <typename T, typename W>
 struct BlockWeights {
   const T *norm1, *norm2;
+  const T* qkv_bias;         // null for none
+  const T *q_norm, *k_norm;  // the norms of heads, both null for none
   BlockWeight<W> qkv, out, gate_up, down;
   int64_t group;
 };
 
 struct BlockSizes {
   int64_t batch, width, heads, kv_heads, head_width, mlp_width, length, splits;
+  bool ring;  // a full cache's new token replaces its oldest
 };
 
 // The intermediates between the block's kernels.
 template <typename T>
 struct BlockWorkspace {
+  T* qkv;  // with norms of heads
   T *q, *attended, *hidden, *activated;
   float* partial;
 };
@@ -35,7 +39,7 @@ struct BlockWorkspace {
 template <typename T, typename W>
 struct TransformerBlock {
   // `residual` and `out` are the residual stream, (batch, width). Each cache gets one more token,
-  // behind its `lengths`.
+  // behind its `lengths`, or in a ring at its `lengths` modulo the slots.
   static cudaError_t run(cudaStream_t stream, const T* residual, BlockWeights<T, W> weights,
                          const float* cos, const float* sin, const int32_t* lengths, T* k_cache,
                          T* v_cache, float eps, T* out, BlockWorkspace<T> workspace,

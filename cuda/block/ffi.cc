@@ -22,11 +22,13 @@ struct Weight {
   int64_t groups = 0;  // scales of a call
 };
 
-// `arrays` has the four weights, and for int8 the four arrays of their scales.
+// `arrays` has the four weights, and for int8 the four arrays of their scales. The bias and the
+// norms of heads have no elements where there are none.
 ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, Buffer norm2,
                            Buffer cos, Buffer sin, Buffer k_in, Buffer v_in, Buffer lengths,
-                           ffi::RemainingArgs arrays, float eps, int64_t splits, Result out,
-                           Result k_cache, Result v_cache, Result q, Result attended, Result hidden,
+                           Buffer qkv_bias, Buffer q_norm, Buffer k_norm, ffi::RemainingArgs arrays,
+                           float eps, bool ring, int64_t splits, Result out, Result k_cache,
+                           Result v_cache, Result qkv_out, Result q, Result attended, Result hidden,
                            Result activated, Result partial) {
   constexpr size_t kWeights = 4;
   const bool quantized = arrays.size() == 2 * kWeights;
@@ -42,7 +44,7 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
   sizes.batch = axis_from_end(residual, 2), sizes.width = axis_from_end(residual, 1);
   sizes.length = axis_from_end(k_in, 3), sizes.kv_heads = axis_from_end(k_in, 2);
   sizes.head_width = axis_from_end(k_in, 1), sizes.mlp_width = axis_from_end(*down, 1);
-  sizes.splits = splits;
+  sizes.splits = splits, sizes.ring = ring;
   // The limits of decode attention.
   constexpr int64_t kMaxSequences = 65535, kMaxHeadWidth = 256, kMaxTokens = int64_t{1} << 30;
   if (sizes.batch < 1 || sizes.batch > kMaxSequences || sizes.width < 0) {
@@ -63,12 +65,17 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
   const int64_t calls = count(lengths) / sizes.batch, rows = sizes.batch;
   const int64_t heads_width = sizes.heads * sizes.head_width;
   const int64_t cache_size = rows * sizes.length * kv_width;
+  const int64_t qkv_size = heads_width + 2 * kv_width;
+  const bool has_bias = count(qkv_bias) > 0, has_norms = count(q_norm) > 0;
+  const int64_t bias_size = has_bias ? qkv_size : 0;
+  const int64_t norm_size = has_norms ? sizes.head_width : 0;
+  const int64_t qkv_out_size = has_norms ? rows * qkv_size : 0;
   const int64_t table_size = rows * (sizes.head_width / 2);
   const int64_t partial_size =
       splits > 1 ? splits * rows * sizes.heads * (sizes.head_width + 2) : 0;
 
   Weight all_weights[kWeights] = {
-      {"qkv", "the scales of qkv", (heads_width + 2 * kv_width) * sizes.width},
+      {"qkv", "the scales of qkv", qkv_size * sizes.width},
       {"out", "the scales of out", sizes.width * heads_width},
       {"gate_up", "the scales of gate_up", 2 * sizes.mlp_width * sizes.width},
       {"down", "the scales of down", sizes.width * sizes.mlp_width}};
@@ -117,14 +124,21 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
           return BlockWeight<W>{static_cast<const W*>(w.data) + call * w.size,
                                 quantized ? w.scales + call * w.groups : nullptr};
         };
+        const auto optional = [&](const Buffer& buffer, int64_t size) {
+          return size == 0 ? nullptr : data<T>(buffer) + call * size;
+        };
         const BlockWeights<T, W> weights = {data<T>(norm1) + call * sizes.width,
                                             data<T>(norm2) + call * sizes.width,
+                                            optional(qkv_bias, bias_size),
+                                            optional(q_norm, norm_size),
+                                            optional(k_norm, norm_size),
                                             weight(0),
                                             weight(1),
                                             weight(2),
                                             weight(3),
                                             group};
-        const BlockWorkspace<T> workspace = {data<T>(q) + call * rows * heads_width,
+        const BlockWorkspace<T> workspace = {data<T>(qkv_out) + call * qkv_out_size,
+                                             data<T>(q) + call * rows * heads_width,
                                              data<T>(attended) + call * rows * heads_width,
                                              data<T>(hidden) + call * rows * sizes.width,
                                              data<T>(activated) + call * rows * sizes.mlp_width,
@@ -146,9 +160,13 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
                              {"k_cache", k_in, dtype, calls * cache_size},
                              {"v_cache", v_in, dtype, calls * cache_size},
                              {"lengths", lengths, ffi::S32, calls * rows},
+                             {"qkv_bias", qkv_bias, dtype, calls * bias_size},
+                             {"q_norm", q_norm, dtype, calls * norm_size},
+                             {"k_norm", k_norm, dtype, calls * norm_size},
                              {"out", *out, dtype, calls * rows * sizes.width},
                              {"the resulting k_cache", *k_cache, dtype, calls * cache_size},
                              {"the resulting v_cache", *v_cache, dtype, calls * cache_size},
+                             {"qkv", *qkv_out, dtype, calls * qkv_out_size},
                              {"q", *q, dtype, calls * rows * heads_width},
                              {"attended", *attended, dtype, calls * rows * heads_width},
                              {"hidden", *hidden, dtype, calls * rows * sizes.width},
@@ -160,6 +178,6 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
 
 }  // namespace
 
-JAXLLM_HANDLER(DecodeBlock, DecodeBlockImpl, "eps", "splits");
+JAXLLM_HANDLER(DecodeBlock, DecodeBlockImpl, "eps", "ring", "splits");
 
 }  // namespace jaxllm

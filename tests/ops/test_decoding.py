@@ -1,4 +1,4 @@
-"""The decode block: caches that are slices, scan, vmap and predicates."""
+"""The decode block: caches that are slices or rings, scan, vmap, predicates and errors."""
 
 import functools
 
@@ -15,8 +15,11 @@ BACKENDS = ["xla", pytest.param("cuda", marks=pytest.mark.gpu)]
 L, B, D, N, K, H, F, S = 3, 2, 128, 4, 2, 64, 64, 24
 
 
-def inputs(dtype="bfloat16"):
-    """The residual of a token, and parameters and caches stacked over layers."""
+def inputs(dtype="bfloat16", extras=False):
+    """The residual of a token, and parameters and caches stacked over layers.
+
+    With ``extras`` also a bias of qkv, and the norms of heads.
+    """
     shapes = {
         "norm1": (L, D),
         "norm2": (L, D),
@@ -25,6 +28,8 @@ def inputs(dtype="bfloat16"):
         "gate_up": (L, 2 * F, D),
         "down": (L, D, F),
     }
+    if extras:
+        shapes |= {"qkv_bias": (L, (N + 2 * K) * H), "q_norm": (L, H), "k_norm": (L, H)}
     keys = iter(jax.random.split(jax.random.key(0), 20))
     layers = {
         name: jax.random.normal(next(keys), shape, dtype) * shape[-1] ** -0.5
@@ -38,10 +43,10 @@ def inputs(dtype="bfloat16"):
     return residual, layers, (cos, sin), caches, lengths
 
 
-def block(residual, layer, angles, k_cache, v_cache, lengths, backend):
+def block(residual, layer, angles, k_cache, v_cache, lengths, backend, **options):
     cos, sin = angles
     arrays = {"cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache, "lengths": lengths}
-    return ops.decode_block(residual, **layer, **arrays, backend=backend)
+    return ops.decode_block(residual, **layer, **arrays, **options, backend=backend)
 
 
 def of_layer(stacked, i):
@@ -130,8 +135,9 @@ def test_scan_over_layers_matches_separate_calls(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_vmap_matches_separate_calls(backend):
-    residual, layers, angles, caches, lengths = inputs()
+@pytest.mark.parametrize("extras", [False, True])
+def test_vmap_matches_separate_calls(backend, extras):
+    residual, layers, angles, caches, lengths = inputs(extras=extras)
     fn = functools.partial(block, angles=angles, lengths=lengths, backend=backend)
 
     @jax.jit
@@ -147,6 +153,70 @@ def test_vmap_matches_separate_calls(backend):
         layer = of_layer(layers, i)
         expected = block(residual, layer, angles, k_cache, v_cache, lengths, "xla")
         assert_like(of_layer(found, i - 1), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_and_norms_of_heads_are_those_of_the_formula(backend):
+    residual, layers, _, caches, lengths = inputs("float32", extras=True)
+    layer, k_cache, v_cache = (of_layer(x, 0) for x in (layers, *caches))
+    no_rotation = jnp.ones((B, H // 2)), jnp.zeros((B, H // 2))
+    _, keys, values = block(residual, layer, no_rotation, k_cache, v_cache, lengths, backend)
+    x = residual / jnp.sqrt((residual**2).mean(-1, keepdims=True) + 1e-5) * layer["norm1"]
+    with jax.default_matmul_precision("highest"):
+        heads = (x @ layer["qkv"].array.T + layer["qkv_bias"]).reshape(B, N + 2 * K, H)
+    k, v = heads[:, N : N + K], heads[:, N + K :]
+    k = k / jnp.sqrt((k**2).mean(-1, keepdims=True) + 1e-5) * layer["k_norm"]
+    new = jnp.arange(B), lengths
+    for found, expected in ((keys[new], k), (values[new], v)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("extras", [False, True])
+def test_ring_has_the_attention_of_its_last_tokens_in_order(backend, extras):
+    residual, layers, angles, caches, _ = inputs(extras=extras)
+    layer, *ring = (of_layer(x, 0) for x in (layers, *caches))
+    keys, values = ring
+    lengths = jnp.array([2 * S + 5, S])  # of all tokens: their last S - 1 and the new one are seen
+    out, *found = block(residual, layer, angles, keys, values, lengths, backend, window=S)
+    # The same tokens in order in a plain cache, whose last slot is free.
+    order = (lengths[:, None] + 1 + jnp.arange(S)) % S
+    keys, values = (jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in ring)
+    full = jnp.full(B, S - 1)
+    expected, *appended = block(residual, layer, angles, keys, values, full, "xla")
+    testing.assert_close(out, expected, "bfloat16")
+    for cache, of_cache in zip(found, appended, strict=True):
+        in_order = jnp.take_along_axis(cache, order[:, :, None, None], axis=1)
+        testing.assert_close(in_order, of_cache, "bfloat16")
+
+
+def test_wrong_extras_raise_errors_that_name_them():
+    residual, layers, angles, caches, lengths = inputs(extras=True)
+    layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
+
+    def call(changes=None, **options):
+        changed = layer | (changes or {})
+        return block(residual, changed, angles, keys, values, lengths, "xla", **options)
+
+    columns = (N + 2 * K) * H
+    with pytest.raises(ValueError, match=rf"qkv_bias has shape \(3,\); it must be \({columns},\)"):
+        call({"qkv_bias": jnp.ones(3, "bfloat16")})
+    with pytest.raises(
+        TypeError, match="qkv_bias has dtype float32; it must have the dtype of residual"
+    ):
+        call({"qkv_bias": jnp.ones(columns)})
+    with pytest.raises(ValueError, match=rf"k_norm has shape \(2,\); it must be \({H},\)"):
+        call({"k_norm": jnp.ones(2, "bfloat16")})
+    with pytest.raises(ValueError, match="k_norm is None; q_norm and k_norm must both be given"):
+        call({"k_norm": None})
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+        call(window=0)
+    with pytest.raises(TypeError, match=r"window is 2\.5; it must be an integer"):
+        call(window=2.5)
+    with pytest.raises(ValueError, match=f"with a window of {S - 1} it must have at most as many"):
+        call(window=S - 1)
+    wider, plain = (np.asarray(x[0], np.float32) for x in (call(window=S + 1), call()))
+    np.testing.assert_array_equal(wider, plain)
 
 
 @pytest.mark.parametrize("fits", [False, True])

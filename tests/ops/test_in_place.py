@@ -136,6 +136,8 @@ CALLS = {
     "decode_block": functools.partial(decode_block, name="sequences_3"),
     "decode_block-int8": functools.partial(decode_block, name="int8"),
     "decode_block-odd": functools.partial(decode_block, name="odd"),
+    "decode_block-head_norms": functools.partial(decode_block, name="head_norms"),
+    "decode_block-ring": functools.partial(decode_block, name="ring"),
     "matmul_norm_backward": matmul_norm_backward,
 }
 # Only the cuda backend has separate kernels by dtype.

@@ -177,10 +177,12 @@ def _packed(batch: int, *lengths: int) -> np.ndarray:
 
 def _decode_block(
     name: str, batch: int, width: int, heads: int, kv_heads: int, mlp_width: int, max_length: int,
-    *, int8: bool = False, group_size: int = 64, large: bool = False,
+    *, head_width: int | None = None, qkv_bias: bool = False, head_norms: bool = False,
+    ring: bool = False, int8: bool = False, group_size: int = 64, large: bool = False,
 ) -> Case:  # fmt: skip
-    H = width // heads
+    H = width // heads if head_width is None else head_width
     cache = (batch, max_length, kv_heads, H)
+    tokens = max_length - 1 if large else 0, 2 * max_length if ring else max_length + 1
 
     def matrix(rows: int, columns: int) -> Any:
         made: Any = (Transposed, Quantized)  # of specifications in the place of arrays
@@ -192,13 +194,19 @@ def _decode_block(
         return quantized(Integers((rows, columns), 128, low=-127, dtype="int8"), scales)
 
     shapes = {
-        "qkv": (width + 2 * kv_heads * H, width),
-        "out": (width, width),
+        "qkv": ((heads + 2 * kv_heads) * H, width),
+        "out": (width, heads * H),
         "gate_up": (2 * mlp_width, width),
         "down": (width, mlp_width),
     }
     weights = sum(rows * columns for rows, columns in shapes.values())
     of_cache = 2 * batch * max_length * kv_heads * H
+    head_norm = Normal((H,), mean=1.0, std=0.1) if head_norms else None
+    extras = {
+        "qkv_bias": Normal((shapes["qkv"][0],)) if qkv_bias else None,
+        "q_norm": head_norm,
+        "k_norm": head_norm,
+    }
     return Case(
         "decode_block",
         name,
@@ -211,8 +219,10 @@ def _decode_block(
             "sin": Normal((batch, H // 2), std=0.7, dtype="float32"),
             "k_cache": Normal(cache),
             "v_cache": Normal(cache),
-            "lengths": Integers((batch,), max_length + 1, low=max_length - 1 if large else 0),
+            "lengths": Integers((batch,), tokens[1], low=tokens[0]),
+            **(extras if qkv_bias or head_norms else {}),
         },
+        {"window": max_length} if ring else {},
         # Weights and caches in.
         forward_elements=of_cache if int8 else weights + of_cache,
         forward_fixed_bytes=weights + 4 * weights // group_size if int8 else 0,
@@ -354,10 +364,22 @@ CASES = (
     _decode_block("llama3_8b", 1, 4096, 32, 8, 14336, 2048, large=True),
     _decode_block("llama3_8b_int8", 1, 4096, 32, 8, 14336, 2048, int8=True, large=True),
     _decode_block("llama3_1b_batch_8", 8, 2048, 32, 8, 8192, 600, large=True),
+    _decode_block("qwen2_5_1_5b", 1, 1536, 12, 2, 8960, 2048, qkv_bias=True, large=True),
+    _decode_block(
+        "qwen3_1_7b", 1, 2048, 16, 8, 6144, 2048, head_width=128, head_norms=True, large=True
+    ),
+    _decode_block("mistral_7b", 1, 4096, 32, 8, 14336, 4096, ring=True, large=True),
     _decode_block("one_sequence", 1, 256, 4, 2, 192, 20),
     _decode_block("sequences_3", 3, 256, 4, 1, 128, 33),
     _decode_block("int8", 2, 128, 2, 1, 192, 9, int8=True),
     _decode_block("int8_small_groups", 5, 96, 3, 3, 48, 12, int8=True, group_size=16),
     _decode_block("odd", 2, 30, 3, 1, 14, 7),
     _decode_block("sequences_16", 16, 128, 2, 2, 64, 5),
+    _decode_block("qkv_bias", 3, 128, 4, 2, 64, 9, qkv_bias=True),
+    _decode_block("head_norms", 3, 128, 4, 2, 64, 9, head_width=64, head_norms=True),
+    _decode_block(
+        "head_norms_int8", 2, 128, 2, 1, 64, 9, qkv_bias=True, head_norms=True, int8=True
+    ),
+    _decode_block("ring", 5, 128, 2, 1, 64, 3, ring=True),
+    _decode_block("odd_all", 2, 30, 3, 1, 14, 3, qkv_bias=True, head_norms=True, ring=True),
 )

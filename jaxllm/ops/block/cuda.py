@@ -13,9 +13,11 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def decode_block_unsupported(
-    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths, **_
-) -> str | None:
+    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths,
+    qkv_bias=None, q_norm=None, k_norm=None, **_,
+) -> str | None:  # fmt: skip
     """Why the kernels cannot serve a call; None if they can."""
+    del qkv_bias, q_norm, k_norm  # of the dtype of residual
     if residual.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"residual has dtype {residual.dtype}; the kernels take {names}"
@@ -38,8 +40,9 @@ def decode_block_unsupported(
 
 
 def decode_block(
-    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths, *, eps
-):
+    residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths,
+    qkv_bias, q_norm, k_norm, *, ring, eps,
+):  # fmt: skip
     """Returns ``(out, k_cache, v_cache)``; the caches are written in place where they may be."""
     B, S, K, H = k_cache.shape
     matrices = (qkv, out, gate_up, down)
@@ -56,16 +59,18 @@ def decode_block(
         like(*k_cache.shape),
         like(*v_cache.shape),
         # What one kernel passes to the next.
+        like(B, 0 if q_norm is None else (N + 2 * K) * H),
         like(B, N * H),
         like(B, N * H),
         like(*residual.shape),
         like(B, F),
         like(splits if splits > 1 else 0, B, N, H + 2, dtype=jnp.float32),
     )
-    operands = (residual, norm1, norm2, cos, sin, k_cache, v_cache, lengths, *data, *scales)
-    return tuple(
-        ffi.call("decode_block", results, *operands, aliases={5: 1, 6: 2}, eps=eps, splits=splits)
-    )[:3]
+    empty = jnp.zeros(0, residual.dtype)
+    optional = [empty if array is None else array for array in (qkv_bias, q_norm, k_norm)]
+    operands = (residual, norm1, norm2, cos, sin, k_cache, v_cache, lengths, *optional)
+    static = {"aliases": {5: 1, 6: 2}, "eps": eps, "ring": ring, "splits": splits}
+    return tuple(ffi.call("decode_block", results, *operands, *data, *scales, **static))[:3]
 
 
 def _elements(matrix):

@@ -13,6 +13,7 @@ from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
 from jaxllm.ops.checks import (
     as_float,
+    as_integer,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -40,19 +41,24 @@ def decode_block(
     k_cache: Float[Array, "B S K H"],
     v_cache: Float[Array, "B S K H"],
     lengths: Integer[Array, " B"],
+    qkv_bias: Float[Array, " P"] | None = None,
+    q_norm: Float[Array, " H"] | None = None,
+    k_norm: Float[Array, " H"] | None = None,
     *,
+    window: int | None = None,
     eps: float = 1e-5,
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "B D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     r"""One block of a Llama, for one token of each of 1 to 16 sequences.
 
     .. math::
-        h = x + W_{out}\, attention(rope(W_{qkv}\, norm_1(x))) \qquad
+        h = x + W_{out}\, attention(rope(W_{qkv}\, norm_1(x) + b_{qkv})) \qquad
         out = h + W_{down}\, swiglu(W_{gate\_up}\, norm_2(h))
 
     At batch 1 the matvecs of a block are so short that the kernels between them count. So norms,
     rotation, activation and residual additions are fused with the matvecs, and each matvec begins
-    to read its weights while the one before it ends. For inference: it has no derivative.
+    to read its weights while the one before it ends. Norms of heads have a kernel of their own,
+    which rotates too. For inference: it has no derivative.
 
     Args:
         residual: The residual stream, x; float32, bfloat16 or float16 for the kernels.
@@ -68,7 +74,15 @@ def decode_block(
         sin: Their sines.
         k_cache: Keys, of at most S tokens; written in place where it is donated.
         v_cache: Values, likewise.
-        lengths: The tokens that each sequence has; a full cache gets no more.
+        lengths: The tokens that each sequence has; a full cache gets no more, but for a ring.
+        qkv_bias: One offset a row of ``qkv``, in the dtype of ``residual``, as in Qwen2; None for
+            none.
+        q_norm: The scale of an RMS norm of each query head, before the rotation, in the dtype of
+            ``residual``, as in Qwen3; None for no norm. It comes with ``k_norm``.
+        k_norm: The scale of an RMS norm of each key head.
+        window: How many tokens the query sees, itself included, as in Mistral; None for all. The
+            caches have at most as many slots. If they have as many they are a ring: token t is in
+            slot ``t % window``, and the new one replaces the oldest.
         eps: Added to the mean squares.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -102,10 +116,56 @@ def decode_block(
         check_shape(name, table, (B, H // 2), "one a sequence and pair of a head's columns")
     check_integer(lengths=lengths)
     check_shape("lengths", lengths, (B,), f"one a sequence of residual {residual.shape}")
+    _check_extras(residual, _rows(qkv), H, qkv_bias, q_norm, k_norm)
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
-    options = {"eps": as_float("eps", eps)}
-    chosen, lengths = resolve(backend), lengths.astype(jnp.int32)
-    return dispatch(DECODE_BLOCK, Direction.INFERENCE, chosen, *arrays, lengths, **options)
+    arrays = (*arrays, lengths.astype(jnp.int32), qkv_bias, q_norm, k_norm)
+    options = {"ring": _is_ring(k_cache, window), "eps": as_float("eps", eps)}
+    return dispatch(DECODE_BLOCK, Direction.INFERENCE, resolve(backend), *arrays, **options)
+
+
+def _rows(matrix: Matrix) -> int:
+    return (matrix.q if isinstance(matrix, Quantized) else matrix.array).shape[0]
+
+
+def _check_extras(
+    residual: Array,
+    outputs: int,
+    width: int,
+    qkv_bias: Array | None,
+    q_norm: Array | None,
+    k_norm: Array | None,
+) -> None:
+    extras = {
+        "qkv_bias": (qkv_bias, outputs, "one a row of qkv"),
+        "q_norm": (q_norm, width, "one a column of a query head"),
+        "k_norm": (k_norm, width, "one a column of a key head"),
+    }
+    for name, (array, size, why) in extras.items():
+        if array is None:
+            continue
+        check_floating(**{name: array})
+        check_same_dtype(name, array, "residual", residual)
+        check_shape(name, array, (size,), why)
+    if (q_norm is None) != (k_norm is None):
+        missing = "q_norm" if q_norm is None else "k_norm"
+        raise ValueError(f"{missing} is None; q_norm and k_norm must both be given, or neither")
+
+
+def _is_ring(cache: Array, window: int | None) -> bool:
+    """Whether a cache holds the tokens of a window only."""
+    if window is None:
+        return False
+    most, slots = as_integer("window", window), cache.shape[1]
+    if most < 1:
+        raise ValueError(f"window is {window}; it must be at least 1")
+    if is_certain(lambda: slots < most):
+        return False
+    if not is_certain(lambda: slots == most):
+        raise ValueError(
+            f"k_cache has shape {cache.shape}; with a window of {window} it must have at most as "
+            "many slots"
+        )
+    return True
 
 
 def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:
@@ -153,24 +213,27 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
 
 def _parts(
     backend, residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths,
-    *, eps,
+    qkv_bias, q_norm, k_norm, *, ring, eps,
 ):  # fmt: skip
     """Returns ``(out, k_cache, v_cache)``: what the block is made of."""
     B = residual.shape[0]
-    K, H = k_cache.shape[2:]
+    S, K, H = k_cache.shape[1:]
 
-    def matmul(matrix: Matrix, x: Array) -> Array:
-        return linear(x, matrix, backend=backend)
+    def matmul(matrix: Matrix, x: Array, bias: Array | None = None) -> Array:
+        return linear(x, matrix, bias, backend=backend)
 
     def norm(x: Array, scale: Array) -> Array:
         return rms_norm(x, scale, eps=eps, backend=backend)
 
-    heads = matmul(qkv, norm(residual, norm1)).reshape(B, 1, -1, H)
+    heads = matmul(qkv, norm(residual, norm1), qkv_bias).reshape(B, 1, -1, H)
     N = heads.shape[2] - 2 * K
     q, k, v = jnp.split(heads, [N, N + K], axis=2)
+    if q_norm is not None:
+        q, k = norm(q, q_norm), norm(k, k_norm)
     q, k = rope(q, k, cos[:, None], sin[:, None], backend=backend)
+    slots = jnp.where(lengths < 0, lengths, lengths % S) if ring else lengths
     k_cache, v_cache = (
-        cache.at[jnp.arange(B), lengths].set(x[:, 0], mode="drop", wrap_negative_indices=False)
+        cache.at[jnp.arange(B), slots].set(x[:, 0], mode="drop", wrap_negative_indices=False)
         for cache, x in ((k_cache, k), (v_cache, v))
     )
     attended = decode_attention(q[:, 0], k_cache, v_cache, lengths + 1, backend=backend)
@@ -184,7 +247,8 @@ DECODE_BLOCK = Op(
     cuda=cuda,
     parts=_parts,
     sharding=ShardingRule(
-        "B _, _, _, _ _, _ _, _ _, _ _, B _, B _, B _ _ _, B _ _ _, B -> B _, B _ _ _, B _ _ _",
+        "B _, _, _, _ _, _ _, _ _, _ _, B _, B _, B _ _ _, B _ _ _, B, _, _, _"
+        " -> B _, B _ _ _, B _ _ _",
         "B",
     ),
 )
