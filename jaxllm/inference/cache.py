@@ -173,8 +173,8 @@ def decode_step(
 
     Args:
         model: As in :func:`prefill`. A Llama's parameters that are laid out for decoding run block
-            by block: :mod:`jaxllm.inference.decode`. That takes no qkv bias, no norms of heads, no
-            window and no cache in pages; these run op by op.
+            by block: :mod:`jaxllm.inference.decode`. With a cache in pages or in int8, or more than
+            16 sequences, they run op by op.
         params: As in :func:`prefill`.
         tokens: The tokens that follow the cache's.
         config: The shape that ``params`` was made with.
@@ -185,9 +185,8 @@ def decode_step(
         The logits of the token after each, and the cache with the tokens in it.
     """
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
-    is_llama = model is llama3 and decode.is_supported(config)
     in_one_piece = isinstance(cache, KVCache) and not cache.quantized
-    if few and in_one_piece and is_for_decoding(params) and is_llama:
+    if few and in_one_piece and is_for_decoding(params) and model is llama3:
         caches = list(zip(cache.keys, cache.values, strict=True))
         x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches)
         keys, values = zip(*caches, strict=True)
