@@ -85,6 +85,8 @@ def train(options: argparse.Namespace) -> None:
         microbatch_weights=options.microbatch_weights,
         max_loss_z=options.max_loss_z,
         max_norm_z=options.max_norm_z,
+        float8_counts=options.float8_counts,
+        max_underflow=options.max_underflow,
         shardings=None if mesh is None else parallel.state_shardings(mesh, state),
         overlap=options.family.overlap,
     )
@@ -119,6 +121,9 @@ def train(options: argparse.Namespace) -> None:
                 """Waits until a step is done; returns its record for the log."""
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 if values.pop("halted_at"):
+                    if math.isfinite(values["loss"] + values["grad_norm"]):
+                        count = values["float8_overflow"]
+                        raise SystemExit(f"\nstep {step}: {count:.0f} float8 operands overflow")
                     batch = make_batch(options.train, options, step - 1)
                     why = training.explain_halt(
                         loss_fn, state.params, *batch, compute_dtype=options.dtype
@@ -133,7 +138,7 @@ def train(options: argparse.Namespace) -> None:
             def report(record: dict) -> None:
                 write(record)
                 if record["skipped"]:
-                    tqdm.write(f"step {record['step']}: skipped; its loss or norm is an outlier")
+                    tqdm.write(f"step {record['step']}: skipped; {why_skipped(record)}")
                 shown = {"loss": f"{record['loss']:.3f}"}
                 shown["tokens/s"] = f"{record['tokens_per_second']:,.0f}"
                 if "mfu" in record:
@@ -172,6 +177,17 @@ def train(options: argparse.Namespace) -> None:
                 if interrupted():
                     break
     save(state, options)
+
+
+def why_skipped(record: dict) -> str:
+    """What the anomaly detector found in a step."""
+    if "float8_underflow" not in record:
+        return "its loss or norm is an outlier"
+    lost = record["float8_underflow"], record["float8_gradient_underflow"]
+    return (
+        "its loss or norm is an outlier, or float8 lost too much: {:.2%} of inputs and weights, "
+        "{:.2%} of gradients".format(*lost)
+    )
 
 
 def machine(options: argparse.Namespace) -> str:

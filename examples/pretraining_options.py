@@ -76,6 +76,7 @@ IDENTITY += ("dtype", "precision", "unroll", "document_mask", "ignore_next_docum
 # Options that a resumed run may change; the change is printed.
 SETTINGS = ("steps", "lr", "warmup", "schedule", "final_fraction", "decay_fraction")
 SETTINGS += ("weight_decay", "max_grad_norm", "microbatch_weights", "max_loss_z", "max_norm_z")
+SETTINGS += ("float8_counts", "max_underflow")
 
 
 def make_parser(family: Family, description: str | None) -> argparse.ArgumentParser:
@@ -155,6 +156,17 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     )
     add("--max-loss-z", type=float, help="skip steps whose loss has a larger z-score")
     add("--max-norm-z", type=float, help="skip steps whose gradient norm has a larger z-score")
+    add(
+        "--float8-counts",
+        action="store_true",
+        help="log the shares of inputs and weights, and of gradients, that --precision rounds to "
+        "zero, and the number of elements that are not finite; the last halts the run",
+    )
+    add(
+        "--max-underflow",
+        type=float,
+        help="with --float8-counts, skip steps in which one of these shares is larger",
+    )
 
     add = parser.add_argument_group("several devices and processes").add_argument
     add(
@@ -273,6 +285,7 @@ def parse(
             options.vocab_size = (options.tokenizer or BYTES).vocab_size
         options.model_config = make_config(options, config)
         options.precision = read_precision(options)
+        check_float8_counts(options)
         options.documents = document_options(options)
         with parallel.first_process_first():
             options.train, options.val = open_data(options)
@@ -483,6 +496,14 @@ def read_precision(options: argparse.Namespace) -> ops.Precision:
     except ValueError as error:
         raise ValueError(f"--{error}") from error
     return precision
+
+
+def check_float8_counts(options: argparse.Namespace) -> None:
+    """Raises ValueError where counts are asked for that the run does not have."""
+    if options.float8_counts and options.precision is None:
+        raise ValueError("--float8-counts: nothing is rounded to float8 without --precision")
+    if options.max_underflow is not None and not options.float8_counts:
+        raise ValueError("--max-underflow needs --float8-counts")
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

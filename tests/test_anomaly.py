@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm import training
+from jaxllm import ops, training
 from jaxllm.training.anomaly import WINDOW, detect_anomaly, init_anomaly_state
 
 V, T, D = 61, 16, 8
@@ -101,6 +101,78 @@ def test_nonfinite_step_halts_permanently(bad, column):
     assert not metrics["skipped"].any()
     assert int(state.halted_at) == 7 and int(state.count) == 6
     assert np.isfinite(state.losses).all() and np.isfinite(state.norms).all()
+
+
+def float8_counts(elements, underflow, overflow):
+    pairs = (jnp.asarray(pair, jnp.float32) for pair in (elements, underflow, overflow))
+    return ops.Float8Counts(*pairs)
+
+
+def test_float8_overflow_halts_and_underflow_beyond_its_limit_skips():
+    state, ones = init_anomaly_state(), jnp.ones(())
+    detect = functools.partial(detect_anomaly, state, 5, ones, ones)
+    few, many = (float8_counts((100, 100), (1, lost), (0, 0)) for lost in (2, 30))
+    for counts, limit, skips in ((few, 0.1, False), (many, 0.1, True), (many, None, False)):
+        _, skip, metrics = detect(float8_counts=counts, max_underflow=limit)
+        assert (bool(skip), bool(metrics["skipped"]), int(metrics["halted_at"])) == (
+            skips,
+            skips,
+            0,
+        )
+    infinite = float8_counts((100, 100), (1, 2), (0, 1))
+    updated, skip, metrics = detect(float8_counts=infinite)
+    assert bool(skip) and int(metrics["halted_at"]) == int(updated.halted_at) == 5
+
+
+def float8_loss(params, tokens, labels):
+    rows = jax.nn.one_hot(tokens, V, dtype=params["table"].dtype) @ params["table"]
+    logits = ops.linear(rows, params["head"], precision="tensor") + params["blocks"]["bias"].sum(0)
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(scores, labels[..., None], axis=-1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_step_reports_the_float8_counts_of_its_microbatches(accumulate):
+    optimizer = training.adamw(1e-2)
+    params = toy_params()
+    params["head"] = params["head"].at[:4].multiply(2.0**-20)
+    tokens, labels = next(batches(accumulate))
+    counted = jax.jit(jax.grad(ops.count_float8(float8_loss)))
+    probe = ops.Float8Counts.zeros()
+    found = [counted(probe, params, *each) for each in zip(tokens, labels, strict=True)]
+    elements, underflow, _ = (np.sum(each, axis=0) for each in zip(*found, strict=True))
+    assert underflow[0] >= accumulate * 4 * V
+    make = functools.partial(training.make_train_step, float8_loss, optimizer)
+    options = {"compute_dtype": "float32", "float8_counts": True}
+    for limit, is_skipped in ((None, False), (0.9, False), (1e-3, True)):
+        step = make(**options, max_underflow=limit)
+        own = jax.tree.map(jnp.copy, params)
+        state = training.init_state(own, optimizer, detect_anomalies=True)
+        state, metrics = step(state, tokens, labels)
+        np.testing.assert_allclose(metrics["float8_underflow"], underflow[0] / elements[0])
+        share = metrics["float8_gradient_underflow"]
+        np.testing.assert_allclose(share, underflow[1] / elements[1], atol=1e-3)
+        assert metrics["float8_overflow"] == 0 and bool(metrics["skipped"]) == is_skipped
+        is_same = (state.params["table"] == params["table"]).all()
+        assert bool(is_same) == is_skipped
+    with pytest.raises(ValueError, match=r"max_underflow is 0\.1 and float8_counts False"):
+        make(max_underflow=0.1)
+
+
+def test_float8_counts_of_a_microbatch_without_labels_do_not_halt():
+    optimizer, params = training.adamw(1e-2), toy_params()
+    tokens, labels = next(batches(2))
+    labels[1] = -1
+
+    def loss(params, tokens, labels):
+        factor = jnp.where((labels < 0).all(), jnp.inf, 1.0)
+        return float8_loss(params | {"head": params["head"] * factor}, tokens, labels)
+
+    options = {"compute_dtype": "float32", "float8_counts": True}
+    step = training.make_train_step(loss, optimizer, **options)
+    state = training.init_state(params, optimizer, detect_anomalies=True)
+    _, metrics = step(state, tokens, labels)
+    assert metrics["halted_at"] == 0 and metrics["float8_overflow"] == 0
 
 
 def batches(accumulate=1):

@@ -91,6 +91,8 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
             ["--document-mask", "--vocab-size", "3000"],
             "the end-of-text token of a vocabulary of 3000 is unknown; pass --tokenizer",
         ),
+        (["--float8-counts"], "--float8-counts: nothing is rounded to float8 without --precision"),
+        (["--max-underflow", "0.1"], "--max-underflow needs --float8-counts"),
         (["--precision", "fp8"], "--precision is 'fp8'; it must be 'row', 'tensor', None"),
         (["--precision", "gate=row"], "--precision names 'gate'; the layers are"),
         (["--precision", "up=row,down"], "--precision['down'] is ''; it must be"),
@@ -147,7 +149,11 @@ def test_pretrain_with_float8_has_nearly_the_losses_without(capsys):
         pretrain_llama3.main([*known.split(), out, *options])
         return np.array([record["loss"] for record in read_log(Path(out, "log.jsonl"))])
 
-    found, expected = losses("float8", "--precision", "gate_up=tensor,down=row"), losses("plain")
+    recipe = ("--precision", "gate_up=tensor,down=row")
+    found, expected = losses("float8", *recipe, "--float8-counts"), losses("plain")
+    for record in read_log(Path("float8", "log.jsonl")):
+        shares = record["float8_underflow"], record["float8_gradient_underflow"]
+        assert max(shares) < 0.01 and record["float8_overflow"] == 0
     assert "with float8 GEMMs (gate_up=tensor, down=row)" in capsys.readouterr().out
     assert 0 < abs(found - expected).max() < 0.02
     with pytest.raises(SystemExit, match=r"of a run with precision .*; this one has None"):

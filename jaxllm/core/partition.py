@@ -190,12 +190,15 @@ def _shardings(args: tuple) -> tuple[tuple[Any, ...], ...]:
 
 
 def _like_arguments(gradients: tuple, shardings: tuple[tuple[Any, ...], ...]) -> tuple:
-    """Gradients of single arrays, in the shardings that the types of the arguments have."""
-    pairs = ((x, of[0] if of else None) for x, of in zip(gradients, shardings, strict=True))
-    return tuple(
-        x if x is None or target is None else reshard(x, target.mesh, target.spec)
-        for x, target in pairs
-    )
+    """Gradients in the shardings that the types of the arguments have."""
+
+    def like(gradient: Any, targets: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(gradient, is_leaf=is_packed)
+        pairs = zip(leaves, targets, strict=False)  # None has no leaves
+        placed = [x if to is None else reshard(x, to.mesh, to.spec) for x, to in pairs]
+        return tree.unflatten(placed)
+
+    return tuple(map(like, gradients, shardings))
 
 
 def run(

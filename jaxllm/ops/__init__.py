@@ -25,6 +25,7 @@ from jaxllm.ops.block.residual import Residual, final_norm, residual
 from jaxllm.ops.embedding.api import embed, tied_embed
 from jaxllm.ops.gemm.api import linear, matmul, matvec
 from jaxllm.ops.gemm.api_float8 import float8_matmul
+from jaxllm.ops.gemm.float8_counts import Float8Counts, count_float8
 from jaxllm.ops.loss.api import cross_entropy
 from jaxllm.ops.loss.api_linear import linear_cross_entropy
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -43,6 +44,7 @@ from jaxllm.ops.weights import Quantized, Transposed
 
 __all__ = [
     "Attend",
+    "Float8Counts",
     "Precision",
     "Quantized",
     "Residual",
@@ -55,6 +57,7 @@ __all__ = [
     "attention_block",
     "bias_add",
     "bias_gelu",
+    "count_float8",
     "cross_entropy",
     "decode_attention",
     "decode_block",

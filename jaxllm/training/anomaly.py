@@ -2,10 +2,11 @@
 
 The decision is made on the device, inside the jitted step, so no step waits for the host.
 
-- A step whose loss or gradient norm is NaN or infinite halts the run. That step and all later ones
-  leave the parameters unchanged. The host reads ``halted_at`` one step later and finds the
-  parameters as they were before the bad step.
-- A step whose loss or gradient norm is an outlier is skipped, and the run continues.
+- A step whose loss or gradient norm is NaN or infinite halts the run, and so does one that rounds
+  such an element to float8. That step and all later ones leave the parameters unchanged. The host
+  reads ``halted_at`` one step later and finds the parameters as they were before the bad step.
+- A step whose loss or gradient norm is an outlier is skipped, and the run continues. So is one in
+  which float8 loses too large a share of the elements to zero.
 
 The outlier test is a z-score over a window of the last 128 steps, the current step included::
 
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm import ops
 from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype
 from jaxllm.models.common import unstack
@@ -69,6 +71,8 @@ def detect_anomaly(
     *,
     max_loss_z: float | None = None,
     max_norm_z: float | None = None,
+    float8_counts: ops.Float8Counts | None = None,
+    max_underflow: float | None = None,
 ) -> tuple[AnomalyState, Bool[Array, ""], dict[str, Float[Array, ""]]]:
     """Decides whether a step may change the parameters.
 
@@ -80,6 +84,9 @@ def detect_anomaly(
         max_loss_z: Skip the step if the z-score of its loss is larger; None disables the test. No
             step is skipped before the window is full.
         max_norm_z: The same for the gradient norm.
+        float8_counts: Those of the step: one with an overflow is not finite. None without float8.
+        max_underflow: Skip the step if a larger share of the elements that it rounds to float8
+            became zero, of inputs and weights or of gradients; None disables the test.
 
     Returns:
         ``(state, skip, metrics)``: the state for the next step; whether to leave the parameters
@@ -88,6 +95,8 @@ def detect_anomaly(
         :class:`AnomalyState`.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.halted_at == 0)
+    if float8_counts is not None:
+        finite &= float8_counts.overflow.sum() == 0
     slot, full = state.count % WINDOW, state.count >= WINDOW
     losses, norms = state.losses.at[slot].set(loss), state.norms.at[slot].set(norm)
     loss_z, norm_z = (
@@ -98,6 +107,8 @@ def detect_anomaly(
     for z, limit in ((loss_z, max_loss_z), (norm_z, max_norm_z)):
         if limit is not None:
             outlier |= z > limit
+    if float8_counts is not None and max_underflow is not None:
+        outlier |= float8_counts.underflow_share.max() > max_underflow
     halted_at = jnp.where((state.halted_at == 0) & ~finite, step, state.halted_at)
     metrics = {
         "loss_z": loss_z,

@@ -176,6 +176,8 @@ def make_train_step(
     microbatch_weights: Literal["labels", "equal"] | Callable[[Array], Array] = "labels",
     max_loss_z: float | None = None,
     max_norm_z: float | None = None,
+    float8_counts: bool = False,
+    max_underflow: float | None = None,
     shardings: Any = None,
     overlap: bool = True,
     compiler_options: dict[str, Any] | None = None,
@@ -204,6 +206,11 @@ def make_train_step(
         max_loss_z: Skip steps whose loss has a larger z-score. Needs a state made with
             ``detect_anomalies``. See :func:`jaxllm.training.anomaly.detect_anomaly`.
         max_norm_z: The same for the gradient norm.
+        float8_counts: Counts what layers with a ``precision`` lose in rounding to float8, see
+            :func:`jaxllm.ops.count_float8`. The counts are in the metrics, and the anomaly detector
+            gets them. They take one more pass over what is rounded.
+        max_underflow: Skip steps in which float8 loses a larger share of the elements to zero.
+            Needs ``float8_counts`` and a state made with ``detect_anomalies``.
         shardings: The shardings of the state, from
             :func:`jaxllm.training.parallel.state_shardings`. The returned state keeps them. None
             for training on one device, or to let XLA choose.
@@ -221,10 +228,18 @@ def make_train_step(
         The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
         ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
         :func:`jaxllm.training.anomaly.detect_anomaly`. Loss and norm are those of the whole step.
+        With ``float8_counts`` also ``float8_underflow`` and ``float8_gradient_underflow``, the
+        shares of the elements of inputs and weights, and of gradients, that became zero; and
+        ``float8_overflow``, the number of all that are not finite.
 
     Raises:
-        ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function.
+        ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function, or
+            ``max_underflow`` is given without ``float8_counts``.
     """
+    if max_underflow is not None and not float8_counts:
+        raise ValueError(
+            f"max_underflow is {max_underflow} and float8_counts False; it needs the counts"
+        )
     dtype = jnp.dtype(compute_dtype or default_compute_dtype())
     weigh = _weigher(microbatch_weights)
 
@@ -236,15 +251,22 @@ def make_train_step(
         copy = {"copy_dtype": narrow[0].dtype} if narrow else {}
 
         def gradients(*microbatch: Array):
-            loss, grads = jax.value_and_grad(loss_fn)(params, *microbatch)
+            counts = None
+            if float8_counts:
+                counted = jax.value_and_grad(ops.count_float8(loss_fn), argnums=(0, 1))
+                probe = ops.Float8Counts.zeros()
+                loss, (counts, grads) = counted(probe, params, *microbatch)
+            else:
+                loss, grads = jax.value_and_grad(loss_fn)(params, *microbatch)
             if shardings is not None:  # a device needs the sum of what it updates
                 grads = meshes.placed(grads, shardings.params)
-            return loss.astype(jnp.float32), grads
+            return (loss.astype(jnp.float32), grads), counts
 
         def weighted(weight: Array, *microbatch: Array):
+            found, counts = gradients(*microbatch)
+            scaled = jax.tree.map(lambda x: weight.astype(x.dtype) * x, widen(found))
             return jax.tree.map(
-                lambda x: jnp.where(weight == 0, jnp.zeros_like(x), weight.astype(x.dtype) * x),
-                widen(gradients(*microbatch)),
+                lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x), (scaled, counts)
             )
 
         def accumulate(total, microbatch):
@@ -258,13 +280,14 @@ def make_train_step(
             microbatches = (weigh(labels), tokens, labels, *more)
             first, rest = ([x[i] for x in microbatches] for i in (0, slice(1, None)))
             total, _ = jax.lax.scan(accumulate, weighted(*first), rest)
-        total_loss, grads = total
+        (total_loss, grads), counts = total
         loss, scale = total_loss / len(tokens), 1 / len(tokens)
 
         anomaly, verdict, detected = None, {}, {}
         if state.anomaly is not None:
             norm = ops.global_norm(grads) * scale
-            limits = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
+            limits: Any = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
+            limits |= {"float8_counts": counts, "max_underflow": max_underflow}
             anomaly, skip, detected = detect_anomaly(
                 state.anomaly, state.step + 1, loss, norm, **limits
             )
@@ -279,6 +302,13 @@ def make_train_step(
             )
             copies = [cast(updated, narrow[0].dtype)] if narrow else []
         metrics = {"loss": loss, "grad_norm": grad_norm, **detected}
+        if counts is not None:
+            of_operands, of_gradients = counts.underflow_share
+            metrics |= {
+                "float8_underflow": of_operands,
+                "float8_gradient_underflow": of_gradients,
+                "float8_overflow": counts.overflow.sum(),
+            }
         if learning_rate is not None:
             rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)

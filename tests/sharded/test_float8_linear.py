@@ -8,7 +8,7 @@ import pytest
 from calls import ALL, make_mesh, on_one_device, put
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.ops import linear
+from jaxllm.ops import Float8Counts, count_float8, linear
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
 
 SHARDINGS = {
@@ -147,3 +147,28 @@ def test_layer_in_a_shard_map_equals_that_of_one_device(check_vma):
     wanted = on_one_device(lambda arrays: value_and_gradients("row", None, "xla", arrays), given)
     for a, b in zip(jax.jit(mapped)(given), wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * abs(b).max())
+
+
+@pytest.mark.parametrize("recipe", ["row", "tensor"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_counts_of_sharded_arrays_are_those_of_one_device(recipe, kind):
+    given = arrays()
+    given["x"][3, 2, 1], given["dout"][5, 1, 0, 2] = np.inf, np.nan
+    given["dout"][0, 0, 0] *= 2.0**-40
+
+    def counts(arrays):
+        def loss(x, weight):
+            out, dout = linear(x, weight, precision=recipe), arrays["dout"]
+            if kind == "Explicit" and not jax.typeof(out).sharding.mesh.empty:
+                dout = jax.sharding.reshard(dout, jax.typeof(out).sharding)
+            return (out * dout).sum()
+
+        counted = jax.grad(count_float8(loss))
+        return counted(Float8Counts.zeros(), arrays["x"], arrays["weight"])
+
+    specs = {name: SHARDINGS["fsdp"].get(name, P()) for name in given}
+    placed = put(make_mesh(kind), given, specs)
+    found, wanted = jax.jit(counts)(placed), on_one_device(counts, given)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert (np.asarray(found.underflow) > 0).all()
+    assert np.asarray(found.overflow).tolist() == [1, 1]

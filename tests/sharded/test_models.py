@@ -76,11 +76,13 @@ def train(name, stacked, place=jax.device_put, precision=None, arrays=None):
         return model.loss(params, tokens, labels, config, precision=precision, **documents)
 
     state, arrays = place((first_state(name, stacked), batch() if arrays is None else arrays))
-    step = training.make_train_step(loss, OPTIMIZER).lower(state, *arrays).compile()
+    train_step = training.make_train_step(loss, OPTIMIZER, float8_counts=precision is not None)
+    step = train_step.lower(state, *arrays).compile()
     found = []
     for _ in range(STEPS):
         state, metrics = step(state, *arrays)
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        assert metrics.get("float8_overflow", 0) == 0
     return np.array(found), state, step.as_text()
 
 

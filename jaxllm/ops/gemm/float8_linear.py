@@ -33,6 +33,7 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import BIAS_GELU, GELU
+from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_operands import (
     GRADIENT_DTYPES,
     OPERAND_DTYPE,
@@ -64,30 +65,48 @@ def float8_linear(
     """``linear(..., precision=recipe)``, with a resolved backend."""
     weight = checked_weight(x, weight, bias, recipe, backend)
     options = _Options(activation, weight.ndim, recipe)
-    h = _product(x, weight, backend=backend, options=options)
+    h = _product(x, weight, float8_counts.active_probe(), backend=backend, options=options)
     if activation is None and bias is None:
         return h
     return _epilogue(h, bias, backend=backend, options=options)
 
 
-def _product_without_backward(options, backend, x, weight):
+def _product_without_backward(options, backend, x, weight, _):
     of_x = ("...", "D"), x.ndim - 1, ("rows",)
     (x8,) = quantize(x, *of_x, OPERAND_DTYPE, options.recipe, backend)
     return product(x8, weight, options.recipe, backend, dtype=x.dtype)[0]
 
 
-def _product_forward(options, backend, x, weight):
+def _product_forward(options, backend, x, weight, probe):
+    counts = None if probe is None else _count_operands(x, weight, options.recipe)
     if options.recipe == "row":
-        return _product_without_backward(options, backend, x, weight), (x, weight)
+        out = _product_without_backward(options, backend, x, weight, probe)
+        return out, (x, weight, counts)
     # With one scale dW is a product of the same rounded elements.
     of_x = ("...", "D"), x.ndim - 1, ("rows", "transposed")
     x8, transposed = quantize(x, *of_x, OPERAND_DTYPE, options.recipe, backend)
     out, _ = product(x8, weight, options.recipe, backend, dtype=x.dtype)
-    return out, (transposed, weight)
+    return out, (transposed, weight, counts)
+
+
+def _count_operands(x, weight, recipe):
+    axes_of_x, axes_of_weight = (x.ndim - 1,), (0,)
+    if recipe == "tensor":
+        axes_of_x, axes_of_weight = range(x.ndim), range(weight.ndim)
+    return float8_counts.total(
+        float8_counts.of_operand(x, tuple(axes_of_x), OPERAND_DTYPE),
+        float8_counts.of_operand(weight, tuple(axes_of_weight), OPERAND_DTYPE),
+    )
+
+
+def _count_gradient(counts, dout, columns, recipe):
+    axes = range(0 if recipe == "tensor" else dout.ndim - columns, dout.ndim)
+    of_dout = float8_counts.of_gradient(dout, tuple(axes), GRADIENT_DTYPES[recipe])
+    return float8_counts.total(counts, of_dout)
 
 
 def _product_backward(options, backend, residuals, dout):
-    x, weight = residuals
+    x, weight, counts = residuals
     recipe, rows = options.recipe, dout.ndim - weight.ndim + 1
     of_dout, dtype = (("...", options.columns), rows), GRADIENT_DTYPES[recipe]
     if recipe == "tensor":
@@ -101,12 +120,14 @@ def _product_backward(options, backend, residuals, dout):
         _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
         (dweight,) = pull(dout)
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
-    return input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)[0], dweight
+    if counts is not None:
+        counts = _count_gradient(counts, dout, weight.ndim - 1, recipe)
+    return input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)[0], dweight, counts
 
 
 def _unrounded(_):
     """The product of the unrounded operands, which forward mode differentiates."""
-    return lambda static, x, weight: jnp.tensordot(x, weight, 1)
+    return lambda static, x, weight, _: jnp.tensordot(x, weight, 1)
 
 
 _product = with_backward(

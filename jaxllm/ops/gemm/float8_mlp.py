@@ -27,6 +27,7 @@ of the maximum, and e5m2 its 2 bits down to :math:`2^{k-29}`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from jaxllm.core.backend import Backend
 from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_operands import (
     GRADIENT_DTYPES,
     OPERAND_DTYPE,
@@ -68,17 +70,25 @@ def float8_mlp(x: Array, gate_up: Array, down: Array, *, backend: Backend) -> Ar
     gate_up = checked_weight(x, gate_up, None, _RECIPE, backend)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate_up.shape[2]), x.dtype)
     down = checked_weight(hidden, down, None, _RECIPE, backend)
-    return _mlp(x, gate_up, down, backend=backend)
+    return _mlp(x, gate_up, down, float8_counts.active_probe(), backend=backend)
 
 
-def _without_backward(_, backend, x, gate_up_weight, down_weight):
+def _without_backward(_, backend, x, gate_up_weight, down_weight, __):
     return _layers(backend, x, gate_up_weight, down_weight, ("rows",))[0]
 
 
-def _forward(_, backend, x, gate_up_weight, down_weight):
-    layouts = "rows", "transposed"
-    out, saved = _layers(backend, x, gate_up_weight, down_weight, layouts)
-    return out, (*saved, (gate_up_weight, down_weight))
+def _forward(_, backend, x, gate_up_weight, down_weight, probe):
+    layouts, weights = ("rows", "transposed"), (gate_up_weight, down_weight)
+    out, saved = _layers(backend, x, *weights, layouts)
+    counts = None
+    if probe is not None:
+        rounded = [
+            float8_counts.of_operand(array, tuple(range(array.ndim)), OPERAND_DTYPE)
+            for array in (x, *weights)
+        ]
+        hidden8: Any = saved[-1]
+        counts = float8_counts.total(*rounded, float8_counts.of_rounded_operand(hidden8[0]))
+    return out, (*saved, weights, counts)
 
 
 def _layers(backend, x, gate_up_weight, down_weight, layouts):
@@ -92,7 +102,7 @@ def _layers(backend, x, gate_up_weight, down_weight, layouts):
 
 
 def _backward(_, backend, residuals, dout):
-    x8, gate_up, amax, hidden8, (gate_up_weight, down_weight) = residuals
+    x8, gate_up, amax, hidden8, (gate_up_weight, down_weight), counts = residuals
     dtype, of_dout = dout.dtype, (("...", "F"), dout.ndim - 1, ("rows", "transposed"))
     dout8, transposed = quantize(dout, *of_dout, _GRADIENT_DTYPE, _RECIPE, backend)
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
@@ -102,7 +112,11 @@ def _backward(_, backend, residuals, dout):
     dgate_up = weight_gradient(x8, transposed, 3, backend, dtype=dtype)
     dgate_up, dgate_up8 = lax.optimization_barrier((dgate_up, dgate_up8))
     dx, _ = input_gradient(dgate_up8, gate_up_weight, _RECIPE, backend, dtype=dtype)
-    return dx, dgate_up, ddown
+    if counts is not None:
+        of_dout = float8_counts.of_gradient(dout, tuple(range(dout.ndim)), _GRADIENT_DTYPE)
+        of_gate_up = float8_counts.of_rounded_gradient(dgate_up8[0])
+        counts = float8_counts.total(counts, of_dout, of_gate_up)
+    return dx, dgate_up, ddown, counts
 
 
 def _swiglu(backend, gate_up, amax, layouts) -> list[Float8]:
@@ -151,7 +165,7 @@ def _on_shards(function, rule, backend, *arrays):
 def _unrounded(_):
     """The MLP of unrounded operands, which forward mode differentiates."""
 
-    def mlp(static, x, gate_up, down):
+    def mlp(static, x, gate_up, down, _):
         h = jnp.tensordot(x, gate_up, 1)
         hidden = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
         return jnp.dot(hidden, down)
