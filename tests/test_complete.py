@@ -158,9 +158,11 @@ def test_a_cache_in_pages_gives_the_same_tokens(model, config, dtype, page_size)
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-@pytest.mark.covering(("model",), ("dtype",))
-def test_steps_with_pages_have_the_bits_of_those_without(model, config, dtype):
+@pytest.mark.parametrize("is_laid_out", [False, True])
+@pytest.mark.covering(("model", "is_laid_out"), ("dtype",))
+def test_steps_with_pages_have_the_bits_of_those_without(model, config, dtype, is_laid_out):
     params = random_params(model, config)
+    params = for_decoding(params) if is_laid_out else params
     tokens, lengths = jnp.array([[5, 9, 2, 4, 1], [7, 1, 0, 0, 0]]), jnp.array([5, 2])
 
     @jax.jit

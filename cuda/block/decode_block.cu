@@ -22,17 +22,17 @@ namespace jaxllm {
 template <typename T, typename W>
 cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
                                         BlockWeights<T, W> weights, const float* cos,
-                                        const float* sin, const int32_t* lengths, T* k_cache,
-                                        T* v_cache, float eps, T* out, BlockWorkspace<T> workspace,
-                                        BlockSizes s) {
+                                        const float* sin, BlockCache<T> cache, float eps, T* out,
+                                        BlockWorkspace<T> workspace, BlockSizes s) {
   constexpr bool kPdl = true;
   const auto params = [&](const T* x, BlockWeight<W> weight, const T* norm, int64_t width) {
     return MatvecParams<T, W>{x,   weight.data, weight.scales, norm,
                               eps, s.batch,     width,         weights.group};
   };
   const auto of_qkv = params(residual, weights.qkv, weights.norm1, s.width);
-  QkvRopeEpilogue<T> rope{workspace.q, k_cache,    v_cache,  cos,          sin,   lengths,
-                          s.heads,     s.kv_heads, s.length, s.head_width, s.ring};
+  const NewTokenRows new_rows{cache.lengths, s.length, s.ring, cache.table, s.page, s.pages};
+  QkvRopeEpilogue<T> rope{workspace.q, cache.k, cache.v,    cos,         sin,
+                          new_rows,    s.heads, s.kv_heads, s.head_width};
   if (weights.q_norm == nullptr) {
     rope.bias = weights.qkv_bias;
     JAXLLM_RETURN_IF_ERROR(matvec(stream, of_qkv, rope));
@@ -47,14 +47,16 @@ cudaError_t TransformerBlock<T, W>::run(cudaStream_t stream, const T* residual,
                                          s.batch, rope));
   }
   DecodeSizes sizes = {s.batch, s.heads, s.kv_heads, s.length, s.head_width};
-  sizes.added = 1;
+  sizes.pages = s.pages, sizes.page = s.page;
+  sizes.window = s.window;
+  sizes.added = cache.table == nullptr ? 1 : 0;
   sizes.overlap = kPdl;
+  DecodeArrays<T, T> arrays{
+      workspace.q,        cache.k,          cache.v, nullptr, nullptr, cache.lengths,
+      workspace.attended, workspace.partial};
+  if (cache.table != nullptr) arrays.lengths = cache.keys, arrays.block_table = cache.table;
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_width));
-  JAXLLM_RETURN_IF_ERROR(
-      (CachedAttention<T, T>::run(stream,
-                                  {workspace.q, k_cache, v_cache, nullptr, nullptr, lengths,
-                                   workspace.attended, workspace.partial},
-                                  scale, sizes, s.splits)));
+  JAXLLM_RETURN_IF_ERROR((CachedAttention<T, T>::run(stream, arrays, scale, sizes, s.splits)));
   JAXLLM_RETURN_IF_ERROR(
       matvec(stream, params(workspace.attended, weights.out, nullptr, s.heads * s.head_width),
              StoreEpilogue<T>{workspace.hidden, residual, s.width}, kPdl));

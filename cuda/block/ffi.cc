@@ -1,6 +1,8 @@
 // FFI handler of the decode block: checks the buffers, dispatches on their dtypes, launches.
 #include "common/ffi.h"
 
+#include <cstdint>
+
 #include "block/decode_block.h"
 #include "common/launch.h"
 #include "handlers.h"
@@ -26,8 +28,9 @@ struct Weight {
 // norms of heads have no elements where there are none.
 ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, Buffer norm2,
                            Buffer cos, Buffer sin, Buffer k_in, Buffer v_in, Buffer lengths,
-                           Buffer qkv_bias, Buffer q_norm, Buffer k_norm, ffi::RemainingArgs arrays,
-                           float eps, bool ring, int64_t splits, Result out, Result k_cache,
+                           Buffer qkv_bias, Buffer q_norm, Buffer k_norm, Buffer block_table,
+                           Buffer keys, ffi::RemainingArgs arrays, float eps, bool ring,
+                           int64_t window, int64_t page, int64_t splits, Result out, Result k_cache,
                            Result v_cache, Result qkv_out, Result q, Result attended, Result hidden,
                            Result activated, Result partial) {
   constexpr size_t kWeights = 4;
@@ -44,7 +47,17 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
   sizes.batch = axis_from_end(residual, 2), sizes.width = axis_from_end(residual, 1);
   sizes.length = axis_from_end(k_in, 3), sizes.kv_heads = axis_from_end(k_in, 2);
   sizes.head_width = axis_from_end(k_in, 1), sizes.mlp_width = axis_from_end(*down, 1);
-  sizes.splits = splits, sizes.ring = ring;
+  sizes.splits = splits, sizes.ring = ring, sizes.window = window;
+  if (window < 0 || window > INT32_MAX) return invalid("window", "is not within 0 and 2^31 - 1");
+  if (page < 0 || page > INT32_MAX) return invalid("page", "is not within 0 and 2^31 - 1");
+  if (page > 0) {
+    if (sizes.length != page) return invalid("k_cache", "has pages of another size");
+    sizes.page = page, sizes.pages = axis_from_end(k_in, 4);
+    sizes.length = axis_from_end(block_table, 1) * page;
+    if (sizes.pages < 0 || sizes.pages > INT32_MAX || (sizes.pages == 0 && sizes.length > 0)) {
+      return invalid("k_cache", "has no pages, or too many");
+    }
+  }
   // The limits of decode attention.
   constexpr int64_t kMaxSequences = 65535, kMaxHeadWidth = 256, kMaxTokens = int64_t{1} << 30;
   if (sizes.batch < 1 || sizes.batch > kMaxSequences || sizes.width < 0) {
@@ -64,7 +77,10 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
   // The leading axis of jax.vmap is as many calls.
   const int64_t calls = count(lengths) / sizes.batch, rows = sizes.batch;
   const int64_t heads_width = sizes.heads * sizes.head_width;
-  const int64_t cache_size = rows * sizes.length * kv_width;
+  const int64_t cache_rows = page > 0 ? sizes.pages * page : rows * sizes.length;
+  const int64_t cache_size = cache_rows * kv_width;
+  const int64_t entries = page > 0 ? rows * (sizes.length / page) : 0;
+  const int64_t keys_size = page > 0 ? rows : 0;
   const int64_t qkv_size = heads_width + 2 * kv_width;
   const bool has_bias = count(qkv_bias) > 0, has_norms = count(q_norm) > 0;
   const int64_t bias_size = has_bias ? qkv_size : 0;
@@ -143,12 +159,15 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
                                              data<T>(hidden) + call * rows * sizes.width,
                                              data<T>(activated) + call * rows * sizes.mlp_width,
                                              data<float>(partial) + call * partial_size};
+        const BlockCache<T> cache = {
+            data<T>(k_cache) + call * cache_size, data<T>(v_cache) + call * cache_size,
+            data<int32_t>(lengths) + call * rows,
+            page > 0 ? data<int32_t>(block_table) + call * entries : nullptr,
+            page > 0 ? data<int32_t>(keys) + call * rows : nullptr};
         JAXLLM_RETURN_IF_ERROR((TransformerBlock<T, W>::run(
             stream, data<T>(residual) + call * rows * sizes.width, weights,
-            data<float>(cos) + call * table_size, data<float>(sin) + call * table_size,
-            data<int32_t>(lengths) + call * rows, data<T>(k_cache) + call * cache_size,
-            data<T>(v_cache) + call * cache_size, eps, data<T>(out) + call * rows * sizes.width,
-            workspace, sizes)));
+            data<float>(cos) + call * table_size, data<float>(sin) + call * table_size, cache, eps,
+            data<T>(out) + call * rows * sizes.width, workspace, sizes)));
       }
       return cudaSuccess;
     };
@@ -163,6 +182,8 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
                              {"qkv_bias", qkv_bias, dtype, calls * bias_size},
                              {"q_norm", q_norm, dtype, calls * norm_size},
                              {"k_norm", k_norm, dtype, calls * norm_size},
+                             {"block_table", block_table, ffi::S32, calls * entries},
+                             {"keys", keys, ffi::S32, calls * keys_size},
                              {"out", *out, dtype, calls * rows * sizes.width},
                              {"the resulting k_cache", *k_cache, dtype, calls * cache_size},
                              {"the resulting v_cache", *v_cache, dtype, calls * cache_size},
@@ -178,6 +199,6 @@ ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, B
 
 }  // namespace
 
-JAXLLM_HANDLER(DecodeBlock, DecodeBlockImpl, "eps", "ring", "splits");
+JAXLLM_HANDLER(DecodeBlock, DecodeBlockImpl, "eps", "ring", "window", "page", "splits");
 
 }  // namespace jaxllm

@@ -173,8 +173,8 @@ def decode_step(
 
     Args:
         model: As in :func:`prefill`. A Llama's parameters that are laid out for decoding run block
-            by block: :mod:`jaxllm.inference.decode`. With a cache in pages or in int8, or more than
-            16 sequences, they run op by op.
+            by block: :mod:`jaxllm.inference.decode`. With an int8 cache, or more than 16 sequences,
+            they run op by op.
         params: As in :func:`prefill`.
         tokens: The tokens that follow the cache's.
         config: The shape that ``params`` was made with.
@@ -185,10 +185,11 @@ def decode_step(
         The logits of the token after each, and the cache with the tokens in it.
     """
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
-    in_one_piece = isinstance(cache, KVCache) and not cache.quantized
-    if few and in_one_piece and is_for_decoding(params) and model is llama3:
+    is_by_block = model is llama3 and is_for_decoding(params)
+    if few and is_by_block and not cache.quantized:
         caches = list(zip(cache.keys, cache.values, strict=True))
-        x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches)
+        table = cache.block_table if isinstance(cache, PagedKVCache) else None
+        x, caches = decode.llama3_forward(params, tokens, cache.lengths, config, caches, table)
         keys, values = zip(*caches, strict=True)
         cache = cache._replace(keys=keys, values=values)
     else:

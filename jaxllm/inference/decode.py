@@ -15,6 +15,7 @@ def llama3_forward(
     lengths: Integer[Array, " B"],
     config: llama3.Llama3Config,
     caches: list[tuple[Array, Array]],
+    block_table: Integer[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B D"], list[tuple[Array, Array]]]:
     """The input of the LM head for one more token a sequence, each block as one op.
 
@@ -24,7 +25,9 @@ def llama3_forward(
         lengths: The tokens that each sequence has in the caches.
         config: The model's shape.
         caches: The keys and the values of each layer, (B, S, K, H), as
-            :func:`jaxllm.inference.cache.init_cache` makes them: a ring for a layer with a window.
+            :func:`jaxllm.inference.cache.init_cache` makes them: a ring for a layer with a window;
+            or with a block table pools of pages.
+        block_table: That of a :class:`jaxllm.inference.paged_cache.PagedKVCache`.
 
     Returns:
         The input of the LM head, and the caches with one more token.
@@ -38,9 +41,10 @@ def llama3_forward(
         attention, mlp = layer["attention"], layer["mlp"]
         linears = (attention["qkv"], attention["out"], mlp["gate_up"], mlp["down"])
         qkv, out, gate_up, down = (linear["weight"] for linear in linears)
-        head_norms = (attention[name]["scale"] for name in ("q_norm", "k_norm") if config.qk_norm)
         arrays = (x, *norms, qkv, out, gate_up, down, cos, sin, keys, values, lengths)
-        more = (attention["qkv"].get("bias"), *head_norms)
-        x, keys, values = ops.decode_block(*arrays, *more, window=window, eps=config.norm_eps)
+        options = {"qkv_bias": attention["qkv"].get("bias"), "block_table": block_table}
+        if config.qk_norm:
+            options |= {name: attention[name]["scale"] for name in ("q_norm", "k_norm")}
+        x, keys, values = ops.decode_block(*arrays, **options, window=window, eps=config.norm_eps)
         written.append((keys, values))
     return ops.rms_norm(x, **params["norm_f"], eps=config.norm_eps), written

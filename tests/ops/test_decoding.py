@@ -190,6 +190,57 @@ def test_ring_has_the_attention_of_its_last_tokens_in_order(backend, extras):
         testing.assert_close(in_order, of_cache, "bfloat16")
 
 
+PAGE, PAGES = 8, 9
+TABLE = jnp.array([[4, 0, 7], [2, 5, PAGES]])  # S slots of the first sequence, 16 of the second
+
+
+def in_pages(cache):
+    """The pool with the tokens of a cache in one piece, in the pages of TABLE."""
+    pool = jnp.full((PAGES, PAGE, K, H), 7, cache.dtype)
+    tokens = cache.reshape(B, S // PAGE, PAGE, K, H)
+    return pool.at[TABLE].set(tokens, mode="drop")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("extras", [False, True])
+def test_pages_have_the_bits_of_a_cache_in_one_piece(backend, extras):
+    residual, layers, angles, caches, _ = inputs(extras=extras)
+    layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
+    run = jax.jit(functools.partial(block, backend=backend), static_argnames="window")
+    pools = in_pages(keys), in_pages(values)
+    for lengths in ((S - 1, 5), (0, 15)):
+        arrays = residual, layer, angles, keys, values, jnp.array(lengths)
+        expected, *written = run(*arrays)
+        found, *stored = run(*arrays[:3], *pools, arrays[-1], block_table=TABLE)
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (found, expected)))
+        for pool, cache in zip(stored, written, strict=True):
+            wanted = in_pages(cache)
+            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, wanted)))
+    # The second sequence has no page for token 16: it attends to the others, and nothing is stored.
+    full = jnp.array([3, 16])
+    found, *stored = run(*arrays[:3], *pools, full, block_table=TABLE)
+    _, *written = run(*arrays[:3], *pools, full.at[1].set(-1), block_table=TABLE)
+    for pool, other in zip(stored, written, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, other)))
+    assert np.isfinite(np.asarray(found, np.float32)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_window_of_pages_is_that_of_a_ring(backend):
+    residual, layers, angles, caches, lengths = inputs()
+    layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
+    pools, window = (in_pages(keys), in_pages(values)), 4
+    found, *_ = block(
+        residual, layer, angles, *pools, lengths, backend, block_table=TABLE, window=window
+    )
+    slots = jnp.arange(window)
+    last = lengths[:, None] - 1
+    tokens = jnp.maximum(last - (last - slots) % window, 0)  # the last one of each slot
+    ring = [jnp.take_along_axis(x, tokens[:, :, None, None], axis=1) for x in (keys, values)]
+    expected, *_ = block(residual, layer, angles, *ring, lengths, "xla", window=window)
+    testing.assert_close(found, expected, "bfloat16")
+
+
 def test_wrong_extras_raise_errors_that_name_them():
     residual, layers, angles, caches, lengths = inputs(extras=True)
     layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
@@ -209,6 +260,10 @@ def test_wrong_extras_raise_errors_that_name_them():
         call({"k_norm": jnp.ones(2, "bfloat16")})
     with pytest.raises(ValueError, match="k_norm is None; q_norm and k_norm must both be given"):
         call({"k_norm": None})
+    with pytest.raises(ValueError, match=rf"block_table has shape \(3, 1\); it must be \({B}, M\)"):
+        call(block_table=jnp.zeros((3, 1), int))
+    with pytest.raises(TypeError, match="block_table has dtype float32"):
+        call(block_table=jnp.zeros((B, 1)))
     with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
         call(window=0)
     with pytest.raises(TypeError, match=r"window is 2\.5; it must be an integer"):

@@ -59,15 +59,34 @@ struct SwigluEpilogue {
   }
 };
 
+// Where the new token of each sequence goes in a cache: in one piece or in pages, as in
+// attention/decode/kv_rows.cuh, or in a ring.
+struct NewTokenRows {
+  const int32_t* lengths;          // the tokens of each sequence so far
+  int64_t slots;                   // of a sequence
+  bool ring = false;               // of as many slots: the new token replaces the oldest
+  const int32_t* table = nullptr;  // (rows, slots / page), or null
+  int64_t page = 0, pages = 0;     // the tokens of a page, and the pages of the pool
+
+  // The row of the cache; -1 where there is no room.
+  __device__ int64_t row(int64_t sequence) const {
+    int64_t token = lengths[sequence];
+    if (ring && token >= slots) token %= slots;
+    if (token < 0 || token >= slots) return -1;
+    if (table == nullptr) return sequence * slots + token;
+    const int64_t number = table[sequence * (slots / page) + token / page];
+    return number < 0 || number >= pages ? -1 : number * page + token % page;
+  }
+};
+
 // Adds a bias, applies RoPE to queries and keys, and appends keys and values to the caches. A pair
 // is columns j and j + width / 2 of a head, which RoPE rotates together.
 template <typename T>
 struct QkvRopeEpilogue {
-  T *q, *k_cache, *v_cache;  // (rows, heads, width), (rows, length, kv_heads, width)
+  T *q, *k_cache, *v_cache;  // (rows, heads, width), (cache rows, kv_heads, width)
   const float *cos, *sin;    // (rows, width / 2)
-  const int32_t* lengths;    // tokens so far; nothing is appended to a full cache but a ring
-  int64_t heads, kv_heads, length, width;
-  bool ring;
+  NewTokenRows new_rows;
+  int64_t heads, kv_heads, width;
   const T* bias = nullptr;  // (outputs,), or null
 
   __host__ __device__ int64_t pairs() const { return (heads + 2 * kv_heads) * (width / 2); }
@@ -89,13 +108,12 @@ struct QkvRopeEpilogue {
     }
     T* target = q + (row * heads + head) * width;
     if (head >= heads) {
-      int64_t position = lengths[row];
-      if (ring && position >= length) position %= length;
-      if (position < 0 || position >= length) return;
+      const int64_t new_row = new_rows.row(row);
+      if (new_row < 0) return;
       head -= heads;
       T* cache = head < kv_heads ? k_cache : v_cache;
       head = head < kv_heads ? head : head - kv_heads;
-      target = cache + ((row * length + position) * kv_heads + head) * width;
+      target = cache + (new_row * kv_heads + head) * width;
     }
     target[j] = from_float<T>(a);
     target[j + half] = from_float<T>(b);

@@ -178,10 +178,14 @@ def _packed(batch: int, *lengths: int) -> np.ndarray:
 def _decode_block(
     name: str, batch: int, width: int, heads: int, kv_heads: int, mlp_width: int, max_length: int,
     *, head_width: int | None = None, qkv_bias: bool = False, head_norms: bool = False,
-    ring: bool = False, int8: bool = False, group_size: int = 64, large: bool = False,
+    ring: bool = False, page: int = 0, int8: bool = False, group_size: int = 64,
+    large: bool = False,
 ) -> Case:  # fmt: skip
     H = width // heads if head_width is None else head_width
-    cache = (batch, max_length, kv_heads, H)
+    # Of a cache in pages the last page is of no sequence.
+    count = max_length // page if page else 0
+    pool = (batch * count + 1, page, kv_heads, H)
+    cache = pool if page else (batch, max_length, kv_heads, H)
     tokens = max_length - 1 if large else 0, 2 * max_length if ring else max_length + 1
 
     def matrix(rows: int, columns: int) -> Any:
@@ -206,6 +210,7 @@ def _decode_block(
         "qkv_bias": Normal((shapes["qkv"][0],)) if qkv_bias else None,
         "q_norm": head_norm,
         "k_norm": head_norm,
+        "block_table": Integers((batch, count), batch * count, distinct=True) if page else None,
     }
     return Case(
         "decode_block",
@@ -220,7 +225,7 @@ def _decode_block(
             "k_cache": Normal(cache),
             "v_cache": Normal(cache),
             "lengths": Integers((batch,), tokens[1], low=tokens[0]),
-            **(extras if qkv_bias or head_norms else {}),
+            **(extras if any(extras.values()) else {}),
         },
         {"window": max_length} if ring else {},
         # Weights and caches in.
@@ -368,6 +373,7 @@ CASES = (
     _decode_block(
         "qwen3_1_7b", 1, 2048, 16, 8, 6144, 2048, head_width=128, head_norms=True, large=True
     ),
+    _decode_block("llama3_1b_pages", 4, 2048, 32, 8, 8192, 1024, page=64, large=True),
     _decode_block("mistral_7b", 1, 4096, 32, 8, 14336, 4096, ring=True, large=True),
     _decode_block("one_sequence", 1, 256, 4, 2, 192, 20),
     _decode_block("sequences_3", 3, 256, 4, 1, 128, 33),
@@ -381,5 +387,7 @@ CASES = (
         "head_norms_int8", 2, 128, 2, 1, 64, 9, qkv_bias=True, head_norms=True, int8=True
     ),
     _decode_block("ring", 5, 128, 2, 1, 64, 3, ring=True),
+    _decode_block("pages", 3, 128, 4, 2, 64, 12, page=4),
+    _decode_block("pages_int8", 2, 128, 2, 1, 64, 10, page=5, head_norms=True, int8=True),
     _decode_block("odd_all", 2, 30, 3, 1, 14, 3, qkv_bias=True, head_norms=True, ring=True),
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.core.sharding_rule import WHOLE, ShardingRule
 from jaxllm.ops.activation.api import swiglu_packed
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
+from jaxllm.ops.block.pages import count_keys, places_of
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -44,6 +47,7 @@ def decode_block(
     qkv_bias: Float[Array, " P"] | None = None,
     q_norm: Float[Array, " H"] | None = None,
     k_norm: Float[Array, " H"] | None = None,
+    block_table: Integer[Array, "B M"] | None = None,
     *,
     window: int | None = None,
     eps: float = 1e-5,
@@ -72,7 +76,8 @@ def decode_block(
         cos: Cosines of the tokens' positions, as :func:`jaxllm.ops.rope_table` makes them; R is
             H / 2; float32 for the kernels.
         sin: Their sines.
-        k_cache: Keys, of at most S tokens; written in place where it is donated.
+        k_cache: Keys, of at most S tokens; written in place where it is donated. With a
+            ``block_table`` a pool of pages, (P, page, K, H), which all sequences share.
         v_cache: Values, likewise.
         lengths: The tokens that each sequence has; a full cache gets no more, but for a ring.
         qkv_bias: One offset a row of ``qkv``, in the dtype of ``residual``, as in Qwen2; None for
@@ -80,9 +85,12 @@ def decode_block(
         q_norm: The scale of an RMS norm of each query head, before the rotation, in the dtype of
             ``residual``, as in Qwen3; None for no norm. It comes with ``k_norm``.
         k_norm: The scale of an RMS norm of each key head.
-        window: How many tokens the query sees, itself included, as in Mistral; None for all. The
-            caches have at most as many slots. If they have as many they are a ring: token t is in
-            slot ``t % window``, and the new one replaces the oldest.
+        block_table: The pages of each sequence in order, (B, M), then P, which is no page; as in
+            :class:`jaxllm.inference.paged_cache.PagedKVCache`. Without a window the results have
+            the bits of a cache in one piece with M * page slots. None for such a cache.
+        window: How many tokens the query sees, itself included, as in Mistral; None for all.
+            Caches in one piece have at most as many slots. If they have as many they are a ring:
+            token t is in slot ``t % window``, and the new one replaces the oldest.
         eps: Added to the mean squares.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -103,8 +111,10 @@ def decode_block(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_floating(**{name: cache})
         check_same_dtype(name, cache, "residual", residual)
-    if k_cache.ndim != 4 or k_cache.shape[0] != B or k_cache.shape[-1] % 2:
-        raise ValueError(f"k_cache has shape {k_cache.shape}; it must be ({B}, S, K, H), H even")
+    in_pages = block_table is not None
+    if k_cache.ndim != 4 or (not in_pages and k_cache.shape[0] != B) or k_cache.shape[-1] % 2:
+        wanted = "(P, page, K, H)" if in_pages else f"({B}, S, K, H)"
+        raise ValueError(f"k_cache has shape {k_cache.shape}; it must be {wanted}, H even")
     check_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
     _, _, K, H = k_cache.shape
     _check_matrices(residual, K * H, {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down})
@@ -119,7 +129,15 @@ def decode_block(
     _check_extras(residual, _rows(qkv), H, qkv_bias, q_norm, k_norm)
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
     arrays = (*arrays, lengths.astype(jnp.int32), qkv_bias, q_norm, k_norm)
-    options = {"ring": _is_ring(k_cache, window), "eps": as_float("eps", eps)}
+    window = _check_window(window)
+    if block_table is None:
+        options: dict[str, Any] = {"ring": _is_ring(k_cache, window), "window": None}
+    else:
+        _check_table(residual, k_cache, block_table)
+        block_table = block_table.astype(jnp.int32)
+        options = {"ring": False, "window": window}
+    options["eps"] = as_float("eps", eps)
+    arrays = (*arrays, block_table)
     return dispatch(DECODE_BLOCK, Direction.INFERENCE, resolve(backend), *arrays, **options)
 
 
@@ -151,21 +169,37 @@ def _check_extras(
         raise ValueError(f"{missing} is None; q_norm and k_norm must both be given, or neither")
 
 
-def _is_ring(cache: Array, window: int | None) -> bool:
-    """Whether a cache holds the tokens of a window only."""
+def _check_window(window: int | None) -> int | None:
     if window is None:
-        return False
-    most, slots = as_integer("window", window), cache.shape[1]
-    if most < 1:
+        return None
+    if (most := as_integer("window", window)) < 1:
         raise ValueError(f"window is {window}; it must be at least 1")
-    if is_certain(lambda: slots < most):
+    return most
+
+
+def _is_ring(cache: Array, window: int | None) -> bool:
+    """Whether a cache in one piece holds the tokens of a window only."""
+    slots = cache.shape[1]
+    if window is None or is_certain(lambda: slots < window):
         return False
-    if not is_certain(lambda: slots == most):
+    if not is_certain(lambda: slots == window):
         raise ValueError(
             f"k_cache has shape {cache.shape}; with a window of {window} it must have at most as "
             "many slots"
         )
     return True
+
+
+def _check_table(residual: Array, cache: Array, block_table: Array) -> None:
+    check_integer(block_table=block_table)
+    B = residual.shape[0]
+    if block_table.ndim != 2 or block_table.shape[0] != B:
+        raise ValueError(
+            f"block_table has shape {block_table.shape}; it must be ({B}, M), the pages of each "
+            f"sequence of residual {residual.shape}"
+        )
+    if 0 in cache.shape[:2] and block_table.size:
+        raise ValueError(f"k_cache has shape {cache.shape}, no page; block_table names some")
 
 
 def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:
@@ -213,7 +247,7 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
 
 def _parts(
     backend, residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache, lengths,
-    qkv_bias, q_norm, k_norm, *, ring, eps,
+    qkv_bias, q_norm, k_norm, block_table, *, ring, window, eps,
 ):  # fmt: skip
     """Returns ``(out, k_cache, v_cache)``: what the block is made of."""
     B = residual.shape[0]
@@ -231,24 +265,32 @@ def _parts(
     if q_norm is not None:
         q, k = norm(q, q_norm), norm(k, k_norm)
     q, k = rope(q, k, cos[:, None], sin[:, None], backend=backend)
-    slots = jnp.where(lengths < 0, lengths, lengths % S) if ring else lengths
+    if block_table is not None:
+        places = places_of(lengths, block_table, k_cache)
+        keys = count_keys(lengths, block_table, k_cache)
+    else:
+        slots = jnp.where(lengths < 0, lengths, lengths % S) if ring else lengths
+        places, keys = (jnp.arange(B), slots), lengths + 1
     k_cache, v_cache = (
-        cache.at[jnp.arange(B), slots].set(x[:, 0], mode="drop", wrap_negative_indices=False)
+        cache.at[places].set(x[:, 0], mode="drop", wrap_negative_indices=False)
         for cache, x in ((k_cache, k), (v_cache, v))
     )
-    attended = decode_attention(q[:, 0], k_cache, v_cache, lengths + 1, backend=backend)
+    attended = decode_attention(
+        q[:, 0], k_cache, v_cache, keys, block_table=block_table, window=window, backend=backend
+    )
     hidden = matmul(out, attended.reshape(B, -1)) + residual
     activated = swiglu_packed(matmul(gate_up, norm(hidden, norm2)), backend=backend)
     return matmul(down, activated) + hidden, k_cache, v_cache
 
 
-DECODE_BLOCK = Op(
-    "decode_block",
-    cuda=cuda,
-    parts=_parts,
-    sharding=ShardingRule(
-        "B _, _, _, _ _, _ _, _ _, _ _, B _, B _, B _ _ _, B _ _ _, B, _, _, _"
+def _sharding(*arrays: Any, **_: Any) -> ShardingRule:
+    if arrays[-1] is not None:  # all sequences write to one pool
+        return WHOLE
+    return ShardingRule(
+        "B _, _, _, _ _, _ _, _ _, _ _, B _, B _, B _ _ _, B _ _ _, B, _, _, _, _ _"
         " -> B _, B _ _ _, B _ _ _",
         "B",
-    ),
-)
+    )
+
+
+DECODE_BLOCK = Op("decode_block", cuda=cuda, parts=_parts, sharding=_sharding)
