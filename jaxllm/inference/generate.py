@@ -166,9 +166,9 @@ def complete(
         cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
         page_size: Keeps the cache in pages of so many tokens: each text has room for its prompt and
             ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The logits
-            differ by rounding at most, as other kernels may run. None for a cache in one piece,
-            which a Llama in the layout for decoding reads block by block. ``max_length`` must be
-            None.
+            have the bits of a cache in one piece with as many slots as the longest text has in its
+            pages, and differ by rounding from others; so do those of layers with a window. None for
+            a cache in one piece. ``max_length`` must be None.
 
     Returns:
         The new tokens of each prompt, int32, the token that stopped it included.

@@ -201,27 +201,28 @@ def in_pages(cache):
     return pool.at[TABLE].set(tokens, mode="drop")
 
 
+def assert_same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("extras", [False, True])
 def test_pages_have_the_bits_of_a_cache_in_one_piece(backend, extras):
     residual, layers, angles, caches, _ = inputs(extras=extras)
     layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
-    run = jax.jit(functools.partial(block, backend=backend), static_argnames="window")
-    pools = in_pages(keys), in_pages(values)
-    for lengths in ((S - 1, 5), (0, 15)):
-        arrays = residual, layer, angles, keys, values, jnp.array(lengths)
-        expected, *written = run(*arrays)
-        found, *stored = run(*arrays[:3], *pools, arrays[-1], block_table=TABLE)
-        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (found, expected)))
-        for pool, cache in zip(stored, written, strict=True):
-            wanted = in_pages(cache)
-            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, wanted)))
+    run = jax.jit(functools.partial(block, backend=backend))
+    of_token, pools = (residual, layer, angles), (in_pages(keys), in_pages(values))
+    for of_both in ((S - 1, 5), (0, 15)):
+        lengths = jnp.array(of_both)
+        expected, *written = run(*of_token, keys, values, lengths)
+        found, *stored = run(*of_token, *pools, lengths, block_table=TABLE)
+        assert_same_bits((found, *stored), (expected, *map(in_pages, written)))
     # The second sequence has no page for token 16: it attends to the others, and nothing is stored.
     full = jnp.array([3, 16])
-    found, *stored = run(*arrays[:3], *pools, full, block_table=TABLE)
-    _, *written = run(*arrays[:3], *pools, full.at[1].set(-1), block_table=TABLE)
-    for pool, other in zip(stored, written, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (pool, other)))
+    found, *stored = run(*of_token, *pools, full, block_table=TABLE)
+    _, *written = run(*of_token, *pools, full.at[1].set(-1), block_table=TABLE)
+    assert_same_bits(stored, written)
     assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
@@ -229,15 +230,15 @@ def test_pages_have_the_bits_of_a_cache_in_one_piece(backend, extras):
 def test_window_of_pages_is_that_of_a_ring(backend):
     residual, layers, angles, caches, lengths = inputs()
     layer, keys, values = (of_layer(x, 0) for x in (layers, *caches))
-    pools, window = (in_pages(keys), in_pages(values)), 4
-    found, *_ = block(
-        residual, layer, angles, *pools, lengths, backend, block_table=TABLE, window=window
-    )
-    slots = jnp.arange(window)
+    window, options = 4, {"block_table": TABLE, "window": 4}
+    pools = in_pages(keys), in_pages(values)
+    found, *_ = block(residual, layer, angles, *pools, lengths, backend, **options)
     last = lengths[:, None] - 1
-    tokens = jnp.maximum(last - (last - slots) % window, 0)  # the last one of each slot
-    ring = [jnp.take_along_axis(x, tokens[:, :, None, None], axis=1) for x in (keys, values)]
-    expected, *_ = block(residual, layer, angles, *ring, lengths, "xla", window=window)
+    tokens = jnp.maximum(last - (last - jnp.arange(window)) % window, 0)  # the last of each slot
+    keys, values = (
+        jnp.take_along_axis(x, tokens[:, :, None, None], axis=1) for x in (keys, values)
+    )
+    expected, *_ = block(residual, layer, angles, keys, values, lengths, "xla", window=window)
     testing.assert_close(found, expected, "bfloat16")
 
 
