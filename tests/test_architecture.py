@@ -20,7 +20,9 @@ FAMILIES = (
     "quantization", "gemm", "attention", "loss", "block",
 )  # fmt: skip
 # By all families.
-SHARED = tuple(f"jaxllm.ops.{name}" for name in ("checks", "rounding", "weights", "window"))
+SHARED = tuple(
+    f"jaxllm.ops.{name}" for name in ("checks", "pages", "rounding", "weights", "window")
+)
 # The packages above the ops, and those that each may import.
 PACKAGES = {
     "jaxllm.nn": ("jaxllm.core", "jaxllm.ops"),

@@ -31,6 +31,7 @@ struct BlockSizes {
   int64_t page, pages;  // the tokens of a page, 0 for a cache in one piece; the pages of the pool
 };
 
+// The keys and values of all sequences: (batch, length, kv_heads, head_width), or a pool of pages.
 template <typename T>
 struct BlockCache {
   T *k, *v;

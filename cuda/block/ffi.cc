@@ -25,7 +25,8 @@ struct Weight {
 };
 
 // `arrays` has the four weights, and for int8 the four arrays of their scales. The bias and the
-// norms of heads have no elements where there are none.
+// norms of heads have no elements where there are none, nor have the block table and `keys` without
+// pages, where `page` is 0.
 ffi::Error DecodeBlockImpl(cudaStream_t stream, Buffer residual, Buffer norm1, Buffer norm2,
                            Buffer cos, Buffer sin, Buffer k_in, Buffer v_in, Buffer lengths,
                            Buffer qkv_bias, Buffer q_norm, Buffer k_norm, Buffer block_table,

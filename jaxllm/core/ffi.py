@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 
@@ -294,6 +295,11 @@ def call(
         input_output_aliases=dict(aliases or {}),
     )(*vma.alike(arrays), **decoded)
     return vma.vary(out, vma.axes_of(arrays))
+
+
+def or_empty(array: jax.Array | None, dtype: Any) -> jax.Array:
+    """An optional operand: one without elements stands for none."""
+    return jnp.zeros(0, dtype) if array is None else array
 
 
 def _attribute(stem: str, name: str, value: Any) -> Any:

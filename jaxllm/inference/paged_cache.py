@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Num
 
 from jaxllm import ops
+from jaxllm.ops import pages
 from jaxllm.ops.checks import as_integer
 
 
@@ -61,7 +62,7 @@ class PagedKVCache(NamedTuple):
     @property
     def room(self) -> Int[Array, " B"]:
         """The most tokens of each sequence."""
-        return (self.block_table < self.keys[0].shape[0]).sum(axis=1) * self.page_size
+        return pages.room(self.block_table, self.keys[0])
 
     @property
     def quantized(self) -> bool:
@@ -96,14 +97,14 @@ def init_paged_cache(
     if min(lengths, default=0) < 0:
         raise ValueError(f"max_lengths has {min(lengths)}; the least is 0")
     counts = np.array([-(-length // page_size) for length in lengths], np.int32)
-    pages = int(counts.sum())
+    total = int(counts.sum())
     # The pages of a sequence are neighbours; behind them stands what is no page.
     number = np.arange(max(counts, default=0)) + (np.cumsum(counts) - counts)[:, None]
-    table = np.where(np.arange(number.shape[1]) < counts[:, None], number, pages)
+    table = np.where(np.arange(number.shape[1]) < counts[:, None], number, total)
     int8 = jnp.dtype(dtype) == jnp.int8
 
     def arrays(dtype: DTypeLike, *widths: int) -> tuple[Array, ...]:
-        shape = (pages, page_size, config.kv_heads, *widths)
+        shape = (total, page_size, config.kv_heads, *widths)
         return tuple(jnp.zeros(shape, dtype) for _ in range(config.layers))
 
     return PagedKVCache(
@@ -125,15 +126,13 @@ def store(cache: PagedKVCache, array: Array, x: Array, positions: Int[Array, "B 
         x: Those of the tokens, (B, T, K) or (B, T, K, H).
         positions: Where each token stands.
     """
-    page, slot = positions // cache.page_size, positions % cache.page_size
-    table = cache.block_table
-    places = jnp.take_along_axis(table, page, axis=1, mode="fill", fill_value=array.shape[0])
-    return array.at[places, slot].set(x.astype(array.dtype), mode="drop")
+    places = pages.places_of(positions, cache.block_table, array)
+    return array.at[places].set(x.astype(array.dtype), mode="drop")
 
 
 def decode_attention(cache: PagedKVCache, layer: int, q: Array, window: int | None) -> Array:
     """Attention of a query of each sequence, (B, N, H), with its token already stored."""
     scales = (cache.key_scales[layer], cache.value_scales[layer]) if cache.quantized else ()
-    lengths = jnp.minimum(cache.lengths + 1, cache.room)
+    lengths = pages.count_keys(cache.lengths, cache.block_table, cache.keys[0])
     arrays = (cache.keys[layer], cache.values[layer], lengths, *scales)
     return ops.decode_attention(q, *arrays, block_table=cache.block_table, window=window)

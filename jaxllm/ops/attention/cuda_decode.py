@@ -66,9 +66,9 @@ def decode_attention(
     S, K = _length(k_cache, block_table), k_cache.shape[2]
     splits = count_splits(B, N, K, S if window is None else min(S, window))
     optional = (
-        _or_none(k_scales), _or_none(v_scales),
-        _or_none(None if sinks is None else sinks.astype(jnp.float32)),
-        _or_none(block_table, jnp.int32),
+        ffi.or_empty(k_scales, jnp.float32), ffi.or_empty(v_scales, jnp.float32),
+        ffi.or_empty(None if sinks is None else sinks.astype(jnp.float32), jnp.float32),
+        ffi.or_empty(block_table, jnp.int32),
     )  # fmt: skip
     # Each split's sums, and its largest score and total; unused where there is one split.
     partial = jax.ShapeDtypeStruct((splits if splits > 1 else 0, B, N, H + 2), jnp.float32)
@@ -89,11 +89,6 @@ def _length(k_cache, block_table) -> int:
     """The tokens of a sequence at most."""
     pages = 1 if block_table is None else block_table.shape[1]
     return pages * k_cache.shape[1]
-
-
-def _or_none(array, dtype=jnp.float32):
-    """An operand, or one without elements in the place of none."""
-    return jnp.zeros(0, dtype) if array is None else array
 
 
 def count_splits(batch: int, heads: int, kv_heads: int, length: int) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import cuda_decode as attention
-from jaxllm.ops.block.pages import count_keys
+from jaxllm.ops.pages import count_keys
 from jaxllm.ops.weights import Quantized
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -71,8 +71,8 @@ def decode_block(
         like(B, F),
         like(splits if splits > 1 else 0, B, N, H + 2, dtype=jnp.float32),
     )
-    optional = [_or_none(array, residual.dtype) for array in (qkv_bias, q_norm, k_norm)]
-    optional += [_or_none(array, jnp.int32) for array in (block_table, keys)]
+    optional = [ffi.or_empty(array, residual.dtype) for array in (qkv_bias, q_norm, k_norm)]
+    optional += [ffi.or_empty(array, jnp.int32) for array in (block_table, keys)]
     operands = (residual, norm1, norm2, cos, sin, k_cache, v_cache, lengths, *optional)
     static = {"aliases": {5: 1, 6: 2}, "eps": eps, "ring": ring, "window": window or 0}
     static |= {"page": page, "splits": splits}
@@ -86,8 +86,3 @@ def _elements(matrix):
 def _query_heads(out, width: int) -> int:
     """The number of query heads, by the matrix after attention."""
     return _elements(out).shape[1] // width
-
-
-def _or_none(array, dtype):
-    """An operand, or one without elements in the place of none."""
-    return jnp.zeros(0, dtype) if array is None else array

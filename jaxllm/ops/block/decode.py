@@ -13,7 +13,6 @@ from jaxllm.core.sharding_rule import WHOLE, ShardingRule
 from jaxllm.ops.activation.api import swiglu_packed
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
-from jaxllm.ops.block.pages import count_keys, places_of
 from jaxllm.ops.checks import (
     as_float,
     as_integer,
@@ -25,6 +24,7 @@ from jaxllm.ops.checks import (
 )
 from jaxllm.ops.gemm.api import FEW_ROWS, linear
 from jaxllm.ops.norm.api import rms_norm
+from jaxllm.ops.pages import count_keys, places_of
 from jaxllm.ops.rotary.api import rope
 from jaxllm.ops.weights import Quantized, Transposed
 
@@ -266,7 +266,7 @@ def _parts(
         q, k = norm(q, q_norm), norm(k, k_norm)
     q, k = rope(q, k, cos[:, None], sin[:, None], backend=backend)
     if block_table is not None:
-        places = places_of(lengths, block_table, k_cache)
+        places = tuple(x[:, 0] for x in places_of(lengths[:, None], block_table, k_cache))
         keys = count_keys(lengths, block_table, k_cache)
     else:
         slots = jnp.where(lengths < 0, lengths, lengths % S) if ring else lengths
