@@ -41,8 +41,8 @@ class AnomalyState(NamedTuple):
         losses: Ring buffer of the losses of the last W finite steps.
         norms: Ring buffer of the gradient norms of the same steps.
         count: The number of finite steps so far, an int32 scalar.
-        halted_at: The first step whose loss or norm was not finite, counted from 1; 0 if there was
-            none.
+        halted_at: The first step whose loss, norm or float8 operands were not finite, counted from
+            1; 0 if there was none.
     """
 
     losses: Float[Array, " W"]
@@ -167,7 +167,10 @@ def explain_halt(
         if faults or not jnp.isfinite(loss):
             lines += [f"microbatch {i}: loss {float(loss)}", *faults]
     if not lines:
-        lines = ["each microbatch is finite by itself: the sum or the norm of the gradients is not"]
+        lines = [
+            "each microbatch is finite by itself: the sum or the norm of the gradients is not, or "
+            "a float8 operand"
+        ]
     return "\n".join(lines)
 
 
