@@ -34,6 +34,7 @@ from jaxllm.models.common import (
 )
 from jaxllm.ops.checks import is_certain
 from jaxllm.ops.gemm.api import FEW_ROWS
+from jaxllm.ops.window import is_ring
 
 
 class KVCache(NamedTuple):
@@ -221,14 +222,7 @@ def _ring(cache: KVCache | PagedKVCache, layer: int, window: int | None) -> int 
     if isinstance(cache, PagedKVCache):
         return None
     slots = cache.keys[layer].shape[1]
-    if window is None or is_certain(lambda: slots < window):
-        return None
-    if not is_certain(lambda: slots == window):
-        raise ValueError(
-            f"the cache of layer {layer} has {slots} slots; with a window of {window} it must have "
-            "at most as many, as init_cache makes it"
-        )
-    return window
+    return window if is_ring(f"the cache of layer {layer}", slots, window) else None
 
 
 def _check_prompts(

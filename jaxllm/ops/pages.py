@@ -8,6 +8,20 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from jaxllm.ops.checks import check_integer
+
+
+def check_table(block_table: Array, pool: Array, of: str, sequences: int) -> None:
+    """Raises TypeError or ValueError where a table does not fit the keys, or the array ``of``."""
+    check_integer(block_table=block_table)
+    if block_table.ndim != 2 or block_table.shape[0] != sequences:
+        raise ValueError(
+            f"block_table has shape {block_table.shape}; it must be ({sequences}, M), the pages of "
+            f"each sequence of {of}"
+        )
+    if 0 in pool.shape[:2] and block_table.size:
+        raise ValueError(f"k_cache has shape {pool.shape}, no page; block_table names some")
+
 
 def room(block_table: Array, pool: Array) -> Array:
     """The most tokens of each sequence, (B,)."""

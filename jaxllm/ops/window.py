@@ -11,7 +11,7 @@ An integer counts the query's own position: ``w`` stands for ``(w - 1, w - 1)``.
 
 from __future__ import annotations
 
-from jaxllm.ops.checks import as_integer
+from jaxllm.ops.checks import as_integer, is_certain
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -57,3 +57,35 @@ def check_window(window: object) -> Window:
         raise ValueError(f"window is {window!r}; left and right must be at least 0, or None")
     left, right = (None if (side or 0) >= _MOST_TOKENS else side for side in (left, right))
     return left, right
+
+
+def last_tokens(window: object) -> int | None:
+    """How many tokens the last query of a sequence sees, itself included; None for all.
+
+    Raises:
+        TypeError: As :func:`check_window`.
+        ValueError: Likewise.
+    """
+    left, _ = sides(True, check_window(window))
+    return None if left is None else left + 1
+
+
+def is_ring(holder: str, slots: int, window: int | None) -> bool:
+    """Whether a cache with so many slots holds the tokens of a window only.
+
+    Args:
+        holder: What has the slots, for the error message.
+        slots: Those of a sequence.
+        window: As of :func:`last_tokens`.
+
+    Raises:
+        ValueError: It has more slots: attention to it would see tokens before the window.
+    """
+    if window is None or is_certain(lambda: slots < window):
+        return False
+    if not is_certain(lambda: slots == window):
+        raise ValueError(
+            f"{holder} has {slots} slots; with a window of {window} it must have at most as many, "
+            "as init_cache makes it"
+        )
+    return True

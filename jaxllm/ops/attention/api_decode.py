@@ -11,7 +11,8 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
 from jaxllm.ops.attention.arguments import check_sinks
 from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
-from jaxllm.ops.window import Window, check_window, sides
+from jaxllm.ops.pages import check_table
+from jaxllm.ops.window import Window, last_tokens
 
 DECODE_ATTENTION = Op(
     "decode_attention",
@@ -105,8 +106,7 @@ def decode_attention(
             check_shape(name, scales, k_cache.shape[:3], f"one a head of k_cache {k_cache.shape}")
     check_sinks(sinks, q.shape[1], q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else as_float("scale", scale)
-    left, _ = sides(True, check_window(window))
-    options = {"scale": scale, "window": None if left is None else left + 1}
+    options = {"scale": scale, "window": last_tokens(window)}
     arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales, sinks)
     direction = Direction.INFERENCE
     if block_table is not None:
@@ -134,14 +134,7 @@ def _check_cache(
             f"k_cache has shape {k_cache.shape}; it must be {wanted} the head width of q {q.shape}"
         )
     if block_table is not None:
-        check_integer(block_table=block_table)
-        if block_table.ndim != 2 or block_table.shape[0] != B:
-            raise ValueError(
-                f"block_table has shape {block_table.shape}; it must be ({B}, M), the pages of "
-                f"each sequence of q {q.shape}"
-            )
-        if 0 in k_cache.shape[:2] and block_table.size:
-            raise ValueError(f"k_cache has shape {k_cache.shape}, no page; block_table names some")
+        check_table(block_table, k_cache, f"q {q.shape}", B)
     check_shape("v_cache", v_cache, k_cache.shape, "the shape of k_cache")
     check_same_dtype("v_cache", v_cache, "k_cache", k_cache)
     K = k_cache.shape[2]

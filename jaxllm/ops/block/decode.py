@@ -15,7 +15,6 @@ from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
 from jaxllm.ops.checks import (
     as_float,
-    as_integer,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -24,9 +23,10 @@ from jaxllm.ops.checks import (
 )
 from jaxllm.ops.gemm.api import FEW_ROWS, linear
 from jaxllm.ops.norm.api import rms_norm
-from jaxllm.ops.pages import count_keys, places_of
+from jaxllm.ops.pages import check_table, count_keys, places_of
 from jaxllm.ops.rotary.api import rope
 from jaxllm.ops.weights import Quantized, Transposed
+from jaxllm.ops.window import Window, is_ring, last_tokens
 
 Matrix = Transposed | Quantized
 
@@ -49,7 +49,7 @@ def decode_block(
     k_norm: Float[Array, " H"] | None = None,
     block_table: Integer[Array, "B M"] | None = None,
     *,
-    window: int | None = None,
+    window: Window = None,
     eps: float = 1e-5,
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "B D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
@@ -88,9 +88,10 @@ def decode_block(
         block_table: The pages of each sequence in order, (B, M), then P, which is no page; as in
             :class:`jaxllm.inference.paged_cache.PagedKVCache`. Without a window the results have
             the bits of a cache in one piece with M * page slots. None for such a cache.
-        window: How many tokens the query sees, itself included, as in Mistral; None for all.
-            Caches in one piece have at most as many slots. If they have as many they are a ring:
-            token t is in slot ``t % window``, and the new one replaces the oldest.
+        window: How many tokens the query sees, itself included, as in Mistral, or a pair as in
+            :func:`decode_attention`; None for all. Caches in one piece have at most as many slots.
+            If they have as many they are a ring: token t is in slot ``t % window``, and the new one
+            replaces the oldest.
         eps: Added to the mean squares.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
@@ -129,13 +130,14 @@ def decode_block(
     _check_extras(residual, _rows(qkv), H, qkv_bias, q_norm, k_norm)
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
     arrays = (*arrays, lengths.astype(jnp.int32), qkv_bias, q_norm, k_norm)
-    window = _check_window(window)
+    seen = last_tokens(window)
     if block_table is None:
-        options: dict[str, Any] = {"ring": _is_ring(k_cache, window), "window": None}
+        options: dict[str, Any] = {"ring": is_ring("k_cache", k_cache.shape[1], seen)}
+        options["window"] = None  # a ring has no other tokens
     else:
-        _check_table(residual, k_cache, block_table)
+        check_table(block_table, k_cache, f"residual {residual.shape}", B)
         block_table = block_table.astype(jnp.int32)
-        options = {"ring": False, "window": window}
+        options = {"ring": False, "window": seen}
     options["eps"] = as_float("eps", eps)
     arrays = (*arrays, block_table)
     return dispatch(DECODE_BLOCK, Direction.INFERENCE, resolve(backend), *arrays, **options)
@@ -167,39 +169,6 @@ def _check_extras(
     if (q_norm is None) != (k_norm is None):
         missing = "q_norm" if q_norm is None else "k_norm"
         raise ValueError(f"{missing} is None; q_norm and k_norm must both be given, or neither")
-
-
-def _check_window(window: int | None) -> int | None:
-    if window is None:
-        return None
-    if (most := as_integer("window", window)) < 1:
-        raise ValueError(f"window is {window}; it must be at least 1")
-    return most
-
-
-def _is_ring(cache: Array, window: int | None) -> bool:
-    """Whether a cache in one piece holds the tokens of a window only."""
-    slots = cache.shape[1]
-    if window is None or is_certain(lambda: slots < window):
-        return False
-    if not is_certain(lambda: slots == window):
-        raise ValueError(
-            f"k_cache has shape {cache.shape}; with a window of {window} it must have at most as "
-            "many slots"
-        )
-    return True
-
-
-def _check_table(residual: Array, cache: Array, block_table: Array) -> None:
-    check_integer(block_table=block_table)
-    B = residual.shape[0]
-    if block_table.ndim != 2 or block_table.shape[0] != B:
-        raise ValueError(
-            f"block_table has shape {block_table.shape}; it must be ({B}, M), the pages of each "
-            f"sequence of residual {residual.shape}"
-        )
-    if 0 in cache.shape[:2] and block_table.size:
-        raise ValueError(f"k_cache has shape {cache.shape}, no page; block_table names some")
 
 
 def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix]) -> None:
