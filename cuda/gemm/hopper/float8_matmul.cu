@@ -27,8 +27,8 @@ int64_t columns_of_cluster(const GemmShape& shape, int clusters) {
   return divide_up(tiles, clusters) * Tile::kBlockN;
 }
 
-// A column took 2 to 21% more time with the narrow tile on an H100: a consumer reads more of A and B
-// for each product. So it pays where a cluster computes a sixth fewer columns.
+// A column took 2 to 21% more time with the narrow tile on an H100: a consumer reads more of A and
+// B for each product. So it pays where a cluster computes a sixth fewer columns.
 bool is_faster_narrow(const GemmShape& shape, int clusters) {
   return 6 * columns_of_cluster<NarrowTile>(shape, clusters) <=
          5 * columns_of_cluster<DeepTile>(shape, clusters);
