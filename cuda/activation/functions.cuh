@@ -44,4 +44,16 @@ struct Sum {
   }
 };
 
+// GELU of an element, and its gradient from that and the gradient of the result, likewise.
+struct GeluForward {
+  __device__ __forceinline__ void operator()(const float (&in)[1], float (&out)[1]) const {
+    out[0] = gelu(in[0]);
+  }
+};
+struct GeluBackward {
+  __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
+    out[0] = in[1] * dgelu(in[0]);
+  }
+};
+
 }  // namespace jaxllm

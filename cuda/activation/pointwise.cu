@@ -5,18 +5,6 @@
 namespace jaxllm {
 namespace {
 
-struct GeluForward {
-  __device__ __forceinline__ void operator()(const float (&in)[1], float (&out)[1]) const {
-    out[0] = gelu(in[0]);
-  }
-};
-
-struct GeluBackward {
-  __device__ __forceinline__ void operator()(const float (&in)[2], float (&out)[1]) const {
-    out[0] = in[1] * dgelu(in[0]);
-  }
-};
-
 struct ReluForward {
   __device__ __forceinline__ void operator()(const float (&in)[1], float (&out)[1]) const {
     out[0] = in[0] < 0.0f ? 0.0f : in[0];  // NaN remains

@@ -7,10 +7,10 @@ namespace jaxllm {
 namespace {
 
 // jax.vmap gives every buffer the same new leading axes. A scale has one element for each row of
-// its operand, or one for all. amax has one for each part of the columns; nullptr where it is not
-// wanted.
+// its operand, or one for all. The bias has none where there is no bias. amax has one for each part
+// of the columns; nullptr where it is not wanted.
 ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const Buffer& scale_a,
-                    const Buffer& scale_b, Result* out, Result* amax) {
+                    const Buffer& scale_b, const Buffer& bias, Result* out, Result* amax) {
   const auto of_a = a.dimensions(), of_b = b.dimensions();
   const auto of_scale_a = scale_a.dimensions(), of_scale_b = scale_b.dimensions();
   const size_t axes = of_a.size();
@@ -24,6 +24,7 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
   const int64_t calls = count_matrices(a);
   const bool has_one_a = of_scale_a.back() == 1, has_one_b = of_scale_b.back() == 1;
   const int64_t scales_a = has_one_a ? 1 : rows, scales_b = has_one_b ? 1 : columns;
+  const int64_t biases = count(bias) ? columns : 0;
   const int64_t parts = amax ? (*amax)->dimensions().back() : 1;
   if (parts != 1 && parts != 2) return invalid("amax", "is of neither one nor two parts");
   return dispatch_float8(a, "a", [&](auto type_a) {
@@ -37,6 +38,7 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
             {"b", b, b.element_type(), calls * columns * depth},
             {"scale_a", scale_a, ffi::F32, calls * scales_a},
             {"scale_b", scale_b, ffi::F32, calls * scales_b},
+            {"bias", bias, dtype_of<Out>(), calls * biases},
             {"out", **out, dtype_of<Out>(), calls * rows * columns},
             {"amax", amax ? **amax : scale_a, ffi::F32, calls * (amax ? parts : scales_a)},
         });
@@ -47,7 +49,8 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
                                            data<float>(scale_a) + i * scales_a,
                                            data<float>(scale_b) + i * scales_b,
                                            has_one_a,
-                                           has_one_b};
+                                           has_one_b,
+                                           biases ? data<Out>(bias) + i * biases : nullptr};
           const cudaError_t status =
               call.launch(stream, {rows, columns, depth}, data<Out>(*out) + i * rows * columns,
                           amax ? data<float>(*amax) + i * parts : nullptr, static_cast<int>(parts));
@@ -60,13 +63,13 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
 }
 
 ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a, Buffer scale_b,
-                            Result out) {
-  return multiply(stream, a, b, scale_a, scale_b, &out, nullptr);
+                            Buffer bias, Result out) {
+  return multiply(stream, a, b, scale_a, scale_b, bias, &out, nullptr);
 }
 
 ffi::Error Float8MatmulAmaxImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
-                                Buffer scale_b, Result out, Result amax) {
-  return multiply(stream, a, b, scale_a, scale_b, &out, &amax);
+                                Buffer scale_b, Buffer bias, Result out, Result amax) {
+  return multiply(stream, a, b, scale_a, scale_b, bias, &out, &amax);
 }
 
 }  // namespace

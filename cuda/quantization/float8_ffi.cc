@@ -1,9 +1,9 @@
-// The FFI handlers of rounding to 8-bit floats, and of SwiGLU that does so, one for each layout of
-// the result.
+// The FFI handlers of rounding to 8-bit floats, and of activations that do so, one for each layout
+// of the result.
 #include "common/ffi_float8.h"
 #include "handlers.h"
+#include "quantization/float8_activation.h"
 #include "quantization/float8_round.h"
-#include "quantization/float8_swiglu.h"
 
 namespace jaxllm {
 namespace {
@@ -62,26 +62,29 @@ ffi::Error Float8RoundBothImpl(cudaStream_t stream, Buffer x, Buffer scale, Resu
   return round_to_float8(stream, x, scale, &values, &transposed);
 }
 
-// The sizes of a call of SwiGLU, from gate_up of (..., rows, 2 width).
-struct SwigluSizes {
+// The sizes of a call of an activation, from h of (..., rows, kParts width).
+template <class Activation>
+struct ActivationSizes {
+  static constexpr int kParts = Activation::kParts;
   int64_t calls, rows, width;
 
-  ffi::Error read(const Buffer& gate_up) {
-    const auto of_x = gate_up.dimensions();
-    if (of_x.size() < 2) return invalid("gate_up", "is no matrix");
-    if (of_x.back() % 2 != 0) return invalid("gate_up", "has no even number of columns");
-    rows = of_x[of_x.size() - 2];
-    width = of_x.back() / 2;
-    calls = count_matrices(gate_up);
+  ffi::Error read(const Buffer& h) {
+    const auto of_h = h.dimensions();
+    if (of_h.size() < 2) return invalid("h", "is no matrix");
+    if (of_h.back() % kParts != 0) return invalid("h", "has no even number of columns");
+    rows = of_h[of_h.size() - 2];
+    width = of_h.back() / kParts;
+    calls = count_matrices(h);
     return ffi::Error::Success();
   }
 };
 
 // transposed is nullptr where it is not wanted.
-ffi::Error swiglu_forward(cudaStream_t stream, const Buffer& gate_up, const Buffer& scale,
-                          Result* values, Result* transposed) {
-  SwigluSizes sizes;
-  ffi::Error error = sizes.read(gate_up);
+template <class Activation>
+ffi::Error activation_forward(cudaStream_t stream, const Buffer& h, const Buffer& scale,
+                              Result* values, Result* transposed) {
+  ActivationSizes<Activation> sizes;
+  ffi::Error error = sizes.read(h);
   if (error.failure()) return error;
   const int64_t size = sizes.rows * sizes.width, total = sizes.calls * size;
   const Buffer& first = **values;
@@ -89,11 +92,11 @@ ffi::Error swiglu_forward(cudaStream_t stream, const Buffer& gate_up, const Buff
                          {"values", first, ffi::F8E4M3FN, total},
                          {"transposed", transposed ? **transposed : first, ffi::F8E4M3FN, total}});
   if (error.failure()) return error;
-  return dispatch_floating(gate_up, "gate_up", [&](auto type) {
+  return dispatch_floating(h, "h", [&](auto type) {
     using T = typename decltype(type)::type;
     for (int64_t i = 0; i < sizes.calls; ++i) {
-      const Float8Swiglu<T> call{data<T>(gate_up) + 2 * i * size, data<float>(scale) + i,
-                                 sizes.rows, sizes.width};
+      const Float8Activation<Activation, T> call{data<T>(h) + sizes.kParts * i * size,
+                                                 data<float>(scale) + i, sizes.rows, sizes.width};
       const auto part = [&](Result* result) {
         return result ? data<__nv_fp8_e4m3>(*result) + i * size : nullptr;
       };
@@ -104,43 +107,76 @@ ffi::Error swiglu_forward(cudaStream_t stream, const Buffer& gate_up, const Buff
   });
 }
 
-ffi::Error Float8SwigluForwardImpl(cudaStream_t stream, Buffer gate_up, Buffer scale,
-                                   Result values) {
-  return swiglu_forward(stream, gate_up, scale, &values, nullptr);
-}
-
-ffi::Error Float8SwigluForwardBothImpl(cudaStream_t stream, Buffer gate_up, Buffer scale,
-                                       Result values, Result transposed) {
-  return swiglu_forward(stream, gate_up, scale, &values, &transposed);
-}
-
-ffi::Error Float8SwigluBackwardImpl(cudaStream_t stream, Buffer gate_up, Buffer dout, Buffer scale,
-                                    Result values, Result transposed) {
-  SwigluSizes sizes;
-  ffi::Error error = sizes.read(gate_up);
+// dbias and its workspace have no elements where it is not wanted.
+template <class Activation>
+ffi::Error activation_backward(cudaStream_t stream, const Buffer& h, const Buffer& dout,
+                               const Buffer& scale, Result& values, Result& transposed,
+                               Result& dbias, Result& partial) {
+  ActivationSizes<Activation> sizes;
+  ffi::Error error = sizes.read(h);
   if (error.failure()) return error;
-  const int64_t size = sizes.rows * sizes.width, total = sizes.calls * size;
-  error = check_buffers({{"dout", dout, gate_up.element_type(), total},
-                         {"scale", scale, ffi::F32, sizes.calls},
-                         {"values", *values, ffi::F8E5M2, 2 * total},
-                         {"transposed", *transposed, ffi::F8E5M2, 2 * total}});
-  if (error.failure()) return error;
-  return dispatch_floating(gate_up, "gate_up", [&](auto type) {
+  const int64_t columns = sizes.kParts * sizes.width, size = sizes.rows * columns;
+  const int64_t total = sizes.calls * size;
+  return dispatch_floating(h, "h", [&](auto type) {
     using T = typename decltype(type)::type;
+    using Call = Float8Activation<Activation, T>;
+    const int64_t sums = count(*dbias) ? columns : 0;
+    const int64_t partials = Call::partial_rows(sizes.rows) * sums;
+    ffi::Error error = check_buffers({{"dout", dout, h.element_type(), total / sizes.kParts},
+                                      {"scale", scale, ffi::F32, sizes.calls},
+                                      {"values", *values, ffi::F8E5M2, total},
+                                      {"transposed", *transposed, ffi::F8E5M2, total},
+                                      {"dbias", *dbias, dtype_of<T>(), sizes.calls * sums},
+                                      {"partial", *partial, ffi::F32, sizes.calls * partials}});
+    if (error.failure()) return error;
     for (int64_t i = 0; i < sizes.calls; ++i) {
-      const Float8Swiglu<T> call{data<T>(gate_up) + 2 * i * size, data<float>(scale) + i,
-                                 sizes.rows, sizes.width};
-      const cudaError_t status = call.backward(stream, data<T>(dout) + i * size,
-                                               data<__nv_fp8_e5m2>(values) + 2 * i * size,
-                                               data<__nv_fp8_e5m2>(transposed) + 2 * i * size);
+      const Call call{data<T>(h) + i * size, data<float>(scale) + i, sizes.rows, sizes.width};
+      const cudaError_t status = call.backward(
+          stream, data<T>(dout) + i * size / sizes.kParts, data<__nv_fp8_e5m2>(values) + i * size,
+          data<__nv_fp8_e5m2>(transposed) + i * size,
+          sums ? data<T>(dbias) + i * sums : nullptr, data<float>(partial) + i * partials);
       if (status != cudaSuccess) return to_ffi_error(status);
     }
     return ffi::Error::Success();
   });
 }
 
+ffi::Error Float8GeluForwardImpl(cudaStream_t stream, Buffer h, Buffer scale, Result values) {
+  return activation_forward<Float8Gelu>(stream, h, scale, &values, nullptr);
+}
+
+ffi::Error Float8GeluForwardBothImpl(cudaStream_t stream, Buffer h, Buffer scale, Result values,
+                                     Result transposed) {
+  return activation_forward<Float8Gelu>(stream, h, scale, &values, &transposed);
+}
+
+ffi::Error Float8GeluBackwardImpl(cudaStream_t stream, Buffer h, Buffer dout, Buffer scale,
+                                  Result values, Result transposed, Result dbias, Result partial) {
+  return activation_backward<Float8Gelu>(stream, h, dout, scale, values, transposed, dbias,
+                                         partial);
+}
+
+ffi::Error Float8SwigluForwardImpl(cudaStream_t stream, Buffer h, Buffer scale, Result values) {
+  return activation_forward<Float8Swiglu>(stream, h, scale, &values, nullptr);
+}
+
+ffi::Error Float8SwigluForwardBothImpl(cudaStream_t stream, Buffer h, Buffer scale, Result values,
+                                       Result transposed) {
+  return activation_forward<Float8Swiglu>(stream, h, scale, &values, &transposed);
+}
+
+ffi::Error Float8SwigluBackwardImpl(cudaStream_t stream, Buffer h, Buffer dout, Buffer scale,
+                                    Result values, Result transposed, Result dbias,
+                                    Result partial) {
+  return activation_backward<Float8Swiglu>(stream, h, dout, scale, values, transposed, dbias,
+                                           partial);
+}
+
 }  // namespace
 
+JAXLLM_HANDLER(Float8GeluForward, Float8GeluForwardImpl);
+JAXLLM_HANDLER(Float8GeluForwardBoth, Float8GeluForwardBothImpl);
+JAXLLM_HANDLER(Float8GeluBackward, Float8GeluBackwardImpl);
 JAXLLM_HANDLER(Float8SwigluForward, Float8SwigluForwardImpl);
 JAXLLM_HANDLER(Float8SwigluForwardBoth, Float8SwigluForwardBothImpl);
 JAXLLM_HANDLER(Float8SwigluBackward, Float8SwigluBackwardImpl);

@@ -36,7 +36,7 @@ def assert_equal(found, expected):
     ("precision", "of_up", "of_down"),
     [
         ("row", "row", "row"),
-        ("tensor", "tensor", "tensor"),
+        ({"up": "tensor"}, "tensor", None),
         ({"up": "row"}, "row", None),
         ({"up": None, "down": "tensor"}, None, "tensor"),
         ({}, None, None),
@@ -162,6 +162,6 @@ def test_explain_tells_why_a_block_is_not_fused(on_hopper, precision):
     assert reason == (
         "a layer's GEMMs have float8 operands; those of the fused block have the dtype of h"
     )
-    products = [call for call in calls if call.stem == "float8_matmul"]
+    products = [call for call in calls if call.stem.startswith("float8_matmul")]
     assert len(products) == (4 if precision == "row" else 6)
     assert {call.on_gpu for call in products} == {"cuda"}

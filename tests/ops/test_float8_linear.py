@@ -54,22 +54,26 @@ def values_and_gradients(fn, x, weight, bias, dout):
 ACCUMULATION = {"cpu": 0.0, "gpu": 16 * 2.0**-13}
 
 
-def assert_product(found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn")):
+def assert_product(
+    found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn"), bias=0.0
+):
     """Checks ``found`` against the float64 product of two matrices, rounded by a recipe."""
+    bias = np.asarray(bias, np.float64)
     a, b = a.reshape(found.size // b.shape[0], -1), b.reshape(b.shape[0], -1)
     wide, axis = [], -1 if recipe == "row" else None
     for matrix, dtype in zip((a, b), dtypes, strict=True):
         values, scale = float8_quantize(matrix, dtype, axis=axis)
         scale = np.broadcast_to(np.asarray(scale, np.float64), len(matrix))
         wide.append(np.asarray(values, np.float64) * scale[:, None])
-    expected, absolute = wide[0] @ wide[1].T, abs(wide[0]) @ abs(wide[1]).T
+    expected, absolute = wide[0] @ wide[1].T + bias, abs(wide[0]) @ abs(wide[1]).T + abs(bias)
     info = jnp.finfo(found.dtype)
     bound = ((a.shape[1] + 4) * 2.0**-24 + ACCUMULATION[jax.default_backend()]) * absolute
     bound += float(info.eps) / 2 * (abs(expected) + bound) + float(info.smallest_subnormal)
     lost = abs(np.asarray(found, np.float64).reshape(expected.shape) - expected)
     assert (lost <= bound).all(), float((lost - bound).max())
     # The check would see an operand that is not rounded.
-    assert (abs(np.asarray(a, float) @ np.asarray(b, float).T - expected) > bound).any()
+    unrounded = np.asarray(a, float) @ np.asarray(b, float).T + bias
+    assert (abs(unrounded - expected) > bound).any()
 
 
 # What the gradient of the output is rounded to, and the other operand.
@@ -118,13 +122,14 @@ def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtyp
 @each_dtype
 @pytest.mark.parametrize(("with_bias", "columns"), [(False, (24,)), (True, (24,)), (True, (3, 8))])
 @pytest.mark.covering(("recipe", "dtype"), ("columns",), ("with_bias",))
-def test_bias_and_activation_follow_the_rounded_product(recipe, dtype, with_bias, columns):
+def test_a_bias_alone_is_rounded_with_the_product_and_one_with_gelu_after_it(recipe, dtype, with_bias, columns):
     x, weight, bias, dout = arrays(dtype, columns=columns)
     bias, fn = bias if with_bias else None, layer(recipe)
     h = fn(x, weight).reshape(10, 24)
     assert fn(x, weight, bias).dtype == dtype
     if bias is not None:
-        np.testing.assert_array_equal(fn(x, weight, bias).reshape(10, 24), h + bias.ravel())
+        of_bias = {"recipe": recipe, "bias": bias.ravel()}
+        assert_product(fn(x, weight, bias), x, weight.reshape(32, 24).T, **of_bias)
     out, pull = jax.vjp(lambda *a: fn(*a, activation="gelu"), x, weight, bias)
     epilogue = gelu if bias is None else lambda h: bias_gelu(h, bias.ravel())
     wanted, pull_epilogue = jax.vjp(epilogue, h)

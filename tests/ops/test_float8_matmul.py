@@ -135,10 +135,10 @@ def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats):
     assert 0.9 < np.isfinite(out).mean() < 1
 
 
-def with_amax(arrays, parts, backend, out_dtype="bfloat16"):
+def with_amax(arrays, parts, backend, out_dtype="bfloat16", bias=None):
     static = {"out_dtype": out_dtype, "parts": parts}
     a, b, *scales = arrays
-    arrays = a, b, *map(jnp.atleast_1d, scales)
+    arrays = a, b, *map(jnp.atleast_1d, scales), bias
     return dispatch(FLOAT8_MATMUL_AMAX, Direction.INFERENCE, backend, *arrays, **static)
 
 
@@ -160,6 +160,28 @@ def test_amax_is_the_largest_finite_element_of_each_part(columns, parts, out_dty
     expected = np.where(np.isfinite(wide), wide, 0).max((0, 2))
     np.testing.assert_array_equal(amax, expected)
     assert (expected > 0).all()
+
+
+@each_backend
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("shape", [(257, 384, 1040), (130, 200, 144)])
+def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype, backend):
+    rows, columns, _ = shape
+    arrays = operands(shape, FORMATS)
+    drawn = np.random.default_rng(1).standard_normal(columns, np.float32)
+    bias = jnp.asarray(drawn).at[columns - 1].set(1e3).astype(out_dtype)
+    out, amax = with_amax(arrays, 1, backend, out_dtype, bias)
+    plain = float8_matmul(*arrays, out_dtype="float32", backend=backend)
+    wide = np.asarray(plain, np.float64) + np.asarray(bias, np.float64)
+    # A product in float32, and one rounding of the sum more than that to float32.
+    expected = wide.astype(np.float32).astype(out_dtype)
+    info = jnp.finfo(out_dtype)
+    lost = abs(np.asarray(out, np.float64) - expected.astype(np.float64))
+    assert (lost <= float(info.eps) * abs(wide) + 2.0**-23 * abs(np.asarray(plain))).all()
+    assert (lost > 0).mean() < 0.01
+    assert amax == abs(np.asarray(out, np.float32)).max()
+    alone = float8_matmul(*arrays, bias, out_dtype=out_dtype, backend=backend)
+    np.testing.assert_array_equal(alone.astype(jnp.float32), out.astype(jnp.float32))
 
 
 @each_backend
@@ -240,3 +262,7 @@ def test_wrong_arguments_raise_errors_that_name_them():
         float8_matmul(a, b, scale_a, scale_a)
     with pytest.raises(TypeError, match="out_dtype is int32; it must be bfloat16 or float16 or"):
         float8_matmul(a, b, scale_a, scale_b, out_dtype=int)
+    with pytest.raises(TypeError, match="bias has dtype float32; it must be bfloat16"):
+        float8_matmul(a, b, scale_a, scale_b, jnp.zeros(8))
+    with pytest.raises(ValueError, match="bias has shape"):
+        float8_matmul(a, b, scale_a, scale_b, jnp.zeros(7, jnp.bfloat16))

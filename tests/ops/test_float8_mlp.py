@@ -16,29 +16,41 @@ from jaxllm.ops.rounding import round_to_float8, scale_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 WIDTH, HIDDEN = 64, 96
+ACTIVATIONS = ("gelu", "swiglu")
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 each_backend = pytest.mark.parametrize(
     "backend", ["xla", pytest.param("auto", marks=pytest.mark.hopper)]
 )
 
 
-def arrays(dtype="float32", rows=(2, 16)):
-    """x, both weights and dout, with a heavy tail."""
+def arrays(activation="swiglu", dtype="float32", rows=(2, 16)):
+    """x, the first weight and its bias, the second weight and dout, with a heavy tail."""
     generator = np.random.default_rng(0)
 
-    def draw(*shape, scale=1.0):
+    def draw(scale, *shape):
         x = scale * generator.standard_normal(shape, np.float32)
         return jnp.asarray(np.where(generator.random(shape) < 0.02, 8 * x, x)).astype(dtype)
 
-    shapes = ((*rows, WIDTH), (WIDTH, 2, HIDDEN), (HIDDEN, WIDTH), (*rows, WIDTH))
-    return [draw(*shape, scale=s) for shape, s in zip(shapes, (1, 0.1, 0.1, 1), strict=True)]
+    columns = (HIDDEN,) if activation == "gelu" else (2, HIDDEN)
+    x, up, down, dout = (
+        draw(scale, *shape)
+        for shape, scale in (
+            ((*rows, WIDTH), 1),
+            ((WIDTH, *columns), 0.1),
+            ((HIDDEN, WIDTH), 0.1),
+            ((*rows, WIDTH), 1),
+        )
+    )
+    return x, up, draw(0.3, *columns), down, dout
 
 
-def values_and_gradients(fn, x, gate_up, down, dout):
-    out, pull = jax.vjp(fn, x, gate_up, down)
+def values_and_gradients(fn, x, up, bias, down, dout):
+    out, pull = jax.vjp(fn, x, up, bias, down)
     return out, *pull(dout)
 
 
-mlp = functools.partial(float8_mlp, backend="auto")
+def mlp_of(activation, backend="auto"):
+    return functools.partial(float8_mlp, activation=activation, backend=backend)
 
 
 def quantized(x, dtype=E4M3, bound=None):
@@ -51,24 +63,32 @@ def quantized(x, dtype=E4M3, bound=None):
     return values.astype(jnp.float32) * scale
 
 
-def by_formulas(x, gate_up, down, dout):
+def function_of(activation):
+    """The activation of ``(rows, parts, F)``."""
+    if activation == "gelu":
+        return lambda h: jax.nn.gelu(h[:, 0])
+    return lambda h: jax.nn.silu(h[:, 0]) * h[:, 1]
+
+
+def by_formulas(activation, x, up, bias, down, dout):
     """What the module's docstring says, in float32 but for the results of GEMMs."""
-    dtype = x.dtype
+    dtype, rows = x.dtype, x.shape[:-1]
     x, dout = x.reshape(-1, WIDTH), dout.reshape(-1, WIDTH)
-    x8, w1, w2 = quantized(x), quantized(gate_up).reshape(WIDTH, -1), quantized(down)
-    h = (x8 @ w1).astype(dtype)
-    gate, up = (part.astype(jnp.float32) for part in jnp.split(h, 2, axis=1))
-    largest = [abs(part).max() for part in (gate, up)]
-    hidden = quantized(jax.nn.silu(gate) * up, bound=largest[0] * largest[1])
+    x8, w1, w2 = quantized(x), quantized(up).reshape(WIDTH, -1), quantized(down)
+    h = x8 @ w1 if bias is None else x8 @ w1 + bias.astype(jnp.float32).ravel()
+    h = h.astype(dtype).astype(jnp.float32).reshape(len(x), -1, HIDDEN)
+    largest, fn = abs(h).max((0, 2)), function_of(activation)
+    hidden = quantized(fn(h), bound=largest.prod())
     out, dout8 = (hidden @ w2).astype(dtype), quantized(dout, E5M2)
     dhidden = (dout8 @ w2.T).astype(dtype).astype(jnp.float32)
-    _, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, gate, up)
-    bound = abs(dhidden).max() * jnp.maximum(1.1 * largest[1], largest[0])
-    dh = quantized(jnp.concatenate(pull(dhidden), axis=1), E5M2, bound)
-    dx, dgate_up, ddown = dh @ w1.T, x8.T @ dh, hidden.T @ dout8
-    shapes = (2, 16, WIDTH), (2, 16, WIDTH), gate_up.shape, down.shape
-    results = (out, dx, dgate_up, ddown)
-    return [r.astype(dtype).reshape(s) for r, s in zip(results, shapes, strict=True)]
+    (dh,) = jax.vjp(fn, h)[1](dhidden)
+    slope = 1.13 if activation == "gelu" else max(1.1 * largest[1], largest[0])
+    dh8 = quantized(dh, E5M2, abs(dhidden).max() * slope).reshape(len(x), -1)
+    dx, dup, ddown = dh8 @ w1.T, x8.T @ dh8, hidden.T @ dout8
+    dbias = None if bias is None else dh.sum(0).astype(dtype).reshape(bias.shape)
+    dx = dx.astype(dtype).reshape(*rows, WIDTH)
+    out = out.reshape(*rows, WIDTH)
+    return out, dx, dup.astype(dtype).reshape(up.shape), dbias, ddown.astype(dtype)
 
 
 def distance(found, expected):
@@ -78,36 +98,52 @@ def distance(found, expected):
 
 @each_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_results_are_those_of_the_formulas(dtype, backend):
-    given = arrays(dtype)
-    found = values_and_gradients(functools.partial(float8_mlp, backend=backend), *given)
-    for result, expected in zip(found, by_formulas(*given), strict=True):
+@pytest.mark.parametrize("has_bias", [False, True])
+@each_activation
+def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend):
+    x, up, bias, down, dout = arrays(activation, dtype)
+    given = x, up, bias if has_bias else None, down, dout
+    found = values_and_gradients(mlp_of(activation, backend), *given)
+    for result, expected in zip(found, by_formulas(activation, *given), strict=True):
+        if expected is None:
+            assert result is None
+            continue
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
         # An element that differs in its last bit may be rounded to another float8 number.
         assert distance(result, expected) < 0.01
 
 
+def unrounded(activation):
+    def mlp(x, up, bias, down):
+        h = jnp.tensordot(x, up, 1)
+        h = (h if bias is None else h + bias).reshape(x.size // WIDTH, -1, HIDDEN)
+        return (function_of(activation)(h) @ down).reshape(x.shape)
+
+    return mlp
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_error_is_that_of_rounding(dtype):
-    given = arrays(dtype)
-
-    def unrounded(x, gate_up, down):
-        h = jnp.tensordot(x, gate_up, 1)
-        return (jax.nn.silu(h[..., 0, :]) * h[..., 1, :]) @ down
-
-    found = values_and_gradients(mlp, *given)
-    expected = values_and_gradients(unrounded, *(x.astype(jnp.float32) for x in given))
+@each_activation
+def test_error_is_that_of_rounding(activation, dtype):
+    given = arrays(activation, dtype)
+    found = values_and_gradients(mlp_of(activation), *given)
+    wide = (x.astype(jnp.float32) for x in given)
+    expected = values_and_gradients(unrounded(activation), *wide)
     away = [distance(a, b) for a, b in zip(found, expected, strict=True)]
-    # Operands in e4m3, of 2.6% each, are in out, and in the gradients two more in e5m2, of 5%.
-    assert all(0.01 < of < bound for of, bound in zip(away, (0.08, 0.13, 0.13, 0.11), strict=True))
+    # Operands in e4m3, of 2.6% each, are in out, and in the gradients two more in e5m2, of 5%. The
+    # gradient of the bias has one rounding to e5m2 less.
+    bounds = 0.08, 0.13, 0.13, 0.11, 0.11
+    assert all(0.01 < of < bound for of, bound in zip(away, bounds, strict=True))
 
 
 def test_no_element_exceeds_its_bound():
-    x, gate_up, down, dout = arrays(rows=(4, 32))
-    h = jnp.tensordot(x, gate_up, 1)
+    at = jnp.linspace(-40, 40, 100001)
+    for fn, least, most in ((jax.nn.silu, 1.099, 1.1), (jax.nn.gelu, 1.128, 1.13)):
+        assert least < abs(jax.vmap(jax.grad(fn))(at)).max() < most
+        assert (abs(fn(at)) <= abs(at)).all()
+    x, up, _, down, dout = arrays(rows=(4, 32))
+    h = jnp.tensordot(x, up, 1)
     gate, up = h[..., 0, :], h[..., 1, :]
-    slope = jax.vmap(jax.grad(jax.nn.silu))(jnp.linspace(-40, 40, 100001))
-    assert 1.099 < abs(slope).max() < 1.1
     assert abs(jax.nn.silu(gate) * up).max() <= abs(gate).max() * abs(up).max()
     dhidden = dout @ down.T
     _, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, gate, up)
@@ -116,102 +152,103 @@ def test_no_element_exceeds_its_bound():
 
 
 @each_backend
-def test_results_repeat_bit_for_bit(backend):
-    given = arrays("bfloat16", rows=(4, 64))
-    run = jax.jit(
-        functools.partial(values_and_gradients, functools.partial(float8_mlp, backend=backend))
-    )
+@each_activation
+def test_results_repeat_bit_for_bit(activation, backend):
+    given = arrays(activation, "bfloat16", rows=(4, 64))
+    run = jax.jit(functools.partial(values_and_gradients, mlp_of(activation, backend)))
     for a, b in zip(run(*given), run(*given), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_zeros_give_zeros_and_masked_rows_change_no_gradient_of_others():
-    x, gate_up, down, dout = arrays()
-    masked = (jnp.arange(16) % 3 == 0)[:, None]
-    out, dx, *_ = values_and_gradients(
-        mlp, jnp.where(masked, 0, x), gate_up, down, jnp.where(masked, 0, dout)
-    )
+@each_activation
+def test_zeros_give_zeros_and_masked_rows_change_no_gradient_of_others(activation):
+    x, up, bias, down, dout = arrays(activation)
+    mlp, masked = mlp_of(activation), (jnp.arange(16) % 3 == 0)[:, None]
+    given = jnp.where(masked, 0, x), up, None, down, jnp.where(masked, 0, dout)
+    out, dx, *_ = values_and_gradients(mlp, *given)
     for found in (out, dx):
         assert not found[:, masked[:, 0]].any()
         assert found[:, ~masked[:, 0]].all()
-    assert not mlp(x, 0 * gate_up, down).any()
-    assert mlp(x[:0], gate_up, down).shape == (0, 16, WIDTH)
+    assert not mlp(x, 0 * up, None, down).any()
+    assert mlp(x[:0], up, bias, down).shape == (0, 16, WIDTH)
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
-def test_nonfinite_elements_stay_visible_in_their_rows_alone(special):
-    x, gate_up, down, dout = arrays()
-    lost = ~np.isfinite(mlp(x.at[1, 2, 3].set(special), gate_up, down))
+@each_activation
+def test_nonfinite_elements_stay_visible_in_their_rows_alone(activation, special):
+    x, up, bias, down, dout = arrays(activation)
+    mlp = mlp_of(activation)
+    lost = ~np.isfinite(mlp(x.at[1, 2, 3].set(special), up, bias, down))
     assert lost[1, 2].all()
     assert lost.sum() == WIDTH
-    _, dx, dgate_up, ddown = values_and_gradients(
-        mlp, x, gate_up, down, dout.at[1, 2, 3].set(special)
-    )
+    given = x, up, bias, down, dout.at[1, 2, 3].set(special)
+    _, dx, dup, dbias, ddown = values_and_gradients(mlp, *given)
     lost = ~np.isfinite(dx)
     assert lost[1, 2].all()
     assert lost.sum() == WIDTH
-    assert not np.isfinite(dgate_up).any()
+    assert not np.isfinite(dup).any()
+    assert not np.isfinite(dbias).any()
     assert not np.isfinite(ddown[:, 3]).any()
 
 
-def loss(x, gate_up, down):
-    return (mlp(x, gate_up, down) * jnp.cos(jnp.arange(float(WIDTH)))).sum()
+@each_activation
+def test_transforms_give_the_values_of_plain_calls(activation):
+    x, up, bias, down, _ = arrays(activation)
 
+    def loss(*arrays):
+        return (mlp_of(activation)(*arrays) * jnp.cos(jnp.arange(float(WIDTH)))).sum()
 
-def test_transforms_give_the_values_of_plain_calls():
-    x, gate_up, down, _ = arrays()
-    plain = jax.value_and_grad(loss, (0, 1, 2))
-    wanted = jax.tree.leaves(plain(x, gate_up, down))
-    remat = jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2))
+    plain = jax.value_and_grad(loss, (0, 1, 2, 3))
+    wanted = jax.tree.leaves(plain(x, up, bias, down))
+    remat = jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2, 3))
     for fn in (jax.jit(plain), jax.jit(remat)):
-        for a, b in zip(jax.tree.leaves(fn(x, gate_up, down)), wanted, strict=True):
+        for a, b in zip(jax.tree.leaves(fn(x, up, bias, down)), wanted, strict=True):
             assert distance(a, b) < 0.01
-    found = jax.tree.leaves(jax.vmap(plain, (0, None, None))(x, gate_up, down))
-    each = [jax.tree.leaves(plain(one, gate_up, down)) for one in x]
+    found = jax.tree.leaves(jax.vmap(plain, (0, None, None, None))(x, up, bias, down))
+    each = [jax.tree.leaves(plain(one, up, bias, down)) for one in x]
     for a, *b in zip(found, *each, strict=True):
         assert distance(a, np.stack(b)) < 0.01
 
 
-def test_forward_mode_differentiates_the_mlp_without_rounding():
-    x, gate_up, down, _ = arrays()
-    fn = functools.partial(float8_mlp, gate_up=gate_up, down=down, backend="xla")
-    moved = jax.jvp(fn, (x,), (x,))[1]
-
-    def unrounded(x):
-        h = jnp.tensordot(x, gate_up, 1)
-        return (jax.nn.silu(h[..., 0, :]) * h[..., 1, :]) @ down
-
-    testing.assert_close(moved, jax.jvp(unrounded, (x,), (x,))[1], "float32")
+@each_activation
+def test_forward_mode_differentiates_the_mlp_without_rounding(activation):
+    x, *layers, _ = arrays(activation)
+    moved = jax.jvp(lambda x: mlp_of(activation, "xla")(x, *layers), (x,), (x,))[1]
+    wanted = jax.jvp(lambda x: unrounded(activation)(x, *layers), (x,), (x,))[1]
+    testing.assert_close(moved, wanted, "float32")
 
 
-def test_float8_operands_and_the_gates_alone_are_saved():
-    x, gate_up, down, _ = arrays()
-    kept = jax.tree.leaves(jax.vjp(mlp, x, gate_up, down)[1])
+@each_activation
+def test_float8_operands_and_what_the_activation_takes_alone_are_saved(activation):
+    x, up, bias, down, _ = arrays(activation)
+    kept = jax.tree.leaves(jax.vjp(mlp_of(activation), x, up, bias, down)[1])
     rows = x.size // WIDTH
     wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32 and leaf.size > rows]
-    assert sorted(wide) == sorted([(2, 16, 2, HIDDEN), gate_up.shape, down.shape])
+    h = (2, 16, *up.shape[1:])
+    assert sorted(wide) == sorted([h, up.shape, bias.shape, down.shape])
     narrow = [leaf.shape for leaf in kept if leaf.dtype == E4M3]
     assert sorted(narrow) == sorted([(WIDTH, 2, 16), (HIDDEN, 2, 16)])
 
 
-def block(x, gate_up, down, precision: Any = "tensor", **of_up):
-    layers = {"gate_up": {"weight": gate_up, **of_up}, "down": {"weight": down}}
+def block(x, up, down, precision: Any = "tensor", activation="swiglu", **of_up):
+    name = "up" if activation == "gelu" else "gate_up"
+    layers = {name: {"weight": up, **of_up}, "down": {"weight": down}}
     norm = {"scale": jnp.ones(WIDTH)}
-    return ffn_block(residual(x, "rms"), norm, layers, activation="swiglu", precision=precision).x
+    return ffn_block(residual(x, "rms"), norm, layers, activation=activation, precision=precision).x
 
 
-def test_block_without_biases_runs_it_and_others_run_their_layers():
-    x, gate_up, down, _ = arrays()
+def stems(*arrays, **options):
+    calls = jaxllm.explain(functools.partial(block, **options), *arrays).calls
+    return {call.stem for call in calls}
 
-    def stems(*arrays, **options):
-        calls = jaxllm.explain(functools.partial(block, **options), *arrays).calls
-        return {call.stem for call in calls}
 
-    assert {"float8_matmul_amax", "float8_swiglu_forward"} <= stems(x, gate_up, down)
-    bias = jnp.ones((2, HIDDEN))
+def test_blocks_run_it_and_those_with_merged_columns_or_other_recipes_run_their_layers():
+    x, gate_up, bias, down, _ = arrays()
+    for options in ({}, {"bias": bias}):
+        found = stems(x, gate_up, down, **options)
+        assert {"float8_matmul_amax", "float8_swiglu_forward"} <= found
     merged = gate_up.reshape(WIDTH, -1)
     for found in (
-        stems(x, gate_up, down, bias=bias),
         stems(x, merged, down),
         stems(x, gate_up, down, precision="row"),
         stems(x, gate_up, down, precision={"gate_up": "tensor"}),
@@ -224,11 +261,23 @@ def test_block_without_biases_runs_it_and_others_run_their_layers():
     assert distance(block(x, gate_up, down), block(x, merged, down)) < 0.05
 
 
+def test_blocks_with_gelu_run_it_and_those_of_another_recipe_run_their_layers():
+    x, up, bias, down, _ = arrays("gelu")
+    of_gelu = {"activation": "gelu", "bias": bias}
+    assert {"float8_matmul_amax", "float8_gelu_forward"} <= stems(x, up, down, **of_gelu)
+    for precision in ("row", {"up": "tensor"}):
+        found = stems(x, up, down, precision=precision, **of_gelu)
+        assert "float8_gelu_forward" not in found
+        assert "bias_gelu_forward" in found
+
+
 def test_wrong_shapes_are_rejected():
-    x, gate_up, down, _ = arrays()
+    x, gate_up, bias, down, _ = arrays()
     with pytest.raises(ValueError, match="down"):
         block(x, gate_up, down[:-8])
     with pytest.raises(ValueError, match="weight"):
         block(x, gate_up[:-8], down)
+    with pytest.raises(ValueError, match="bias"):
+        block(x, gate_up, down, bias=bias[:, :-8])
     with pytest.raises(TypeError, match="the weight of down has dtype"):
         block(x, gate_up, down.astype(jnp.bfloat16))

@@ -22,7 +22,7 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX
-from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND, FLOAT8_SWIGLU
+from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_ROUND, FLOAT8_SWIGLU
 
 INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
@@ -78,18 +78,18 @@ def programs():
             yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
     # Nor these, which MLPs with float8 operands call.
     for dtype in (jnp.bfloat16, jnp.float32):
-        gate_up, dout = (jax.ShapeDtypeStruct((48, width), dtype) for width in (144, 72))
-        one = jax.ShapeDtypeStruct((1,), jnp.float32)
-        for layout in ("rows", "both"):
-            static = {"layout": layout}
-            call = functools.partial(dispatch, FLOAT8_SWIGLU, Direction.FORWARD, "cuda", **static)
-            yield call, (gate_up, one)
-        call = functools.partial(dispatch, FLOAT8_SWIGLU, Direction.BACKWARD, "cuda")
-        yield call, (gate_up, dout, one)
+        one, dout = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((48, 72), dtype)
+        for op, columns in ((FLOAT8_GELU, 72), (FLOAT8_SWIGLU, 144)):
+            h = jax.ShapeDtypeStruct((48, columns), dtype)
+            for layout in ("rows", "both"):
+                static = {"layout": layout}
+                yield functools.partial(dispatch, op, Direction.FORWARD, "cuda", **static), (h, one)
+            call = functools.partial(dispatch, op, Direction.BACKWARD, "cuda", has_bias=True)
+            yield call, (h, dout, one)
         a, b = (jax.ShapeDtypeStruct((rows, 64), jnp.float8_e4m3fn) for rows in (48, 128))
         static = {"out_dtype": dtype.__name__, "parts": 2}
         call = functools.partial(dispatch, FLOAT8_MATMUL_AMAX, INFERENCE, "cuda", **static)
-        yield call, (a, b, one, one)
+        yield call, (a, b, one, one, jax.ShapeDtypeStruct((128,), dtype))
     # No case has inputs of flash_attention_float8.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -211,6 +211,8 @@ VALID_CHANGES = {
     "float8_round": {("operand", 0, "dtype")},
     "float8_round_transposed": {("operand", 0, "dtype")},
     "float8_round_both": {("operand", 0, "dtype")},
+    "float8_gelu_forward": {("operand", 0, "dtype")},
+    "float8_gelu_forward_both": {("operand", 0, "dtype")},
     "float8_swiglu_forward": {("operand", 0, "dtype")},
     "float8_swiglu_forward_both": {("operand", 0, "dtype")},
     "wgrad_pair": {("result", 2, -3)},

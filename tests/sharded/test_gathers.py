@@ -100,6 +100,7 @@ INSIDE = {
     (
         "float8_matmul_amax",
         "float8_round",
+        "float8_gelu",
         "float8_swiglu",
         "fold_norm",
         "fold_norm_backward",

@@ -1,5 +1,6 @@
-// out = p scale_a scale_b, of the product p: a factor for each row, and one for each column. Where
-// it is wanted, also the largest finite |out| of all columns, or of each half of them.
+// out = p scale_a scale_b + bias, of the product p: a factor for each row, one for each column, and
+// where there is a bias a term for each column. Where it is wanted, also the largest finite |out| of
+// all columns, or of each half of them.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -37,12 +38,14 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   struct Arguments {
     T* out;
     Scales scale_a, scale_b;
+    const T* bias;  // nullptr for none
     Amax amax;
   };
   struct Params {
     CUtensorMap map;  // of a result of 16 bits
     T* out;           // one of 32
     Scales scale_a, scale_b;
+    const T* bias;
     int rows, columns;
     float* amax;
     int columns_of_part;
@@ -53,13 +56,15 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   float2 of_columns[Tile::kColumnBlocks];  // of each 64, two in each lane
   float largest[2] = {};                   // |out| of each part, in the lane's tiles so far
 
-  // A warp has a buffer more than it stores from: the factors of the columns lie there in order.
+  // A warp has a buffer more than it stores from: the factors of the columns lie there in order, and
+  // the bias after them.
   static_assert(Tile::kSubtiles % kSubtileBuffers != 0);
 
   static cudaError_t to_params(const GemmShape& shape, const Arguments& arguments, Params* params) {
     params->out = arguments.out;
     params->scale_a = arguments.scale_a;
     params->scale_b = arguments.scale_b;
+    params->bias = arguments.bias;
     params->rows = static_cast<int>(shape.rows);
     params->columns = static_cast<int>(shape.columns);
     params->amax = arguments.amax.data;
@@ -100,6 +105,13 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
 #pragma unroll
     for (int block = 0; block < Tile::kColumnBlocks; ++block) {
       factors[block * 32 + this->lane] = of_columns[block];
+      // Not loaded before the mainloop, which has all registers.
+      const int column = work.column + block * kSwizzleColumns + 2 * this->lane;
+      float2 bias = {0.0f, 0.0f};
+      if (params.bias != nullptr && column < params.columns) {
+        bias = {to_float(params.bias[column]), to_float(params.bias[column + 1])};
+      }
+      factors[kBias + block * 32 + this->lane] = bias;
     }
     __syncwarp();
     if (params.amax == nullptr) {
@@ -122,6 +134,9 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   }
 
  private:
+  static constexpr int kBias = Tile::kColumnBlocks * 32;  // where the bias lies
+  static_assert(2 * kBias * sizeof(float2) <= kSubtileSize * sizeof(SubtileType<T>));
+
   __device__ __forceinline__ static float rounded(float x) { return to_float(from_float<T>(x)); }
 
   // Of a subtile that has infinities, or numbers that are rounded to one.
@@ -148,9 +163,10 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
       float of_subtile = 0.0f;  // NaN leaves it as it is
       const auto value = [&](int j, int half) {
         const float2 p = accumulator_pair<Tile>(accumulators, subtile, j, half);
-        const float2 column = factors[subtile.column_block() * 32 + 4 * j + this->lane % 4];
+        const int at = subtile.column_block() * 32 + 4 * j + this->lane % 4;
+        const float2 column = factors[at], bias = factors[kBias + at];
         const float row = of_rows[subtile.row_block()][half];
-        const float2 pair{p.x * row * column.x, p.y * row * column.y};
+        const float2 pair{p.x * row * column.x + bias.x, p.y * row * column.y + bias.y};
         if (kAmax) of_subtile = fmaxf(of_subtile, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         return pair;
       };

@@ -52,6 +52,7 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
         {out,
          {scale_a, has_one_scale_a},
          {scale_b, has_one_scale_b},
+         bias,
          {amax, shape.columns / parts}});
   };
   if (shape.depth <= kShallowDepth) return run(ShallowTile{});

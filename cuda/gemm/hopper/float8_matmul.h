@@ -8,9 +8,9 @@
 
 namespace jaxllm {
 
-// out[i][j] = scale_a[i] scale_b[j] sum over k of a[i][k] b[j][k], rounded once: a (rows, depth), b
-// (columns, depth), e4m3 or e5m2 each; out bfloat16, float16 or float32. A scale may be one for
-// all.
+// out[i][j] = scale_a[i] scale_b[j] sum over k of a[i][k] b[j][k] + bias[j], rounded once: a (rows,
+// depth), b (columns, depth), e4m3 or e5m2 each; out bfloat16, float16 or float32. A scale may be
+// one for all, and the bias nullptr.
 //
 // amax, where it is no nullptr, gets the largest finite |out| of each of `parts` equal parts of the
 // columns, one or two.
@@ -25,6 +25,7 @@ struct Float8Gemm {
   const float* scale_a;
   const float* scale_b;
   bool has_one_scale_a, has_one_scale_b;
+  const Out* bias;
 
   cudaError_t launch(cudaStream_t stream, const GemmShape& shape, Out* out, float* amax = nullptr,
                      int parts = 1) const;

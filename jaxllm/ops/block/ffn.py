@@ -66,9 +66,9 @@ def ffn_block(
     epilogue, and the down-projection adds bias and residual and normalizes the sum. The down dgrad
     GEMM multiplies by the derivative, and the up dgrad GEMM applies the layer norm's backward, so
     the gradient of the normalized input is never written to memory. Where shards along F would cut
-    tiles of 384 columns, GELU's input is saved instead of its derivative. With SwiGLU, a
-    ``gate_up`` in parts without a bias, and the precision ``"tensor"`` for both layers, SwiGLU and
-    its gradient are written in float8. Other calls run norm, GEMM and activation one by one;
+    tiles of 384 columns, GELU's input is saved instead of its derivative. With the precision
+    ``"tensor"`` for both layers, the activation and its gradient are written in float8, for SwiGLU
+    where ``gate_up`` is in parts. Other calls run norm, GEMM and activation one by one;
     :func:`jaxllm.explain` says why.
 
     Args:
@@ -114,18 +114,19 @@ def _unfused(
     up: Layer,
     down: Layer,
     *,
-    activation: str,
+    activation: Literal["gelu", "swiglu"],
     recipes: tuple[Recipe | None, Recipe | None] = (None, None),
 ) -> Residual:
     of_up, of_down = recipes
     x, h = pre_norm(h, norm, backend)
+    if _is_float8_mlp(up, down, recipes, activation):
+        hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[-1]), x.dtype)
+        check_branch(h, hidden, "down", down)
+        arrays = x, up["weight"], up.get("bias"), down["weight"]
+        out = float8_mlp(*arrays, activation=activation, backend=backend)
+        return carry(h, h.x, branch=(out, down.get("bias")))
     if activation == "gelu":
         hidden = linear(x, **up, activation="gelu", precision=of_up, backend=backend)
-    elif _is_float8_mlp(up, down, recipes):
-        hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[2]), x.dtype)
-        check_branch(h, hidden, "down", down)
-        out = float8_mlp(x, up["weight"], down["weight"], backend=backend)
-        return carry(h, h.x, branch=(out, down.get("bias")))
     else:
         gate_up = linear(x, **up, precision=of_up, backend=backend)
         by_parts = gate_up.ndim > x.ndim
@@ -133,11 +134,14 @@ def _unfused(
     return leave_to_next_norm(h, hidden, "down", down, of_down, backend)
 
 
-def _is_float8_mlp(up: Layer, down: Layer, recipes: tuple[Recipe | None, Recipe | None]) -> bool:
-    """Whether SwiGLU writes the float8 operands of the GEMMs after it."""
-    weight, is_plain = up["weight"], not any(map(is_weight, (up["weight"], down["weight"])))
-    has_parts = is_plain and weight.ndim == 3 and weight.shape[1] == 2
-    return has_parts and up.get("bias") is None and recipes == ("tensor", "tensor")
+def _is_float8_mlp(
+    up: Layer, down: Layer, recipes: tuple[Recipe | None, Recipe | None], activation: str
+) -> bool:
+    """Whether the activation writes the float8 operands of the GEMMs after it."""
+    if any(map(is_weight, (up["weight"], down["weight"]))) or recipes != ("tensor", "tensor"):
+        return False
+    columns = up["weight"].shape[1:]
+    return len(columns) == 1 if activation == "gelu" else columns[:-1] == (2,)
 
 
 def _unsupported(h, norm, up, down, *, activation, recipes=(None, None)) -> str | None:

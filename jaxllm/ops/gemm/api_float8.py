@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -17,11 +19,11 @@ _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OUT = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def _sharding(a: Array, b: Array, scale_a: Array, scale_b: Array, **_: str) -> ShardingRule:
+def _sharding(a: Array, b: Array, scale_a: Array, scale_b: Array, *_: Any, **__: str):
     # One scale for all rows or columns is on every device.
     scales = ["M" if scale_a.shape == a.shape[:1] else "_"]
     scales += ["N" if scale_b.shape == b.shape[:1] else "_"]
-    return ShardingRule(f"M K', N K', {', '.join(scales)} -> M N +K", "M N K")
+    return ShardingRule(f"M K', N K', {', '.join(scales)}, !N' -> M N +K", "M N K")
 
 
 FLOAT8_MATMUL = Op(
@@ -45,6 +47,7 @@ def float8_matmul(
     b: Float[Array, "N K"],
     scale_a: Float[Array, "*M"],
     scale_b: Float[Array, "*N"],
+    bias: Float[Array, " N"] | None = None,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
     backend: Backend | None = None,
@@ -52,7 +55,7 @@ def float8_matmul(
     r"""A matrix product of float8 operands, each with one scale, or one scale per row.
 
     .. math::
-        out_{ij} = scale^a_i \, scale^b_j \sum_k a_{ik} b_{jk}
+        out_{ij} = scale^a_i \, scale^b_j \sum_k a_{ik} b_{jk} + bias_j
 
     Both operands are K-major, as Hopper's float8 tensor cores read them. The scales are current
     scales, as :func:`float8_quantize` returns them. The result is rounded once, to ``out_dtype``.
@@ -72,6 +75,7 @@ def float8_matmul(
         b: The columns, ``(N, K)``; float8_e4m3fn or float8_e5m2, whatever ``a`` has.
         scale_a: float32; one scale, of shape ``()``, or one per row of ``a``, ``(M,)``.
         scale_b: float32; one scale, of shape ``()``, or one per row of ``b``, ``(N,)``.
+        bias: One offset per column, ``(N,)`` in ``out_dtype``; None for no offset.
         out_dtype: bfloat16, float16 or float32.
         backend: ``"cuda"``, ``"xla"`` or ``"auto"``; None for the surrounding choice. There is no
             Pallas kernel.
@@ -80,10 +84,10 @@ def float8_matmul(
         The product, ``(M, N)`` in ``out_dtype``.
 
     Raises:
-        TypeError: ``a`` or ``b`` is not float8_e4m3fn or float8_e5m2, a scale is not float32, or
-            ``out_dtype`` is another than these three.
+        TypeError: ``a`` or ``b`` is not float8_e4m3fn or float8_e5m2, a scale is not float32,
+            ``out_dtype`` is another than these three, or ``bias`` is not of that.
         ValueError: ``a`` or ``b`` is not a matrix, they differ in depth, a scale is neither one
-            nor one per row, or the backend is unknown.
+            nor one per row, ``bias`` is not one per column, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: the formats are those of Micikevicius et al., FP8 Formats for Deep Learning, arXiv
@@ -111,9 +115,12 @@ def float8_matmul(
     dtype = jax.dtypes.canonicalize_dtype(out_dtype)
     if dtype not in _OUT:
         raise TypeError(f"out_dtype is {dtype}; it must be {_names(_OUT)}")
+    if bias is not None:
+        _check_dtype("bias", bias, dtype)
+        check_shape("bias", bias, b.shape[:1], f"one for each row of b {b.shape}")
     # As the kernel takes them.
     scale_a, scale_b = (jnp.atleast_1d(scale) for scale in (scale_a, scale_b))
-    arrays, static = (a, b, scale_a, scale_b), {"out_dtype": dtype.name}
+    arrays, static = (a, b, scale_a, scale_b, bias), {"out_dtype": dtype.name}
     return dispatch(FLOAT8_MATMUL, Direction.INFERENCE, resolve(backend), *arrays, **static)
 
 

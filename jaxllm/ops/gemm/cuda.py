@@ -73,24 +73,26 @@ def float8_matmul_unsupported(a, b, *_, **__) -> str | None:
     return None
 
 
-def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
+def float8_matmul(a, b, scale_a, scale_b, bias, *, out_dtype):
     """Returns ``out``."""
     result = jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.dtype(out_dtype))
-    (out,) = ffi.call("float8_matmul", [result], a, b, scale_a, scale_b)
+    bias = ffi.or_empty(bias, result.dtype)
+    (out,) = ffi.call("float8_matmul", [result], a, b, scale_a, scale_b, bias)
     return out
 
 
 float8_matmul_amax_unsupported = float8_matmul_unsupported
 
 
-def float8_matmul_amax(a, b, scale_a, scale_b, *, out_dtype, parts):
+def float8_matmul_amax(a, b, scale_a, scale_b, bias, *, out_dtype, parts):
     """Returns ``out``, and its largest finite absolute value in each part of the columns."""
     rows, columns = a.shape[0], b.shape[0]
     if parts > 1 and columns % (parts * 64):  # the epilogue takes one part of 64 columns at a time
-        out = float8_matmul(a, b, scale_a, scale_b, out_dtype=out_dtype)
+        out = float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
         return out, amax_of_columns(out, parts)
     results = (
         jax.ShapeDtypeStruct((rows, columns), jnp.dtype(out_dtype)),
         jax.ShapeDtypeStruct((parts,), jnp.float32),
     )
-    return tuple(ffi.call("float8_matmul_amax", results, a, b, scale_a, scale_b))
+    bias = ffi.or_empty(bias, results[0].dtype)
+    return tuple(ffi.call("float8_matmul_amax", results, a, b, scale_a, scale_b, bias))

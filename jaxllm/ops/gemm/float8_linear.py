@@ -4,17 +4,18 @@ A recipe says along which indices the elements have one scale. With :math:`q_k` 
 one current scale for all elements along :math:`k`, ``"row"`` is
 
 .. math::
-    h_{mn} = \sum_k q_k(x)_{mk} \, q_k(W)_{kn} \qquad out = f(h + b)
+    h_{mn} = \sum_k q_k(x)_{mk} \, q_k(W)_{kn} + b_n \qquad out = f(h)
 
     dx_{mk} = \sum_n q_n(dh)_{mn} \, q_n(W)_{kn} \qquad dW = x^T dh \qquad db = \sum_m dh_{mn}
 
 and ``"tensor"``, with one scale for each array,
 
 .. math::
-    h = q(x) \, q(W) \qquad dx = q(dh) \, q(W)^T \qquad dW = q(x)^T q(dh)
+    h = q(x) \, q(W) + b \qquad dx = q(dh) \, q(W)^T \qquad dW = q(x)^T q(dh)
 
 The scales are those of the operands themselves, so no state is kept between steps. ``h``, ``dx``
-and ``dW`` are rounded once to the dtype of ``x``. With ``"row"`` ``dW`` is that of the linear layer
+and ``dW`` are rounded once to the dtype of ``x``; before an activation so is ``h`` without the
+bias. With ``"row"`` ``dW`` is that of the linear layer
 without float8, with unrounded operands: its depth is the rows, along which the scales differ.
 ``db`` has unrounded operands. Every gradient passes the rounding as through the identity.
 """
@@ -38,6 +39,7 @@ from jaxllm.ops.gemm.float8_operands import (
     GRADIENT_DTYPES,
     OPERAND_DTYPE,
     Recipe,
+    bias_gradient,
     checked_weight,
     input_gradient,
     product,
@@ -65,28 +67,27 @@ def float8_linear(
     """``linear(..., precision=recipe)``, with a resolved backend."""
     weight = checked_weight(x, weight, bias, recipe, backend)
     options = _Options(activation, weight.ndim, recipe)
-    h = _product(x, weight, float8_counts.active_probe(), backend=backend, options=options)
-    if activation is None and bias is None:
-        return h
-    return _epilogue(h, bias, backend=backend, options=options)
+    arrays = x, weight, bias if activation is None else None, float8_counts.active_probe()
+    h = _product(*arrays, backend=backend, options=options)
+    return h if activation is None else _activate(h, bias, backend=backend, options=options)
 
 
-def _product_without_backward(options, backend, x, weight, _):
+def _product_without_backward(options, backend, x, weight, bias, _):
     of_x = ("...", "D"), x.ndim - 1, ("rows",)
     (x8,) = quantize(x, *of_x, OPERAND_DTYPE, options.recipe, backend)
-    return product(x8, weight, options.recipe, backend, dtype=x.dtype)[0]
+    return product(x8, weight, options.recipe, backend, dtype=x.dtype, bias=bias)[0]
 
 
-def _product_forward(options, backend, x, weight, probe):
+def _product_forward(options, backend, x, weight, bias, probe):
     counts = None if probe is None else _count_operands(x, weight, options.recipe)
     if options.recipe == "row":
-        out = _product_without_backward(options, backend, x, weight, probe)
-        return out, (x, weight, counts)
+        out = _product_without_backward(options, backend, x, weight, bias, probe)
+        return out, (x, weight, bias, counts)
     # With one scale dW is a product of the same rounded elements.
     of_x = ("...", "D"), x.ndim - 1, ("rows", "transposed")
     x8, transposed = quantize(x, *of_x, OPERAND_DTYPE, options.recipe, backend)
-    out, _ = product(x8, weight, options.recipe, backend, dtype=x.dtype)
-    return out, (transposed, weight, counts)
+    out, _ = product(x8, weight, options.recipe, backend, dtype=x.dtype, bias=bias)
+    return out, (transposed, weight, bias, counts)
 
 
 def _count_operands(x, weight, recipe):
@@ -106,7 +107,7 @@ def _count_gradient(counts, dout, columns, recipe):
 
 
 def _product_backward(options, backend, residuals, dout):
-    x, weight, counts = residuals
+    x, weight, bias, counts = residuals
     recipe, rows = options.recipe, dout.ndim - weight.ndim + 1
     of_dout, dtype = (("...", options.columns), rows), GRADIENT_DTYPES[recipe]
     if recipe == "tensor":
@@ -122,12 +123,19 @@ def _product_backward(options, backend, residuals, dout):
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
     if counts is not None:
         counts = _count_gradient(counts, dout, weight.ndim - 1, recipe)
-    return input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)[0], dweight, counts
+    dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
+    dx, _ = input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)
+    return dx, dweight, dbias, counts
 
 
 def _unrounded(_):
     """The product of the unrounded operands, which forward mode differentiates."""
-    return lambda static, x, weight, _: jnp.tensordot(x, weight, 1)
+
+    def product(static, x, weight, bias, _):
+        h = jnp.tensordot(x, weight, 1)
+        return h if bias is None else h + bias
+
+    return product
 
 
 _product = with_backward(
@@ -140,33 +148,30 @@ _product = with_backward(
 )
 
 
-def _epilogue_forward(options, backend, h, bias):
+def _activation_forward(options, backend, h, bias):
     shape = h.shape
     rows = lax.collapse(h, h.ndim - options.weight_ndim + 1)
-    offset = None if bias is None else bias.ravel()
-    if offset is None:
+    if bias is None:
         out = dispatch(GELU, Direction.FORWARD, backend, rows)
-    elif options.activation is None:
-        return (rows + offset).reshape(shape), (None, bias)
     else:
-        out = dispatch(BIAS_GELU, Direction.FORWARD, backend, rows, offset)
+        out = dispatch(BIAS_GELU, Direction.FORWARD, backend, rows, bias.ravel())
     return checkpoint_name(out.reshape(shape), "linear"), (h, bias)
 
 
-def _epilogue_backward(options, backend, residuals, dout):
+def _activation_backward(options, backend, residuals, dout):
     h, bias = residuals
     shape, first = dout.shape, dout.ndim - options.weight_ndim + 1
-    h, dout = None if h is None else lax.collapse(h, first), lax.collapse(dout, first)
+    h, dout = lax.collapse(h, first), lax.collapse(dout, first)
     offset = None if bias is None else bias.ravel()
     dh, dbias = activation_backward(backend, options.activation, h, offset, dout)
     return dh.reshape(shape), None if dbias is None else dbias.reshape(shape[first:])
 
 
-def _epilogue_sharding(options: LinearOptions) -> ShardingRule:
+def _activation_sharding(options: LinearOptions) -> ShardingRule:
     columns, bias = options.columns, options.columns.replace("F", "F'")
     return ShardingRule(f"... {columns}, {bias} -> ... {columns}; ?... {columns}", "... F")
 
 
-_epilogue = with_backward(
-    "linear", _epilogue_forward, _epilogue_backward, sharding=_epilogue_sharding
+_activate = with_backward(
+    "linear", _activation_forward, _activation_backward, sharding=_activation_sharding
 )

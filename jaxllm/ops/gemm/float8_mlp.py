@@ -1,23 +1,29 @@
-r"""A gated MLP without biases whose GEMMs have float8 operands, with one scale for each array.
+r"""An MLP whose GEMMs have float8 operands, with one scale for each array.
 
 With :math:`q` the rounding with the current scale of an array, as in
-:mod:`jaxllm.ops.gemm.float8_linear`, and :math:`r_s` that with the scale :math:`s`
+:mod:`jaxllm.ops.gemm.float8_linear`, :math:`r_s` that with the scale :math:`s`, and :math:`f` the
+activation
 
 .. math::
-    (g, u) = q(x) \, q(W_1) \qquad y = r_s(silu(g) \odot u) \qquad out = y \, q(W_2)
+    h = q(x) \, q(W_1) + b \qquad y = r_s(f(h)) \qquad out = y \, q(W_2)
 
-    dy = q(dout) \, q(W_2)^T \qquad d(g, u) = r_t(swiglu'(g, u) \, dy)
-    \qquad dx = d(g, u) \, q(W_1)^T
+    dy = q(dout) \, q(W_2)^T \qquad dh = r_t(f'(h) \, dy) \qquad dx = dh \, q(W_1)^T
 
-    dW_1 = q(x)^T d(g, u) \qquad dW_2 = y^T q(dout)
+    dW_1 = q(x)^T dh \qquad dW_2 = y^T q(dout)
 
-SwiGLU and its gradient are never in memory in more than 8 bits: a kernel reads ``g``, ``u`` and
-``dy`` and writes the rounded result and its transpose. So a scale is known before its elements are.
-It follows from bounds, with the maxima that the GEMMs before it return:
+The result of the activation and its gradient are never in memory in more than 8 bits: a kernel
+reads ``h`` and ``dy`` and writes the rounded result and its transpose. So a scale is known before
+its elements are. It follows from bounds, with the maxima that the GEMMs before it return. For
+GELU
+
+.. math::
+    |gelu(h)| \le \max |h| \qquad |dh| \le 1.13 \max |dy|
+
+since :math:`|gelu'| < 1.13`; and for SwiGLU, with :math:`h = (g, u)`,
 
 .. math::
     |silu(g) \, u| \le \max |g| \max |u| \qquad
-    |d(g, u)| \le \max |dy| \max(1.1 \max |u|, \max |g|)
+    |dh| \le \max |dy| \max(1.1 \max |u|, \max |g|)
 
 since :math:`|silu(g)| \le |g|` and :math:`|silu'| < 1.1`. A bound that is :math:`2^k` times the
 maximum costs no precision, but for small elements: e4m3 keeps its 3 bits down to :math:`2^{k-14}`
@@ -26,8 +32,9 @@ of the maximum, and e5m2 its 2 bits down to :math:`2^{k-29}`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,124 +57,170 @@ from jaxllm.ops.gemm.float8_operands import (
     quantize,
     weight_gradient,
 )
-from jaxllm.ops.quantization.api_float8 import FLOAT8_SWIGLU
+from jaxllm.ops.gemm.linear import column_names
+from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU
 from jaxllm.ops.rounding import scale_of
 
+_MAX_GELU_SLOPE = 1.13  # 1.1290 at 1.41
 _MAX_SILU_SLOPE = 1.1  # 1.0998 at 2.4
 _RECIPE: Recipe = "tensor"
 _GRADIENT_DTYPE = GRADIENT_DTYPES[_RECIPE]
+_OPS = {"gelu": FLOAT8_GELU, "swiglu": FLOAT8_SWIGLU}
 
 
-def float8_mlp(x: Array, gate_up: Array, down: Array, *, backend: Backend) -> Array:
-    """``down(swiglu(gate_up(x)))`` with a resolved backend, and the recipe ``"tensor"``.
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    activation: Literal["gelu", "swiglu"]
+
+    @property
+    def parts(self) -> int:
+        """Of ``h``: with SwiGLU the gates, and what they gate."""
+        return {"gelu": 1, "swiglu": 2}[self.activation]
+
+    @property
+    def columns(self) -> str:
+        """The names of the axes of the columns of ``h``."""
+        return column_names(1 + self.parts)
+
+
+def float8_mlp(
+    x: Array,
+    up: Array,
+    up_bias: Array | None,
+    down: Array,
+    *,
+    activation: Literal["gelu", "swiglu"],
+    backend: Backend,
+) -> Array:
+    """``down(f(up(x)))`` with a resolved backend, and the recipe ``"tensor"``.
 
     Args:
         x: The rows, (..., D).
-        gate_up: The weight of the gates and of what they gate, (D, 2, F).
+        up: The weight (D, F); with SwiGLU that of the gates and of what they gate, (D, 2, F).
+        up_bias: What is added to each row of ``x @ up``, or None.
         down: The weight (F, D_out).
+        activation: ``"gelu"``, the tanh form, or ``"swiglu"``.
         backend: A resolved backend.
     """
-    gate_up = checked_weight(x, gate_up, None, _RECIPE, backend)
-    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], gate_up.shape[2]), x.dtype)
+    up = checked_weight(x, up, up_bias, _RECIPE, backend)
+    hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[-1]), x.dtype)
     down = checked_weight(hidden, down, None, _RECIPE, backend)
-    return _mlp(x, gate_up, down, float8_counts.active_probe(), backend=backend)
+    arrays = x, up, up_bias, down, float8_counts.active_probe()
+    return _mlp(*arrays, backend=backend, options=_Options(activation))
 
 
-def _without_backward(_, backend, x, gate_up_weight, down_weight, __):
-    return _layers(backend, x, gate_up_weight, down_weight, ("rows",))[0]
+def _without_backward(options, backend, x, up, up_bias, down, _):
+    return _layers(options, backend, x, up, up_bias, down, ("rows",))[0]
 
 
-def _forward(_, backend, x, gate_up_weight, down_weight, probe):
-    layouts, weights = ("rows", "transposed"), (gate_up_weight, down_weight)
-    out, saved = _layers(backend, x, *weights, layouts)
+def _forward(options, backend, x, up, up_bias, down, probe):
+    out, saved = _layers(options, backend, x, up, up_bias, down, ("rows", "transposed"))
     counts = None
     if probe is not None:
         rounded = [
             float8_counts.of_operand(array, tuple(range(array.ndim)), OPERAND_DTYPE)
-            for array in (x, *weights)
+            for array in (x, up, down)
         ]
         hidden8: Any = saved[-1]
         counts = float8_counts.total(*rounded, float8_counts.of_rounded_operand(hidden8[0]))
-    return out, (*saved, weights, counts)
+    return out, (*saved, (up, up_bias, down), counts)
 
 
-def _layers(backend, x, gate_up_weight, down_weight, layouts):
-    """The output, and of the gates and of the operands that are transposed what is saved."""
+def _layers(options, backend, x, up, up_bias, down, layouts):
+    """The output, and what is saved: ``h``, and of the operands those that are transposed."""
     of_x = ("...", "D"), x.ndim - 1, layouts
     x8, *x8_transposed = quantize(x, *of_x, OPERAND_DTYPE, _RECIPE, backend)
-    gate_up, amax = product(x8, gate_up_weight, _RECIPE, backend, dtype=x.dtype, parts=2)
-    hidden8, *hidden8_transposed = _swiglu(backend, gate_up, amax, layouts)
-    out, _ = product(hidden8, down_weight, _RECIPE, backend, dtype=x.dtype)
-    return out, (*x8_transposed, gate_up, amax, *hidden8_transposed)
+    more = {"dtype": x.dtype, "bias": up_bias, "parts": options.parts}
+    h, amax = product(x8, up, _RECIPE, backend, **more)
+    hidden8, *hidden8_transposed = _activate(options, backend, h, amax, layouts)
+    out, _ = product(hidden8, down, _RECIPE, backend, dtype=x.dtype)
+    return out, (*x8_transposed, h, amax, *hidden8_transposed)
 
 
-def _backward(_, backend, residuals, dout):
-    x8, gate_up, amax, hidden8, (gate_up_weight, down_weight), counts = residuals
+def _backward(options, backend, residuals, dout):
+    x8, h, amax, hidden8, (up, up_bias, down), counts = residuals
     dtype, of_dout = dout.dtype, (("...", "F"), dout.ndim - 1, ("rows", "transposed"))
     dout8, transposed = quantize(dout, *of_dout, _GRADIENT_DTYPE, _RECIPE, backend)
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
     ddown, dout8 = lax.optimization_barrier((ddown, dout8))  # as in gradients.wgrad
-    dhidden, of_dhidden = input_gradient(dout8, down_weight, _RECIPE, backend, dtype=dtype, parts=1)
-    dgate_up8, transposed = _swiglu_backward(backend, gate_up, dhidden, amax, of_dhidden)
-    dgate_up = weight_gradient(x8, transposed, 3, backend, dtype=dtype)
-    dgate_up, dgate_up8 = lax.optimization_barrier((dgate_up, dgate_up8))
-    dx, _ = input_gradient(dgate_up8, gate_up_weight, _RECIPE, backend, dtype=dtype)
+    dhidden, of_dhidden = input_gradient(dout8, down, _RECIPE, backend, dtype=dtype, parts=1)
+    arrays, has_bias = (h, dhidden, amax, of_dhidden), up_bias is not None
+    dh8, transposed, dup_bias = _activation_gradient(options, backend, *arrays, has_bias=has_bias)
+    dup = weight_gradient(x8, transposed, up.ndim, backend, dtype=dtype)
+    dup, dh8 = lax.optimization_barrier((dup, dh8))
+    dx, _ = input_gradient(dh8, up, _RECIPE, backend, dtype=dtype)
     if counts is not None:
         of_dout = float8_counts.of_gradient(dout, tuple(range(dout.ndim)), _GRADIENT_DTYPE)
-        of_gate_up = float8_counts.of_rounded_gradient(dgate_up8[0])
-        counts = float8_counts.total(counts, of_dout, of_gate_up)
-    return dx, dgate_up, ddown, counts
+        of_dh = float8_counts.of_rounded_gradient(dh8[0])
+        counts = float8_counts.total(counts, of_dout, of_dh)
+    return dx, dup, dup_bias, ddown, counts
 
 
-def _swiglu(backend, gate_up, amax, layouts) -> list[Float8]:
+def _activate(options, backend, h, amax, layouts) -> list[Float8]:
     layout = "both" if len(layouts) == 2 else "rows"
-    scale = scale_of(amax[0] * amax[1], OPERAND_DTYPE)
+    scale = scale_of(jnp.prod(amax), OPERAND_DTYPE)
     results = "... F, F ..." if layout == "both" else "... F"
-    rule = ShardingRule(f"... _ F, -> {results}", "... F")
-    function = shards.Function(_swiglu_shard, (backend, layout))
-    values = _on_shards(function, rule, backend, gate_up, scale)
+    rule = ShardingRule(f"... {options.columns}, -> {results}", "... F")
+    function = shards.Function(_activate_shard, (options, backend, layout))
+    values = _on_shards(options, function, rule, backend, h, scale)
     return [(each, scale) for each in (values if layout == "both" else (values,))]
 
 
-def _swiglu_shard(backend, layout, gate_up, scale):
-    rows, columns = gate_up.shape[:-2], gate_up.shape[-1]
-    matrix = gate_up.reshape(math.prod(rows), 2 * columns)
-    arrays = matrix, scale.reshape(1)
-    found = dispatch(FLOAT8_SWIGLU, Direction.FORWARD, backend, *arrays, layout=layout)
+def _activate_shard(options, backend, layout, h, scale):
+    rows, columns = h.shape[: -options.parts], h.shape[-1]
+    arrays = h.reshape(math.prod(rows), options.parts * columns), scale.reshape(1)
+    op, direction = _OPS[options.activation], Direction.FORWARD
+    found = dispatch(op, direction, backend, *arrays, layout=layout)
     if layout == "rows":
         return found.reshape(*rows, columns)
     return found[0].reshape(*rows, columns), found[1].reshape(columns, *rows)
 
 
-def _swiglu_backward(backend, gate_up, dhidden, amax, of_dhidden) -> list[Float8]:
-    slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
-    scale = scale_of(of_dhidden[0] * slope, _GRADIENT_DTYPE)
-    rule = ShardingRule("... _ F, ... F, -> ... _ F, _ F ...", "... F")
-    function = shards.Function(_swiglu_backward_shard, (backend,))
-    return [(each, scale) for each in _on_shards(function, rule, backend, gate_up, dhidden, scale)]
+def _activation_gradient(
+    options, backend, h, dhidden, amax, of_dhidden, *, has_bias
+) -> tuple[Float8, Float8, Array | None]:
+    """The gradient of ``h`` in both layouts, and that of the bias."""
+    slope = _MAX_GELU_SLOPE
+    if options.activation == "swiglu":
+        slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
+    scale, columns = scale_of(of_dhidden[0] * slope, _GRADIENT_DTYPE), options.columns
+    sums = f", {columns} +..." if has_bias else ""
+    rule = ShardingRule(f"... {columns}, ... F, -> ... {columns}, {columns} ...{sums}", "... F")
+    function = shards.Function(_gradient_shard, (options, backend, has_bias))
+    found = _on_shards(options, function, rule, backend, h, dhidden, scale)
+    rows, transposed, *dbias = found
+    return (rows, scale), (transposed, scale), dbias[0] if has_bias else None
 
 
-def _swiglu_backward_shard(backend, gate_up, dhidden, scale):
-    rows, columns = gate_up.shape[:-2], gate_up.shape[-1]
-    count = math.prod(rows)
-    matrices = gate_up.reshape(count, 2 * columns), dhidden.reshape(count, columns)
+def _gradient_shard(options, backend, has_bias, h, dhidden, scale):
+    axes = h.ndim - options.parts
+    rows, columns = h.shape[:axes], h.shape[axes:]
+    count, direction = math.prod(rows), Direction.BACKWARD
+    matrices = h.reshape(count, math.prod(columns)), dhidden.reshape(count, columns[-1])
     arrays = *matrices, scale.reshape(1)
-    values, transposed = dispatch(FLOAT8_SWIGLU, Direction.BACKWARD, backend, *arrays)
-    return values.reshape(gate_up.shape), transposed.reshape(2, columns, *rows)
+    found = dispatch(_OPS[options.activation], direction, backend, *arrays, has_bias=has_bias)
+    values, transposed, dbias = found
+    results = values.reshape(h.shape), transposed.reshape(*columns, *rows)
+    return (*results, dbias.reshape(columns)) if has_bias else results
 
 
-def _on_shards(function, rule, backend, *arrays):
+def _on_shards(options, function, rule, backend, *arrays):
     if not partition.is_wanted(arrays):
         return function(*arrays)
-    return partition.run(function, "swiglu", rule, arrays, is_opaque=backend != "xla")
+    name, is_opaque = options.activation, backend != "xla"
+    return partition.run(function, name, rule, arrays, is_opaque=is_opaque)
 
 
 def _unrounded(_):
     """The MLP of unrounded operands, which forward mode differentiates."""
 
-    def mlp(static, x, gate_up, down, _):
-        h = jnp.tensordot(x, gate_up, 1)
-        hidden = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+    def mlp(static, x, up, up_bias, down, _):
+        h = jnp.tensordot(x, up, 1)
+        h = h if up_bias is None else h + up_bias
+        if static.options.activation == "gelu":
+            hidden = jax.nn.gelu(h)
+        else:
+            hidden = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
         return jnp.dot(hidden, down)
 
     return mlp

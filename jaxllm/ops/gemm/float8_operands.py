@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -19,6 +19,7 @@ from jaxllm.core import ffi, partition, shards
 from jaxllm.core.backend import Backend, BackendError
 from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
+from jaxllm.ops.activation.api import BIAS_ADD
 from jaxllm.ops.checks import check_layer
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, float8_matmul
 from jaxllm.ops.gemm.linear import column_names
@@ -134,14 +135,18 @@ def product(
     backend: Backend,
     *,
     dtype: DTypeLike,
+    bias: Array | None = None,
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
-    """The rounded ``x`` times the weight, and with ``parts`` as :func:`multiply` its maxima."""
+    """The rounded ``x`` times the weight, plus the bias; with ``parts`` as :func:`multiply`."""
     columns, weight8 = _quantize_weight(weight, "transposed", recipe, backend)
     scales = f"..., {columns}" if recipe == "row" else ", "
-    rule = ShardingRule(f"... D', {columns} D, {scales} -> ... {columns} +D", "... D F")
+    of_bias = columns.replace("F", "F'")
+    rule = ShardingRule(
+        f"... D', {columns} D, {scales}, !{of_bias} -> ... {columns} +D", "... D F"
+    )
     kept = x[0].ndim - 1, weight.ndim - 1
-    results = multiply(rule, backend, x, weight8, kept, dtype=dtype, parts=parts)
+    results = multiply(rule, backend, x, weight8, kept, dtype=dtype, bias=bias, parts=parts)
     return checkpoint_name(results, "linear")
 
 
@@ -157,7 +162,7 @@ def input_gradient(
     """The gradient of a layer's input, and with ``parts`` as :func:`multiply` its maxima."""
     columns, weight8 = _quantize_weight(weight, "rows", recipe, backend)
     scales = "..., D" if recipe == "row" else ", "
-    rule = ShardingRule(f"... {columns}, D {columns}, {scales} -> ... D +F", "... D F")
+    rule = ShardingRule(f"... {columns}, D {columns}, {scales}, -> ... D +F", "... D F")
     kept = dout[0].ndim - weight.ndim + 1, 1
     return multiply(rule, backend, dout, weight8, kept, dtype=dtype, parts=parts)
 
@@ -177,8 +182,23 @@ def weight_gradient(
 ) -> Array:
     """The gradient of a weight, of operands that are transposed and have one scale each."""
     columns = column_names(weight_ndim)
-    rule = ShardingRule(f"D ..., {columns} ..., , -> D {columns} +...", "... D F")
+    rule = ShardingRule(f"D ..., {columns} ..., , , -> D {columns} +...", "... D F")
     return multiply(rule, backend, x, dout, (1, weight_ndim - 1), dtype=dtype)[0]
+
+
+def bias_gradient(dout: Array, weight_ndim: int, backend: Backend) -> Array:
+    """The gradient of a bias: the sum of the unrounded rows."""
+    columns = column_names(weight_ndim)
+    function = shards.Function(_bias_gradient_shard, (backend, dout.ndim - weight_ndim + 1))
+    if not partition.is_wanted((dout,)):
+        return function(dout)
+    rule = ShardingRule(f"... {columns} -> {columns} +...", "... F")
+    return partition.run(function, "linear", rule, (dout,), is_opaque=backend != "xla")
+
+
+def _bias_gradient_shard(backend, rows, dout):
+    dbias = dispatch(BIAS_ADD, Direction.BACKWARD, backend, lax.collapse(dout, rows))
+    return dbias.reshape(dout.shape[rows:])
 
 
 def multiply(
@@ -189,25 +209,28 @@ def multiply(
     kept: tuple[int, int],
     *,
     dtype: DTypeLike,
+    bias: Array | None = None,
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
-    """The product of two rounded operands over all but the first axes of each.
+    """The product of two rounded operands over all but the first axes of each, plus a bias.
 
     Args:
-        rule: The names of the axes of the operands, of their scales and of the product.
+        rule: The names of the axes of the operands, of their scales, of the bias and of the
+            product.
         backend: A resolved backend.
         a: The operand whose first axes are the rows of the product. It is K-major: what is summed
             over is last.
         b: Likewise for the columns.
         kept: How many axes of ``a`` and of ``b`` are those of the product.
         dtype: That of the product.
+        bias: Of the axes that ``b`` keeps, in ``dtype``, or None.
         parts: 1 for the largest absolute value of the product; 2 for that of each half of the
             columns, whose first axis is 2; None for none.
 
     Returns:
         The product, and float32 maxima of shape ``(parts,)``, or None.
     """
-    arrays = (a[0], b[0], a[1], b[1])
+    arrays = (a[0], b[0], a[1], b[1], bias)
     is_sharded = partition.is_wanted(arrays)
     of_shard = None if is_sharded else parts
     function = shards.Function(_multiply_shard, (backend, jnp.dtype(dtype).name, kept, of_shard))
@@ -220,16 +243,17 @@ def multiply(
     return out, amax(out, tuple(i for i in range(out.ndim) if i != axis)).reshape(parts)
 
 
-def _multiply_shard(backend, dtype, kept, parts, a, b, scale_a, scale_b):
+def _multiply_shard(backend, dtype, kept, parts, a, b, scale_a, scale_b, bias):
     rows, columns = a.shape[: kept[0]], b.shape[: kept[1]]
     depth = math.prod(a.shape[kept[0] :])
     a, b = a.reshape(math.prod(rows), depth), b.reshape(math.prod(columns), depth)
+    bias = None if bias is None else bias.ravel()
     largest = None
     if parts is None:
         scales = (scale.ravel() if scale.ndim else scale for scale in (scale_a, scale_b))
-        out = float8_matmul(a, b, *scales, out_dtype=dtype, backend=backend)
+        out = float8_matmul(a, b, *scales, bias, out_dtype=dtype, backend=backend)
     else:
-        arrays, static = (a, b, scale_a.ravel(), scale_b.ravel()), {"out_dtype": dtype}
+        arrays, static = (a, b, scale_a.ravel(), scale_b.ravel(), bias), {"out_dtype": dtype}
         direction = Direction.INFERENCE
         out, largest = dispatch(
             FLOAT8_MATMUL_AMAX, direction, backend, *arrays, **static, parts=parts

@@ -46,7 +46,7 @@ def matvec(w, x):
     return jnp.einsum("mk,rk->rm", w.astype(wide), x.astype(wide)).astype(x.dtype)
 
 
-def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
+def float8_matmul(a, b, scale_a, scale_b, bias, *, out_dtype):
     """Returns ``out``."""
     # The products are exact in float32. On a GPU of sm_89 or later, XLA's GemmRewriter replaces
     # this dot with cuBLASLt's float8 GEMM, and pads the sizes to multiples of 16. One of the
@@ -56,12 +56,14 @@ def float8_matmul(a, b, scale_a, scale_b, *, out_dtype):
     wide = jnp.promote_types(scale_a.dtype, jnp.float32)
     axes = (((1,), (1,)), ((), ()))
     out = lax.dot_general(a, b, axes, lax.Precision.HIGHEST, preferred_element_type=wide)
-    return (out * scale_a[:, None] * scale_b).astype(out_dtype)
+    out = out * scale_a[:, None] * scale_b
+    out = out if bias is None else out + bias.astype(wide)
+    return out.astype(out_dtype)
 
 
-def float8_matmul_amax(a, b, scale_a, scale_b, *, out_dtype, parts):
+def float8_matmul_amax(a, b, scale_a, scale_b, bias, *, out_dtype, parts):
     """Returns ``out``, and its largest finite absolute value in each part of the columns."""
-    out = float8_matmul(a, b, scale_a, scale_b, out_dtype=out_dtype)
+    out = float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
     return out, amax_of_columns(out, parts)
 
 

@@ -28,12 +28,17 @@ on their shards.
 """
 
 
-FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda)
-"""SwiGLU of the halves of the rows of ``gate_up``, rounded to float8 as by ``FLOAT8_ROUND``.
+FLOAT8_GELU = Op("float8_gelu", reference=reference, cuda=cuda)
+"""GELU of a matrix ``h``, rounded to float8 as by ``FLOAT8_ROUND``.
 
-Forward ``(gate_up, scale)``, with ``layout`` ``"rows"`` or ``"both"``: in float8_e4m3fn. Backward
-``(gate_up, dout, scale)``: the gradient of ``gate_up`` in float8_e5m2, both layouts. One scale.
+Forward ``(h, scale)``, with ``layout`` ``"rows"`` or ``"both"``: in float8_e4m3fn. Backward ``(h,
+dout, scale)``: the gradient of ``h`` in float8_e5m2, both layouts. One scale. With ``has_bias`` the
+backward also returns the sum of the unrounded rows, in the dtype of ``h``; else None.
 """
+
+
+FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda)
+"""As FLOAT8_GELU, SwiGLU of the halves of the rows of ``h``: the gates, then what they gate."""
 
 
 def float8_quantize(

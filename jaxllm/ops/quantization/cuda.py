@@ -9,6 +9,7 @@ from jax import lax
 from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_TILE_ROWS = 128  # of float8_tile.cuh
 
 
 def _dtype_reason(name, array) -> str | None:
@@ -103,28 +104,65 @@ def _float8_results(shape, dtype):
     return [jax.ShapeDtypeStruct(each, jnp.dtype(dtype)) for each in (shape, shape[::-1])]
 
 
-def float8_swiglu_forward_unsupported(gate_up, scale, *, layout) -> str | None:
+def float8_gelu_forward_unsupported(h, scale, *, layout) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     del scale
-    return _tile_reason("half of gate_up", gate_up, gate_up.shape[1] // 2, layout)
+    return _tile_reason("h", h, h.shape[1], layout)
 
 
-def float8_swiglu_forward(gate_up, scale, *, layout):
-    """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
-    rows, columns = gate_up.shape
-    results = _float8_results((rows, columns // 2), jnp.float8_e4m3fn)
-    if layout == "both":
-        return tuple(ffi.call("float8_swiglu_forward_both", results, gate_up, scale))
-    return ffi.call("float8_swiglu_forward", results[:1], gate_up, scale)[0]
-
-
-def float8_swiglu_backward_unsupported(gate_up, dout, scale) -> str | None:
+def float8_gelu_backward_unsupported(h, dout, scale, **_) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     del dout
-    return float8_swiglu_forward_unsupported(gate_up, scale, layout="both")
+    return float8_gelu_forward_unsupported(h, scale, layout="both")
 
 
-def float8_swiglu_backward(gate_up, dout, scale):
-    """Returns the gradient of ``gate_up`` over ``scale`` in float8_e5m2, and transposed."""
-    results = _float8_results(gate_up.shape, jnp.float8_e5m2)
-    return tuple(ffi.call("float8_swiglu_backward", results, gate_up, dout, scale))
+def float8_swiglu_forward_unsupported(h, scale, *, layout) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del scale
+    return _tile_reason("half of h", h, h.shape[1] // 2, layout)
+
+
+def float8_swiglu_backward_unsupported(h, dout, scale, **_) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del dout
+    return float8_swiglu_forward_unsupported(h, scale, layout="both")
+
+
+def float8_gelu_forward(h, scale, *, layout):
+    """Returns GELU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
+    return _float8_activation("float8_gelu_forward", h, scale, h.shape, layout)
+
+
+def float8_swiglu_forward(h, scale, *, layout):
+    """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
+    shape = h.shape[0], h.shape[1] // 2
+    return _float8_activation("float8_swiglu_forward", h, scale, shape, layout)
+
+
+def _float8_activation(stem, h, scale, shape, layout):
+    results = _float8_results(shape, jnp.float8_e4m3fn)
+    if layout == "both":
+        return tuple(ffi.call(f"{stem}_both", results, h, scale))
+    return ffi.call(stem, results[:1], h, scale)[0]
+
+
+def float8_gelu_backward(h, dout, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
+    return _float8_activation_backward("float8_gelu_backward", h, dout, scale, has_bias)
+
+
+def float8_swiglu_backward(h, dout, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
+    return _float8_activation_backward("float8_swiglu_backward", h, dout, scale, has_bias)
+
+
+def _float8_activation_backward(stem, h, dout, scale, has_bias):
+    rows, columns = h.shape
+    partial = (-(-rows // _TILE_ROWS), columns) if has_bias else (0,)
+    results = [
+        *_float8_results(h.shape, jnp.float8_e5m2),
+        jax.ShapeDtypeStruct((columns if has_bias else 0,), h.dtype),
+        jax.ShapeDtypeStruct(partial, jnp.float32),
+    ]
+    values, transposed, dbias, _ = ffi.call(stem, results, h, dout, scale)
+    return values, transposed, dbias if has_bias else None

@@ -13,6 +13,7 @@ is NaN after dequantization.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.rounding import round_to_float8
@@ -66,16 +67,37 @@ def float8_round(x, scale, *, dtype, layout):
     return values.T if of_columns else (values, values.T)
 
 
-def float8_swiglu_forward(gate_up, scale, *, layout):
+def float8_gelu_forward(h, scale, *, layout):
+    """Returns GELU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
+    hidden = activations.gelu_forward(h.astype(jnp.float32))
+    return _round_once(hidden, scale, "float8_e4m3fn", layout)
+
+
+def float8_gelu_backward(h, dout, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
+    dh = activations.gelu_backward(h.astype(jnp.float32), dout.astype(jnp.float32))
+    return _round_gradient(dh, scale, h.dtype, has_bias)
+
+
+def float8_swiglu_forward(h, scale, *, layout):
     """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
     hidden = activations.swiglu_forward(gate, up)
-    return float8_round(hidden, scale, dtype="float8_e4m3fn", layout=layout)
+    return _round_once(hidden, scale, "float8_e4m3fn", layout)
 
 
-def float8_swiglu_backward(gate_up, dout, scale):
-    """Returns the gradient of ``gate_up`` over ``scale`` in float8_e5m2, and transposed."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+def float8_swiglu_backward(h, dout, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
     gradients = activations.swiglu_backward(gate, up, dout.astype(jnp.float32))
-    dgate_up = jnp.concatenate(gradients, axis=-1)
-    return float8_round(dgate_up, scale, dtype="float8_e5m2", layout="both")
+    return _round_gradient(jnp.concatenate(gradients, axis=-1), scale, h.dtype, has_bias)
+
+
+def _round_once(x, scale, dtype, layout):
+    # Without the barrier XLA may compute x for each layout, and differently.
+    return float8_round(lax.optimization_barrier(x), scale, dtype=dtype, layout=layout)
+
+
+def _round_gradient(dh, scale, dtype, has_bias):
+    rounded = _round_once(dh, scale, "float8_e5m2", "both")
+    return (*rounded, dh.sum(0).astype(dtype) if has_bias else None)
