@@ -26,41 +26,6 @@ struct Formulas<Float8Swiglu> {
   using Backward = SwigluBackward;
 };
 
-// The sums of the columns of a CTA's tile, in an order that depends on the shape alone: a thread
-// adds its rows, the lanes of a warp that have the same columns add theirs, and then the warps.
-template <int kResults>
-struct TileSums {
-  float of_thread[kResults][kPack] = {};
-
-  __device__ __forceinline__ void store(float (&shared)[kThreads / 32][kResults * kTileColumns],
-                                        const Tile& tile, float* partial, int64_t width) {
-#pragma unroll
-    for (int k = 0; k < kResults; ++k) {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        float sum = of_thread[k][j];
-#pragma unroll
-        for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
-          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
-        }
-        if (threadIdx.x % 32 < kPacksOfRow) {
-          shared[threadIdx.x / 32][k * kTileColumns + tile.pack * kPack + j] = sum;
-        }
-      }
-    }
-    __syncthreads();
-    partial += tile.first_row / kTileRows * kResults * width;
-    for (int i = threadIdx.x; i < kResults * kTileColumns; i += kThreads) {
-      const int64_t column = tile.first_column + i % kTileColumns;
-      if (column >= width) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kThreads / 32; ++warp) sum += shared[warp][i];
-      partial[i / kTileColumns * width + column] = sum;
-    }
-  }
-};
-
 // Op computes kResults elements of an element of each of kParts parts of h, and in the backward of
 // one of dout. Two results are the parts of `values`.
 template <class Op, int kParts, bool kBackward, bool kTransposed, bool kSums, typename Float8,
@@ -78,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   const float inverse = __frcp_rn(__ldg(scale));
 
   Words words[kResults];
-  TileSums<kResults> sums;
+  float sums[kResults][kPack] = {};
 #pragma unroll
   for (int i = 0; i < kRowsOfThread; ++i) {
     float quotients[kResults][kPack];
@@ -90,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
       Op{}(in, out);
 #pragma unroll
       for (int k = 0; k < kResults; ++k) {
-        if constexpr (kSums) sums.of_thread[k][j] += out[k];
+        if constexpr (kSums) sums[k][j] += out[k];
         quotients[k][j] = out[k] * inverse;
       }
     }
@@ -111,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if constexpr (kSums) {
     __shared__ float of_warps[kThreads / 32][kResults * kTileColumns];
-    sums.store(of_warps, tile, partial, width);
+    tile.store_sums(sums, of_warps, partial);
   }
 }
 
@@ -160,13 +125,8 @@ cudaError_t Float8Activation<Activation, T>::backward(cudaStream_t stream, const
                                  : run(launch<Op, kParts, true, true, false, __nv_fp8_e5m2, T>));
   }
   if (!dbias) return cudaSuccess;
-  const int64_t partials = partial_rows(rows);
+  const int64_t partials = Tile::partial_rows(rows);
   return column_sum(stream, partial, {dbias}, 1, partials, partials, columns);
-}
-
-template <class Activation, typename T>
-int64_t Float8Activation<Activation, T>::partial_rows(int64_t rows) {
-  return divide_up(rows, kTileRows);
 }
 
 #define JAXLLM_INSTANTIATE(Activation)                 \

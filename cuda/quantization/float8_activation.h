@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "quantization/float8_round.h"
+
 namespace jaxllm {
 
 // gelu(h) of h, or silu(g) u of the halves g and u of the rows of h.
@@ -34,10 +36,9 @@ struct Float8Activation {
   // The gradient of h, given that of the result, (rows, width), over scale: values (rows, kParts
   // width) and transposed (kParts width, rows). Where dbias is no nullptr it gets the sums over rows
   // of the gradient before it is rounded, (kParts width,), and `partial` is a workspace:
-  // (partial_rows(rows), kParts width).
+  // (float8_partial_rows(rows), kParts width).
   cudaError_t backward(cudaStream_t stream, const T* dout, __nv_fp8_e5m2* values,
                        __nv_fp8_e5m2* transposed, T* dbias, float* partial) const;
-  static int64_t partial_rows(int64_t rows);
 };
 
 }  // namespace jaxllm

@@ -8,10 +8,11 @@
 namespace jaxllm {
 namespace {
 
-// A result with the elements of x; nullptr where it is not wanted. jax.vmap gives every buffer the
-// same new leading axes.
+// Results with the elements of x, and the sums over its rows with their workspace; nullptr where
+// they are not wanted. jax.vmap gives every buffer the same new leading axes.
 ffi::Error round_to_float8(cudaStream_t stream, const Buffer& x, const Buffer& scale,
-                           Result* values, Result* transposed) {
+                           Result* values, Result* transposed, Result* sums = nullptr,
+                           Result* partial = nullptr) {
   const auto of_x = x.dimensions(), of_scale = scale.dimensions();
   const size_t axes = of_x.size();
   if (axes < 2) return invalid("x", "is no matrix");
@@ -26,10 +27,13 @@ ffi::Error round_to_float8(cudaStream_t stream, const Buffer& x, const Buffer& s
       using Float8 = typename decltype(type)::type;
       using T = typename decltype(type_x)::type;
       const auto dtype = first.element_type();
+      const int64_t partials = float8_partial_rows(rows) * columns;
       ffi::Error error = check_buffers({
           {"scale", scale, ffi::F32, calls * scales},
           {"values", first, dtype, count(x)},
           {"transposed", transposed ? **transposed : first, dtype, count(x)},
+          {"sums", sums ? **sums : x, dtype_of<T>(), sums ? calls * columns : count(x)},
+          {"partial", partial ? **partial : scale, ffi::F32, calls * (partial ? partials : scales)},
       });
       if (error.failure()) return error;
       const int64_t size = rows * columns;
@@ -40,7 +44,9 @@ ffi::Error round_to_float8(cudaStream_t stream, const Buffer& x, const Buffer& s
           return result ? data<Float8>(*result) + i * size : nullptr;
         };
         const cudaError_t status =
-            call.launch(stream, rows, columns, part(values), part(transposed));
+            call.launch(stream, rows, columns, part(values), part(transposed),
+                        sums ? data<T>(*sums) + i * columns : nullptr,
+                        partial ? data<float>(*partial) + i * partials : nullptr);
         if (status != cudaSuccess) return to_ffi_error(status);
       }
       return ffi::Error::Success();
@@ -60,6 +66,11 @@ ffi::Error Float8RoundTransposedImpl(cudaStream_t stream, Buffer x, Buffer scale
 ffi::Error Float8RoundBothImpl(cudaStream_t stream, Buffer x, Buffer scale, Result values,
                                Result transposed) {
   return round_to_float8(stream, x, scale, &values, &transposed);
+}
+
+ffi::Error Float8RoundSumsImpl(cudaStream_t stream, Buffer x, Buffer scale, Result values,
+                               Result transposed, Result sums, Result partial) {
+  return round_to_float8(stream, x, scale, &values, &transposed, &sums, &partial);
 }
 
 // The sizes of a call of an activation, from h of (..., rows, kParts width).
@@ -119,9 +130,8 @@ ffi::Error activation_backward(cudaStream_t stream, const Buffer& h, const Buffe
   const int64_t total = sizes.calls * size;
   return dispatch_floating(h, "h", [&](auto type) {
     using T = typename decltype(type)::type;
-    using Call = Float8Activation<Activation, T>;
     const int64_t sums = count(*dbias) ? columns : 0;
-    const int64_t partials = Call::partial_rows(sizes.rows) * sums;
+    const int64_t partials = float8_partial_rows(sizes.rows) * sums;
     ffi::Error error = check_buffers({{"dout", dout, h.element_type(), total / sizes.kParts},
                                       {"scale", scale, ffi::F32, sizes.calls},
                                       {"values", *values, ffi::F8E5M2, total},
@@ -130,7 +140,8 @@ ffi::Error activation_backward(cudaStream_t stream, const Buffer& h, const Buffe
                                       {"partial", *partial, ffi::F32, sizes.calls * partials}});
     if (error.failure()) return error;
     for (int64_t i = 0; i < sizes.calls; ++i) {
-      const Call call{data<T>(h) + i * size, data<float>(scale) + i, sizes.rows, sizes.width};
+      const Float8Activation<Activation, T> call{data<T>(h) + i * size, data<float>(scale) + i,
+                                                 sizes.rows, sizes.width};
       const cudaError_t status = call.backward(
           stream, data<T>(dout) + i * size / sizes.kParts, data<__nv_fp8_e5m2>(values) + i * size,
           data<__nv_fp8_e5m2>(transposed) + i * size,
@@ -183,5 +194,6 @@ JAXLLM_HANDLER(Float8SwigluBackward, Float8SwigluBackwardImpl);
 JAXLLM_HANDLER(Float8Round, Float8RoundImpl);
 JAXLLM_HANDLER(Float8RoundTransposed, Float8RoundTransposedImpl);
 JAXLLM_HANDLER(Float8RoundBoth, Float8RoundBothImpl);
+JAXLLM_HANDLER(Float8RoundSums, Float8RoundSumsImpl);
 
 }  // namespace jaxllm

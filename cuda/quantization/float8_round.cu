@@ -1,5 +1,6 @@
 // Rounds a matrix to 8-bit floats, and transposes it. The matrix is read once, and each result is
 // written once.
+#include "common/column_sum.cuh"
 #include "common/dependent_launch.cuh"
 #include "quantization/float8_round.h"
 #include "quantization/float8_tile.cuh"
@@ -10,10 +11,10 @@ namespace {
 using namespace float8;
 
 // What a call has, and which of its results are wanted.
-template <bool kValues, bool kTransposed, bool kOneScale>
+template <bool kValues, bool kTransposed, bool kOneScale, bool kSums = false>
 struct Variant {
   static constexpr bool has_values = kValues, has_transposed = kTransposed;
-  static constexpr bool has_one_scale = kOneScale;
+  static constexpr bool has_one_scale = kOneScale, has_sums = kSums;
   static_assert(kOneScale || kValues != kTransposed);
 };
 
@@ -21,7 +22,7 @@ struct Variant {
 template <class V, typename Float8, typename T>
 __global__ void __launch_bounds__(kThreads)
     float8_round_kernel(const T* x, const float* scale, int64_t rows, int64_t columns,
-                        uint8_t* values, uint8_t* transposed) {
+                        uint8_t* values, uint8_t* transposed, float* partial) {
   __shared__ alignas(16) uint32_t shared[V::has_transposed ? kSharedWords : 1];
   const Tile tile(rows, columns);
   Pack<T, kPack> packs[kRowsOfThread];
@@ -44,11 +45,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   Words words;
+  float sums[1][kPack] = {};
 #pragma unroll
   for (int i = 0; i < kRowsOfThread; ++i) {
     float quotients[kPack];
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
+      if constexpr (V::has_sums) sums[0][j] += packs[i][j];
       const int of = V::has_one_scale ? 0 : V::has_transposed ? j : i;
       quotients[j] = packs[i][j] * inverse[of];
     }
@@ -60,22 +63,35 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     tile.store_transposed(shared, transposed);
   }
+  if constexpr (V::has_sums) {
+    __shared__ float of_warps[kThreads / 32][kTileColumns];
+    tile.store_sums(sums, of_warps, partial);
+  }
 }
 
 }  // namespace
 
 template <typename Float8, typename T>
 cudaError_t Float8Rounding<Float8, T>::launch(cudaStream_t stream, int64_t rows, int64_t columns,
-                                              Float8* values, Float8* transposed) const {
-  if (rows == 0 || columns == 0) return cudaSuccess;
+                                              Float8* values, Float8* transposed, T* sums,
+                                              float* partial) const {
+  if (columns == 0) return cudaSuccess;
+  if (rows == 0) return sums ? column_sum(stream, partial, {sums}, 1, 0, 0, columns) : cudaSuccess;
   if (!serves(rows, columns, transposed)) return cudaErrorNotSupported;
   if (!aligned_16(x, values, transposed)) return cudaErrorNotSupported;
   const auto run = [&](auto variant) {
     using V = decltype(variant);
     return launch_kernel(
         stream, float8_round_kernel<V, Float8, T>, {Tile::count(rows, columns), kThreads}, x, scale,
-        rows, columns, reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed));
+        rows, columns, reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed),
+        partial);
   };
+  if (sums) {
+    if (!values || !transposed || !has_one_scale) return cudaErrorNotSupported;
+    JAXLLM_RETURN_IF_ERROR(run(Variant<true, true, true, true>{}));
+    const int64_t partials = Tile::partial_rows(rows);
+    return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
+  }
   if (values && transposed) {
     return has_one_scale ? run(Variant<true, true, true>{}) : cudaErrorNotSupported;
   }
@@ -84,6 +100,8 @@ cudaError_t Float8Rounding<Float8, T>::launch(cudaStream_t stream, int64_t rows,
   }
   return has_one_scale ? run(Variant<true, false, true>{}) : run(Variant<true, false, false>{});
 }
+
+int64_t float8_partial_rows(int64_t rows) { return Tile::partial_rows(rows); }
 
 #define JAXLLM_INSTANTIATE(Float8)                       \
   template struct Float8Rounding<Float8, float>;         \

@@ -12,6 +12,9 @@ namespace jaxllm {
 // transposed[j][i] the same; nullptr where it is not wanted. There is one scale for all, or one for
 // each row of the result: then one of the two is wanted. What is finite does not overflow.
 //
+// Where both are wanted, `sums` may get the sums over the rows of x, (columns,); nullptr where they
+// are not wanted. `partial` is a workspace for them: (float8_partial_rows(rows), columns).
+//
 // cudaErrorNotSupported where the columns are no multiple of 8, where the transposed matrix is
 // wanted and the rows are no multiple of 16, and where a pointer is not a multiple of 16 bytes.
 template <typename Float8, typename T>
@@ -21,7 +24,10 @@ struct Float8Rounding {
   bool has_one_scale;
 
   cudaError_t launch(cudaStream_t stream, int64_t rows, int64_t columns, Float8* values,
-                     Float8* transposed) const;
+                     Float8* transposed, T* sums = nullptr, float* partial = nullptr) const;
 };
+
+// How many partial rows the sums over so many rows have.
+int64_t float8_partial_rows(int64_t rows);
 
 }  // namespace jaxllm

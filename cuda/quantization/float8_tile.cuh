@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "common/launch.h"
+#include "common/reduce.cuh"
 #include "common/vector.cuh"
 
 namespace jaxllm::float8 {
@@ -90,8 +91,9 @@ struct Tile {
   __host__ __device__ static int64_t tiles_of_row(int64_t columns) {
     return (columns + kTileColumns - 1) / kTileColumns;
   }
+  static int64_t partial_rows(int64_t rows) { return divide_up(rows, kTileRows); }
   static int64_t count(int64_t rows, int64_t columns) {
-    return divide_up(rows, kTileRows) * tiles_of_row(columns);
+    return partial_rows(rows) * tiles_of_row(columns);
   }
 
   __device__ __forceinline__ Tile(int64_t rows, int64_t columns) : rows(rows), columns(columns) {
@@ -125,6 +127,39 @@ struct Tile {
       if (!has_row(i)) continue;
       uint2* const at = reinterpret_cast<uint2*>(to + (row() + i) * stride + column());
       *at = {words.of[0][i], words.of[1][i]};
+    }
+  }
+
+  // Stores the sums of the tile's columns as a row of `partial`, of kResults matrices beside each
+  // other; `sums` are those of the thread's rows. The order of the additions depends on the shape
+  // alone: the lanes of a warp that have the same columns add theirs, and then the warps.
+  template <int kResults>
+  __device__ __forceinline__ void store_sums(
+      const float (&sums)[kResults][kPack],
+      float (&shared)[kThreads / 32][kResults * kTileColumns], float* partial) const {
+#pragma unroll
+    for (int k = 0; k < kResults; ++k) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        float sum = sums[k][j];
+#pragma unroll
+        for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
+          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+        }
+        if (threadIdx.x % 32 < kPacksOfRow) {
+          shared[threadIdx.x / 32][k * kTileColumns + pack * kPack + j] = sum;
+        }
+      }
+    }
+    __syncthreads();
+    partial += first_row / kTileRows * kResults * columns;
+    for (int i = threadIdx.x; i < kResults * kTileColumns; i += kThreads) {
+      const int64_t column = first_column + i % kTileColumns;
+      if (column >= columns) continue;
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kThreads / 32; ++warp) sum += shared[warp][i];
+      partial[i / kTileColumns * columns + column] = sum;
     }
   }
 

@@ -17,8 +17,8 @@ BACKENDS = ("xla", pytest.param("cuda", marks=pytest.mark.gpu))
 SHAPES = ((128, 64), (144, 72), (16, 8), (272, 200), (16, 1024), (1040, 16))
 
 
-def rounded(x, scale, backend, dtype="float8_e4m3fn", layout="rows"):
-    static = {"dtype": dtype, "layout": layout}
+def rounded(x, scale, backend, dtype="float8_e4m3fn", layout="rows", **more):
+    static = {"dtype": dtype, "layout": layout, **more}
     return dispatch(FLOAT8_ROUND, Direction.INFERENCE, backend, x, scale, **static)
 
 
@@ -79,13 +79,33 @@ def check_bits(shape, layout, of_x, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("of_x", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.covering(("shape", "backend"), ("of_x", "backend"))
+def test_gradient_of_a_bias_is_the_sum_of_unrounded_rows(shape, of_x, backend):
+    x, scale = heavy_tailed(shape, of_x)[1:], jnp.asarray([0.37], jnp.float32)
+    x = jnp.concatenate([x, x[:1]])
+    *found, sums = rounded(x, scale, backend, layout="both", has_bias=True)
+    for result, expected in zip(found, rounded(x, scale, backend, layout="both"), strict=True):
+        assert_same_bits(result, np.asarray(expected))
+    wide = np.asarray(x, np.float64)
+    assert (sums.shape, sums.dtype) == (x.shape[1:], of_x)
+    lost = abs(np.asarray(sums, np.float64) - wide.sum(0))
+    eps = float(jnp.finfo(of_x).eps)
+    assert (lost <= eps / 2 * abs(wide.sum(0)) + len(x) * 2.0**-24 * abs(wide).sum(0)).all()
+    again = rounded(x, scale, backend, layout="both", has_bias=True)[2]
+    np.testing.assert_array_equal(sums, again)
+    assert not rounded(x[:0], scale, backend, layout="both", has_bias=True)[2].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_matches_a_loop(backend):
     x = jnp.stack([heavy_tailed((32, 48), "bfloat16"), -heavy_tailed((32, 48), "bfloat16") / 3])
     scale = jnp.asarray([[0.5], [2.0]], jnp.float32)
-    for layout in LAYOUTS:
+    for layout, more in (*((of, {}) for of in LAYOUTS), ("both", {"has_bias": True})):
 
-        def of_one(x, scale, layout=layout):
-            return rounded(x, scale, backend, layout=layout)
+        def of_one(x, scale, layout=layout, more=more):
+            return rounded(x, scale, backend, layout=layout, **more)
 
         found, each = (
             jax.vmap(of_one)(x, scale),

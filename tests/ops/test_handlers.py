@@ -76,6 +76,8 @@ def programs():
             given = (matrix, jax.ShapeDtypeStruct((scales,), jnp.float32))
             static = {"dtype": "float8_e4m3fn", "layout": layout}
             yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
+        static |= {"has_bias": True}
+        yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
     # Nor these, which MLPs with float8 operands call.
     for dtype in (jnp.bfloat16, jnp.float32):
         one, dout = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((48, 72), dtype)

@@ -44,6 +44,7 @@ from jaxllm.ops.gemm.float8_operands import (
     input_gradient,
     product,
     quantize,
+    quantize_gradient,
     weight_gradient,
 )
 from jaxllm.ops.gemm.linear import LinearOptions, activation_backward, linear
@@ -109,21 +110,22 @@ def _count_gradient(counts, dout, columns, recipe):
 def _product_backward(options, backend, residuals, dout):
     x, weight, bias, counts = residuals
     recipe, rows = options.recipe, dout.ndim - weight.ndim + 1
-    of_dout, dtype = (("...", options.columns), rows), GRADIENT_DTYPES[recipe]
     if recipe == "tensor":
-        layouts = "rows", "transposed"
-        dout8, transposed = quantize(dout, *of_dout, layouts, dtype, recipe, backend)
+        dout8, transposed, dbias = quantize_gradient(
+            dout, weight.ndim, backend, has_bias=bias is not None
+        )
         dweight = weight_gradient(x, transposed, weight.ndim, backend, dtype=dout.dtype)
     else:
+        of_dout = ("...", options.columns), rows, ("rows",), GRADIENT_DTYPES[recipe]
+        (dout8,) = quantize(dout, *of_dout, recipe, backend)
+        dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
         # The weight gradient's own rule shards it. XLA removes GEMMs whose results are not used.
-        (dout8,) = quantize(dout, *of_dout, ("rows",), dtype, recipe, backend)
         plain = LinearOptions(None, weight.ndim)
         _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
         (dweight,) = pull(dout)
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
     if counts is not None:
         counts = _count_gradient(counts, dout, weight.ndim - 1, recipe)
-    dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
     dx, _ = input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)
     return dx, dweight, dbias, counts
 

@@ -55,6 +55,7 @@ from jaxllm.ops.gemm.float8_operands import (
     input_gradient,
     product,
     quantize,
+    quantize_gradient,
     weight_gradient,
 )
 from jaxllm.ops.gemm.linear import column_names
@@ -139,8 +140,8 @@ def _layers(options, backend, x, up, up_bias, down, layouts):
 
 def _backward(options, backend, residuals, dout):
     x8, h, amax, hidden8, (up, up_bias, down), counts = residuals
-    dtype, of_dout = dout.dtype, (("...", "F"), dout.ndim - 1, ("rows", "transposed"))
-    dout8, transposed = quantize(dout, *of_dout, _GRADIENT_DTYPE, _RECIPE, backend)
+    dtype = dout.dtype
+    dout8, transposed, _ = quantize_gradient(dout, 2, backend, has_bias=False)
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
     ddown, dout8 = lax.optimization_barrier((ddown, dout8))  # as in gradients.wgrad
     dhidden, of_dhidden = input_gradient(dout8, down, _RECIPE, backend, dtype=dtype, parts=1)

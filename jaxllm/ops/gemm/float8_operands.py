@@ -107,25 +107,53 @@ def quantize(
     of_results = ", ".join(results[layout] for layout in layouts)
     rule = ShardingRule(f"{rows} {columns}, {scales} -> {of_results}", "... D F")
     layout = "both" if len(layouts) == 2 else layouts[0]
-    function = shards.Function(_round_shard, (backend, jnp.dtype(dtype).name, layout, split))
-    if not partition.is_wanted((x, scale)):
-        values = function(x, scale)
-    else:
-        values = partition.run(function, "linear", rule, (x, scale), is_opaque=backend != "xla")
+    static = {"dtype": jnp.dtype(dtype).name, "layout": layout}
+    values = _round(rule, backend, split, x, scale, **static)
     return [(each, scale) for each in (values if layout == "both" else (values,))]
 
 
-def _round_shard(backend, dtype, layout, split, x, scale):
+def quantize_gradient(
+    dout: Array, weight_ndim: int, backend: Backend, *, has_bias: bool
+) -> tuple[Float8, Float8, Array | None]:
+    """Rounds the gradient of a layer's result with one scale.
+
+    Args:
+        dout: The gradient, of rows and the columns of a weight.
+        weight_ndim: The axes of the weight.
+        backend: A resolved backend.
+        has_bias: Whether the layer has a bias.
+
+    Returns:
+        The rounded matrix, the transposed one, and the gradient of the bias, the sum of the
+        unrounded rows, or None. All are of one pass over ``dout``.
+    """
+    columns, dtype = column_names(weight_ndim), GRADIENT_DTYPES["tensor"]
+    scale = current_scale(dout, dtype, tuple(range(dout.ndim)))
+    sums = f", {columns} +..." if has_bias else ""
+    rule = ShardingRule(f"... {columns}, -> ... {columns}, {columns} ...{sums}", "... F")
+    static = {"dtype": jnp.dtype(dtype).name, "layout": "both", "has_bias": has_bias}
+    rows, transposed, *dbias = _round(rule, backend, 1 - weight_ndim, dout, scale, **static)
+    return (rows, scale), (transposed, scale), dbias[0] if has_bias else None
+
+
+def _round(rule, backend, split, x, scale, **static):
+    function = shards.Function(_round_shard, (backend, split, tuple(static.items())))
+    if not partition.is_wanted((x, scale)):
+        return function(x, scale)
+    return partition.run(function, "linear", rule, (x, scale), is_opaque=backend != "xla")
+
+
+def _round_shard(backend, split, static, x, scale):
     rows, columns = x.shape[:split], x.shape[split:]
-    matrix = x.reshape(math.prod(rows), math.prod(columns))
-    static = {"dtype": dtype, "layout": layout}
-    direction, scale = Direction.INFERENCE, scale.reshape(-1)
-    results = dispatch(FLOAT8_ROUND, direction, backend, matrix, scale, **static)
-    if layout == "rows":
-        return results.reshape(x.shape)
-    if layout == "transposed":
-        return results.reshape(*columns, *rows)
-    return results[0].reshape(x.shape), results[1].reshape(*columns, *rows)
+    arrays = x.reshape(math.prod(rows), math.prod(columns)), scale.reshape(-1)
+    static = dict(static)
+    found = dispatch(FLOAT8_ROUND, Direction.INFERENCE, backend, *arrays, **static)
+    found = found if static["layout"] == "both" else (found,)
+    shapes = {"rows": [x.shape], "transposed": [(*columns, *rows)]}
+    shapes["both"] = shapes["rows"] + shapes["transposed"]
+    wanted = shapes[static["layout"]] + ([columns] if static.get("has_bias") else [])
+    results = tuple(map(jnp.reshape, found, wanted))
+    return results if len(results) > 1 else results[0]
 
 
 def product(

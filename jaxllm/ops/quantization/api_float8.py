@@ -23,7 +23,8 @@ FLOAT8_ROUND = Op(
 """The matrix ``x / scale``, rounded to float8 in the layouts that float8_matmul takes.
 
 ``(x, scale)`` with ``dtype`` and ``layout``: as it is, transposed, or both. A scale per row of the
-result, or one. What is finite does not overflow. On sharded arrays it runs inside of linear layers,
+result, or one. What is finite does not overflow. With ``has_bias``, for both layouts, it also
+returns the sum of the unrounded rows, in the dtype of ``x``: the gradient of a bias. On sharded arrays it runs inside of linear layers,
 on their shards.
 """
 

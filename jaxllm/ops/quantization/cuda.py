@@ -71,9 +71,9 @@ def quantized_matmul(q, scales, x):
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
 
-def float8_round_unsupported(x, scale, *, dtype, layout) -> str | None:
+def float8_round_unsupported(x, scale, *, dtype, layout, has_bias=False) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
-    del scale, dtype
+    del scale, dtype, has_bias
     return _tile_reason("x", x, x.shape[1], layout)
 
 
@@ -89,9 +89,12 @@ def _tile_reason(name, x, columns, layout) -> str | None:
     return None
 
 
-def float8_round(x, scale, *, dtype, layout):
+def float8_round(x, scale, *, dtype, layout, has_bias=False):
     """Returns the matrix ``x / scale`` in float8, as a matrix, transposed, or both."""
     values, transposed = _float8_results(x.shape, dtype)
+    if has_bias:
+        results = [values, transposed, *_sums(x, has_bias)]
+        return tuple(ffi.call("float8_round_sums", results, x, scale)[:3])
     if layout == "both":
         return tuple(ffi.call("float8_round_both", [values, transposed], x, scale))
     if layout == "rows":
@@ -130,39 +133,37 @@ def float8_swiglu_backward_unsupported(h, dout, scale, **_) -> str | None:
 
 def float8_gelu_forward(h, scale, *, layout):
     """Returns GELU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
-    return _float8_activation("float8_gelu_forward", h, scale, h.shape, layout)
+    results = _float8_results(h.shape, jnp.float8_e4m3fn)
+    if layout == "both":
+        return tuple(ffi.call("float8_gelu_forward_both", results, h, scale))
+    return ffi.call("float8_gelu_forward", results[:1], h, scale)[0]
 
 
 def float8_swiglu_forward(h, scale, *, layout):
     """Returns SwiGLU over ``scale`` in float8_e4m3fn, as a matrix, or this and transposed."""
-    shape = h.shape[0], h.shape[1] // 2
-    return _float8_activation("float8_swiglu_forward", h, scale, shape, layout)
-
-
-def _float8_activation(stem, h, scale, shape, layout):
-    results = _float8_results(shape, jnp.float8_e4m3fn)
+    results = _float8_results((h.shape[0], h.shape[1] // 2), jnp.float8_e4m3fn)
     if layout == "both":
-        return tuple(ffi.call(f"{stem}_both", results, h, scale))
-    return ffi.call(stem, results[:1], h, scale)[0]
+        return tuple(ffi.call("float8_swiglu_forward_both", results, h, scale))
+    return ffi.call("float8_swiglu_forward", results[:1], h, scale)[0]
 
 
 def float8_gelu_backward(h, dout, scale, *, has_bias):
     """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
-    return _float8_activation_backward("float8_gelu_backward", h, dout, scale, has_bias)
+    results = [*_float8_results(h.shape, jnp.float8_e5m2), *_sums(h, has_bias)]
+    *rounded, dbias, _ = ffi.call("float8_gelu_backward", results, h, dout, scale)
+    return *rounded, dbias if has_bias else None
 
 
 def float8_swiglu_backward(h, dout, scale, *, has_bias):
     """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its sums."""
-    return _float8_activation_backward("float8_swiglu_backward", h, dout, scale, has_bias)
+    results = [*_float8_results(h.shape, jnp.float8_e5m2), *_sums(h, has_bias)]
+    *rounded, dbias, _ = ffi.call("float8_swiglu_backward", results, h, dout, scale)
+    return *rounded, dbias if has_bias else None
 
 
-def _float8_activation_backward(stem, h, dout, scale, has_bias):
-    rows, columns = h.shape
-    partial = (-(-rows // _TILE_ROWS), columns) if has_bias else (0,)
-    results = [
-        *_float8_results(h.shape, jnp.float8_e5m2),
-        jax.ShapeDtypeStruct((columns if has_bias else 0,), h.dtype),
-        jax.ShapeDtypeStruct(partial, jnp.float32),
-    ]
-    values, transposed, dbias, _ = ffi.call(stem, results, h, dout, scale)
-    return values, transposed, dbias if has_bias else None
+def _sums(x, wanted):
+    """The sums over the rows of ``x``, and their workspace; without elements if not wanted."""
+    rows, columns = x.shape
+    partial = (-(-rows // _TILE_ROWS), columns) if wanted else (0,)
+    sums = jax.ShapeDtypeStruct((columns if wanted else 0,), x.dtype)
+    return sums, jax.ShapeDtypeStruct(partial, jnp.float32)

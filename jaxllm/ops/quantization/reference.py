@@ -58,8 +58,11 @@ def quantized_matmul(q, scales, x):
 # Float8
 
 
-def float8_round(x, scale, *, dtype, layout):
+def float8_round(x, scale, *, dtype, layout, has_bias=False):
     """Returns the matrix ``x / scale`` in float8, as a matrix, transposed, or both."""
+    if has_bias:
+        rounded = float8_round(x, scale, dtype=dtype, layout="both")
+        return *rounded, x.astype(jnp.float32).sum(0).astype(x.dtype)
     of_columns = layout == "transposed"
     values = round_to_float8(x, scale if of_columns else scale[:, None], dtype)
     if layout == "rows":
