@@ -426,7 +426,8 @@ def table() -> str:
         "fallback is the reference implementation. `float8_matmul` has no Pallas kernel either:",
         "its fallback is XLA's GEMM of float8 arrays. In a linear layer its operands are rounded",
         "by [float8_round.cu](../cuda/quantization/float8_round.cu), or written in float8 by "
-        "[float8_swiglu.cu](../cuda/quantization/float8_swiglu.cu), ops without cases.",
+        "[float8_activation.cu](../cuda/quantization/float8_activation.cu) and "
+        "[float8_norm.cu](../cuda/quantization/float8_norm.cu), ops without cases.",
         "",
         *rows_of_ops(),
         "",

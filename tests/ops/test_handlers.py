@@ -22,7 +22,7 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX
-from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_ROUND, FLOAT8_SWIGLU
+from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_NORM, FLOAT8_ROUND, FLOAT8_SWIGLU
 
 INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
@@ -92,6 +92,13 @@ def programs():
         static = {"out_dtype": dtype.__name__, "parts": 2}
         call = functools.partial(dispatch, FLOAT8_MATMUL_AMAX, INFERENCE, "cuda", **static)
         yield call, (a, b, one, one, jax.ShapeDtypeStruct((128,), dtype))
+    # Nor this, which precedes a GEMM with float8 operands.
+    for dtype in (jnp.bfloat16, jnp.float32):
+        matrix, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((48, 72), (72,)))
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        static = {"eps": 1e-5, "layout": "both"}
+        call = functools.partial(dispatch, FLOAT8_NORM, Direction.FORWARD, "cuda", **static)
+        yield call, (matrix, matrix, weight, weight, weight, one)
     # No case has inputs of flash_attention_float8.
     q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2,), jnp.float32)

@@ -33,7 +33,8 @@ def _sum_rows(values: Array, like: Array) -> Array:
     return values.sum(axis=tuple(range(values.ndim - 1))).astype(like.dtype)
 
 
-def _rounded_sum(x: Array, residual: Array | None, x_bias: Array | None = None) -> Array:
+def rounded_sum(x: Array, residual: Array | None, x_bias: Array | None = None) -> Array:
+    """``x + x_bias + residual``, rounded once to the dtype of ``x``."""
     if residual is None:
         return x
     # The backward reads the stored, rounded h, so the statistics must be of the rounded h too. XLA
@@ -98,7 +99,7 @@ def add_layer_norm(x, residual, scale, bias, x_bias=None, *, eps):
 
 def add_layer_norm_forward(x, residual, x_bias, scale, bias, *, eps, statistics=True):
     """Returns ``(out, h, mean, rstd)``; the statistics are of the rounded ``h``."""
-    h = _rounded_sum(x, residual, x_bias)
+    h = rounded_sum(x, residual, x_bias)
     out, mean, rstd = layer_norm_forward(h, scale, bias, eps=eps, statistics=statistics)
     return out, h, mean, rstd
 
@@ -122,7 +123,7 @@ def add_rms_norm(x, residual, scale, *, eps):
 
 def add_rms_norm_forward(x, residual, scale, *, eps, statistics=True):
     """Returns ``(out, h, rstd)``; ``rstd`` is of the rounded ``h``."""
-    h = _rounded_sum(x, residual)
+    h = rounded_sum(x, residual)
     out, rstd = rms_norm_forward(h, scale, eps=eps, statistics=statistics)
     return out, h, rstd
 

@@ -42,6 +42,16 @@ FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda)
 """As FLOAT8_GELU, SwiGLU of the halves of the rows of ``h``: the gates, then what they gate."""
 
 
+FLOAT8_NORM = Op("float8_norm", reference=reference, cuda=cuda)
+"""A layer norm or RMS norm, rounded to float8_e4m3fn as by ``FLOAT8_ROUND``, with one scale.
+
+Forward ``(x, residual, x_bias, scale, bias, float8_scale)`` with ``eps``, ``layout``, which is
+``"rows"`` or ``"both"``, and ``statistics``. It normalizes ``h = x + x_bias + residual``, rounded
+to the dtype of ``x``; without a ``residual`` it normalizes ``x``. Without a ``bias`` it is an RMS
+norm. Returns ``(values, transposed, h, mean, rstd)``, with None for what there is not.
+"""
+
+
 def float8_quantize(
     x: Float[Array, "*rows K"], dtype: DTypeLike = jnp.float8_e4m3fn, *, axis: int | None = -1
 ) -> tuple[Float[Array, "*rows K"], Float[Array, "*rows"]]:

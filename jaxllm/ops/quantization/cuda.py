@@ -167,3 +167,60 @@ def _sums(x, wanted):
     partial = (-(-rows // _TILE_ROWS), columns) if wanted else (0,)
     sums = jax.ShapeDtypeStruct((columns if wanted else 0,), x.dtype)
     return sums, jax.ShapeDtypeStruct(partial, jnp.float32)
+
+
+_MAX_NORM_COLUMNS = 8192
+
+
+def float8_norm_forward_unsupported(
+    x, residual, x_bias, scale, bias, float8_scale, *, eps, layout, statistics=True
+) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del float8_scale, eps, statistics
+    if reason := _tile_reason("x", x, x.shape[1], layout):
+        return reason
+    if x.shape[1] > _MAX_NORM_COLUMNS:
+        return f"x {x.shape} has {x.shape[1]} columns; the kernel takes at most {_MAX_NORM_COLUMNS}"
+    if residual is not None and residual.dtype != x.dtype:
+        return f"residual has dtype {residual.dtype}; the kernel takes that of x, {x.dtype}"
+    if scale.dtype not in (x.dtype, jnp.float32):
+        return f"scale has dtype {scale.dtype}; the kernel takes that of x, {x.dtype}, or float32"
+    for name, array in (("x_bias", x_bias), ("bias", bias)):
+        if array is not None and array.dtype != scale.dtype:
+            return f"{name} has dtype {array.dtype}; the kernel takes that of scale, {scale.dtype}"
+    if x_bias is not None and (residual is None or bias is None):
+        return "x_bias is given; the kernel takes it with a residual and a bias"
+    return None
+
+
+def float8_norm_forward(
+    x, residual, x_bias, scale, bias, float8_scale, *, eps, layout, statistics=True
+):
+    """Returns ``(values, transposed, h, mean, rstd)``, with None for what there is not."""
+    values, transposed = _float8_results(x.shape, jnp.float8_e4m3fn)
+    row = jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)
+    wanted = (
+        (values, True),
+        (transposed, layout == "both"),
+        (jax.ShapeDtypeStruct(x.shape, x.dtype), residual is not None),
+        (row, statistics and bias is not None),
+        (row, statistics),
+    )
+    results = [kind if is_wanted else _none_of(kind) for kind, is_wanted in wanted]
+    arrays = (
+        x,
+        ffi.or_empty(residual, x.dtype),
+        ffi.or_empty(x_bias, scale.dtype),
+        scale,
+        ffi.or_empty(bias, scale.dtype),
+        float8_scale,
+    )
+    found = ffi.call("float8_norm_forward", results, *arrays, eps=eps)
+    return tuple(
+        array if is_wanted else None for array, (_, is_wanted) in zip(found, wanted, strict=True)
+    )
+
+
+def _none_of(kind):
+    """A result without elements: it is not wanted."""
+    return jax.ShapeDtypeStruct((0,), kind.dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.ops.activation import reference as activations
+from jaxllm.ops.norm import reference as norms
 from jaxllm.ops.rounding import round_to_float8
 
 
@@ -104,3 +105,19 @@ def _round_once(x, scale, dtype, layout):
 def _round_gradient(dh, scale, dtype, has_bias):
     rounded = _round_once(dh, scale, "float8_e5m2", "both")
     return (*rounded, dh.sum(0).astype(dtype) if has_bias else None)
+
+
+def float8_norm_forward(
+    x, residual, x_bias, scale, bias, float8_scale, *, eps, layout, statistics=True
+):
+    """Returns ``(values, transposed, h, mean, rstd)``, with None for what there is not."""
+    h = norms.rounded_sum(x, residual, x_bias)
+    wide = h.astype(jnp.float32)  # so that the norm does not round its result to the dtype of x
+    if bias is None:
+        out, *found = norms.rms_norm_forward(wide, scale, eps=eps, statistics=statistics)
+        found = [None, *found]
+    else:
+        out, *found = norms.layer_norm_forward(wide, scale, bias, eps=eps, statistics=statistics)
+    rounded = _round_once(out, float8_scale, "float8_e4m3fn", layout)
+    values, transposed = rounded if layout == "both" else (rounded, None)
+    return values, transposed, None if residual is None else h, *found
