@@ -87,7 +87,7 @@ def test_swiglu_block_with_columns_in_parts_is_made_of_its_layers(precision):
 
 @pytest.mark.parametrize(
     ("precision", "of_qkv", "of_out"),
-    [("row", "row", "row"), ("tensor", "tensor", "tensor"), ({"out": "row"}, None, "row")],
+    [("row", "row", "row"), ({"out": "tensor"}, None, "tensor"), ({"qkv": "row"}, "row", None)],
 )
 @pytest.mark.parametrize("rotates", [False, True])
 def test_attention_block_is_made_of_linear_layers_of_its_precision(

@@ -1,4 +1,4 @@
-"""The gated MLP of float8 operands: values and gradients of its formulas, bounds, transforms."""
+"""The MLP of float8 operands: values and gradients of its formulas, bounds, transforms."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from jaxllm.ops.gemm.float8_mlp import float8_mlp
 from jaxllm.ops.rounding import round_to_float8, scale_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-WIDTH, HIDDEN = 64, 96
+WIDTH, HIDDEN, EPS = 64, 96, 1e-5
 ACTIVATIONS = ("gelu", "swiglu")
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 each_backend = pytest.mark.parametrize(
@@ -50,7 +50,18 @@ def values_and_gradients(fn, x, up, bias, down, dout):
 
 
 def mlp_of(activation, backend="auto"):
-    return functools.partial(float8_mlp, activation=activation, backend=backend)
+    """The MLP of the RMS norm of ``x``, without a residual."""
+    static = {"activation": activation, "eps": EPS, "backend": backend}
+
+    def mlp(x, *layers):
+        scale = jnp.ones(WIDTH, x.dtype)
+        return float8_mlp((x, None, None, scale, None), *layers, **static)[0]
+
+    return mlp
+
+
+def rms_norm(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS)
 
 
 def quantized(x, dtype=E4M3, bound=None):
@@ -73,8 +84,10 @@ def function_of(activation):
 def by_formulas(activation, x, up, bias, down, dout):
     """What the module's docstring says, in float32 but for the results of GEMMs."""
     dtype, rows = x.dtype, x.shape[:-1]
-    x, dout = x.reshape(-1, WIDTH), dout.reshape(-1, WIDTH)
-    x8, w1, w2 = quantized(x), quantized(up).reshape(WIDTH, -1), quantized(down)
+    x, dout = x.astype(jnp.float32).reshape(-1, WIDTH), dout.reshape(-1, WIDTH)
+    normalized, pull_norm = jax.vjp(rms_norm, x)
+    x8, w1, w2 = quantized(normalized, bound=8.0), quantized(up), quantized(down)
+    w1 = w1.reshape(WIDTH, -1)  # sqrt(WIDTH) is 8
     h = x8 @ w1 if bias is None else x8 @ w1 + bias.astype(jnp.float32).ravel()
     h = h.astype(dtype).astype(jnp.float32).reshape(len(x), -1, HIDDEN)
     largest, fn = abs(h).max((0, 2)), function_of(activation)
@@ -86,6 +99,7 @@ def by_formulas(activation, x, up, bias, down, dout):
     dh8 = quantized(dh, E5M2, abs(dhidden).max() * slope).reshape(len(x), -1)
     dx, dup, ddown = dh8 @ w1.T, x8.T @ dh8, hidden.T @ dout8
     dbias = None if bias is None else dh.sum(0).astype(dtype).reshape(bias.shape)
+    (dx,) = pull_norm(dx.astype(dtype).astype(jnp.float32))
     dx = dx.astype(dtype).reshape(*rows, WIDTH)
     out = out.reshape(*rows, WIDTH)
     return out, dx, dup.astype(dtype).reshape(up.shape), dbias, ddown.astype(dtype)
@@ -109,13 +123,14 @@ def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend)
             assert result is None
             continue
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
-        # An element that differs in its last bit may be rounded to another float8 number.
-        assert distance(result, expected) < 0.01
+        # An element that differs in its last bit may be rounded to another float8 number. Where a
+        # maximum of 16 bits does, so does the scale, and 1% of the elements are.
+        assert distance(result, expected) < (0.01 if dtype == "float32" else 0.02)
 
 
 def unrounded(activation):
     def mlp(x, up, bias, down):
-        h = jnp.tensordot(x, up, 1)
+        h = jnp.tensordot(rms_norm(x), up, 1)
         h = (h if bias is None else h + bias).reshape(x.size // WIDTH, -1, HIDDEN)
         return (function_of(activation)(h) @ down).reshape(x.shape)
 
@@ -222,10 +237,9 @@ def test_forward_mode_differentiates_the_mlp_without_rounding(activation):
 def test_float8_operands_and_what_the_activation_takes_alone_are_saved(activation):
     x, up, bias, down, _ = arrays(activation)
     kept = jax.tree.leaves(jax.vjp(mlp_of(activation), x, up, bias, down)[1])
-    rows = x.size // WIDTH
-    wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32 and leaf.size > rows]
+    wide = [leaf.shape for leaf in kept if leaf.dtype == jnp.float32 and leaf.size > WIDTH]
     h = (2, 16, *up.shape[1:])
-    assert sorted(wide) == sorted([h, up.shape, bias.shape, down.shape])
+    assert sorted(wide) == sorted([x.shape, h, up.shape, bias.shape, down.shape])
     narrow = [leaf.shape for leaf in kept if leaf.dtype == E4M3]
     assert sorted(narrow) == sorted([(WIDTH, 2, 16), (HIDDEN, 2, 16)])
 
@@ -258,7 +272,9 @@ def test_blocks_run_it_and_those_with_merged_columns_or_other_recipes_run_their_
     both = {"gate_up": "tensor", "down": "tensor"}
     np.testing.assert_array_equal(block(x, gate_up, down), block(x, gate_up, down, both))
     # The layers one by one round with current scales: as near to the values without float8.
-    assert distance(block(x, gate_up, down), block(x, merged, down)) < 0.05
+    wanted = block(x, gate_up, down, precision=None)
+    for weight in (gate_up, merged):
+        assert 0.01 < distance(block(x, weight, down), wanted) < 0.05
 
 
 def test_blocks_with_gelu_run_it_and_those_of_another_recipe_run_their_layers():

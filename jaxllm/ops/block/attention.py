@@ -29,7 +29,14 @@ from jaxllm.ops.attention.api import (
 from jaxllm.ops.attention.arguments import PackedOptions, check_packed, head_width
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
 from jaxllm.ops.block.precision import Precision, of_layers
-from jaxllm.ops.block.residual import Residual, carry, check_keys, check_residual, pre_norm
+from jaxllm.ops.block.residual import (
+    Residual,
+    carry,
+    check_keys,
+    check_residual,
+    norm_arrays,
+    pre_norm,
+)
 from jaxllm.ops.checks import (
     check_floating,
     check_layer,
@@ -38,6 +45,7 @@ from jaxllm.ops.checks import (
     check_way_back,
 )
 from jaxllm.ops.gemm.api import linear
+from jaxllm.ops.gemm.float8_norm import float8_norm_linear
 from jaxllm.ops.gemm.float8_operands import Recipe
 from jaxllm.ops.gemm.fused import (
     Normalized,
@@ -169,14 +177,20 @@ def _unfused(
     **options: Any,
 ) -> Residual:
     of_qkv, of_out = recipes
-    x, h = pre_norm(h, norm, backend)
     options |= {"segment_ids": segment_ids, "backend": backend}
     is_plain = not is_weight(qkv["weight"]) and qkv.get("bias") is not None
     is_plain = is_plain and head_norms is None and rope_table is None
-    if attend is None and is_plain and of_qkv is None:
-        attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
-        return leave_to_next_norm(h, attended, "out", out, of_out, backend)
-    packed = linear(x, **qkv, precision=of_qkv, backend=backend)
+    if of_qkv == "tensor":
+        arrays = norm_arrays(h, norm, backend)
+        layer = qkv["weight"], qkv.get("bias")
+        packed, x = float8_norm_linear(arrays, *layer, eps=h.eps, backend=backend)
+        h = carry(h, x)
+    else:
+        x, h = pre_norm(h, norm, backend)
+        if attend is None and is_plain and of_qkv is None:
+            attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
+            return leave_to_next_norm(h, attended, "out", out, of_out, backend)
+        packed = linear(x, **qkv, precision=of_qkv, backend=backend)
     if head_norms is not None:
         packed = _normalize_heads(packed, *head_norms, heads, kv_heads, h.eps, backend)
     if attend is None:

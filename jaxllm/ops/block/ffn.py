@@ -27,7 +27,7 @@ from jaxllm.ops.block.attention import (
     without_normalized,
 )
 from jaxllm.ops.block.precision import Precision, of_layers
-from jaxllm.ops.block.residual import Residual, carry, check_residual, pre_norm
+from jaxllm.ops.block.residual import Residual, carry, check_residual, norm_arrays, pre_norm
 from jaxllm.ops.checks import check_layer, check_pre_norm, check_way_back
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
@@ -118,13 +118,16 @@ def _unfused(
     recipes: tuple[Recipe | None, Recipe | None] = (None, None),
 ) -> Residual:
     of_up, of_down = recipes
-    x, h = pre_norm(h, norm, backend)
     if _is_float8_mlp(up, down, recipes, activation):
+        arrays = norm_arrays(h, norm, backend)
+        x = arrays[0]
         hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[-1]), x.dtype)
         check_branch(h, hidden, "down", down)
-        arrays = x, up["weight"], up.get("bias"), down["weight"]
-        out = float8_mlp(*arrays, activation=activation, backend=backend)
-        return carry(h, h.x, branch=(out, down.get("bias")))
+        layers = up["weight"], up.get("bias"), down["weight"]
+        options = {"activation": activation, "eps": h.eps, "backend": backend}
+        out, x = float8_mlp(arrays, *layers, **options)
+        return carry(h, x, branch=(out, down.get("bias")))
+    x, h = pre_norm(h, norm, backend)
     if activation == "gelu":
         hidden = linear(x, **up, activation="gelu", precision=of_up, backend=backend)
     else:

@@ -38,6 +38,7 @@ from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_operands import (
     GRADIENT_DTYPES,
     OPERAND_DTYPE,
+    Float8,
     Recipe,
     bias_gradient,
     checked_weight,
@@ -109,20 +110,44 @@ def _count_gradient(counts, dout, columns, recipe):
 
 def _product_backward(options, backend, residuals, dout):
     x, weight, bias, counts = residuals
+    if options.recipe == "tensor":
+        return tensor_gradients(backend, x, weight, bias, counts, dout)
     recipe, rows = options.recipe, dout.ndim - weight.ndim + 1
-    if recipe == "tensor":
-        dout8, transposed, dbias = quantize_gradient(
-            dout, weight.ndim, backend, has_bias=bias is not None
-        )
-        dweight = weight_gradient(x, transposed, weight.ndim, backend, dtype=dout.dtype)
-    else:
-        of_dout = ("...", options.columns), rows, ("rows",), GRADIENT_DTYPES[recipe]
-        (dout8,) = quantize(dout, *of_dout, recipe, backend)
-        dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
-        # The weight gradient's own rule shards it. XLA removes GEMMs whose results are not used.
-        plain = LinearOptions(None, weight.ndim)
-        _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
-        (dweight,) = pull(dout)
+    of_dout = ("...", options.columns), rows, ("rows",), GRADIENT_DTYPES[recipe]
+    (dout8,) = quantize(dout, *of_dout, recipe, backend)
+    # The weight gradient's own rule shards it. XLA removes GEMMs whose results are not used.
+    plain = LinearOptions(None, weight.ndim)
+    _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
+    (dweight,) = pull(dout)
+    dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
+    return _gradients(recipe, backend, weight, counts, dout, dout8, dweight, dbias)
+
+
+def tensor_gradients(
+    backend: Backend,
+    x: Float8,
+    weight: Array,
+    bias: Array | None,
+    counts: float8_counts.Float8Counts | None,
+    dout: Array,
+) -> tuple:
+    """The gradients of a layer's input, weight and bias with ``"tensor"``, and the counts.
+
+    Args:
+        backend: A resolved backend.
+        x: The rounded input, transposed.
+        weight: The weight.
+        bias: The bias, or None.
+        counts: Those of the forward pass, or None.
+        dout: The gradient of the layer's result.
+    """
+    has_bias = bias is not None
+    dout8, transposed, dbias = quantize_gradient(dout, weight.ndim, backend, has_bias=has_bias)
+    dweight = weight_gradient(x, transposed, weight.ndim, backend, dtype=dout.dtype)
+    return _gradients("tensor", backend, weight, counts, dout, dout8, dweight, dbias)
+
+
+def _gradients(recipe, backend, weight, counts, dout, dout8, dweight, dbias):
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
     if counts is not None:
         counts = _count_gradient(counts, dout, weight.ndim - 1, recipe)

@@ -1,15 +1,15 @@
-r"""An MLP whose GEMMs have float8 operands, with one scale for each array.
+r"""A norm and an MLP whose GEMMs have float8 operands, with one scale for each array.
 
 With :math:`q` the rounding with the current scale of an array, as in
-:mod:`jaxllm.ops.gemm.float8_linear`, :math:`r_s` that with the scale :math:`s`, and :math:`f` the
-activation
+:mod:`jaxllm.ops.gemm.float8_linear`, :math:`r_s` that with the scale :math:`s`, :math:`f` the
+activation, and :math:`x` the rounded result of the norm, as in :mod:`jaxllm.ops.gemm.float8_norm`
 
 .. math::
-    h = q(x) \, q(W_1) + b \qquad y = r_s(f(h)) \qquad out = y \, q(W_2)
+    h = x \, q(W_1) + b \qquad y = r_s(f(h)) \qquad out = y \, q(W_2)
 
     dy = q(dout) \, q(W_2)^T \qquad dh = r_t(f'(h) \, dy) \qquad dx = dh \, q(W_1)^T
 
-    dW_1 = q(x)^T dh \qquad dW_2 = y^T q(dout)
+    dW_1 = x^T dh \qquad dW_2 = y^T q(dout)
 
 The result of the activation and its gradient are never in memory in more than 8 bits: a kernel
 reads ``h`` and ``dy`` and writes the rounded result and its transpose. So a scale is known before
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,15 @@ from jaxllm.ops.gemm.float8_operands import (
     checked_weight,
     input_gradient,
     product,
-    quantize,
     quantize_gradient,
     weight_gradient,
+)
+from jaxllm.ops.gemm.float8_norm import (
+    NormOptions,
+    gradients,
+    norm_options,
+    normalize,
+    unrounded,
 )
 from jaxllm.ops.gemm.linear import column_names
 from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU
@@ -72,6 +78,7 @@ _OPS = {"gelu": FLOAT8_GELU, "swiglu": FLOAT8_SWIGLU}
 @dataclasses.dataclass(frozen=True)
 class _Options:
     activation: Literal["gelu", "swiglu"]
+    norm: NormOptions
 
     @property
     def parts(self) -> int:
@@ -85,61 +92,72 @@ class _Options:
 
 
 def float8_mlp(
-    x: Array,
+    norm: tuple,
     up: Array,
     up_bias: Array | None,
     down: Array,
     *,
     activation: Literal["gelu", "swiglu"],
+    eps: float,
     backend: Backend,
-) -> Array:
-    """``down(f(up(x)))`` with a resolved backend, and the recipe ``"tensor"``.
+) -> tuple[Array, Array]:
+    """``down(f(up(norm(h))))`` with a resolved backend, and the recipe ``"tensor"``.
 
     Args:
-        x: The rows, (..., D).
+        norm: As in :func:`jaxllm.ops.gemm.float8_norm.float8_norm_linear`, of rows (..., D).
         up: The weight (D, F); with SwiGLU that of the gates and of what they gate, (D, 2, F).
         up_bias: What is added to each row of ``x @ up``, or None.
         down: The weight (F, D_out).
         activation: ``"gelu"``, the tanh form, or ``"swiglu"``.
+        eps: That of the norm.
         backend: A resolved backend.
+
+    Returns:
+        The result, and the new residual ``h``.
     """
+    x = norm[0]
     up = checked_weight(x, up, up_bias, _RECIPE, backend)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[-1]), x.dtype)
     down = checked_weight(hidden, down, None, _RECIPE, backend)
-    arrays = x, up, up_bias, down, float8_counts.active_probe()
-    return _mlp(*arrays, backend=backend, options=_Options(activation))
+    arrays = *norm, up, up_bias, down, float8_counts.active_probe()
+    options = _Options(activation, norm_options(norm, eps))
+    return _mlp(*arrays, backend=backend, options=options)
 
 
-def _without_backward(options, backend, x, up, up_bias, down, _):
-    return _layers(options, backend, x, up, up_bias, down, ("rows",))[0]
+def _without_backward(options, backend, *arrays):
+    *norm, up, up_bias, down, _ = arrays
+    return _layers(options, backend, tuple(norm), up, up_bias, down, ("rows",))[0]
 
 
-def _forward(options, backend, x, up, up_bias, down, probe):
-    out, saved = _layers(options, backend, x, up, up_bias, down, ("rows", "transposed"))
+def _forward(options, backend, *arrays):
+    *norm, up, up_bias, down, probe = arrays
+    layouts = "rows", "transposed"
+    outputs, saved = _layers(options, backend, tuple(norm), up, up_bias, down, layouts)
     counts = None
     if probe is not None:
         rounded = [
             float8_counts.of_operand(array, tuple(range(array.ndim)), OPERAND_DTYPE)
-            for array in (x, up, down)
+            for array in (up, down)
         ]
-        hidden8: Any = saved[-1]
-        counts = float8_counts.total(*rounded, float8_counts.of_rounded_operand(hidden8[0]))
-    return out, (*saved, (up, up_bias, down), counts)
+        _, x8, *_, hidden8 = saved
+        rounded += [float8_counts.of_rounded_operand(each[0]) for each in (x8, hidden8)]
+        counts = float8_counts.total(*rounded)
+    return outputs, (*saved, (up, up_bias, down), counts)
 
 
-def _layers(options, backend, x, up, up_bias, down, layouts):
-    """The output, and what is saved: ``h``, and of the operands those that are transposed."""
-    of_x = ("...", "D"), x.ndim - 1, layouts
-    x8, *x8_transposed = quantize(x, *of_x, OPERAND_DTYPE, _RECIPE, backend)
-    more = {"dtype": x.dtype, "bias": up_bias, "parts": options.parts}
+def _layers(options, backend, norm, up, up_bias, down, layouts):
+    """The outputs, and what is saved: of the norm, ``h``, and the transposed operands."""
+    (x8, *x8_transposed), residual, of_norm = normalize(options.norm, backend, norm, layouts)
+    dtype = residual.dtype
+    more = {"dtype": dtype, "bias": up_bias, "parts": options.parts}
     h, amax = product(x8, up, _RECIPE, backend, **more)
     hidden8, *hidden8_transposed = _activate(options, backend, h, amax, layouts)
-    out, _ = product(hidden8, down, _RECIPE, backend, dtype=x.dtype)
-    return out, (*x8_transposed, h, amax, *hidden8_transposed)
+    out, _ = product(hidden8, down, _RECIPE, backend, dtype=dtype)
+    return (out, residual), (of_norm, *x8_transposed, h, amax, *hidden8_transposed)
 
 
-def _backward(options, backend, residuals, dout):
-    x8, h, amax, hidden8, (up, up_bias, down), counts = residuals
+def _backward(options, backend, residuals, dout, dresidual):
+    of_norm, x8, h, amax, hidden8, (up, up_bias, down), counts = residuals
     dtype = dout.dtype
     dout8, transposed, _ = quantize_gradient(dout, 2, backend, has_bias=False)
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
@@ -154,7 +172,8 @@ def _backward(options, backend, residuals, dout):
         of_dout = float8_counts.of_gradient(dout, tuple(range(dout.ndim)), _GRADIENT_DTYPE)
         of_dh = float8_counts.of_rounded_gradient(dh8[0])
         counts = float8_counts.total(counts, of_dout, of_dh)
-    return dx, dup, dup_bias, ddown, counts
+    of_norm = gradients(options.norm, backend, of_norm, dx, dresidual)
+    return *of_norm, dup, dup_bias, ddown, counts
 
 
 def _activate(options, backend, h, amax, layouts) -> list[Float8]:
@@ -215,14 +234,16 @@ def _on_shards(options, function, rule, backend, *arrays):
 def _unrounded(_):
     """The MLP of unrounded operands, which forward mode differentiates."""
 
-    def mlp(static, x, up, up_bias, down, _):
+    def mlp(static, *arrays):
+        *norm, up, up_bias, down, _ = arrays
+        x, residual = unrounded(static.options.norm, tuple(norm))
         h = jnp.tensordot(x, up, 1)
         h = h if up_bias is None else h + up_bias
         if static.options.activation == "gelu":
             hidden = jax.nn.gelu(h)
         else:
             hidden = jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
-        return jnp.dot(hidden, down)
+        return jnp.dot(hidden, down), residual
 
     return mlp
 
@@ -233,5 +254,6 @@ _mlp = with_backward(
     _backward,
     sharding=None,
     primal=_without_backward,
+    outputs=2,
     reference=_unrounded,
 )
