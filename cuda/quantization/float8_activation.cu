@@ -129,8 +129,8 @@ cudaError_t Float8Activation<Activation, T>::backward(cudaStream_t stream, const
   return column_sum(stream, partial, {dbias}, 1, partials, partials, columns);
 }
 
-#define JAXLLM_INSTANTIATE(Activation)                 \
-  template struct Float8Activation<Activation, float>; \
+#define JAXLLM_INSTANTIATE(Activation)                         \
+  template struct Float8Activation<Activation, float>;         \
   template struct Float8Activation<Activation, __nv_bfloat16>; \
   template struct Float8Activation<Activation, __half>;
 

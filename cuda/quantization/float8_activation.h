@@ -1,5 +1,5 @@
-// Activations and their gradients, rounded to 8-bit floats with a given scale, in the layouts that a
-// GEMM on Hopper reads.
+// Activations and their gradients, rounded to 8-bit floats with a given scale, in the layouts that
+// a GEMM on Hopper reads.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -34,8 +34,8 @@ struct Float8Activation {
   cudaError_t forward(cudaStream_t stream, __nv_fp8_e4m3* values, __nv_fp8_e4m3* transposed) const;
 
   // The gradient of h, given that of the result, (rows, width), over scale: values (rows, kParts
-  // width) and transposed (kParts width, rows). Where dbias is no nullptr it gets the sums over rows
-  // of the gradient before it is rounded, (kParts width,), and `partial` is a workspace:
+  // width) and transposed (kParts width, rows). Where dbias is no nullptr it gets the sums over
+  // rows of the gradient before it is rounded, (kParts width,), and `partial` is a workspace:
   // (float8_partial_rows(rows), kParts width).
   cudaError_t backward(cudaStream_t stream, const T* dout, __nv_fp8_e5m2* values,
                        __nv_fp8_e5m2* transposed, T* dbias, float* partial) const;

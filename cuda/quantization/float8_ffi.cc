@@ -144,8 +144,8 @@ ffi::Error activation_backward(cudaStream_t stream, const Buffer& h, const Buffe
                                                  sizes.rows, sizes.width};
       const cudaError_t status = call.backward(
           stream, data<T>(dout) + i * size / sizes.kParts, data<__nv_fp8_e5m2>(values) + i * size,
-          data<__nv_fp8_e5m2>(transposed) + i * size,
-          sums ? data<T>(dbias) + i * sums : nullptr, data<float>(partial) + i * partials);
+          data<__nv_fp8_e5m2>(transposed) + i * size, sums ? data<T>(dbias) + i * sums : nullptr,
+          data<float>(partial) + i * partials);
       if (status != cudaSuccess) return to_ffi_error(status);
     }
     return ffi::Error::Success();

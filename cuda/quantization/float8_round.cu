@@ -81,10 +81,10 @@ cudaError_t Float8Rounding<Float8, T>::launch(cudaStream_t stream, int64_t rows,
   if (!aligned_16(x, values, transposed)) return cudaErrorNotSupported;
   const auto run = [&](auto variant) {
     using V = decltype(variant);
-    return launch_kernel(
-        stream, float8_round_kernel<V, Float8, T>, {Tile::count(rows, columns), kThreads}, x, scale,
-        rows, columns, reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed),
-        partial);
+    return launch_kernel(stream, float8_round_kernel<V, Float8, T>,
+                         {Tile::count(rows, columns), kThreads}, x, scale, rows, columns,
+                         reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed),
+                         partial);
   };
   if (sums) {
     if (!values || !transposed || !has_one_scale) return cudaErrorNotSupported;

@@ -135,8 +135,8 @@ struct Tile {
   // alone: the lanes of a warp that have the same columns add theirs, and then the warps.
   template <int kResults>
   __device__ __forceinline__ void store_sums(
-      const float (&sums)[kResults][kPack],
-      float (&shared)[kThreads / 32][kResults * kTileColumns], float* partial) const {
+      const float (&sums)[kResults][kPack], float (&shared)[kThreads / 32][kResults * kTileColumns],
+      float* partial) const {
 #pragma unroll
     for (int k = 0; k < kResults; ++k) {
 #pragma unroll

@@ -126,15 +126,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """``function(*args) -> (outputs, residuals)`` on shards; a :class:`Saved` beside residuals."""
     operands = rule.operands(args)
-    flags = ((flag,) * len(of) for flag, of in zip(rule.once, operands, strict=True))
-    call = Call(
-        function,
-        name,
-        rule,
-        tuple(itertools.chain(*operands)),
-        is_opaque=is_opaque,
-        once=tuple(itertools.chain(*flags)),
-    )
+    call = _call(function, name, rule, operands, is_opaque=is_opaque)
     (outputs, residuals), names = _run(call, args)
     count = len(jax.tree.leaves(outputs, is_leaf=is_packed))
     saved = Saved(names[count:], names[:count], operands, _shardings(args))
@@ -205,8 +197,23 @@ def run(
     function: Function, name: str, rule: ShardingRule, args: tuple, *, is_opaque: bool = True
 ) -> Any:
     """``function(*args)`` on shards, of an op without a derivative."""
-    operands = tuple(itertools.chain(*rule.operands(args)))
-    return _run(Call(function, name, rule, operands, is_opaque=is_opaque), args)[0]
+    call = _call(function, name, rule, rule.operands(args), is_opaque=is_opaque)
+    return _run(call, args)[0]
+
+
+def _call(
+    function: Function,
+    name: str,
+    rule: ShardingRule,
+    operands: tuple[tuple[Names, ...], ...],
+    *,
+    is_opaque: bool,
+) -> Call:
+    """A call of a forward, given the names of each argument's arrays."""
+    once = rule.once or (False,) * len(operands)
+    flags = ((flag,) * len(of) for flag, of in zip(once, operands, strict=True))
+    names, once = tuple(itertools.chain(*operands)), tuple(itertools.chain(*flags))
+    return Call(function, name, rule, names, is_opaque=is_opaque, once=once)
 
 
 def _run(call: Call, args: tuple) -> tuple[Any, tuple[Names, ...]]:

@@ -91,7 +91,9 @@ class ShardingRule:
 
     @property
     def once(self) -> tuple[bool, ...]:
-        """For each argument whether one shard alone adds it to a sum."""
+        """For each argument whether one shard alone adds it to a sum; empty where none is."""
+        if self.dims == _ALL_WHOLE:
+            return ()
         return tuple("!" in entry for entry in self.dims.partition("->")[0].split(","))
 
     @property

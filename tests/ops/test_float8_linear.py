@@ -54,9 +54,7 @@ def values_and_gradients(fn, x, weight, bias, dout):
 ACCUMULATION = {"cpu": 0.0, "gpu": 16 * 2.0**-13}
 
 
-def assert_product(
-    found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn"), bias=0.0
-):
+def assert_product(found, a, b, recipe="row", dtypes=("float8_e4m3fn", "float8_e4m3fn"), bias=0.0):
     """Checks ``found`` against the float64 product of two matrices, rounded by a recipe."""
     bias = np.asarray(bias, np.float64)
     a, b = a.reshape(found.size // b.shape[0], -1), b.reshape(b.shape[0], -1)
@@ -122,7 +120,9 @@ def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtyp
 @each_dtype
 @pytest.mark.parametrize(("with_bias", "columns"), [(False, (24,)), (True, (24,)), (True, (3, 8))])
 @pytest.mark.covering(("recipe", "dtype"), ("columns",), ("with_bias",))
-def test_a_bias_alone_is_rounded_with_the_product_and_one_with_gelu_after_it(recipe, dtype, with_bias, columns):
+def test_a_bias_alone_is_rounded_with_the_product_and_one_with_gelu_after_it(
+    recipe, dtype, with_bias, columns
+):
     x, weight, bias, dout = arrays(dtype, columns=columns)
     bias, fn = bias if with_bias else None, layer(recipe)
     h = fn(x, weight).reshape(10, 24)

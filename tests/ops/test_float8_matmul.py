@@ -166,7 +166,7 @@ def test_amax_is_the_largest_finite_element_of_each_part(columns, parts, out_dty
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("shape", [(257, 384, 1040), (130, 200, 144)])
 def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype, backend):
-    rows, columns, _ = shape
+    _, columns, _ = shape
     arrays = operands(shape, FORMATS)
     drawn = np.random.default_rng(1).standard_normal(columns, np.float32)
     bias = jnp.asarray(drawn).at[columns - 1].set(1e3).astype(out_dtype)

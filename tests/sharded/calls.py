@@ -523,6 +523,12 @@ CALLS = [
         )
         for name, scale_a, scale_b in (("", "M", "F"), ("one_scale", "", ""), ("rows", "M", ""))
     ),
+    Call(
+        "float8_matmul", _of("float8_matmul", out_dtype=jnp.float32),
+        {"a": "M K", "b": "F K", "scale_a": "", "scale_b": "", "bias": "F"}, "M F K", name="bias",
+        kinds={"a": _float8, "b": _float8, "scale_a": about(1.0), "scale_b": about(1.0)},
+        has_backward=False,
+    ),
     *(
         Call(
             "cross_entropy",

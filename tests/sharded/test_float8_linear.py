@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.ops import Float8Counts, count_float8, linear
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
+from jaxllm.ops.gemm.float8_norm import float8_norm_linear
 
 SHARDINGS = {
     "rows": {"x": P(ALL)},
@@ -78,53 +79,75 @@ def test_sharded_layer_equals_that_of_one_device(recipe, backend, kind, sharding
                 assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
 
 
-MLP_SHARDINGS = {
-    "rows": {"x": P(ALL)},
-    "tensor": {"gate_up": P(None, None, ALL), "down": P(ALL)},
-    "rows_and_tensor": {"x": P("a"), "gate_up": P(None, None, "b"), "down": P("b")},
-    "fsdp": {"x": P(ALL), "gate_up": P(ALL), "down": P(None, ALL)},
-    "depth": {"x": P(None, None, ALL), "gate_up": P(ALL)},
+# Of a layer norm with a residual before a layer or an MLP. `up` is the layer's weight.
+BLOCK_SHARDINGS = {
+    "rows": {"x": P(ALL), "residual": P(ALL)},
+    "tensor": {"up": P(None, None, ALL), "bias": P(None, ALL), "down": P(ALL)},
+    "rows_and_tensor": {"x": P("a"), "residual": P("a"), "up": P(None, None, "b"), "down": P("b")},
+    "fsdp": {"x": P(ALL), "residual": P(ALL), "up": P(ALL), "down": P(None, ALL), "scale": P(ALL)},
 }
 
 
-def mlp_arrays():
+def block_arrays(kind):
     """Rows and columns of the shards are of different magnitudes: each would have its own scale."""
     generator = np.random.default_rng(0)
-    shapes = {"x": (8, 4, 16), "gate_up": (16, 2, 32), "down": (32, 16), "dout": (8, 4, 16)}
+    columns = (32,) if kind == "gelu" else (2, 32)
+    of_dout = (8, 4, *columns) if kind == "linear" else (8, 4, 16)
+    shapes = {"x": (8, 4, 16), "residual": (8, 4, 16), "x_bias": (16,), "scale": (16,)}
+    shapes |= {"norm_bias": (16,), "up": (16, *columns), "bias": columns}
+    shapes |= {"down": (32, 16), "dout": of_dout, "dh": (8, 4, 16)}
     drawn = {name: generator.standard_normal(shape).astype("f") for name, shape in shapes.items()}
     drawn["x"] *= np.linspace(0.1, 1, 8, dtype="f")[:, None, None]
-    drawn["gate_up"] *= np.linspace(0.05, 0.5, 32, dtype="f")
+    drawn["up"] *= np.linspace(0.05, 0.5, 32, dtype="f")
+    if kind == "linear":
+        del drawn["down"]
     return drawn
 
 
-def mlp_with_gradients(backend, arrays):
-    dout = arrays["dout"]
-    fn = functools.partial(float8_mlp, backend=backend)
-    out, pull = jax.vjp(fn, arrays["x"], arrays["gate_up"], arrays["down"])
-    sharding = jax.typeof(out).sharding
-    if not sharding.mesh.empty and sharding.mesh.explicit_axes:
-        dout = jax.sharding.reshard(dout, sharding)
-    return out, *pull(dout)
+def block_with_gradients(kind, backend, arrays):
+    def fn(given):
+        names = ("x", "residual", "x_bias", "scale", "norm_bias")
+        norm, static = tuple(given[name] for name in names), {"eps": 1e-5, "backend": backend}
+        if kind == "linear":
+            return float8_norm_linear(norm, given["up"], given["bias"], **static)
+        layers = given["up"], given["bias"], given["down"]
+        return float8_mlp(norm, *layers, activation=kind, **static)
+
+    given = {name: x for name, x in arrays.items() if name not in ("dout", "dh")}
+    outputs, pull = jax.vjp(fn, given)
+    cotangents = []
+    for out, cotangent in zip(outputs, (arrays["dout"], arrays["dh"]), strict=True):
+        sharding = jax.typeof(out).sharding
+        if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+            cotangent = jax.sharding.reshard(cotangent, sharding)
+        cotangents.append(cotangent)
+    return {"out": outputs[0], "h": outputs[1], **pull(tuple(cotangents))[0]}
 
 
+@pytest.mark.parametrize("block", ["linear", "gelu", "swiglu"])
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("sharding", MLP_SHARDINGS)
-@pytest.mark.covering(("sharding",), ("backend", "kind"))
-def test_sharded_mlp_equals_that_of_one_device(backend, kind, sharding):
-    given, mesh = mlp_arrays(), make_mesh(kind)
-    specs = {name: MLP_SHARDINGS[sharding].get(name, P()) for name in given}
+@pytest.mark.parametrize("sharding", BLOCK_SHARDINGS)
+@pytest.mark.covering(("sharding", "block"), ("backend", "kind"))
+def test_sharded_norm_with_a_layer_or_an_mlp_equals_that_of_one_device(
+    block, backend, kind, sharding
+):
+    given, mesh = block_arrays(block), make_mesh(kind)
+    specs = {name: BLOCK_SHARDINGS[sharding].get(name, P()) for name in given}
+    if block == "gelu":  # columns without parts
+        of_columns = {name: P(*(axis for axis in specs[name][1:])) for name in ("up", "bias")}
+        specs["up"] = P(*specs["up"][:1], *of_columns["up"][1:])
+        specs["bias"] = of_columns["bias"]
     placed = put(mesh, given, specs)
-    found = jax.jit(mlp_with_gradients, static_argnums=0)(backend, placed)
-    wanted = on_one_device(functools.partial(mlp_with_gradients, "xla"), given)
-    for name, a, b in zip(("out", "dx", "dgate_up", "ddown"), found, wanted, strict=True):
+    found = jax.jit(block_with_gradients, static_argnums=(0, 1))(block, backend, placed)
+    wanted = on_one_device(functools.partial(block_with_gradients, block, "xla"), given)
+    for name, b in wanted.items():
         # An element that differs in its last bit may be rounded to another float8 number. With a
         # scale for each shard most would be.
-        away = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
+        away = np.linalg.norm(np.asarray(found[name]) - np.asarray(b)) / np.linalg.norm(b)
         assert away < 0.004, name
-    for x, gradient in zip(("x", "gate_up", "down"), found[1:], strict=True):
-        if kind == "Explicit":
-            assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
+        if kind == "Explicit" and name in placed:
+            assert found[name].sharding.is_equivalent_to(placed[name].sharding, b.ndim)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

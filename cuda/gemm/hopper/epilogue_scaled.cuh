@@ -1,6 +1,6 @@
 // out = p scale_a scale_b + bias, of the product p: a factor for each row, one for each column, and
-// where there is a bias a term for each column. Where it is wanted, also the largest finite |out| of
-// all columns, or of each half of them.
+// where there is a bias a term for each column. Where it is wanted, also the largest finite |out|
+// of all columns, or of each half of them.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -56,8 +56,8 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   float2 of_columns[Tile::kColumnBlocks];  // of each 64, two in each lane
   float largest[2] = {};                   // |out| of each part, in the lane's tiles so far
 
-  // A warp has a buffer more than it stores from: the factors of the columns lie there in order, and
-  // the bias after them.
+  // A warp has a buffer more than it stores from: the factors of the columns lie there in order,
+  // and the bias after them.
   static_assert(Tile::kSubtiles % kSubtileBuffers != 0);
 
   static cudaError_t to_params(const GemmShape& shape, const Arguments& arguments, Params* params) {

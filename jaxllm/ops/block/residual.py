@@ -183,9 +183,7 @@ def pre_norm(
     return out, carry(h, x)
 
 
-def terms(
-    h: Residual, backend: Backend | None = None
-) -> tuple[Array, Array | None, Array | None]:
+def terms(h: Residual, backend: Backend | None = None) -> tuple[Array, Array | None, Array | None]:
     """What a norm's kernel adds: the branch, the residual, and of a layer norm the branch's bias.
 
     The branch is the residual itself, and the others are None, where nothing is left to add.

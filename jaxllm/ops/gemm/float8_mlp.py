@@ -46,6 +46,13 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
+from jaxllm.ops.gemm.float8_norm import (
+    NormOptions,
+    gradients,
+    norm_options,
+    normalize,
+    unrounded,
+)
 from jaxllm.ops.gemm.float8_operands import (
     GRADIENT_DTYPES,
     OPERAND_DTYPE,
@@ -56,13 +63,6 @@ from jaxllm.ops.gemm.float8_operands import (
     product,
     quantize_gradient,
     weight_gradient,
-)
-from jaxllm.ops.gemm.float8_norm import (
-    NormOptions,
-    gradients,
-    norm_options,
-    normalize,
-    unrounded,
 )
 from jaxllm.ops.gemm.linear import column_names
 from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU

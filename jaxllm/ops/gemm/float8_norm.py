@@ -78,7 +78,7 @@ def normalize(
     rule = ShardingRule(f"... _, ... _, _, _, _, -> {results}")
     function = shards.Function(_normalize_shard, (options, backend, is_both))
     given = (*arrays, float8_scale)
-    found = iter(checkpoint_name(_on_shards(function, rule, backend, given), options.name))
+    found = iter(checkpoint_name(_on_shards(options, function, rule, backend, given), options.name))
     values, transposed, h, mean, rstd = (next(found) if each else None for each in wanted)
     h = x if residual is None else h
     rounded = [(each, float8_scale) for each in (values, transposed) if each is not None]
@@ -92,9 +92,7 @@ def _normalize_shard(options, backend, is_both, x, residual, x_bias, scale, bias
     )
     arrays = (x, residual, x_bias, scale, bias, float8_scale.reshape(1))
     static = {"layout": "both" if is_both else "rows", "statistics": is_both}
-    found = dispatch(
-        FLOAT8_NORM, Direction.FORWARD, backend, *arrays, eps=options.eps, **static
-    )
+    found = dispatch(FLOAT8_NORM, Direction.FORWARD, backend, *arrays, eps=options.eps, **static)
     shapes = ((*rows, width), (width, *rows), (*rows, width), rows, rows)
     given = zip(found, shapes, strict=True)
     return tuple(each.reshape(shape) for each, shape in given if each is not None)
@@ -114,11 +112,9 @@ def gradients(
     """
     h, x_bias, *of_norm = saved
     sums = ["_ +..."] * ((x_bias is not None) + 1 + options.has_bias)
-    rule = ShardingRule(
-        f"... _, _, _, ..., ..., ... _, ... _ -> ... _, {', '.join(sums)}"
-    )
+    rule = ShardingRule(f"... _, _, _, ..., ..., ... _, ... _ -> ... _, {', '.join(sums)}")
     function = shards.Function(_gradients_shard, (options, backend))
-    found = iter(_on_shards(function, rule, backend, (h, x_bias, *of_norm, dout, dh)))
+    found = iter(_on_shards(options, function, rule, backend, (h, x_bias, *of_norm, dout, dh)))
     dx = next(found)
     dresidual = dx if options.has_residual else None
     dx_bias = None if x_bias is None else next(found)
@@ -136,10 +132,10 @@ def _gradients_shard(options, backend, h, x_bias, scale, mean, rstd, dout, dh):
     return tuple(each for each in found if each is not None)
 
 
-def _on_shards(function, rule, backend, arrays):
+def _on_shards(options, function, rule, backend, arrays):
     if not partition.is_wanted(arrays):
         return function(*arrays)
-    return partition.run(function, "norm", rule, arrays, is_opaque=backend != "xla")
+    return partition.run(function, options.name, rule, arrays, is_opaque=backend != "xla")
 
 
 def unrounded(options: NormOptions, arrays: tuple) -> tuple[Array, Array]:

@@ -170,9 +170,7 @@ def product(
     columns, weight8 = _quantize_weight(weight, "transposed", recipe, backend)
     scales = f"..., {columns}" if recipe == "row" else ", "
     of_bias = columns.replace("F", "F'")
-    rule = ShardingRule(
-        f"... D', {columns} D, {scales}, !{of_bias} -> ... {columns} +D", "... D F"
-    )
+    rule = ShardingRule(f"... D', {columns} D, {scales}, !{of_bias} -> ... {columns} +D", "... D F")
     kept = x[0].ndim - 1, weight.ndim - 1
     results = multiply(rule, backend, x, weight8, kept, dtype=dtype, bias=bias, parts=parts)
     return checkpoint_name(results, "linear")

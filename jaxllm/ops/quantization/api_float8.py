@@ -24,8 +24,8 @@ FLOAT8_ROUND = Op(
 
 ``(x, scale)`` with ``dtype`` and ``layout``: as it is, transposed, or both. A scale per row of the
 result, or one. What is finite does not overflow. With ``has_bias``, for both layouts, it also
-returns the sum of the unrounded rows, in the dtype of ``x``: the gradient of a bias. On sharded arrays it runs inside of linear layers,
-on their shards.
+returns the sum of the unrounded rows, in the dtype of ``x``: the gradient of a bias. On sharded
+arrays it runs inside of linear layers, on their shards.
 """
 
 
