@@ -244,7 +244,7 @@ def test_float8_operands_and_what_the_activation_takes_alone_are_saved(activatio
     assert sorted(narrow) == sorted([(WIDTH, 2, 16), (HIDDEN, 2, 16)])
 
 
-def block(x, up, down, precision: Any = "tensor", activation="swiglu", **of_up):
+def block(x, up, down, precision: Any = "tensor", activation: Any = "swiglu", **of_up):
     name = "up" if activation == "gelu" else "gate_up"
     layers = {name: {"weight": up, **of_up}, "down": {"weight": down}}
     norm = {"scale": jnp.ones(WIDTH)}

@@ -113,8 +113,8 @@ def test_vmap_matches_a_loop(backend):
         )
         for result, *expected in zip(*map(jax.tree.leaves, (found, *each)), strict=True):
             if result.dtype == x.dtype:
-                pair = (np.asarray(x, np.float32) for x in (result, np.stack(expected)))
-                np.testing.assert_array_equal(*pair)
+                wide = np.stack(expected).astype(np.float32)
+                np.testing.assert_array_equal(np.asarray(result, np.float32), wide)
             else:
                 assert_same_bits(result, np.stack(expected))
 

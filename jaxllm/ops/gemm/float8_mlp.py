@@ -139,13 +139,15 @@ def _forward(options, backend, *arrays):
             float8_counts.of_operand(array, tuple(range(array.ndim)), OPERAND_DTYPE)
             for array in (up, down)
         ]
-        _, x8, *_, hidden8 = saved
-        rounded += [float8_counts.of_rounded_operand(each[0]) for each in (x8, hidden8)]
+        _, x8, _, _, hidden8 = saved
+        rounded += [float8_counts.of_rounded_operand(values) for values, _ in (x8, hidden8)]
         counts = float8_counts.total(*rounded)
     return outputs, (*saved, (up, up_bias, down), counts)
 
 
-def _layers(options, backend, norm, up, up_bias, down, layouts):
+def _layers(
+    options, backend, norm, up, up_bias, down, layouts
+) -> tuple[tuple[Array, Array], tuple]:
     """The outputs, and what is saved: of the norm, ``h``, and the transposed operands."""
     (x8, *x8_transposed), residual, of_norm = normalize(options.norm, backend, norm, layouts)
     dtype = residual.dtype

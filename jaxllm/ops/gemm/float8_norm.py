@@ -74,12 +74,13 @@ def normalize(
     float8_scale, is_both = scale_of(bound, OPERAND_DTYPE), len(layouts) == 2
     wanted = (True, is_both, residual is not None, is_both and options.has_bias, is_both)
     names = ("... _", "_ ...", "... _", "...", "...")
-    results = ", ".join(name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted)
-    rule = ShardingRule(f"... _, ... _, _, _, _, -> {results}")
+    dims = ", ".join(name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted)
+    rule = ShardingRule(f"... _, ... _, _, _, _, -> {dims}")
     function = shards.Function(_normalize_shard, (options, backend, is_both))
     given = (*arrays, float8_scale)
     found = iter(checkpoint_name(_on_shards(options, function, rule, backend, given), options.name))
-    values, transposed, h, mean, rstd = (next(found) if each else None for each in wanted)
+    results: Any = (next(found) if each else None for each in wanted)
+    values, transposed, h, mean, rstd = results
     h = x if residual is None else h
     rounded = [(each, float8_scale) for each in (values, transposed) if each is not None]
     return rounded, h, (h, x_bias, scale, mean, rstd)
@@ -197,8 +198,8 @@ def _forward(options, backend, *arrays):
 
 
 def _backward(options, backend, residuals, dout, dh):
-    saved, *of_layer = residuals
-    dx, *others = tensor_gradients(backend, *of_layer, dout)
+    saved, x8, weight, bias, counts = residuals
+    dx, *others = tensor_gradients(backend, x8, weight, bias, counts, dout)
     return *gradients(options, backend, saved, dx, dh), *others
 
 

@@ -7,7 +7,7 @@ also where these are sharded.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -132,8 +132,8 @@ def quantize_gradient(
     sums = f", {columns} +..." if has_bias else ""
     rule = ShardingRule(f"... {columns}, -> ... {columns}, {columns} ...{sums}", "... F")
     static = {"dtype": jnp.dtype(dtype).name, "layout": "both", "has_bias": has_bias}
-    rows, transposed, *dbias = _round(rule, backend, 1 - weight_ndim, dout, scale, **static)
-    return (rows, scale), (transposed, scale), dbias[0] if has_bias else None
+    found: Any = _round(rule, backend, 1 - weight_ndim, dout, scale, **static)
+    return (found[0], scale), (found[1], scale), found[2] if has_bias else None
 
 
 def _round(rule, backend, split, x, scale, **static):
@@ -152,7 +152,7 @@ def _round_shard(backend, split, static, x, scale):
     shapes = {"rows": [x.shape], "transposed": [(*columns, *rows)]}
     shapes["both"] = shapes["rows"] + shapes["transposed"]
     wanted = shapes[static["layout"]] + ([columns] if static.get("has_bias") else [])
-    results = tuple(map(jnp.reshape, found, wanted))
+    results: Any = tuple(map(jnp.reshape, found, wanted))
     return results if len(results) > 1 else results[0]
 
 
@@ -276,8 +276,8 @@ def _multiply_shard(backend, dtype, kept, parts, a, b, scale_a, scale_b, bias):
     bias = None if bias is None else bias.ravel()
     largest = None
     if parts is None:
-        scales = (scale.ravel() if scale.ndim else scale for scale in (scale_a, scale_b))
-        out = float8_matmul(a, b, *scales, bias, out_dtype=dtype, backend=backend)
+        scale_a, scale_b = (x.ravel() if x.ndim else x for x in (scale_a, scale_b))
+        out = float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=dtype, backend=backend)
     else:
         arrays, static = (a, b, scale_a.ravel(), scale_b.ravel(), bias), {"out_dtype": dtype}
         direction = Direction.INFERENCE
