@@ -31,8 +31,7 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_linear import tensor_gradients
 from jaxllm.ops.gemm.float8_operands import OPERAND_DTYPE, Float8, checked_weight, product
-from jaxllm.ops.norm import reference as norms
-from jaxllm.ops.norm.api import ADD_LAYER_NORM, ADD_RMS_NORM
+from jaxllm.ops.norm.api import ADD_LAYER_NORM, ADD_RMS_NORM, add_layer_norm, add_rms_norm
 from jaxllm.ops.quantization.api_float8 import FLOAT8_NORM
 from jaxllm.ops.rounding import amax, scale_of
 from jaxllm.ops.weights import Weight
@@ -142,10 +141,10 @@ def _on_shards(options, function, rule, backend, arrays):
 def unrounded(options: NormOptions, arrays: tuple) -> tuple[Array, Array]:
     """The normalized rows in the dtype of ``x``, and the new residual, for forward mode."""
     x, residual, x_bias, scale, bias = arrays
-    h = norms.rounded_sum(x, residual, x_bias)
+    static: dict[str, Any] = {"eps": options.eps, "backend": "xla"}
     if options.has_bias:
-        return norms.layer_norm(h, scale, bias, eps=options.eps), h
-    return norms.rms_norm(h, scale, eps=options.eps), h
+        return add_layer_norm(x, residual, scale, bias, x_bias, **static)
+    return add_rms_norm(x, residual, scale, **static)
 
 
 def float8_norm_linear(
