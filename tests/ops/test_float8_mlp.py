@@ -114,6 +114,7 @@ def distance(found, expected):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @each_activation
+@pytest.mark.covering(("activation", "has_bias", "backend"), ("activation", "dtype", "backend"))
 def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend):
     x, up, bias, down, dout = arrays(activation, dtype)
     given = x, up, bias if has_bias else None, down, dout

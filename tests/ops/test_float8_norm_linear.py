@@ -136,6 +136,7 @@ def distance(found, expected):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("adds", [True, False])
 @each_norm
+@pytest.mark.covering(("norm", "adds", "backend"), ("norm", "dtype", "backend"))
 def test_results_are_those_of_the_formulas(norm, adds, dtype, backend):
     given, cotangents = arrays(norm, dtype, adds=adds)
     found = with_gradients(layer(backend), given, cotangents)
