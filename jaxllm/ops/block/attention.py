@@ -92,8 +92,9 @@ def attention_block(
     On a Hopper GPU a block with a layer norm, plain weights, no rotation and no norms of heads is
     fused, where its GEMMs are large enough and in 16 bits. The out-projection adds bias and
     residual and normalizes the sum in its epilogue. The qkv dgrad GEMM applies the layer norm's
-    backward in its epilogue, and the out-projection's dgrad GEMM computes attention's delta. Other
-    calls run norm, GEMM and attention one by one; :func:`jaxllm.explain` says why.
+    backward in its epilogue, and the out-projection's dgrad GEMM computes attention's delta. With
+    the precision ``"tensor"`` for ``qkv`` the norm is written in float8. Other calls run norm, GEMM
+    and attention one by one; :func:`jaxllm.explain` says why.
 
     Args:
         h: The residual, (B, T, D).

@@ -67,8 +67,8 @@ def ffn_block(
     GEMM multiplies by the derivative, and the up dgrad GEMM applies the layer norm's backward, so
     the gradient of the normalized input is never written to memory. Where shards along F would cut
     tiles of 384 columns, GELU's input is saved instead of its derivative. With the precision
-    ``"tensor"`` for both layers, the activation and its gradient are written in float8, for SwiGLU
-    where ``gate_up`` is in parts. Other calls run norm, GEMM and activation one by one;
+    ``"tensor"`` for both layers, the norm, the activation and its gradient are written in float8;
+    with SwiGLU where ``gate_up`` is in parts. Other calls run norm, GEMM and activation one by one;
     :func:`jaxllm.explain` says why.
 
     Args:

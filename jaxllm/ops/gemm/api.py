@@ -160,9 +160,9 @@ def linear(
     where that is more. With ``"tensor"`` it is the GEMM of the gradient of ``weight`` too, with one
     scale for each array. The gradient of the output is rounded to float8_e5m2, and is off by at
     most :math:`2^{-3}` of its magnitude, or by :math:`2^{-17}` times the scale; the other operands
-    are rounded to float8_e4m3fn. Products are rounded once to the dtype of ``x``, before bias and
-    activation. The gradient of ``bias`` has unrounded operands. Float8 tensor cores are in GPUs
-    from sm_89 on.
+    are rounded to float8_e4m3fn. Products are rounded once to the dtype of ``x``: with ``bias``, or
+    with an activation before both. The gradient of ``bias`` has unrounded operands. Float8 tensor
+    cores are in GPUs from sm_89 on.
 
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.

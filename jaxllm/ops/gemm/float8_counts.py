@@ -73,8 +73,8 @@ def count_float8(fn: Callable[..., Any]) -> Callable[..., Any]:
         ``counted(probe, *args, **kwargs)``, with the value of ``fn(*args, **kwargs)``. ``probe`` is
         ``Float8Counts.zeros()``, and the gradient with respect to it is the :class:`Float8Counts`
         of what ``fn`` and its backward pass round. Each operand of a layer's forward GEMM counts
-        once, and so does the gradient of its result. What a float8 MLP writes in float8 alone
-        counts as it is written: its zeros are underflow.
+        once, and so does the gradient of its result. What a norm or an activation writes in
+        float8 alone counts as it is written: its zeros are underflow.
 
     Example:
         >>> def loss(x, weight):

@@ -15,8 +15,8 @@ and ``"tensor"``, with one scale for each array,
 
 The scales are those of the operands themselves, so no state is kept between steps. ``h``, ``dx``
 and ``dW`` are rounded once to the dtype of ``x``; before an activation so is ``h`` without the
-bias. With ``"row"`` ``dW`` is that of the linear layer
-without float8, with unrounded operands: its depth is the rows, along which the scales differ.
+bias. With ``"row"`` ``dW`` is that of the linear layer without float8, with unrounded operands: its
+depth is the rows, along which the scales differ.
 ``db`` has unrounded operands. Every gradient passes the rounding as through the identity.
 """
 
