@@ -103,6 +103,7 @@ def _float8(
     formats: str = "e4m3 e4m3",
     scales: str = "rows columns",
     *,
+    bias: bool = False,
     large: bool = False,
     refused_by: tuple[str, ...] = (),
 ) -> Case:
@@ -119,6 +120,7 @@ def _float8(
             "b": Normal((columns, depth)),
             "scale_a": Normal((rows,) if "rows" in scales else (), mean=1.0, std=0.2),
             "scale_b": Normal((columns,) if "columns" in scales else (), mean=1.0, std=0.2),
+            **({"bias": Normal((columns,))} if bias else {}),
         },
         has_backward=False,
         refused_by=refused_by,
@@ -129,17 +131,19 @@ def _float8(
     )
 
 
-def _float8_matmul(dtypes: list[str], a: Any, b: Any, *scales: Any, backend: Any) -> Any:
+def _float8_matmul(
+    dtypes: list[str], a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None, *, backend: Any
+) -> Any:
     """``float8_matmul`` of arrays in the dtype under test, which is that of the output."""
     out_dtype = a.dtype.name
     a, b = (x.astype(dtype) for x, dtype in zip((a, b), dtypes, strict=True))
     if out_dtype == "float64":  # the exact result
         # Without the barrier XLA may leave out both conversions, and with them the rounding.
         a, b = (x.astype(out_dtype) for x in lax.optimization_barrier((a, b)))
-        scales = tuple(jnp.atleast_1d(scale) for scale in scales)
-        return reference.float8_matmul(a, b, *scales, out_dtype=out_dtype)
-    scales = tuple(scale.astype("float32") for scale in scales)
-    return float8_matmul(a, b, *scales, out_dtype=out_dtype, backend=backend)
+        scales = (jnp.atleast_1d(scale) for scale in (scale_a, scale_b))
+        return reference.float8_matmul(a, b, *scales, bias, out_dtype=out_dtype)
+    scale_a, scale_b = (scale.astype("float32") for scale in (scale_a, scale_b))
+    return float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype, backend=backend)
 
 
 def _float8_timed(name: str, rows: int, columns: int, depth: int) -> Case:
@@ -217,6 +221,7 @@ CASES = (
     _float8("e5m2_e4m3", 3, 200, 1040, "e5m2 e4m3", "columns"),
     _float8("e5m2_e5m2", 130, 8, 144, "e5m2 e5m2"),
     _float8("one_row", 1, 200, 16),
+    _float8("bias", 130, 200, 144, scales="", bias=True),
     _float8("odd", 3, 7, 10, refused_by=("cuda",)),
     _float8("no_rows", 0, 8, 16),
     _float8("no_columns", 3, 0, 16),
