@@ -140,8 +140,8 @@ def _float8_matmul(
     if out_dtype == "float64":  # the exact result
         # Without the barrier XLA may leave out both conversions, and with them the rounding.
         a, b = (x.astype(out_dtype) for x in lax.optimization_barrier((a, b)))
-        scales = (jnp.atleast_1d(scale) for scale in (scale_a, scale_b))
-        return reference.float8_matmul(a, b, *scales, bias, out_dtype=out_dtype)
+        scale_a, scale_b = map(jnp.atleast_1d, (scale_a, scale_b))
+        return reference.float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
     scale_a, scale_b = (scale.astype("float32") for scale in (scale_a, scale_b))
     return float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype, backend=backend)
 
