@@ -112,9 +112,10 @@ def test_gradients_with_unrounded_operands_are_those_without_float8(recipe, dtyp
     given = arrays(dtype)
     _, _, *found = values_and_gradients(layer(recipe, backend=backend), *given)
     _, _, *wanted = values_and_gradients(layer(None, backend=backend), *given)
-    if jax.default_backend() == "cpu":
+    if recipe == "row" or jax.default_backend() == "cpu":
         np.testing.assert_array_equal(found[1], wanted[1])
-    testing.assert_close(found[1], wanted[1], dtype)  # a GPU adds the rows in another kernel
+    # With "tensor" the kernel that rounds dout adds its rows, in an order of its own.
+    testing.assert_close(found[1], wanted[1], dtype)
     assert (found[0] == wanted[0]).all() == (recipe == "row")
 
 
