@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.core import ffi
-from jaxllm.ops import flash_attention, flash_attention_packed, linear
+from jaxllm.ops import flash_attention, flash_attention_packed, float8_quantize, linear
+from jaxllm.ops.rounding import round_to_float8, scale_of
 from jaxllm.testing import assert_close, cotangents_like, error
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -176,3 +177,19 @@ def pretend_sms(monkeypatch, sms, gpu: ffi.Device | None = ffi.H100):
     smaller = dataclasses.replace(gpu, multiprocessors=sms, clusters=clusters)
     monkeypatch.setattr(ffi, "device", lambda: smaller)
     return smaller
+
+
+def rounded(x, dtype=jnp.float8_e4m3fn, bound=None):
+    """``x`` rounded to float8, in float32: with its current scale, or that of a bound."""
+    if bound is None:
+        values, scale = float8_quantize(x, dtype, axis=None)
+    else:
+        scale = scale_of(bound, dtype)
+        values = round_to_float8(x, scale, dtype)
+    return values.astype(jnp.float32) * scale
+
+
+def distance(found, expected):
+    """The norm of the difference over that of what is expected."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from op_helpers import attention_block_arrays, ffn_block_arrays
+from op_helpers import attention_block_arrays, distance, ffn_block_arrays, rounded
 
 import jaxllm
 from jaxllm import testing
@@ -16,15 +16,13 @@ from jaxllm.ops import (
     attention_block,
     ffn_block,
     final_norm,
-    float8_quantize,
     layer_norm,
     residual,
     rms_norm,
 )
-from jaxllm.ops.gemm.float8_norm import float8_norm_linear
-from jaxllm.ops.rounding import round_to_float8, scale_of
+from jaxllm.ops.gemm.float8_norm import NormArrays, float8_norm_linear
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E5M2 = jnp.float8_e5m2
 WIDTH, EPS = 64, 1e-5
 NORMS = ("layer", "rms")
 each_norm = pytest.mark.parametrize("norm", NORMS)
@@ -58,7 +56,7 @@ def layer(backend="auto"):
     """The rule as a function of its arrays by name."""
 
     def fn(given):
-        norm = tuple(given[name] for name in NAMES[:5])
+        norm = NormArrays(*(given[name] for name in NAMES[:5]))
         return float8_norm_linear(norm, *(given[name] for name in NAMES[5:]), **static)
 
     static = {"eps": EPS, "backend": backend}
@@ -84,15 +82,6 @@ def norm_of(x, residual, x_bias, scale, norm_bias):
     return layer_norm(wide, scale, bias, eps=EPS, backend="xla"), h
 
 
-def quantized(x, dtype=E4M3, bound=None):
-    if bound is None:
-        values, scale = float8_quantize(x, dtype, axis=None)
-    else:
-        scale = scale_of(bound, dtype)
-        values = round_to_float8(x, scale, dtype)
-    return values.astype(jnp.float32) * scale
-
-
 def by_formulas(given, cotangents):
     """What the modules' docstrings say, in float32 but for what is rounded."""
     weight, bias, dtype = given["weight"], given["bias"], given["x"].dtype
@@ -101,8 +90,8 @@ def by_formulas(given, cotangents):
     normalized, h = norm_of(**of_norm)
     largest = [abs(given[name]).max() for name in ("scale", "norm_bias") if given[name] is not None]
     bound = math.sqrt(WIDTH) * largest[0].astype(jnp.float32) + sum(largest[1:])
-    x8 = quantized(normalized, bound=bound).reshape(-1, WIDTH)
-    w8, dout8 = quantized(weight).reshape(WIDTH, -1), quantized(dout, E5M2).reshape(len(x8), -1)
+    x8 = rounded(normalized, bound=bound).reshape(-1, WIDTH)
+    w8, dout8 = rounded(weight).reshape(WIDTH, -1), rounded(dout, E5M2).reshape(len(x8), -1)
     out = (x8 @ w8 + bias.astype(jnp.float32).ravel()).astype(dtype)
     dx = (dout8 @ w8.T).astype(dtype).reshape(h.shape)
 
@@ -113,23 +102,18 @@ def by_formulas(given, cotangents):
     _, pull = jax.vjp(norm, h.astype(jnp.float32), given["scale"], given["norm_bias"])
     dsum, dscale, dnorm_bias = pull(dx.astype(jnp.float32))
     dsum = dsum + dh.astype(jnp.float32)
-    rounded, adds = dsum.astype(dtype), given["residual"] is not None
+    dh_sum, adds = dsum.astype(dtype), given["residual"] is not None
     return {
         "out": out.reshape(*h.shape[:-1], *bias.shape),
         "h": h,
-        "x": rounded,
-        "residual": rounded if adds else None,
+        "x": dh_sum,
+        "residual": dh_sum if adds else None,
         "x_bias": None if given["x_bias"] is None else dsum.sum((0, 1)).astype(dtype),
         "scale": dscale,
         "norm_bias": dnorm_bias,
         "weight": (x8.T @ dout8).astype(dtype).reshape(weight.shape),
         "bias": dout.astype(jnp.float32).sum((0, 1)).astype(dtype),
     }
-
-
-def distance(found, expected):
-    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 @each_backend

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.ops import Float8Counts, count_float8, linear
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
-from jaxllm.ops.gemm.float8_norm import float8_norm_linear
+from jaxllm.ops.gemm.float8_norm import NormArrays, float8_norm_linear
 
 SHARDINGS = {
     "rows": {"x": P(ALL)},
@@ -107,7 +107,8 @@ def block_arrays(kind):
 def block_with_gradients(kind, backend, arrays):
     def fn(given):
         names = ("x", "residual", "x_bias", "scale", "norm_bias")
-        norm, static = tuple(given[name] for name in names), {"eps": 1e-5, "backend": backend}
+        norm = NormArrays(*(given[name] for name in names))
+        static = {"eps": 1e-5, "backend": backend}
         if kind == "linear":
             return float8_norm_linear(norm, given["up"], given["bias"], **static)
         layers = given["up"], given["bias"], given["down"]

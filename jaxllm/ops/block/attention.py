@@ -182,8 +182,7 @@ def _unfused(
     is_plain = not is_weight(qkv["weight"]) and qkv.get("bias") is not None
     is_plain = is_plain and head_norms is None and rope_table is None
     if of_qkv == "tensor":
-        arrays = norm_arrays(h, norm, backend)
-        layer = qkv["weight"], qkv.get("bias")
+        arrays, layer = norm_arrays(h, norm), (qkv["weight"], qkv.get("bias"))
         packed, x = float8_norm_linear(arrays, *layer, eps=h.eps, backend=backend)
         h = carry(h, x)
     else:

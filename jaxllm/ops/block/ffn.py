@@ -119,9 +119,8 @@ def _unfused(
 ) -> Residual:
     of_up, of_down = recipes
     if _is_float8_mlp(up, down, recipes, activation):
-        arrays = norm_arrays(h, norm, backend)
-        x = arrays[0]
-        hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up["weight"].shape[-1]), x.dtype)
+        arrays = norm_arrays(h, norm)
+        hidden = jax.ShapeDtypeStruct((*h.x.shape[:-1], up["weight"].shape[-1]), h.x.dtype)
         check_branch(h, hidden, "down", down)
         layers = up["weight"], up.get("bias"), down["weight"]
         options = {"activation": activation, "eps": h.eps, "backend": backend}

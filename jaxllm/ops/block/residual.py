@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 
 from jaxllm.core import meshes, promotion, vma
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.ops.activation.api import bias_add
 from jaxllm.ops.checks import (
     as_float,
     check_floating,
@@ -21,6 +20,7 @@ from jaxllm.ops.checks import (
     check_same_dtype,
     check_shape,
 )
+from jaxllm.ops.gemm.float8_norm import NormArrays
 from jaxllm.ops.gemm.fused import Normalized, normalize
 from jaxllm.ops.norm.api import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -174,7 +174,7 @@ def pre_norm(
         ``(out, h)``: the normalized rows, and the residual with nothing left to add.
     """
     check_residual(h)
-    term, rest, bias = terms(h, backend)
+    term, rest, bias = _terms(h)
     options: dict[str, Any] = {"eps": h.eps, "backend": backend}
     if h.kind == "layer":
         out, x = add_layer_norm(term, rest, **norm, x_bias=bias, **options)
@@ -183,35 +183,29 @@ def pre_norm(
     return out, carry(h, x)
 
 
-def terms(h: Residual, backend: Backend | None = None) -> tuple[Array, Array | None, Array | None]:
+def _terms(h: Residual) -> tuple[Array, Array | None, Array | None]:
     """What a norm's kernel adds: the branch, the residual, and of a layer norm the branch's bias.
 
-    The branch is the residual itself, and the others are None, where nothing is left to add.
+    The branch is the sum itself, and the others are None, where the kernel has nothing to add.
     """
-    if h.branch is None:
-        return h._x, None, None
-    term, bias = h.branch
-    if h.kind == "rms" and bias is not None:  # the kernels of RMS norms take none
-        term, bias = bias_add(term, bias, backend=backend), None
-    return term, h._x, bias
+    branch, bias = h.branch or (None, None)
+    # The kernels of RMS norms take no bias.
+    if branch is None or (h.kind == "rms" and bias is not None):
+        return h.x, None, None
+    return branch, h._x, bias
 
 
-def norm_arrays(
-    h: Residual, norm: Mapping[str, Array], backend: Backend | None = None
-) -> tuple[Array, Array | None, Array | None, Array, Array | None]:
-    """The arrays of :func:`pre_norm`, checked: :func:`terms`, and scale and bias of the norm.
-
-    The last is None for an RMS norm, and zeros for a layer norm without a bias.
-    """
+def norm_arrays(h: Residual, norm: Mapping[str, Array]) -> NormArrays:
+    """The arrays of :func:`pre_norm`, checked; the bias of a layer norm without one is zeros."""
     check_floating(x=h._x)
-    term, rest, term_bias = terms(h, backend)
+    term, rest, term_bias = _terms(h)
     scale, bias = norm["scale"], norm.get("bias")
     if h.kind == "rms" and bias is not None:
         raise TypeError("norm has a bias; the RMS norm of this residual has none")
     checked = check_pre_norm(h._x, scale, "bias", bias)
     if term_bias is not None:
         check_pre_norm(h._x, scale, "the bias of the layer before", term_bias)
-    return term, rest, term_bias, scale, None if h.kind == "rms" else checked
+    return NormArrays(term, rest, term_bias, scale, None if h.kind == "rms" else checked)
 
 
 def final_norm(

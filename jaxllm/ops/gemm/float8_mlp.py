@@ -47,6 +47,7 @@ from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_norm import (
+    NormArrays,
     NormOptions,
     gradients,
     norm_options,
@@ -92,7 +93,7 @@ class _Options:
 
 
 def float8_mlp(
-    norm: tuple,
+    norm: NormArrays,
     up: Array,
     up_bias: Array | None,
     down: Array,
@@ -104,7 +105,7 @@ def float8_mlp(
     """``down(f(up(norm(h))))`` with a resolved backend, and the recipe ``"tensor"``.
 
     Args:
-        norm: As in :func:`jaxllm.ops.gemm.float8_norm.float8_norm_linear`, of rows (..., D).
+        norm: The arrays of the norm, of rows (..., D).
         up: The weight (D, F); with SwiGLU that of the gates and of what they gate, (D, 2, F).
         up_bias: What is added to each row of ``x @ up``, or None.
         down: The weight (F, D_out).
@@ -115,7 +116,7 @@ def float8_mlp(
     Returns:
         The result, and the new residual ``h``.
     """
-    x = norm[0]
+    x = norm.x
     up = checked_weight(x, up, up_bias, _RECIPE, backend)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up.shape[-1]), x.dtype)
     down = checked_weight(hidden, down, None, _RECIPE, backend)
@@ -126,13 +127,13 @@ def float8_mlp(
 
 def _without_backward(options, backend, *arrays):
     *norm, up, up_bias, down, _ = arrays
-    return _layers(options, backend, tuple(norm), up, up_bias, down, ("rows",))[0]
+    return _layers(options, backend, NormArrays(*norm), up, up_bias, down, ("rows",))[0]
 
 
 def _forward(options, backend, *arrays):
     *norm, up, up_bias, down, probe = arrays
     layouts = "rows", "transposed"
-    outputs, saved = _layers(options, backend, tuple(norm), up, up_bias, down, layouts)
+    outputs, saved = _layers(options, backend, NormArrays(*norm), up, up_bias, down, layouts)
     counts = None
     if probe is not None:
         rounded = [
@@ -238,7 +239,7 @@ def _unrounded(_):
 
     def mlp(static, *arrays):
         *norm, up, up_bias, down, _ = arrays
-        x, residual = unrounded(static.options.norm, tuple(norm))
+        x, residual = unrounded(static.options.norm, NormArrays(*norm))
         h = jnp.tensordot(x, up, 1)
         h = h if up_bias is None else h + up_bias
         if static.options.activation == "gelu":

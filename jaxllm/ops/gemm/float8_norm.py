@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -37,6 +37,16 @@ from jaxllm.ops.rounding import amax, scale_of
 from jaxllm.ops.weights import Weight
 
 
+class NormArrays(NamedTuple):
+    """What a norm after a residual addition is computed from."""
+
+    x: Array  # the branch, (..., D)
+    residual: Array | None  # (..., D); None where nothing is added to x
+    x_bias: Array | None  # (D,), that of the branch
+    scale: Array  # (D,)
+    bias: Array | None  # (D,); None for an RMS norm
+
+
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
     """The static options of a norm before a float8 GEMM."""
@@ -52,15 +62,14 @@ class NormOptions:
 
 
 def normalize(
-    options: NormOptions, backend: Backend, arrays: tuple, layouts: tuple[str, ...]
+    options: NormOptions, backend: Backend, arrays: NormArrays, layouts: tuple[str, ...]
 ) -> tuple[list[Float8], Array, tuple]:
     """Adds a branch to the residual, and rounds the norm of the sum to float8.
 
     Args:
         options: The static options.
         backend: A resolved backend.
-        arrays: The branch ``x`` (..., D), the residual or None, the bias of the branch or None,
-            and scale and bias of the norm.
+        arrays: Those of the norm.
         layouts: Of the result, ``("rows",)`` or ``("rows", "transposed")``.
 
     Returns:
@@ -138,7 +147,7 @@ def _on_shards(options, function, rule, backend, arrays):
     return partition.run(function, options.name, rule, arrays, is_opaque=backend != "xla")
 
 
-def unrounded(options: NormOptions, arrays: tuple) -> tuple[Array, Array]:
+def unrounded(options: NormOptions, arrays: NormArrays) -> tuple[Array, Array]:
     """The normalized rows in the dtype of ``x``, and the new residual, for forward mode."""
     x, residual, x_bias, scale, bias = arrays
     static: dict[str, Any] = {"eps": options.eps, "backend": "xla"}
@@ -148,7 +157,7 @@ def unrounded(options: NormOptions, arrays: tuple) -> tuple[Array, Array]:
 
 
 def float8_norm_linear(
-    norm: tuple,
+    norm: NormArrays,
     weight: Weight,
     bias: Array | None,
     *,
@@ -158,8 +167,7 @@ def float8_norm_linear(
     """A norm and a linear layer with the precision ``"tensor"``, with a resolved backend.
 
     Args:
-        norm: The branch, the residual or None, the bias of the branch or None, and scale and bias
-            of the norm; None for the last in an RMS norm.
+        norm: The arrays of the norm.
         weight: Of the layer, as in :func:`jaxllm.ops.linear`.
         bias: Of the layer, or None.
         eps: That of the norm.
@@ -168,26 +176,27 @@ def float8_norm_linear(
     Returns:
         The result of the layer, and the new residual.
     """
-    weight = checked_weight(norm[0], weight, bias, "tensor", backend)
+    weight = checked_weight(norm.x, weight, bias, "tensor", backend)
     arrays = *norm, weight, bias, float8_counts.active_probe()
     return _norm_linear(*arrays, backend=backend, options=norm_options(norm, eps))
 
 
-def norm_options(norm: tuple, eps: float) -> NormOptions:
+def norm_options(norm: NormArrays, eps: float) -> NormOptions:
     """The static options of a norm with these arrays."""
-    return NormOptions(eps, has_residual=norm[1] is not None, has_bias=norm[4] is not None)
+    has_residual, has_bias = norm.residual is not None, norm.bias is not None
+    return NormOptions(eps, has_residual=has_residual, has_bias=has_bias)
 
 
 def _without_backward(options, backend, *arrays):
     *norm, weight, bias, _ = arrays
-    (x8,), h, _ = normalize(options, backend, tuple(norm), ("rows",))
+    (x8,), h, _ = normalize(options, backend, NormArrays(*norm), ("rows",))
     return product(x8, weight, "tensor", backend, dtype=h.dtype, bias=bias)[0], h
 
 
 def _forward(options, backend, *arrays):
     *norm, weight, bias, probe = arrays
     layouts = "rows", "transposed"
-    (x8, transposed), h, saved = normalize(options, backend, tuple(norm), layouts)
+    (x8, transposed), h, saved = normalize(options, backend, NormArrays(*norm), layouts)
     out, _ = product(x8, weight, "tensor", backend, dtype=h.dtype, bias=bias)
     counts = None
     if probe is not None:
@@ -207,7 +216,7 @@ def _unrounded(_):
 
     def norm_linear(static: Any, *arrays: Any) -> tuple[Array, Array]:
         *norm, weight, bias, _ = arrays
-        x, h = unrounded(static.options, tuple(norm))
+        x, h = unrounded(static.options, NormArrays(*norm))
         out = jnp.tensordot(x, weight, 1)
         return out if bias is None else out + bias, h
 
