@@ -424,10 +424,10 @@ def table() -> str:
         "backend or peer on one case in one direction. `flash_attention_float8` has its own",
         "tests instead of cases, and no Pallas kernel: it is for inference on Hopper, and its",
         "fallback is the reference implementation. `float8_matmul` has no Pallas kernel either:",
-        "its fallback is XLA's GEMM of float8 arrays. In a linear layer its operands are rounded",
-        "by [float8_round.cu](../cuda/quantization/float8_round.cu), or written in float8 by "
-        "[float8_activation.cu](../cuda/quantization/float8_activation.cu) and "
-        "[float8_norm.cu](../cuda/quantization/float8_norm.cu), ops without cases.",
+        "its fallback is XLA's GEMM of float8 arrays. In a linear layer",
+        "[float8_round.cu](../cuda/quantization/float8_round.cu) rounds its operands. In blocks",
+        "[float8_activation.cu](../cuda/quantization/float8_activation.cu) and",
+        "[float8_norm.cu](../cuda/quantization/float8_norm.cu) write them, ops without cases.",
         "",
         *rows_of_ops(),
         "",
