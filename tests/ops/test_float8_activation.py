@@ -101,10 +101,13 @@ def test_gradient_of_the_bias_is_the_sum_of_unrounded_rows(op, shape, dtype, bac
     *rounded, dbias = backward(op, h, dout, scale, backend, has_bias=True)
     *wanted, nothing = backward(op, h, dout, scale, backend)
     assert nothing is None
-    for a, b in zip(rounded, wanted, strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view("u1"), np.asarray(b).view("u1"))
     assert (dbias.shape, dbias.dtype) == (h.shape[1:], dtype)
     _, dh = exact(op, h, dout)
+    if op is FLOAT8_GELU and backend == "xla":  # two programs, in which 1 - tanh^2 may differ
+        assert_rounded(rounded[0], dh, np.float64(scale[0]), ml_dtypes.float8_e5m2, least=2.0)
+        wanted = rounded[0], rounded[0].T
+    for a, b in zip(rounded, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view("u1"), np.asarray(b).view("u1"))
     lost = abs(np.asarray(dbias, np.float64) - dh.sum(0))
     # Float32 sums of elements with an error of 2^-20 of the largest, and a rounding.
     eps = float(jnp.finfo(dtype).eps)
