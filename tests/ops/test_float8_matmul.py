@@ -65,11 +65,13 @@ def float32_bound(depth):
 
 
 def tensor_core_bound(depth, addends=1):
-    """14 bits in sums of 512, which are added in float32: one truncation an instruction, or more.
+    """14 bits in sums, which are added in float32: one truncation an instruction, or more.
 
-    The docstring's bound is that of 33, which do not cancel.
+    The sums are of 512 elements of the depth; a depth of 1024 at most is one sum. The docstring's
+    bound is that of 33 truncations, which do not cancel.
     """
-    return addends * 2.0**-13 * (512 / 32) + (depth / 512 + 1) * 2.0**-24
+    summed = max(depth, 512) if depth <= 1024 else 512
+    return addends * 2.0**-13 * (summed / 32) + (depth / 512 + 1) * 2.0**-24
 
 
 each_call = pytest.mark.parametrize(

@@ -76,6 +76,20 @@ __device__ __forceinline__ float2 accumulator_pair(const Accumulators<Tile>& acc
   return {accumulators[subtile.row_block()][at], accumulators[subtile.row_block()][at + 1]};
 }
 
+// A branch that is always taken. Within one basic block the assembler orders as it likes: it would
+// begin with the first stage of many batches, for which there are no registers.
+__device__ __forceinline__ void end_basic_block(int at_least_zero) {
+  asm volatile(
+      "{\n"
+      ".reg .pred always;\n"
+      "setp.ge.s32 always, %0, 0;\n"
+      "AGAIN: @always bra NEXT;\n"
+      "nanosleep.u32 1;\n"
+      "bra AGAIN;\n"
+      "NEXT:\n"
+      "}\n" ::"r"(at_least_zero));
+}
+
 // ---- Visits of a subtile in shared memory, two columns of 8 x 8 matrices at a time. `row` is what
 // EpilogueWarp::matrix_row() returns for the buffer.
 
@@ -157,6 +171,12 @@ struct EpilogueWarp {
     }
   }
   __device__ __forceinline__ void finish() {}
+
+  // The part of a tile that the consumer has.
+  __device__ __forceinline__ WorkTile own(WorkTile work) const {
+    if (Tile::kCooperative) work.row += consumer * Tile::kConsumerM;
+    return work;
+  }
 
   // The first row and column of a subtile.
   __device__ __forceinline__ int row(const WorkTile& work, const Subtile<Tile>& subtile) const {

@@ -97,20 +97,6 @@ struct EpilogueGelu : EpilogueWarp<Tile, T> {
   }
 };
 
-// A branch that is always taken. Within one basic block the assembler orders as it likes: it would
-// begin with the squares of many batches, for which there are no registers.
-__device__ __forceinline__ void end_basic_block(int at_least_zero) {
-  asm volatile(
-      "{\n"
-      ".reg .pred always;\n"
-      "setp.ge.s32 always, %0, 0;\n"
-      "AGAIN: @always bra NEXT;\n"
-      "nanosleep.u32 1;\n"
-      "bra AGAIN;\n"
-      "NEXT:\n"
-      "}\n" ::"r"(at_least_zero));
-}
-
 // out = gelu(p + bias), dgelu = gelu'(p + bias) in the order of dgelu_order.cuh.
 template <class Tile, typename T>
 struct EpilogueGeluDgelu : EpilogueWarp<Tile, T> {

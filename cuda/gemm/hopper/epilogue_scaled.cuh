@@ -77,7 +77,7 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   }
 
   __device__ __forceinline__ void begin(const WorkTile& tile, Accumulators<Tile>& accumulators) {
-    const WorkTile work = own(tile);
+    const WorkTile work = this->own(tile);
 #pragma unroll
     for (int block = 0; block < Tile::kRowBlocks; ++block) {
 #pragma unroll
@@ -99,7 +99,7 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& tile,
                                         const WorkTile&, bool) {
-    const WorkTile work = own(tile);
+    const WorkTile work = this->own(tile);
     auto* const factors = reinterpret_cast<float2*>(this->buffer(kSubtileBuffers - 1));
     __syncwarp();
 #pragma unroll
@@ -114,10 +114,20 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
       factors[kBias + block * 32 + this->lane] = bias;
     }
     __syncwarp();
+    const auto store_as = [&](auto amax, auto one_scale) {
+      store_subtiles<amax.value, one_scale.value>(accumulators, work, factors);
+    };
+    const auto store_with = [&](auto amax) {
+      if (params.scale_a.is_one && params.scale_b.is_one) {
+        store_as(amax, std::true_type{});
+      } else {
+        store_as(amax, std::false_type{});
+      }
+    };
     if (params.amax == nullptr) {
-      store_subtiles<false>(accumulators, work, factors);
+      store_with(std::false_type{});
     } else {
-      store_subtiles<true>(accumulators, work, factors);
+      store_with(std::true_type{});
     }
   }
 
@@ -156,16 +166,21 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
     return largest;
   }
 
-  template <bool kAmax>
+  // With one scale of each operand no factors come from shared memory: a GEMM of 32768 x 3072 x 768
+  // took 4% less time on an H200.
+  template <bool kAmax, bool kOneScale>
   __device__ __forceinline__ void store_subtiles(Accumulators<Tile>& accumulators,
                                                  const WorkTile& work, const float2* factors) {
+    const float of_a = __ldg(params.scale_a.data), of_b = __ldg(params.scale_b.data);
+    const bool has_bias = params.bias != nullptr;
     for_each_subtile<Tile>([&](const Subtile<Tile>& subtile) {
       float of_subtile = 0.0f;  // NaN leaves it as it is
       const auto value = [&](int j, int half) {
         const float2 p = accumulator_pair<Tile>(accumulators, subtile, j, half);
         const int at = subtile.column_block() * 32 + 4 * j + this->lane % 4;
-        const float2 column = factors[at], bias = factors[kBias + at];
-        const float row = of_rows[subtile.row_block()][half];
+        const float row = kOneScale ? of_a : of_rows[subtile.row_block()][half];
+        const float2 column = kOneScale ? float2{of_b, of_b} : factors[at];
+        const float2 bias = has_bias ? factors[kBias + at] : float2{0.0f, 0.0f};
         const float2 pair{p.x * row * column.x + bias.x, p.y * row * column.y + bias.y};
         if (kAmax) of_subtile = fmaxf(of_subtile, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         return pair;
@@ -183,12 +198,6 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
       largest[0] = is_first ? fmaxf(largest[0], of_subtile) : largest[0];
       largest[1] = is_first ? largest[1] : fmaxf(largest[1], of_subtile);
     });
-  }
-
-  // The part of a tile that the consumer has.
-  __device__ __forceinline__ WorkTile own(WorkTile work) const {
-    if (Tile::kCooperative) work.row += this->consumer * Tile::kConsumerM;
-    return work;
   }
 
   template <class Value>

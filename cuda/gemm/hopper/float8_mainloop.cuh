@@ -9,8 +9,10 @@
 //
 // While one consumer of a cooperative tile adds, the tensor cores have the products of the other:
 // the first sum of consumer 1 is of half as many K-blocks. Where both added at the same time, GEMMs
-// of Llama 3.2 1B took 3 to 15% more time on an H100. In ping-pong the tensor cores wait, but for
-// the last partial sums of a tile.
+// of Llama 3.2 1B took 3 to 15% more time on an H100.
+//
+// Tiles of which a consumer has two row blocks leave no registers for partial sums. For a depth of
+// kWholeDepth at most the tensor cores add up all of it.
 //
 // Of 8192 products of positive numbers the sum was too small by, on an H100:
 //
@@ -27,6 +29,8 @@
 
 namespace jaxllm::hopper {
 
+inline constexpr int64_t kWholeDepth = 1024;
+
 // A is (rows, depth) of type A, B (columns, depth) of type B. The epilogue rounds to Out.
 template <class Tile, typename A, typename B, typename Out>
 struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
@@ -35,7 +39,7 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
   using typename Base::SharedStorage, typename Base::State;
   static constexpr int kPromotedBlocks = 4;  // 512 of the depth
   static constexpr int kWgmmaDepth = 32;
-  static_assert(Tile::kRowBlocks == 1);
+  static constexpr int kStep = kWgmmaDepth >> 4;  // of a descriptor, in units of 16 bytes
 
   // As Mainloop's.
   template <class Issued>
@@ -43,6 +47,29 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
                                              State& state, const WorkTile& work, int consumer,
                                              int lane, Accumulators<Tile>& accumulators,
                                              const Issued& issued) {
+    if constexpr (Tile::kRowBlocks == 1) {
+      mma_promoted(smem, pipeline, state, work, consumer, lane, accumulators, issued);
+    } else {
+      const auto multiply = [&](uint64_t a, uint64_t b) {
+#pragma unroll
+        for (int k = 0; k < Tile::kBlockK / kWgmmaDepth; ++k) {
+#pragma unroll
+          for (int block = 0; block < Tile::kRowBlocks; ++block) {
+            wgmma_float8<A, B>(accumulators[block], a + k * kStep + block * Base::kRowBlockStep,
+                               b + k * kStep, true);
+          }
+        }
+      };
+      Base::for_each_k_block(smem, pipeline, state, work, consumer, lane, accumulators, multiply,
+                             issued);
+    }
+  }
+
+ private:
+  template <class Issued>
+  __device__ __forceinline__ static void mma_promoted(
+      SharedStorage& smem, Pipeline<Tile::kStages>& pipeline, State& state, const WorkTile& work,
+      int consumer, int lane, Accumulators<Tile>& accumulators, const Issued& issued) {
     const uint32_t first_row = Tile::kCooperative ? consumer * Tile::kConsumerM : 0;
     float partial[Tile::kBlockN / 2];
 #pragma unroll
@@ -63,7 +90,6 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
         warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < Tile::kBlockK / kWgmmaDepth; ++k) {
-          constexpr int kStep = kWgmmaDepth >> 4;  // of a descriptor, in units of 16 bytes
           wgmma_float8<A, B>(partial, a + k * kStep, b + k * kStep, k_block > first || k > 0);
         }
         warpgroup_commit_batch();

@@ -91,6 +91,31 @@ struct Mainloop {
                                              State& state, const WorkTile& work, int consumer,
                                              int lane, Accumulators<Tile>& accumulators,
                                              const Issued& issued) {
+    const auto multiply = [&](uint64_t a, uint64_t b) {
+#pragma unroll
+      for (int k = 0; k < Tile::kBlockK / 16; ++k) {
+#pragma unroll
+        for (int block = 0; block < Tile::kRowBlocks; ++block) {
+          wgmma<T, kMajorA, kMajorB>(accumulators[block],
+                                     a + k * kStep<kMajorA> + block * kRowBlockStep,
+                                     b + k * kStep<kMajorB>, true);
+        }
+      }
+    };
+    for_each_k_block(smem, pipeline, state, work, consumer, lane, accumulators, multiply, issued);
+  }
+
+ protected:
+  // From a descriptor of A to that of the next 64 rows.
+  static constexpr uint32_t kRowBlockStep = 64 * kSwizzleRowBytes >> 4;
+
+  // Calls multiply(a, b) with the descriptors of each K-block's operands: it issues their products,
+  // which are added to the accumulators.
+  template <class Multiply, class Issued>
+  __device__ __forceinline__ static void for_each_k_block(
+      SharedStorage& smem, Pipeline<Tile::kStages>& pipeline, State& state, const WorkTile& work,
+      int consumer, int lane, Accumulators<Tile>& accumulators, const Multiply& multiply,
+      const Issued& issued) {
     const uint32_t first_row = Tile::kCooperative ? consumer * Tile::kConsumerM : 0;
 #pragma unroll 1
     for (int k_block = work.first_k_block; k_block < work.end_k_block; ++k_block) {
@@ -99,15 +124,7 @@ struct Mainloop {
           descriptor<kMajorA>(smem_address(smem.a[state.stage]) + first_row * kSwizzleRowBytes);
       const uint64_t b = descriptor<kMajorB>(smem_address(smem.b[state.stage]));
       warpgroup_arrive();
-#pragma unroll
-      for (int k = 0; k < Tile::kBlockK / 16; ++k) {
-#pragma unroll
-        for (int block = 0; block < Tile::kRowBlocks; ++block) {
-          wgmma<T, kMajorA, kMajorB>(accumulators[block],
-                                     a + k * kStep<kMajorA> + block * (64 * kSwizzleRowBytes >> 4),
-                                     b + k * kStep<kMajorB>, true);
-        }
-      }
+      multiply(a, b);
       warpgroup_commit_batch();
       // The products of the K-block before are done: those of this one follow without a gap.
       warpgroup_wait<1>(accumulators[0], accumulators[1]);
@@ -119,7 +136,6 @@ struct Mainloop {
     release_previous(pipeline, state, lane);
   }
 
- protected:
   // The elements of a row of a box.
   static constexpr int kRowElements = kSwizzleRowBytes / sizeof(T);
   static_assert(Tile::kBlockK == kRowElements);
