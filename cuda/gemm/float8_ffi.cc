@@ -1,16 +1,30 @@
 // The FFI handler of GEMMs of 8-bit floats: checks the buffers, switches on their dtypes, launches.
+#include <algorithm>
+
 #include "common/ffi_float8.h"
-#include "gemm/hopper/float8_matmul.h"
+#include "common/launch.h"
+#include "gemm/hopper/float8_split.h"
 #include "handlers.h"
 
 namespace jaxllm {
 namespace {
 
+// What a call has of the workspace: as many whole tiles as there are, and at least one more than
+// the tiles of the result. None where there is no workspace.
+int64_t partial_floats(const Buffer& partial, int64_t calls, int64_t rows, int64_t columns) {
+  if (count(partial) == 0 || calls == 0) return 0;
+  constexpr int64_t kTile = int64_t{kFloat8SplitRows} * kFloat8SplitColumns;
+  const int64_t tiles = divide_up(rows, kFloat8SplitRows) * divide_up(columns, kFloat8SplitColumns);
+  return std::max(count(partial) / (calls * kTile), tiles + 1) * kTile;
+}
+
 // jax.vmap gives every buffer the same new leading axes. A scale has one element for each row of
 // its operand, or one for all. The bias has none where there is no bias. amax has one for each part
-// of the columns; nullptr where it is not wanted.
+// of the columns; nullptr where it is not wanted. `partial` has no elements where the depth is not
+// split, else the tiles, and a tile for each of as many clusters as may run; nullptr with amax.
 ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const Buffer& scale_a,
-                    const Buffer& scale_b, const Buffer& bias, Result* out, Result* amax) {
+                    const Buffer& scale_b, const Buffer& bias, Result* out, Result* amax,
+                    Result* partial) {
   const auto of_a = a.dimensions(), of_b = b.dimensions();
   const auto of_scale_a = scale_a.dimensions(), of_scale_b = scale_b.dimensions();
   const size_t axes = of_a.size();
@@ -27,6 +41,7 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
   const int64_t biases = count(bias) ? columns : 0;
   const int64_t parts = amax ? (*amax)->dimensions().back() : 1;
   if (parts != 1 && parts != 2) return invalid("amax", "is of neither one nor two parts");
+  const int64_t of_partial = partial ? partial_floats(**partial, calls, rows, columns) : 0;
   return dispatch_float8(a, "a", [&](auto type_a) {
     return dispatch_float8(b, "b", [&](auto type_b) {
       return dispatch_floating(**out, "out", [&](auto type_out) {
@@ -41,6 +56,8 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
             {"bias", bias, dtype_of<Out>(), calls * biases},
             {"out", **out, dtype_of<Out>(), calls * rows * columns},
             {"amax", amax ? **amax : scale_a, ffi::F32, calls * (amax ? parts : scales_a)},
+            {"partial", partial ? **partial : no_buffer(), ffi::F32, calls * of_partial,
+             Elements::kExactlyOrNone},
         });
         if (error.failure()) return error;
         for (int64_t i = 0; i < calls; ++i) {
@@ -51,9 +68,14 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
                                            has_one_a,
                                            has_one_b,
                                            biases ? data<Out>(bias) + i * biases : nullptr};
+          const GemmShape shape{rows, columns, depth};
+          Out* const to = data<Out>(*out) + i * rows * columns;
           const cudaError_t status =
-              call.launch(stream, {rows, columns, depth}, data<Out>(*out) + i * rows * columns,
-                          amax ? data<float>(*amax) + i * parts : nullptr, static_cast<int>(parts));
+              of_partial > 0
+                  ? float8_split(stream, call, shape, to, data<float>(*partial) + i * of_partial,
+                                 of_partial)
+                  : call.launch(stream, shape, to, amax ? data<float>(*amax) + i * parts : nullptr,
+                                static_cast<int>(parts));
           if (status != cudaSuccess) return to_ffi_error(status);
         }
         return ffi::Error::Success();
@@ -63,13 +85,13 @@ ffi::Error multiply(cudaStream_t stream, const Buffer& a, const Buffer& b, const
 }
 
 ffi::Error Float8MatmulImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a, Buffer scale_b,
-                            Buffer bias, Result out) {
-  return multiply(stream, a, b, scale_a, scale_b, bias, &out, nullptr);
+                            Buffer bias, Result out, Result partial) {
+  return multiply(stream, a, b, scale_a, scale_b, bias, &out, nullptr, &partial);
 }
 
 ffi::Error Float8MatmulAmaxImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
                                 Buffer scale_b, Buffer bias, Result out, Result amax) {
-  return multiply(stream, a, b, scale_a, scale_b, bias, &out, &amax);
+  return multiply(stream, a, b, scale_a, scale_b, bias, &out, &amax, nullptr);
 }
 
 }  // namespace

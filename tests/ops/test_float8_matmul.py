@@ -7,17 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from op_helpers import pretend_sms
 
 import jaxllm
 from jaxllm import testing
 from jaxllm.core import ffi
 from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.ops import float8_matmul
+from jaxllm.ops.gemm import cuda
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-SHAPES = ((1, 8, 16), (3, 200, 144), (130, 200, 1040), (257, 136, 4112))  # rows, columns, depth
+# Rows, columns, depth.
+SHAPES = ((1, 8, 16), (3, 200, 144), (257, 392, 1008), (130, 200, 1040), (257, 136, 2064))
+# Whose depth is split on an H100. The last has more tiles than the GPU has SMs.
+SPLIT_SHAPES = ((1, 8, 4096), (257, 200, 8208), (768, 776, 32784), (2300, 1528, 4112))
 
 
 def operands(shape, formats, one_scale=False, seed=0):
@@ -74,20 +79,23 @@ def tensor_core_bound(depth, addends=1):
     return addends * 2.0**-13 * (summed / 32) + (depth / 512 + 1) * 2.0**-24
 
 
-each_call = pytest.mark.parametrize(
-    ("shape", "formats", "one_scale", "out_dtype"),
-    [
-        pytest.param(shape, pair, one, dtype, id="-".join(map(str, (*shape, *pair, one, dtype))))
-        for shape, (pair, one), dtype in itertools.product(
-            SHAPES,
-            zip([*itertools.product(FORMATS, FORMATS)], (False, True, False, True), strict=True),
-            OUT_DTYPES,
-        )
-    ],
-)
+def each_call(shapes):
+    """Runs a test with all pairs of formats, some with one scale, and with all results' dtypes."""
+    calls = itertools.product(
+        shapes,
+        zip([*itertools.product(FORMATS, FORMATS)], (False, True, False, True), strict=True),
+        OUT_DTYPES,
+    )
+    return pytest.mark.parametrize(
+        ("shape", "formats", "one_scale", "out_dtype"),
+        [
+            pytest.param(shape, pair, one, out, id="-".join(map(str, (*shape, *pair, one, out))))
+            for shape, (pair, one), out in calls
+        ],
+    )
 
 
-@each_call
+@each_call(SHAPES)
 @pytest.mark.covering(("shape",), ("formats", "one_scale"), ("out_dtype",))
 def test_error_on_a_cpu_is_that_of_float32_accumulation(shape, formats, one_scale, out_dtype):
     with jax.default_device(jax.devices("cpu")[0]):
@@ -98,12 +106,37 @@ def test_error_on_a_cpu_is_that_of_float32_accumulation(shape, formats, one_scal
 
 
 @pytest.mark.hopper
-@each_call
+@each_call(SHAPES)
 def test_error_of_the_kernel_is_within_the_documented_bound(shape, formats, one_scale, out_dtype):
     arrays = operands(shape, formats, one_scale)
     out = float8_matmul(*arrays, out_dtype=out_dtype, backend="cuda")
     assert (out.shape, out.dtype) == (shape[:2], out_dtype)
     assert_bounded(out, arrays, tensor_core_bound(shape[-1]))
+
+
+def assert_split_and_bounded(shape, formats, one_scale=False, out_dtype="bfloat16"):
+    """Checks the error of a GEMM whose depth is split, and that its bits are those of each run."""
+    assert cuda.split_tiles(*shape) > 0
+    arrays = operands(shape, formats, one_scale)
+    out, *more = (float8_matmul(*arrays, out_dtype=out_dtype, backend="cuda") for _ in range(3))
+    assert (out.shape, out.dtype) == (shape[:2], out_dtype)
+    assert_bounded(out, arrays, tensor_core_bound(shape[-1], addends=33))
+    assert_bounded(out, arrays, tensor_core_bound(shape[-1]), few=1e-5)
+    for again in more:
+        np.testing.assert_array_equal(again.astype(jnp.float32), out.astype(jnp.float32))
+
+
+@pytest.mark.hopper
+@each_call(SPLIT_SHAPES)
+def test_split_depth_is_within_the_documented_bound(shape, formats, one_scale, out_dtype):
+    assert_split_and_bounded(shape, formats, one_scale, out_dtype)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(("sms", "shape"), [(114, (768, 776, 8208)), (14, (257, 392, 4112))])
+def test_split_kernel_stays_within_the_workspace_of_a_smaller_gpu(monkeypatch, sms, shape):
+    pretend_sms(monkeypatch, sms, ffi.device())
+    assert_split_and_bounded(shape, FORMATS)
 
 
 @pytest.mark.hopper
@@ -124,9 +157,10 @@ each_backend = pytest.mark.parametrize(
 
 
 @each_backend
+@pytest.mark.parametrize("depth", [144, 8208])  # the latter is split
 @pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
-def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats):
-    a, b, scale_a, scale_b = operands((130, 136, 144), formats)
+def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats, depth):
+    a, b, scale_a, scale_b = operands((130, 136, depth), formats)
     a = a.at[3, 5].set(jnp.nan).at[7, 9].set(jnp.inf)  # NaN in e4m3
     b = b.at[11, 13].set(jnp.nan).at[17, 19].set(-jnp.inf)
     arrays = a, b, scale_a.at[23].set(jnp.inf), scale_b.at[29].set(jnp.nan)
@@ -164,26 +198,58 @@ def test_amax_is_the_largest_finite_element_of_each_part(columns, parts, out_dty
     assert (expected > 0).all()
 
 
+def drawn_bias(columns, dtype):
+    drawn = np.random.default_rng(1).standard_normal(columns, np.float32)
+    return jnp.asarray(drawn).at[columns - 1].set(1e3).astype(dtype)
+
+
+def assert_rounded_once(out, plain, bias):
+    """Checks that a result is the product in float32 plus a bias, before the rounding."""
+    wide = np.asarray(plain, np.float64) + np.asarray(bias, np.float64)
+    # A product in float32, and one rounding of the sum more than that to float32.
+    expected = wide.astype(np.float32).astype(out.dtype)
+    info = jnp.finfo(out.dtype)
+    lost = abs(np.asarray(out, np.float64) - expected.astype(np.float64))
+    assert (lost <= float(info.eps) * abs(wide) + 2.0**-23 * abs(np.asarray(plain))).all()
+    assert (lost > 0).mean() < 0.01
+
+
 @each_backend
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("shape", [(257, 384, 1040), (130, 200, 144)])
 def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype, backend):
-    _, columns, _ = shape
     arrays = operands(shape, FORMATS)
-    drawn = np.random.default_rng(1).standard_normal(columns, np.float32)
-    bias = jnp.asarray(drawn).at[columns - 1].set(1e3).astype(out_dtype)
+    bias = drawn_bias(shape[1], out_dtype)
     out, amax = with_amax(arrays, 1, backend, out_dtype, bias)
     plain = float8_matmul(*arrays, out_dtype="float32", backend=backend)
-    wide = np.asarray(plain, np.float64) + np.asarray(bias, np.float64)
-    # A product in float32, and one rounding of the sum more than that to float32.
-    expected = wide.astype(np.float32).astype(out_dtype)
-    info = jnp.finfo(out_dtype)
-    lost = abs(np.asarray(out, np.float64) - expected.astype(np.float64))
-    assert (lost <= float(info.eps) * abs(wide) + 2.0**-23 * abs(np.asarray(plain))).all()
-    assert (lost > 0).mean() < 0.01
+    assert_rounded_once(out, plain, bias)
     assert amax == abs(np.asarray(out, np.float32)).max()
     alone = float8_matmul(*arrays, bias, out_dtype=out_dtype, backend=backend)
     np.testing.assert_array_equal(alone.astype(jnp.float32), out.astype(jnp.float32))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_bias_of_a_split_depth_is_added_before_the_rounding(one_scale, out_dtype):
+    arrays = operands((257, 200, 4112), FORMATS, one_scale)
+    bias = drawn_bias(200, out_dtype)
+    out = float8_matmul(*arrays, bias, out_dtype=out_dtype, backend="cuda")
+    assert_rounded_once(out, float8_matmul(*arrays, out_dtype="float32", backend="cuda"), bias)
+
+
+@pytest.mark.hopper
+def test_split_depth_under_vmap_has_the_bits_of_each_call():
+    a, b, scale_a, scale_b = operands((257, 200, 4112), FORMATS)
+    bias = drawn_bias(200, "bfloat16")
+    batch = jnp.stack([a, a[::-1], 0 * a]), jnp.stack([scale_a, scale_a[::-1], 2 * scale_a])
+
+    def of_one(a, scale_a):
+        return float8_matmul(a, b, scale_a, scale_b, bias, backend="cuda")
+
+    found = jax.vmap(of_one)(*batch)
+    for one, *arrays in zip(found, *batch, strict=True):
+        np.testing.assert_array_equal(one.astype(jnp.float32), of_one(*arrays).astype(jnp.float32))
 
 
 @each_backend
@@ -210,8 +276,9 @@ def test_amax_under_vmap_is_that_of_each_call(backend):
 
 
 @each_backend
-def test_scalar_scale_gives_the_values_of_equal_scales(backend):
-    a, b, scale_a, scale_b = operands((130, 136, 1040), FORMATS, one_scale=True)
+@pytest.mark.parametrize("depth", [1040, 4112])  # the latter is split
+def test_scalar_scale_gives_the_values_of_equal_scales(backend, depth):
+    a, b, scale_a, scale_b = operands((130, 136, depth), FORMATS, one_scale=True)
     scales = jnp.full(130, scale_a), jnp.full(136, scale_b)
     found = float8_matmul(a, b, scale_a, scale_b, backend=backend)
     expected = float8_matmul(a, b, *scales, backend=backend)
@@ -225,6 +292,17 @@ def test_lowers_to_its_cuda_kernel_on_hopper_and_to_xla_elsewhere(with_kernels, 
         program = testing.lower_for_cuda(float8_matmul, *arrays)
         assert ("@jaxllm_float8_matmul(" in program) == is_called
         assert ("f8E4M3FN" in program.partition("dot_general")[2]) == (not is_called)
+
+
+def test_kernel_gets_a_workspace_where_the_depth_is_split(on_hopper):
+    for depth, partial in ((4080, "0xf32"), (4096, "134x128x192xf32")):
+        arrays = operands((130, 136, depth), FORMATS)
+        program = testing.lower_for_cuda(float8_matmul, *arrays)
+        (call,) = [line for line in program.splitlines() if "@jaxllm_float8_matmul(" in line]
+        assert f"(tensor<130x136xbf16>, tensor<{partial}>)" in call
+        batch = jax.tree.map(lambda x: jnp.stack([x, x]), arrays)
+        program = testing.lower_for_cuda(jax.vmap(float8_matmul), *batch)
+        assert f"(tensor<2x130x136xbf16>, tensor<2x{partial}>)" in program
 
 
 @pytest.mark.parametrize(

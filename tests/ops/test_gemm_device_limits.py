@@ -11,7 +11,7 @@ from op_helpers import ffn_block_arrays, pretend_sms
 import jaxllm
 from jaxllm import ops
 from jaxllm.core import ffi
-from jaxllm.ops.gemm import cuda_fused, fused
+from jaxllm.ops.gemm import cuda, cuda_fused, fused
 
 
 # row_tiles: the most tiles of a row that can wait for one another. fits: whether the two wgrads of
@@ -64,6 +64,43 @@ def test_workspaces_are_sized_for_the_ctas_of_the_gpu(monkeypatch, sms, groups):
     workspaces.clear()
     cuda_fused.wgrad_pair(rows, dout, rows, rows, min_rows=0, sms_of_tile=1)  # 3 and 12 tiles
     assert workspaces == [(sms + 3 + 12, 256, 192)]
+
+
+# In tiles of 128 x 192, for 132 SMs, and for 14.
+@pytest.mark.parametrize(
+    ("shape", "tiles", "is_split", "is_split_on_14"),
+    [
+        ((768, 768, 32768), 24, True, False),
+        ((768, 2304, 32768), 72, False, False),  # narrow tiles keep 108 of 132 SMs busy
+        ((768, 3072, 32768), 96, True, False),
+        ((768, 768, 4096), 24, True, False),
+        ((768, 768, 4080), 24, False, False),
+        ((1, 8, 4096), 1, True, True),
+        ((256, 576, 4096), 6, True, True),
+        ((2304, 1536, 4096), 144, False, False),  # two waves of narrow tiles, the second of 42
+        ((2048, 2048, 16384), 176, False, False),  # two waves of narrow tiles, and both are full
+        ((2048, 3072, 16384), 256, False, False),  # of wide ones
+        ((16384, 11264, 4096), 7552, False, False),
+        ((8, 50688, 4096), 264, True, False),  # in tiles of 256 rows, which are half as full
+        ((8, 50696, 4096), 265, False, False),  # more than two waves
+        ((0, 8, 4096), 0, False, False),
+        ((8, 0, 4096), 0, False, False),
+    ],
+)
+def test_float8_gemms_that_leave_sms_idle_are_split(
+    monkeypatch, shape, tiles, is_split, is_split_on_14
+):
+    for sms, expected in ((132, is_split), (14, is_split_on_14)):
+        pretend_sms(monkeypatch, sms)
+        assert cuda.split_tiles(*shape) == (sms + tiles if expected else 0)
+
+
+def test_float8_gemms_are_not_split_on_an_unknown_gpu_or_with_symbolic_sizes(monkeypatch):
+    (rows,) = jax.export.symbolic_shape("rows")
+    pretend_sms(monkeypatch, 132)
+    assert cuda.split_tiles(rows, 768, 4096) == 0
+    monkeypatch.setattr(ffi, "device", lambda: None)
+    assert cuda.split_tiles(768, 768, 4096) == 0
 
 
 def test_hopper_kernels_are_rejected_without_a_gpu(monkeypatch):

@@ -92,6 +92,12 @@ def programs():
         static = {"out_dtype": dtype.__name__, "parts": 2}
         call = functools.partial(dispatch, FLOAT8_MATMUL_AMAX, INFERENCE, "cuda", **static)
         yield call, (a, b, one, one, jax.ShapeDtypeStruct((128,), dtype))
+    # A float8 GEMM has a workspace where its depth is split.
+    for dtype in (jnp.bfloat16, jnp.float32):
+        a, b = (jax.ShapeDtypeStruct((rows, 4096), jnp.float8_e4m3fn) for rows in (48, 128))
+        scales = (jax.ShapeDtypeStruct((rows,), jnp.float32) for rows in (48, 128))
+        call = functools.partial(ops.float8_matmul, out_dtype=dtype)
+        yield call, (a, b, *scales, jax.ShapeDtypeStruct((128,), dtype))
     # Nor this, which precedes a GEMM with float8 operands.
     for dtype in (jnp.bfloat16, jnp.float32):
         matrix, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((48, 72), (72,)))
@@ -215,7 +221,7 @@ VALID_CHANGES = {
     "adamw_update": {("operand", 2, "dtype")},
     "global_norm": {("operand", i, what) for i in range(3) for what in ("dtype", -1, -2)},
     "matmul": {("result", 0, "dtype")},
-    "float8_matmul": {("result", 0, "dtype")},
+    "float8_matmul": {("result", 0, "dtype"), ("result", 1, -3)},
     "float8_matmul_amax": {("result", 0, "dtype"), ("result", 1, -1)},
     "float8_round": {("operand", 0, "dtype")},
     "float8_round_transposed": {("operand", 0, "dtype")},

@@ -99,12 +99,16 @@ class RowAtOnceScheduler : public PersistentScheduler<Tile> {
 //
 // So many CTAs read the same K-blocks at the same time, which the first of them brings into the L2
 // cache. The accumulators of a part go to a workspace, and a second kernel adds the parts in a
-// fixed order. Two GEMMs of the same depth are grouped in one launch.
+// fixed order: stream_k.cuh. Two GEMMs of the same depth may be grouped in one launch.
+//
+// Of more tiles than CTAs there are no whole units: a remainder is a tile. In clusters of CTAs that
+// share B, a CTA above is a cluster, and a tile is that of a cluster.
 template <class Tile>
 class StreamKScheduler {
  public:
   static constexpr bool kCooperativeLaunch = false;
-  static constexpr int kProblems = 2;
+  static constexpr int kProblems = 2;  // at most
+  static_assert(Tile::kClusterN == 1);
 
   struct PartRange {
     int first, count;
@@ -143,26 +147,32 @@ class StreamKScheduler {
       return {piece_part(tile, first / piece), last / piece - first / piece + 1};
     }
 
-    __device__ __forceinline__ WorkTile origin(int tile) const {
+    // Of the CTA with this rank in a cluster.
+    __device__ __forceinline__ WorkTile origin(int tile, int rank) const {
       const int problem = tile >= second_problem;
       const int in_problem = problem ? tile - second_problem : tile;
-      return {in_problem % row_tiles[problem] * Tile::kBlockM,
+      return {(in_problem % row_tiles[problem] * Tile::kClusterM + rank) * Tile::kBlockM,
               in_problem / row_tiles[problem] * Tile::kBlockN, 0, k_blocks, problem};
     }
   };
 
-  // Splits among at most `ctas`; cudaErrorNotSupported where a tile would have none.
-  static cudaError_t plan(const GemmShape (&shapes)[kProblems], int64_t ctas, Params* params) {
+  static int64_t tiles_of(const GemmShape& shape) {
+    return row_tiles_of(shape) * divide_up(shape.columns, Tile::kBlockN);
+  }
+
+  // Splits one or two GEMMs among at most `ctas`; cudaErrorNotSupported where there are none, or
+  // more tiles than kMaxWaves for each.
+  template <int kCount>
+  static cudaError_t plan(const GemmShape (&shapes)[kCount], int64_t ctas, Params* params) {
+    static_assert(kCount <= kProblems);
     Params& p = *params = {};
-    for (int i = 0; i < kProblems; ++i) {
-      const int64_t row_tiles = divide_up(shapes[i].rows, Tile::kBlockM);
-      const int64_t tiles = row_tiles * divide_up(shapes[i].columns, Tile::kBlockN);
-      if (tiles > ctas) return cudaErrorNotSupported;
-      p.row_tiles[i] = static_cast<int>(row_tiles);
-      p.second_problem = p.tiles;
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t tiles = tiles_of(shapes[i]);
+      if (p.tiles + tiles > kMaxWaves * ctas) return cudaErrorNotSupported;
+      p.row_tiles[i] = static_cast<int>(row_tiles_of(shapes[i]));
       p.tiles += static_cast<int>(tiles);
+      if (i == 0) p.second_problem = p.tiles;
     }
-    if (ctas < p.tiles) return cudaErrorNotSupported;
     p.k_blocks = static_cast<int>(divide_up(shapes[0].depth, Tile::kBlockK));
     p.units = static_cast<int>(ctas / p.tiles);
     p.unit = static_cast<int>(divide_up(int64_t{p.tiles} * p.k_blocks, ctas));
@@ -178,8 +188,8 @@ class StreamKScheduler {
     return cudaSuccess;
   }
 
-  __device__ __forceinline__ StreamKScheduler(const Params& params, int /*rank*/)
-      : p_(params), cta_(static_cast<int>(blockIdx.x) - params.tiles * params.units) {}
+  __device__ __forceinline__ StreamKScheduler(const Params& params, int rank)
+      : p_(params), rank_(rank), cta_(static_cast<int>(index()) - params.tiles * params.units) {}
 
   __device__ __forceinline__ bool is_valid() const {
     if (cta_ < 0) return done_ == 0;
@@ -188,7 +198,7 @@ class StreamKScheduler {
 
   __device__ __forceinline__ WorkTile work() const {
     if (cta_ < 0) {
-      const int tile = blockIdx.x % p_.tiles, unit = blockIdx.x / p_.tiles;
+      const int tile = index() % p_.tiles, unit = index() / p_.tiles;
       const int first = unit * p_.unit;
       return part(tile, p_.unit_part(tile, unit), first, min(first + p_.unit, p_.k_blocks));
     }
@@ -208,6 +218,13 @@ class StreamKScheduler {
   }
 
  private:
+  static constexpr int64_t kMaxWaves = 16;  // a unit has fewer than 2^31 K-blocks
+
+  static int64_t row_tiles_of(const GemmShape& shape) {
+    return divide_up(shape.rows, Tile::kBlockM * Tile::kClusterM);
+  }
+
+  __device__ __forceinline__ static unsigned index() { return blockIdx.x / Tile::kCluster; }
   __device__ __forceinline__ int piece_begin() const { return cta_ * p_.piece + in_piece_; }
   __device__ __forceinline__ int piece_end() const {
     return min((cta_ + 1) * p_.piece, (p_.tiles - p_.first_cut()) * p_.remainder);
@@ -217,14 +234,15 @@ class StreamKScheduler {
     return min(p_.remainder - piece_begin() % p_.remainder, piece_end() - piece_begin());
   }
   __device__ __forceinline__ WorkTile part(int tile, int number, int first, int end) const {
-    WorkTile work = p_.origin(tile);
+    WorkTile work = p_.origin(tile, rank_);
     work.first_k_block = first;
     work.end_k_block = end;
-    work.part = number;
+    work.part = number * Tile::kCluster + rank_;
     return work;
   }
 
   const Params& p_;
+  const int rank_;
   const int cta_;  // of those for the remainders; negative for the others
   int done_ = 0, in_piece_ = 0;
 };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,12 @@ from jaxllm.core import ffi
 from jaxllm.ops.rounding import amax_of_columns
 
 _MAX_SIZE = 2**31  # TMA's coordinates
+_WIDE_TILE, _NARROW_TILE = (256, 192), (256, 128)  # of clusters, as in hopper/float8_matmul.cu
+_SPLIT_TILE = (128, 192)  # of a cluster, as in cuda/gemm/hopper/float8_split.h
+_SPLIT_CLUSTER = _SPLIT_TILE[0] // 128  # its SMs
+_MAX_BUSY_UNSPLIT = 3 / 4  # with a larger share of the SMs' time in use, the depth is not split
+_MIN_SPLIT_DEPTH = 4096
+_MAX_SPLIT_WAVES = 2  # of more tiles only the last wave leaves SMs idle
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
@@ -75,10 +83,47 @@ def float8_matmul_unsupported(a, b, *_, **__) -> str | None:
 
 def float8_matmul(a, b, scale_a, scale_b, bias, *, out_dtype):
     """Returns ``out``."""
-    result = jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), jnp.dtype(out_dtype))
+    rows, columns, depth = a.shape[0], b.shape[0], a.shape[1]
+    result = jax.ShapeDtypeStruct((rows, columns), jnp.dtype(out_dtype))
+    # The kernel splits the depth where it gets a workspace for the parts.
+    tiles = split_tiles(rows, columns, depth)
+    partial = jax.ShapeDtypeStruct((tiles, *_SPLIT_TILE) if tiles else (0,), jnp.float32)
     bias = ffi.or_empty(bias, result.dtype)
-    (out,) = ffi.call("float8_matmul", [result], a, b, scale_a, scale_b, bias)
+    out, _ = ffi.call("float8_matmul", [result, partial], a, b, scale_a, scale_b, bias)
     return out
+
+
+def split_tiles(rows, columns, depth) -> int:
+    """The tiles of the workspace of a float8 GEMM whose depth is split; 0 where it is not.
+
+    The kernel that does not split leaves SMs idle where the result has fewer tiles than run at
+    once, or few in the last wave. Splitting gives all SMs as much to do, and costs a workspace.
+    """
+    gpu = ffi.device()
+    if gpu is None or any(map(jax.export.is_symbolic_dim, (rows, columns, depth))):
+        return 0
+    # The workspace takes 8 bytes for each float32 sum of a part, written and read: 192 KiB for one
+    # of 128 x 192. For that part a CTA reads 320 bytes of the operands for each K, so more where it
+    # has more than 614 of the depth. It has 680 of 4096 where six CTAs share each tile.
+    if depth < _MIN_SPLIT_DEPTH:
+        return 0
+    # Unsplit, a cluster of two SMs computes so many columns of 256 rows, tile after tile.
+    # float8_matmul.cu chooses between the tiles in the same way.
+    wide, narrow = (
+        -(-_tiles(rows, columns, tile) // gpu.clusters) * tile[1]
+        for tile in (_WIDE_TILE, _NARROW_TILE)
+    )
+    unsplit = narrow if 6 * narrow <= 5 * wide else wide
+    tiles, clusters = _tiles(rows, columns, _SPLIT_TILE), gpu.multiprocessors // _SPLIT_CLUSTER
+    # Of the elements that all SMs could compute in that time, those of the split tiles.
+    busy = tiles * math.prod(_SPLIT_TILE) / (gpu.multiprocessors * 128 * max(unsplit, 1))
+    if not 0 < busy <= _MAX_BUSY_UNSPLIT or tiles > _MAX_SPLIT_WAVES * clusters:
+        return 0
+    return clusters + tiles  # the clusters of this process's smallest GPU, on larger ones too
+
+
+def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    return math.prod(-(-size // of) for size, of in zip((rows, columns), tile, strict=True))
 
 
 float8_matmul_amax_unsupported = float8_matmul_unsupported
