@@ -16,9 +16,9 @@ struct SwigluForward {
 struct SwigluBackward {
   __device__ __forceinline__ void operator()(const float (&in)[3], float (&out)[2]) const {
     const float gate = in[0], up = in[1], dout = in[2];
-    const float s = logistic(gate);
-    out[0] = dout * up * s * (1.0f + gate * (1.0f - s));
-    out[1] = dout * gate * s;
+    const float s = logistic(gate), silu = gate * s;
+    out[0] = dout * up * (s + silu * (1.0f - s));
+    out[1] = dout * silu;
   }
 };
 

@@ -69,6 +69,13 @@ __device__ __forceinline__ void stmatrix(uint32_t row, const uint32_t (&words)[4
                : "memory");
 }
 
+// The same, each matrix transposed: a lane's word goes to column lane / 4 of two rows.
+__device__ __forceinline__ void stmatrix_transposed(uint32_t row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Transposes an 8 x 8 matrix that lies across the warp.
 __device__ __forceinline__ uint32_t movmatrix_transposed(uint32_t word) {
   uint32_t transposed;

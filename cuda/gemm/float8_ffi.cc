@@ -3,6 +3,8 @@
 
 #include "common/ffi_float8.h"
 #include "common/launch.h"
+#include "gemm/gemm_ffi.h"
+#include "gemm/hopper/float8_dswiglu.h"
 #include "gemm/hopper/float8_split.h"
 #include "handlers.h"
 
@@ -94,9 +96,48 @@ ffi::Error Float8MatmulAmaxImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer 
   return multiply(stream, a, b, scale_a, scale_b, bias, &out, &amax, nullptr);
 }
 
+// jax.vmap gives every buffer the same new leading axes.
+ffi::Error Float8MatmulDswigluImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
+                                   Buffer scale_b, Buffer h, Buffer scale, Result values,
+                                   Result transposed) {
+  const auto of_a = a.dimensions(), of_b = b.dimensions();
+  const size_t axes = of_a.size();
+  if (axes < 2 || of_b.size() != axes) {
+    return invalid("b", "has not the axes of a, or a is no matrix");
+  }
+  const GemmShape shape{of_a[axes - 2], of_b[axes - 2], of_a[axes - 1]};
+  if (of_b[axes - 1] != shape.depth) return invalid("b", "has not the depth of a");
+  const int64_t calls = count_matrices(a), size = 2 * shape.rows * shape.columns;
+  const int64_t size_a = shape.rows * shape.depth, size_b = shape.columns * shape.depth;
+  return launch_calls(h, "h", calls,
+                      {
+                          {"a", a, ffi::F8E5M2, calls * size_a},
+                          {"b", b, ffi::F8E4M3FN, calls * size_b},
+                          {"scale_a", scale_a, ffi::F32, calls},
+                          {"scale_b", scale_b, ffi::F32, calls},
+                          {"h", h, h.element_type(), calls * size},
+                          {"scale", scale, ffi::F32, calls},
+                          {"values", *values, ffi::F8E5M2, calls * size},
+                          {"transposed", *transposed, ffi::F8E5M2, calls * size},
+                      },
+                      [&](auto call) {
+                        using T = typename decltype(call)::Type;
+                        const Float8Dswiglu<T> gemm{call.template at<__nv_fp8_e5m2>(a, size_a),
+                                                    call.template at<__nv_fp8_e4m3>(b, size_b),
+                                                    call.template at<float>(scale_a, 1),
+                                                    call.template at<float>(scale_b, 1),
+                                                    call.at(h, size),
+                                                    call.template at<float>(scale, 1)};
+                        return gemm.launch(stream, shape,
+                                           call.template at<__nv_fp8_e5m2>(values, size),
+                                           call.template at<__nv_fp8_e5m2>(transposed, size));
+                      });
+}
+
 }  // namespace
 
 JAXLLM_HANDLER(Float8Matmul, Float8MatmulImpl);
 JAXLLM_HANDLER(Float8MatmulAmax, Float8MatmulAmaxImpl);
+JAXLLM_HANDLER(Float8MatmulDswiglu, Float8MatmulDswigluImpl);
 
 }  // namespace jaxllm

@@ -9,10 +9,7 @@
 //   shared memory -> 16 rows of a column at once -> a row of the transposed matrix
 #pragma once
 
-#include <cuda_fp8.h>
-
-#include <type_traits>
-
+#include "common/float8.cuh"
 #include "common/launch.h"
 #include "common/reduce.cuh"
 #include "common/vector.cuh"
@@ -33,27 +30,6 @@ constexpr int kSharedWords = kTileColumns * kColumnWords + kPacksOfRow * 4;
 // share a bank.
 __device__ __forceinline__ int word_index(int column, int word) {
   return column * kColumnWords + column / kPack * 4 + word;
-}
-
-template <typename Float8>
-constexpr bool kHasInfinity = std::is_same_v<Float8, __nv_fp8_e5m2>;
-
-// Two floats as bytes, the first one lower. The conversion itself makes the largest number of an
-// infinity.
-template <typename Float8>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  constexpr auto kFormat = kHasInfinity<Float8> ? __NV_E5M2 : __NV_E4M3;
-  if constexpr (!kHasInfinity<Float8>) {
-    // Zero times an infinity is NaN, and times another number it is a zero of that number's sign.
-    low = fmaf(low, 0.0f, low);
-    high = fmaf(high, 0.0f, high);
-  }
-  uint32_t pair = __nv_cvt_float2_to_fp8x2({low, high}, __NV_SATFINITE, kFormat);
-  if constexpr (kHasInfinity<Float8>) {
-    // One more than the largest number is the infinity.
-    pair += (isinf(low) ? 0x0001u : 0u) + (isinf(high) ? 0x0100u : 0u);
-  }
-  return pair;
 }
 
 // The bytes of four words as a matrix, transposed.

@@ -32,6 +32,16 @@ def current_scale(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> Array:
     return scale_of(amax(x, axes), dtype)
 
 
+def largest_row_norm(x: Array, scale: Array) -> Array:
+    """The largest Euclidean norm of the rows of a matrix, of finite elements, in float32.
+
+    ``scale`` is near the largest absolute value, or a part of that: no square overflows.
+    """
+    wide = x.astype(jnp.float32)
+    quotients = jnp.where(jnp.isfinite(wide), wide, 0) / scale
+    return scale * jnp.sqrt(jnp.max(jnp.sum(quotients * quotients, axis=1), initial=0))
+
+
 def round_to_float8(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """``x / scale`` in float8, for scales that broadcast; what is finite does not overflow."""
     dtype = jnp.dtype(dtype)

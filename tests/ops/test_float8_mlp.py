@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -92,8 +93,12 @@ def by_formulas(activation, x, up, bias, down, dout, units=(0, 0, 0)):
     out, dout8 = (hidden @ w2).astype(dtype), rounded(dout, E5M2)
     dhidden = (dout8 @ w2.T).astype(dtype).astype(jnp.float32)
     (dh,) = jax.vjp(fn, h)[1](dhidden)
-    slope = 1.13 if activation == "gelu" else max(1.1 * largest[1], largest[0])
-    bound = moved(abs(dhidden).max(), of_gradient, dtype) * slope
+    if activation == "gelu":
+        bound = 1.13 * moved(abs(dhidden).max(), of_gradient, dtype)
+    else:
+        norms = jnp.sqrt((down.astype(jnp.float32) ** 2).sum(1))
+        largest_gradient = 1.2 * math.sqrt(WIDTH) * abs(dout.astype(jnp.float32)).max()
+        bound = largest_gradient * norms.max() * max(1.1 * largest[1], largest[0])
     dh8 = rounded(dh, E5M2, bound).reshape(len(x), -1)
     dx, dup, ddown = dh8 @ w1.T, x8.T @ dh8, hidden.T @ dout8
     dbias = None if bias is None else dh.sum(0).astype(dtype).reshape(bias.shape)

@@ -14,6 +14,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_shape
 from jaxllm.ops.gemm import cuda, reference
+from jaxllm.ops.quantization.api_float8 import FLOAT8_SWIGLU
 
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OUT = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -39,6 +40,22 @@ FLOAT8_MATMUL_AMAX = Op("float8_matmul_amax", reference=reference, cuda=cuda)
 """As FLOAT8_MATMUL; it also returns the largest finite absolute value of the result, as float32.
 
 With ``parts`` 2 it is that of each half of the columns, and with 1 that of all.
+"""
+
+
+def _dswiglu_parts(backend, a, b, scale_a, scale_b, h, scale, *, has_bias):
+    arrays, static = (a, b, scale_a, scale_b, None), {"out_dtype": h.dtype.name}
+    dout = dispatch(FLOAT8_MATMUL, Direction.INFERENCE, backend, *arrays, **static)
+    arrays = h, dout, scale
+    return dispatch(FLOAT8_SWIGLU, Direction.BACKWARD, backend, *arrays, has_bias=has_bias)
+
+
+FLOAT8_MATMUL_DSWIGLU = Op("float8_matmul_dswiglu", cuda=cuda, parts=_dswiglu_parts)
+"""The gradient of ``h``, given that of SwiGLU of its halves as a float8 product.
+
+``(a, b, scale_a, scale_b, h, scale)``: FLOAT8_SWIGLU's backward of ``h`` and the product, which has
+one scale of each operand. The kernel does not round the product. ``scale`` must be that of a bound
+which is an eighth too large, or a finite number may become an infinity beside one.
 """
 
 

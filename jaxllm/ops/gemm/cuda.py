@@ -16,6 +16,8 @@ _SPLIT_TILE = (128, 192)  # of a cluster, as in cuda/gemm/hopper/float8_split.h
 _SPLIT_CLUSTER = _SPLIT_TILE[0] // 128  # its SMs
 _MAX_BUSY_UNSPLIT = 3 / 4  # with a larger share of the SMs' time in use, the depth is not split
 _MIN_SPLIT_DEPTH = 4096
+_MIN_DSWIGLU_DEPTH = 1536
+_MAX_DSWIGLU_DEPTH = 2048  # as in cuda/gemm/hopper/float8_dswiglu.h
 _MAX_SPLIT_WAVES = 2  # of more tiles only the last wave leaves SMs idle
 
 
@@ -141,3 +143,30 @@ def float8_matmul_amax(a, b, scale_a, scale_b, bias, *, out_dtype, parts):
     )
     bias = ffi.or_empty(bias, results[0].dtype)
     return tuple(ffi.call("float8_matmul_amax", results, a, b, scale_a, scale_b, bias))
+
+
+def float8_matmul_dswiglu_unsupported(a, b, scale_a, scale_b, h, scale, *, has_bias) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del scale_a, scale_b, scale
+    (rows, depth), columns = a.shape, b.shape[0]
+    if has_bias:
+        return "there is a bias, whose gradient the kernel does not sum"
+    if h.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"h has dtype {h.dtype}; the kernel takes bfloat16 and float16"
+    if rows % 16 or columns % 16 or rows == 0 or columns == 0:
+        return f"the product is {(rows, columns)}; both must be positive multiples of 16"
+    if not _MIN_DSWIGLU_DEPTH <= depth <= _MAX_DSWIGLU_DEPTH:
+        return (
+            f"a {a.shape} and b {b.shape} have a depth of {depth}; the kernel takes from "
+            f"{_MIN_DSWIGLU_DEPTH}, for its epilogue takes long, to {_MAX_DSWIGLU_DEPTH}, for the "
+            "tensor cores add up all of it"
+        )
+    return float8_matmul_unsupported(a, b)
+
+
+def float8_matmul_dswiglu(a, b, scale_a, scale_b, h, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and None."""
+    del has_bias
+    results = [jax.ShapeDtypeStruct(each, jnp.float8_e5m2) for each in (h.shape, h.shape[::-1])]
+    arrays = a, b, scale_a, scale_b, h, scale
+    return *ffi.call("float8_matmul_dswiglu", results, *arrays), None

@@ -25,9 +25,15 @@ since :math:`|gelu'| < 1.13`; and for SwiGLU, with :math:`h = (g, u)`,
     |silu(g) \, u| \le \max |g| \max |u| \qquad
     |dh| \le \max |dy| \max(1.1 \max |u|, \max |g|)
 
-since :math:`|silu(g)| \le |g|` and :math:`|silu'| < 1.1`. A bound that is :math:`2^k` times the
-maximum costs no precision, but for small elements: e4m3 keeps its 3 bits down to :math:`2^{k-14}`
-of the maximum, and e5m2 its 2 bits down to :math:`2^{k-29}`.
+since :math:`|silu(g)| \le |g|` and :math:`|silu'| < 1.1`. There the GEMM that computes :math:`dy`
+also multiplies by the derivative. So the maximum of :math:`dy` follows from a bound too. Of
+:math:`D` columns of :math:`dout`
+
+.. math::
+    |dy| \le \sqrt D \, \max |dout| \, \max_j \|W_{2,j}\|
+
+A bound that is :math:`2^k` times the maximum costs no precision, but for small elements: e4m3 keeps
+its 3 bits down to :math:`2^{k-14}` of the maximum, and e5m2 its 2 bits down to :math:`2^{k-29}`.
 """
 
 from __future__ import annotations
@@ -46,6 +52,7 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
+from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_DSWIGLU
 from jaxllm.ops.gemm.float8_norm import (
     NormArrays,
     NormOptions,
@@ -63,14 +70,18 @@ from jaxllm.ops.gemm.float8_operands import (
     input_gradient,
     product,
     quantize_gradient,
+    quantize_weight,
     weight_gradient,
 )
 from jaxllm.ops.gemm.linear import column_names
 from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU
-from jaxllm.ops.rounding import scale_of
+from jaxllm.ops.rounding import largest_row_norm, scale_of
 
 _MAX_GELU_SLOPE = 1.13  # 1.1290 at 1.41
 _MAX_SILU_SLOPE = 1.1  # 1.0998 at 2.4
+# Rounded to e4m3, elements are at most a sixteenth larger; and the kernel wants a bound that is an
+# eighth too large.
+_ROUNDED_NORM = 1.2
 _RECIPE: Recipe = "tensor"
 _GRADIENT_DTYPE = GRADIENT_DTYPES[_RECIPE]
 _OPS = {"gelu": FLOAT8_GELU, "swiglu": FLOAT8_SWIGLU}
@@ -165,9 +176,14 @@ def _backward(options, backend, residuals, dout, dresidual):
     dout8, transposed, _ = quantize_gradient(dout, 2, backend, has_bias=False)
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
     ddown, dout8 = lax.optimization_barrier((ddown, dout8))  # as in gradients.wgrad
-    dhidden, of_dhidden = input_gradient(dout8, down, _RECIPE, backend, dtype=dtype, parts=1)
-    arrays, has_bias = (h, dhidden, amax, of_dhidden), up_bias is not None
-    dh8, transposed, dup_bias = _activation_gradient(options, backend, *arrays, has_bias=has_bias)
+    has_bias = up_bias is not None
+    if options.activation == "swiglu":
+        arrays = h, dout8, down, amax
+        dh8, transposed, dup_bias = _swiglu_gradient(options, backend, *arrays, has_bias=has_bias)
+    else:
+        dhidden, of_dhidden = input_gradient(dout8, down, _RECIPE, backend, dtype=dtype, parts=1)
+        arrays = h, dhidden, of_dhidden
+        dh8, transposed, dup_bias = _gelu_gradient(options, backend, *arrays, has_bias=has_bias)
     dup = weight_gradient(x8, transposed, up.ndim, backend, dtype=dtype)
     dup, dh8 = lax.optimization_barrier((dup, dh8))
     dx, _ = input_gradient(dh8, up, _RECIPE, backend, dtype=dtype)
@@ -199,32 +215,63 @@ def _activate_shard(options, backend, layout, h, scale):
     return found[0].reshape(*rows, columns), found[1].reshape(columns, *rows)
 
 
-def _activation_gradient(
-    options, backend, h, dhidden, amax, of_dhidden, *, has_bias
+def _gelu_gradient(
+    options, backend, h, dhidden, of_dhidden, *, has_bias
 ) -> tuple[Float8, Float8, Array | None]:
     """The gradient of ``h`` in both layouts, and that of the bias."""
-    slope = _MAX_GELU_SLOPE
-    if options.activation == "swiglu":
-        slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
-    scale, columns = scale_of(of_dhidden[0] * slope, _GRADIENT_DTYPE), options.columns
+    scale = scale_of(of_dhidden[0] * _MAX_GELU_SLOPE, _GRADIENT_DTYPE)
+    arrays, names = (h, dhidden, scale), "... F,"
+    function = shards.Function(_gelu_gradient_shard, (options, backend, has_bias))
+    return _gradient(options, backend, function, names, arrays, has_bias)
+
+
+def _gelu_gradient_shard(options, backend, has_bias, h, dhidden, scale):
+    matrix, shapes = _matrix(options, h)
+    arrays = matrix, dhidden.reshape(matrix.shape), scale.reshape(1)
+    found = dispatch(FLOAT8_GELU, Direction.BACKWARD, backend, *arrays, has_bias=has_bias)
+    return _reshaped(found, shapes)
+
+
+def _swiglu_gradient(
+    options, backend, h, dout, down, amax, *, has_bias
+) -> tuple[Float8, Float8, Array | None]:
+    """Likewise of SwiGLU, from the gradient of the MLP's result."""
+    (dout, scale_a), (down8, scale_b) = dout, quantize_weight(down, "rows", _RECIPE, backend)
+    of_dout = float(jnp.finfo(_GRADIENT_DTYPE).max) * scale_a
+    bound = math.sqrt(dout.shape[-1]) * of_dout * largest_row_norm(down, scale_b)
+    slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
+    scale = scale_of(_ROUNDED_NORM * bound * slope, _GRADIENT_DTYPE)
+    # The depth is whole: the derivative is multiplied by the sum of all products.
+    arrays, names = (h, dout, down8, scale_a, scale_b, scale), "... _, F _, , ,"
+    function = shards.Function(_swiglu_gradient_shard, (options, backend, has_bias))
+    return _gradient(options, backend, function, names, arrays, has_bias)
+
+
+def _swiglu_gradient_shard(options, backend, has_bias, h, dout, down, *scales):
+    matrix, shapes = _matrix(options, h)
+    scale_a, scale_b, scale = (each.reshape(1) for each in scales)
+    arrays = dout.reshape(len(matrix), dout.shape[-1]), down, scale_a, scale_b, matrix, scale
+    op, direction = FLOAT8_MATMUL_DSWIGLU, Direction.INFERENCE
+    return _reshaped(dispatch(op, direction, backend, *arrays, has_bias=has_bias), shapes)
+
+
+def _gradient(options, backend, function, names, arrays, has_bias):
+    columns, scale = options.columns, arrays[-1]
     sums = f", {columns} +..." if has_bias else ""
-    rule = ShardingRule(f"... {columns}, ... F, -> ... {columns}, {columns} ...{sums}", "... F")
-    function = shards.Function(_gradient_shard, (options, backend, has_bias))
-    found = _on_shards(options, function, rule, backend, h, dhidden, scale)
-    rows, transposed, *dbias = found
+    rule = ShardingRule(f"... {columns}, {names} -> ... {columns}, {columns} ...{sums}", "... F")
+    rows, transposed, *dbias = _on_shards(options, function, rule, backend, *arrays)
     return (rows, scale), (transposed, scale), dbias[0] if has_bias else None
 
 
-def _gradient_shard(options, backend, has_bias, h, dhidden, scale):
+def _matrix(options, h):
+    """``h`` as a matrix, and the shapes of its gradient, transposed too, and of its columns."""
     axes = h.ndim - options.parts
     rows, columns = h.shape[:axes], h.shape[axes:]
-    count, direction = math.prod(rows), Direction.BACKWARD
-    matrices = h.reshape(count, math.prod(columns)), dhidden.reshape(count, columns[-1])
-    arrays = *matrices, scale.reshape(1)
-    found = dispatch(_OPS[options.activation], direction, backend, *arrays, has_bias=has_bias)
-    values, transposed, dbias = found
-    results = values.reshape(h.shape), transposed.reshape(*columns, *rows)
-    return (*results, dbias.reshape(columns)) if has_bias else results
+    return h.reshape(math.prod(rows), math.prod(columns)), (h.shape, (*columns, *rows), columns)
+
+
+def _reshaped(found, shapes):
+    return tuple(x.reshape(shape) for x, shape in zip(found, shapes, strict=True) if x is not None)
 
 
 def _on_shards(options, function, rule, backend, *arrays):

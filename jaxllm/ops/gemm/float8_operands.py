@@ -167,7 +167,8 @@ def product(
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
     """The rounded ``x`` times the weight, plus the bias; with ``parts`` as :func:`multiply`."""
-    columns, weight8 = _quantize_weight(weight, "transposed", recipe, backend)
+    columns = column_names(weight.ndim)
+    weight8 = quantize_weight(weight, "transposed", recipe, backend)
     scales = f"..., {columns}" if recipe == "row" else ", "
     of_bias = columns.replace("F", "F'")
     rule = ShardingRule(f"... D', {columns} D, {scales}, !{of_bias} -> ... {columns} +D", "... D F")
@@ -186,21 +187,19 @@ def input_gradient(
     parts: int | None = None,
 ) -> tuple[Array, Array | None]:
     """The gradient of a layer's input, and with ``parts`` as :func:`multiply` its maxima."""
-    columns, weight8 = _quantize_weight(weight, "rows", recipe, backend)
+    columns = column_names(weight.ndim)
+    weight8 = quantize_weight(weight, "rows", recipe, backend)
     scales = "..., D" if recipe == "row" else ", "
     rule = ShardingRule(f"... {columns}, D {columns}, {scales}, -> ... D +F", "... D F")
     kept = dout[0].ndim - weight.ndim + 1, 1
     return multiply(rule, backend, dout, weight8, kept, dtype=dtype, parts=parts)
 
 
-def _quantize_weight(
-    weight: Array, layout: str, recipe: Recipe, backend: Backend
-) -> tuple[str, Float8]:
-    """The names of the columns of a weight, and the weight in one layout."""
-    columns = column_names(weight.ndim)
-    of_weight = ("D", columns), 1, (layout,)
+def quantize_weight(weight: Array, layout: str, recipe: Recipe, backend: Backend) -> Float8:
+    """Rounds a weight, as it is, ``"rows"``, or ``"transposed"``."""
+    of_weight = ("D", column_names(weight.ndim)), 1, (layout,)
     (weight8,) = quantize(weight, *of_weight, OPERAND_DTYPE, recipe, backend)
-    return columns, weight8
+    return weight8
 
 
 def weight_gradient(
