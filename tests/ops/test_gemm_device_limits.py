@@ -78,6 +78,12 @@ def test_workspaces_are_sized_for_the_ctas_of_the_gpu(monkeypatch, sms, groups):
         ((1, 8, 4096), 1, True, True),
         ((256, 576, 4096), 6, True, True),
         ((2304, 1536, 4096), 144, False, False),  # two waves of narrow tiles, the second of 42
+        (
+            (300, 9592, 4112),
+            150,
+            True,
+            False,
+        ),  # more tiles than SMs, in tiles of 256 rows half full
         ((2048, 2048, 16384), 176, False, False),  # two waves of narrow tiles, and both are full
         ((2048, 3072, 16384), 256, False, False),  # of wide ones
         ((16384, 11264, 4096), 7552, False, False),

@@ -19,6 +19,12 @@ struct Scales {
   }
 };
 
+// A product times its scales. It is rounded before a bias is added, whatever the compiler makes of
+// the sum.
+__device__ __forceinline__ float scaled(float product, float scale_a, float scale_b) {
+  return __fmul_rn(product * scale_a, scale_b);
+}
+
 // Where the largest |out| goes: a float for each part of `columns` columns, zero before the kernel,
 // that no subtile crosses. At most two parts; nullptr where it is not wanted.
 struct Amax {
@@ -180,8 +186,11 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
         const int at = subtile.column_block() * 32 + 4 * j + this->lane % 4;
         const float row = kOneScale ? of_a : of_rows[subtile.row_block()][half];
         const float2 column = kOneScale ? float2{of_b, of_b} : factors[at];
-        const float2 bias = has_bias ? factors[kBias + at] : float2{0.0f, 0.0f};
-        const float2 pair{p.x * row * column.x + bias.x, p.y * row * column.y + bias.y};
+        float2 pair{scaled(p.x, row, column.x), scaled(p.y, row, column.y)};
+        if (has_bias) {
+          const float2 bias = factors[kBias + at];
+          pair = {pair.x + bias.x, pair.y + bias.y};
+        }
         if (kAmax) of_subtile = fmaxf(of_subtile, fmaxf(fabsf(pair.x), fabsf(pair.y)));
         return pair;
       };

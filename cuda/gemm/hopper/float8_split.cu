@@ -36,7 +36,7 @@ struct ScaledResult {
     float values[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      values[i] = sums[i] * of_row * scale_b.at(column + i) + offsets[i];
+      values[i] = scaled(sums[i], of_row, scale_b.at(column + i)) + offsets[i];
     }
     jaxllm::store(out + index, Pack<Out, 8>::of(values));
   }
