@@ -30,8 +30,10 @@ struct BackwardTraits {
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
   static constexpr int kValueColumnBlocks = divide_up(kValueDim, kSwizzleColumns);
   static constexpr int kValueColumns = kValueColumnBlocks * kSwizzleColumns;
-  static constexpr int kDoutStages = 2;
-  static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
+  // Where scores are computed ahead there are three stages of Q. With kSplitsGradients one consumer
+  // is ahead of the other, and shared memory has room for as many of dout.
+  static constexpr int kDoutStages = kSplitsGradients ? 3 : 2;
+  static constexpr int kQStages = kHasDqWarpgroup || kSplitsGradients ? 3 : 2;
   static constexpr int kDsStages = kSeparateDq ? 2 : 1;
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
   // Together the registers that the CTA starts with. The threads that accumulate and store dq need

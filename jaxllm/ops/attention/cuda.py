@@ -147,7 +147,8 @@ def flash_attention_slower(q, k, v, *_, **__) -> str | None:
         return None
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
-        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide"
+        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide with "
+        "values as wide"
     )
 
 
