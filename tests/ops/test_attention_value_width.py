@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from op_helpers import (
@@ -17,7 +18,7 @@ from op_helpers import (
 )
 
 import jaxllm
-from jaxllm import nn
+from jaxllm import export, nn
 from jaxllm.core import ffi
 from jaxllm.core.backend import BackendError
 from jaxllm.ops import flash_attention, flash_attention_float8
@@ -115,6 +116,16 @@ def test_program_for_hopper_reads_the_arrays_as_they_are(on_hopper):
     assert "2x70x4x128xbf16" in program  # the output
 
 
+def test_program_for_hopper_has_a_symbolic_batch(on_hopper):
+    (b,) = jax.export.symbolic_shape("b")
+    arrays = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in latent_arrays()]
+    run = functools.partial(attention_gradients, causal=True, backend="cuda")
+    program = jax.export.export(
+        jax.jit(run), platforms=("cuda",), disabled_checks=export.disabled_checks()
+    )(*arrays)
+    assert "@jaxllm_flash_attention_backward" in program.mlir_module()
+
+
 @pytest.mark.parametrize(
     ("shapes", "options", "reason"),
     [
@@ -123,19 +134,23 @@ def test_program_for_hopper_reads_the_arrays_as_they_are(on_hopper):
         ({"dtype": "float32"}, {}, "the kernels for that take bfloat16 and float16"),
         ({}, {"softcap": 3.0}, "the kernels for that take no softcap"),
         ({}, {"scale": -0.5}, "scale is -0.5; the kernels for values of another width"),
+        ({"B": 65536}, {}, "it may have 65535 sequences and heads here"),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_that_the_cuda_kernels_reject_run_elsewhere(
     shapes, options, reason, backward, on_hopper
 ):
-    q, k, v = attention_arrays(**{"H": 192, "Hv": 128, "dtype": "bfloat16"} | shapes)
+    arrays = functools.partial(
+        attention_arrays, **{"H": 192, "Hv": 128, "dtype": "bfloat16"} | shapes
+    )
+    q, k, v = jax.eval_shape(arrays)
     fn = lambda *qkv: flash_attention(*qkv, **options).sum()  # noqa: E731
     call = jaxllm.explain(jax.grad(fn) if backward else fn, q, k, v).calls[-1]
     assert call.on_gpu == "xla"
     assert reason in dict(call.rejected)["cuda"]
     with pytest.raises(BackendError, match="backend 'cuda' cannot serve flash_attention"):
-        flash_attention(q, k, v, **options, backend="cuda")
+        jax.eval_shape(functools.partial(flash_attention, **options, backend="cuda"), q, k, v)
 
 
 def test_call_with_a_bias_runs_pallas_kernels(on_hopper):

@@ -9,7 +9,7 @@
 //   thread 0   tickets ------->   work_pipeline  (2)       -->  all below
 //              TMA K, V ------>   k_, v_pipeline (1 or 2)  -->  s, dp         (V <- dv, at the end)
 //              TMA Q, lse ---->   q_pipeline     (2 or 3)  -->  s, dk
-//              TMA dout, delta>   dout_pipeline  (2)       -->  dp, dv
+//              TMA dout, delta>   dout_pipeline  (2 or 3)  -->  dp, dv
 //                                 ds_pipeline    <------------  ds
 //                                     |         dq = ds^T k     (dq warpgroup, or the consumers)
 //   warps 1, 2 bulk_reduce_add <- dq_pipeline  (1 or 2)  <----  dq

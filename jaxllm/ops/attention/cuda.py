@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import packing, sink
+from jaxllm.ops.checks import is_certain
 from jaxllm.ops.window import sides
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -98,9 +99,9 @@ def _values_unsupported(q, k, v, *, scale=1.0, softcap=None, has_bias=False, **_
         return f"{given}; the kernels for that take no {'bias' if has_bias else 'softcap'}"
     if not scale > 0:
         return f"scale is {scale}; the kernels for values of another width take scales above zero"
-    if k.shape[1] == 0:
+    if is_certain(lambda: k.shape[1] == 0):
         return f"{given}; the kernels for that need a key"
-    if max(q.shape[0], q.shape[2]) > _MAX_GRID_SIDE:
+    if is_certain(lambda: max(q.shape[0], q.shape[2]) > _MAX_GRID_SIDE):
         return f"q has shape {q.shape}; it may have {_MAX_GRID_SIDE} sequences and heads here"
     reason = ffi.no_hopper_reason()
     return None if reason is None else f"{given}: {reason}"
