@@ -71,7 +71,8 @@ def on(gpu: ffi.Device | None) -> Iterator[None]:
     """Traces programs for a GPU that this machine may lack, with cuDNN available."""
     takes_wide_heads = gpu is not None and gpu.capability >= 90
 
-    def no_cudnn(width: int) -> str | None:
+    def no_cudnn(width: int, value_width: int) -> str | None:
+        del value_width
         is_served = takes_wide_heads or width <= cudnn_attention.MAX_HEAD_WIDTH_BEFORE_HOPPER
         return None if is_served else "heads are too wide"
 
@@ -204,9 +205,10 @@ def _least(width: int, *widths: int) -> int:
     return min(each for each in widths if each >= width)
 
 
-def _heads(batch: int, length: int, heads: int, width: int) -> Case:
+def _heads(batch: int, length: int, heads: int, width: int, value_width: int | None = None) -> Case:
     shape = testing.Normal((batch, length, heads, width))
-    arrays = {"q": shape, "k": shape, "v": shape}
+    values = testing.Normal((batch, length, heads, value_width or width))
+    arrays = {"q": shape, "k": shape, "v": values}
     return Case("flash_attention", f"heads of {width}", arrays, {"causal": True})
 
 

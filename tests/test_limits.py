@@ -135,6 +135,22 @@ def test_attention_of_any_head_width_fits_every_gpu(dtype, width, gpu):
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_attention_with_narrow_values_runs_on_hopper_alone(gpu):
+    case = architectures._heads(1, 70, 4, 192, 128)
+    program = architectures.program_of(case, "cuda")
+    for dtype in ("bfloat16", "float32"):
+        with architectures.on(gpu):
+            if gpu is None or not gpu.has_sm90a or dtype == "float32":
+                with pytest.raises(BackendError, match="keys are 192 wide and values 128"):
+                    architectures.launches(program, *testing.input_types(case, dtype))
+                continue
+            launches = architectures.launches(program, *testing.input_types(case, dtype))
+        names = [architectures.kernels_of(launch, gpu) for launch in launches]
+        ways = ("forward", "backward")
+        assert names == [(f"flash_attention_{way}_hopper",) for way in ways]
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 def test_hopper_kernels_are_selected_if_they_fit(gpu):
     rows, width, hidden = 65536, 768, 3072
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)

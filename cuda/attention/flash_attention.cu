@@ -89,9 +89,10 @@ bool fits(const FlashShape& shape, const FlashScoreBias& bias) {
 
 bool is_served(const FlashShape& shape, const FlashOptions& options) {
   const bool rotates = options.rope.cos != nullptr, has_bias = options.bias.gradient != nullptr;
-  return shape.width <= kFlashMaxWidth && shape.queries <= kFlashMaxLength &&
-         shape.keys <= kFlashMaxLength && shape.batch <= INT_MAX && shape.heads <= INT_MAX &&
-         shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 &&
+  return shape.width <= kFlashMaxWidth && shape.value_width <= kFlashMaxWidth &&
+         shape.queries <= kFlashMaxLength && shape.keys <= kFlashMaxLength &&
+         shape.batch <= INT_MAX && shape.heads <= INT_MAX && shape.heads > 0 &&
+         shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 &&
          (!rotates ||
           (shape.queries == shape.keys && options.rope.tables > 0 &&
            shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width)) &&
@@ -118,6 +119,7 @@ cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored>
   if constexpr (!kIsFloat && !kIsFloat8) {
     is_for_hopper = !has_score_bias && forward_is_for_hopper(call);
   }
+  if (shape.value_width != shape.width && !is_for_hopper) return cudaErrorNotSupported;
   // The kernels for Hopper gain nothing from rotating queries on load. On an H200 that takes as
   // long as the pass with 4096 causal tokens (4 x 32 heads of 128: 907 us and 909), and 4% longer
   // with 1024 (8 x 32 heads of 64).
@@ -162,12 +164,17 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
     unrotated.dq = query_gradients<T>(shape, call.options.rope);
     unrotated.options.rope.cos = nullptr;  // no kernel is to rotate gradients
   }
+  bool is_for_hopper = false;
+  if constexpr (!std::is_same_v<T, float>) {
+    is_for_hopper = !has_score_bias && backward_is_for_hopper(unrotated);
+  }
+  if (shape.value_width != shape.width && !is_for_hopper) return cudaErrorNotSupported;
   if constexpr (std::is_same_v<T, float>) {
     JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
     JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, unrotated));
     JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
   } else {
-    if (!has_score_bias && backward_is_for_hopper(unrotated)) {
+    if (is_for_hopper) {
       JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, unrotated));
       JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
       return hopper_sums_bias(shape, call.options) ? cudaSuccess

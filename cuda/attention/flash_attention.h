@@ -13,11 +13,12 @@
 
 namespace jaxllm {
 
-// q, out and their gradients are (batch, queries, heads, width), k and v (batch, keys, kv_heads,
-// width); query head n reads key head n / (heads / kv_heads). lse and delta are dense (batch,
-// heads, queries) arrays.
+// q is (batch, queries, heads, width), k (batch, keys, kv_heads, width), and out and v likewise
+// with value_width; so are their gradients. Query head n reads key head n / (heads / kv_heads). lse
+// and delta are dense (batch, heads, queries) arrays.
 struct FlashShape {
   int64_t batch, queries, keys, heads, kv_heads, width;
+  int64_t value_width = width;
 };
 
 // The smallest and the largest segment of a granule of rows.
@@ -125,6 +126,15 @@ inline int64_t flash_hopper_columns(int64_t width) {
   return width <= 0 || width > kFlashMaxWidth || width % 8 != 0 ? 0 : (width + 63) / 64 * 64;
 }
 
+// The one pair of widths that differ and have kernels, those for Hopper, and without a softcap:
+// DeepSeek's multi-head latent attention.
+inline constexpr int64_t kFlashLatentWidth = 192, kFlashLatentValueWidth = 128;
+// Whether the kernels for Hopper serve these widths.
+inline bool flash_has_hopper_widths(const FlashShape& s) {
+  if (s.value_width == s.width) return flash_hopper_columns(s.width) > 0;
+  return s.width == kFlashLatentWidth && s.value_width == kFlashLatentValueWidth;
+}
+
 // The sizes of the workspaces of the kernels for Hopper, in floats: at least as many as a call of
 // these sizes needs.
 inline constexpr int64_t kFlashHopperTile = 128;  // the fewest queries of the forward
@@ -184,7 +194,8 @@ struct FlashBackward {
 };
 
 // T is float, __nv_bfloat16 or __half. Any sizes, zero included, up to kFlashMaxWidth and
-// kFlashMaxLength, but at least one head; cudaErrorInvalidValue for others.
+// kFlashMaxLength, but at least one head; cudaErrorInvalidValue for others. Only the kernels for
+// Hopper have a value_width that is not width; cudaErrorNotSupported where they do not serve it.
 //
 // out = softmax(scores) v, and lse = log(sum(e^scores)) over the keys that a query sees, and the
 // sink of its head; zeros and -infinity where there are none. With float8, for T = __nv_bfloat16,

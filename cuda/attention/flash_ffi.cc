@@ -8,23 +8,34 @@ namespace {
 
 int64_t query_elements(const FlashShape& s) { return s.batch * s.queries * s.heads * s.width; }
 int64_t key_elements(const FlashShape& s) { return s.batch * s.keys * s.kv_heads * s.width; }
+int64_t value_elements(const FlashShape& s) {
+  return s.batch * s.keys * s.kv_heads * s.value_width;
+}
+int64_t out_elements(const FlashShape& s) { return s.batch * s.queries * s.heads * s.value_width; }
 // The elements of lse, and of delta.
 int64_t query_rows(const FlashShape& s) { return s.batch * s.heads * s.queries; }
 
-// The sizes of q (..., T, N, H) and k (..., S, K, H). A leading axis of jax.vmap adds sequences.
+// The sizes of q (..., T, N, H), k (..., S, K, H) and v (..., S, K, Hv). A leading axis of jax.vmap
+// adds sequences.
 ffi::ErrorOr<FlashShape> flash_shape_of(const Buffer& q, const Buffer& k, const Buffer& v) {
-  const auto of_q = q.dimensions(), of_k = k.dimensions();
+  const auto of_q = q.dimensions(), of_k = k.dimensions(), of_v = v.dimensions();
   const size_t axes = of_q.size();
   if (axes < 3) return ffi::Unexpected(invalid("q", "has too few axes"));
   if (of_k.size() != axes) return ffi::Unexpected(invalid("k", "has not as many axes as q"));
-  FlashShape shape{
-      1, of_q[axes - 3], of_k[axes - 3], of_q[axes - 2], of_k[axes - 2], of_q[axes - 1]};
+  if (of_v.size() != axes) return ffi::Unexpected(invalid("v", "has not as many axes as q"));
+  FlashShape shape{1,
+                   of_q[axes - 3],
+                   of_k[axes - 3],
+                   of_q[axes - 2],
+                   of_k[axes - 2],
+                   of_q[axes - 1],
+                   of_v[axes - 1]};
   for (size_t i = 0; i + 3 < axes; ++i) shape.batch *= of_q[i];
   if (shape.kv_heads == 0 || shape.heads % shape.kv_heads != 0) {
     return ffi::Unexpected(invalid("k", "has heads whose number does not divide that of q"));
   }
   const ffi::Error error = check_buffers({{"k", k, q.element_type(), key_elements(shape)},
-                                          {"v", v, q.element_type(), key_elements(shape)}});
+                                          {"v", v, q.element_type(), value_elements(shape)}});
   if (error.failure()) return ffi::Unexpected(error);
   return shape;
 }
@@ -131,8 +142,10 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   if (!scale || !softcap || !left || !right || !rope || !interleaved || !hopper || !by_parts) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("an attribute of attention is missing"));
   }
-  if (*hopper && flash_hopper_columns(shape.width) == 0) {
-    return ffi::Unexpected(invalid("hopper", "is for heads up to 256 wide, in multiples of 8"));
+  if (*hopper && !flash_has_hopper_widths(shape)) {
+    return ffi::Unexpected(invalid("hopper",
+                                   "is for heads up to 256 wide, in multiples of 8, or of 192 with "
+                                   "values of 128"));
   }
   options.scale = *scale;
   options.left = *left;
@@ -212,6 +225,7 @@ template <typename T>
 void set_heads(const FlashShape& s, const Qkv& arrays, HeadRows<T>& q, HeadRows<T>& k,
                HeadRows<T>& v) {
   const int64_t of_queries = s.heads * s.width, of_keys = s.kv_heads * s.width;
+  const int64_t of_values = s.kv_heads * s.value_width;
   const auto heads = [&](const Buffer& array, int64_t offset, int64_t row) -> HeadRows<T> {
     T* const first = static_cast<T*>(array.untyped_data());
     if (arrays.is_packed) return {first + offset, of_queries + 2 * of_keys};
@@ -219,7 +233,7 @@ void set_heads(const FlashShape& s, const Qkv& arrays, HeadRows<T>& q, HeadRows<
   };
   q = heads(arrays.q, 0, of_queries);
   k = heads(arrays.k, of_queries, of_keys);
-  v = heads(arrays.v, of_queries + of_keys, of_keys);
+  v = heads(arrays.v, of_queries + of_keys, of_values);
 }
 
 ffi::Error launch_forward(cudaStream_t stream, const ffi::ErrorOr<FlashCall>& found, Result& out,
@@ -231,9 +245,9 @@ ffi::Error launch_forward(cudaStream_t stream, const ffi::ErrorOr<FlashCall>& fo
     using T = typename decltype(type)::type;
     FlashForward<T> call{shape, found->options};
     set_heads(shape, qkv, call.q, call.k, call.v);
-    call.out = {data<T>(out), shape.heads * shape.width};
+    call.out = {data<T>(out), shape.heads * shape.value_width};
     call.lse = data<float>(lse);
-    return check_and_launch({{"out", *out, dtype_of<T>(), query_elements(shape)},
+    return check_and_launch({{"out", *out, dtype_of<T>(), out_elements(shape)},
                              {"lse", *lse, ffi::F32, query_rows(shape)}},
                             [&] { return flash_attention_forward(stream, call); });
   });
@@ -250,19 +264,19 @@ ffi::Error launch_backward(cudaStream_t stream, const ffi::ErrorOr<FlashCall>& f
                                ? check_buffers({{"dqkv", gradients.q, dtype, count(qkv.q)}})
                                : check_buffers({{"dq", gradients.q, dtype, query_elements(shape)},
                                                 {"dk", gradients.k, dtype, key_elements(shape)},
-                                                {"dv", gradients.v, dtype, key_elements(shape)}});
+                                                {"dv", gradients.v, dtype, value_elements(shape)}});
   if (error.failure()) return error;
   return dispatch_floating(qkv.q, qkv.is_packed ? "qkv" : "q", [&](auto type) {
     using T = typename decltype(type)::type;
     FlashBackward<T> call{shape, found->options};
     set_heads(shape, qkv, call.q, call.k, call.v);
     set_heads(shape, gradients, call.dq, call.dk, call.dv);
-    call.out = {data<T>(out), shape.heads * shape.width};
-    call.dout = {data<T>(dout), shape.heads * shape.width};
+    call.out = {data<T>(out), shape.heads * shape.value_width};
+    call.dout = {data<T>(dout), shape.heads * shape.value_width};
     call.lse = data<float>(lse), call.delta = data<float>(delta), call.dlse = found->dlse;
-    return check_and_launch({{"out", out, dtype_of<T>(), query_elements(shape)},
+    return check_and_launch({{"out", out, dtype_of<T>(), out_elements(shape)},
                              {"lse", lse, ffi::F32, query_rows(shape)},
-                             {"dout", dout, dtype_of<T>(), query_elements(shape)},
+                             {"dout", dout, dtype_of<T>(), out_elements(shape)},
                              {"delta", *delta, ffi::F32, query_rows(shape)}},
                             [&] { return flash_attention_backward(stream, call); });
   });
@@ -409,6 +423,7 @@ ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buf
   FlashOptions& options = part.options;
   if (options.rope.cos != nullptr) return invalid("rope", "is not for float8");
   if (options.sinks.data != nullptr) return invalid("sinks", "are not for float8");
+  if (shape.value_width != shape.width) return invalid("v", "has not the width of k");
   // One set of scales serves all sequences; a leading axis of jax.vmap adds sets, and a launch
   // each.
   const int64_t sets = shape.heads == 0 ? 1 : count(q_scale) / shape.heads;

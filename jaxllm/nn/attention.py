@@ -66,7 +66,8 @@ def dot_product_attention(
     Args:
         query: The queries, (B, T, N, H) or (T, N, H).
         key: The keys, (B, S, K, H) or (S, K, H), in the dtype of ``query``; K divides N.
-        value: The values, in the shape and dtype of ``key``.
+        value: The values, in the shape and dtype of ``key``, as ``jax.nn`` asks;
+            :func:`jaxllm.ops.flash_attention` takes values of another width.
         bias: Added to the scaled scores; broadcasts to (B, N, T, S).
         mask: Bools, True where a query sees a key; broadcasts to (B, N, T, S).
         scale: Multiplies the scores; None for ``1/sqrt(H)``.

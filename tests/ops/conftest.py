@@ -11,7 +11,7 @@ def pretend_cudnn(monkeypatch):
     """Lets programs that call cuDNN be traced and lowered without a GPU."""
     version_check = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
     monkeypatch.setattr(version_check, lambda: 91000)
-    monkeypatch.setattr("jaxllm.ops.attention.xla._no_cudnn", lambda _: None)
+    monkeypatch.setattr("jaxllm.ops.attention.xla._no_cudnn", lambda *_: None)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
 
 

@@ -28,9 +28,9 @@ def random_arrays(*shapes, dtype="float32"):
     ]
 
 
-def attention_arrays(B=2, T=6, N=4, H=8, S=None, K=None, dtype="float32"):
+def attention_arrays(B=2, T=6, N=4, H=8, S=None, K=None, Hv=None, dtype="float32"):
     """Random q, k and v."""
-    shapes = ((B, T, N, H), (B, S or T, K or N, H), (B, S or T, K or N, H))
+    shapes = ((B, T, N, H), (B, S or T, K or N, H), (B, S or T, K or N, Hv or H))
     keys = jax.random.split(jax.random.key(0), 3)
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
@@ -38,7 +38,7 @@ def attention_arrays(B=2, T=6, N=4, H=8, S=None, K=None, dtype="float32"):
 def attention_by_hand(q, k, v, visible, scale=None):
     """Attention in NumPy, one query of one head at a time; q and k have the same heads."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros_like(q)
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, t, n in np.ndindex(q.shape[0], q.shape[1], q.shape[2]):
         seen = [s for s in range(k.shape[1]) if visible(b, t, s)]

@@ -148,9 +148,10 @@ SIZES = """
 #include "attention/flash_attention.h"
 
 int main() {
-  for (long width, queries, keys, heads;
-       scanf("%ld %ld %ld %ld", &width, &queries, &keys, &heads) == 4;) {
-    const jaxllm::FlashShape shape{2, queries, keys, heads, 1, width};
+  for (long width, value_width, queries, keys, heads;
+       scanf("%ld %ld %ld %ld %ld", &width, &value_width, &queries, &keys, &heads) == 5;) {
+    const jaxllm::FlashShape shape{2, queries, keys, heads, 1, width, value_width};
+    if (!jaxllm::flash_has_hopper_widths(shape)) return 1;
     printf("%ld %ld %ld\\n", long{jaxllm::flash_forward_scratch(shape)},
            long{jaxllm::flash_backward_scratch(shape)},
            long{jaxllm::flash_bias_partial(shape, 2, true)});
@@ -168,14 +169,15 @@ def test_workspaces_are_as_large_as_the_header_says(tmp_path, monkeypatch):
         ["nvcc", "-std=c++17", f"-I{cuda_folder}", "-o", program, tmp_path / "sizes.cc"], check=True
     )
     monkeypatch.setattr(ffi, "runs_hopper_kernels", lambda: True)
-    widths = (8, 64, 72, 96, 128, 136, 192, 200, 256)
-    calls = list(itertools.product(widths, (1, 64, 65, 301), (1, 63, 129, 517), (1, 6)))
+    widths = [(H, H) for H in (8, 64, 72, 96, 128, 136, 192, 200, 256)] + [(192, 128)]
+    sizes = itertools.product(widths, (1, 64, 65, 301), (1, 63, 129, 517), (1, 6))
+    calls = [(*of_heads, *others) for of_heads, *others in sizes]
     given = "\n".join(" ".join(map(str, call)) for call in calls)
     found = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
     assert len(found.stdout.splitlines()) == len(calls)
-    for (H, T, S, N), line in zip(calls, found.stdout.splitlines(), strict=True):
+    for (H, Hv, T, S, N), line in zip(calls, found.stdout.splitlines(), strict=True):
         q = jax.ShapeDtypeStruct((2, T, N, H), jnp.bfloat16)
-        k = jax.ShapeDtypeStruct((2, S, 1, H), jnp.bfloat16)
+        k, v = (jax.ShapeDtypeStruct((2, S, 1, width), jnp.bfloat16) for width in (H, Hv))
         partial = cuda._bias_partial(q, (N + 2) * H)
-        workspaces = cuda._forward_scratch(q), cuda._backward_scratch(q, k), partial
-        assert line.split() == [str(x.size) for x in workspaces], (H, T, S, N)
+        workspaces = cuda._forward_scratch(q, v), cuda._backward_scratch(q, k, v), partial
+        assert line.split() == [str(x.size) for x in workspaces], (H, Hv, T, S, N)

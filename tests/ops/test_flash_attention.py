@@ -56,8 +56,11 @@ def test_mismatched_shapes_are_rejected():
         flash_attention(q[..., 0], k, v)
     with pytest.raises(ValueError, match=r"k has shape \(1, 6, 4, 8\); it must be \(2, S, K, 8\)"):
         flash_attention(q, k[:1], v)
-    with pytest.raises(ValueError, match=r"v has shape \(2, 5, 4, 8\); it must be \(2, 6, 4, 8\)"):
-        flash_attention(q, k, v[:, :5])
+    for wrong in (v[:, :5], v[:, :, :3], v[..., :0], v[..., 0]):
+        with pytest.raises(
+            ValueError, match=r"v has shape .*; it must be \(2, 6, 4, Hv\), the shape"
+        ):
+            flash_attention(q, k, wrong)
     with pytest.raises(ValueError, match=r"3 heads; their number must divide that of q .*, 4"):
         flash_attention(q, k[:, :, :3], v[:, :, :3])
 

@@ -14,7 +14,7 @@ import pytest
 from op_helpers import attention_arrays, attention_gradients, document_ids
 
 from jaxllm.core import ffi
-from jaxllm.ops import flash_attention, repeat_kv, softmax
+from jaxllm.ops import flash_attention, repeat_kv, rope_table, softmax
 from jaxllm.ops.attention import cuda, reference
 from jaxllm.testing import error, lower_for_cuda, tolerance
 
@@ -57,7 +57,8 @@ def check_cuda_kernels(q, k, v, but=(), **options):
     """Checks that out, dq, dk and dv have at most twice the error of unfused attention."""
     dtype = q.dtype.name
     # Computed outside of jit: inside, XLA might skip the rounding to bfloat16.
-    dout = jax.random.normal(jax.random.key(1), q.shape, jnp.bfloat16)
+    shape = (*q.shape[:-1], v.shape[-1])
+    dout = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(attention, q, k, v, dout):
@@ -108,13 +109,93 @@ def test_cuda_kernels_are_exact_for_any_head_dim(dtype, H, lengths, options):
     check_cuda_kernels(q, k, v, **options)
 
 
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("N", "K"), [(6, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((301, 301), {"causal": True}),
+        ((301, 301), {}),
+        ((1, 77), {"causal": True}),
+        ((70, 1), {}),
+        ((97, 517), {"causal": True, "window": 90}),
+        ((517, 97), {"causal": True}),
+        ((517, 301), {"window": (200, 30)}),
+        ((301, 517), {"window": (None, 70), "scale": 0.2}),
+        ((301, 517), {"segments": True}),
+        ((301, 301), {"segments": True, "causal": True}),
+        ((301, 517), {"segments": True, "window": 120}),
+        ((1100, 1100), {"causal": True}),
+    ],
+)
+def test_hopper_kernels_are_exact_for_narrow_values(dtype, N, K, lengths, options):
+    T, S = lengths
+    q, k, v = attention_arrays(T=T, S=S, N=N, K=K, H=192, Hv=128, dtype=dtype)
+    options = dict(options)
+    if options.pop("segments", False):
+        options["segment_ids"] = (document_ids(2, T), document_ids(2, S))
+    check_cuda_kernels(q, k, v, **options)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_narrow_values_repeat_bit_for_bit(segments, causal):
+    q, k, v = attention_arrays(T=1500, N=16, K=8, H=192, Hv=128, dtype="bfloat16")
+    ids = jnp.arange(1500)[None].repeat(2, 0) // 400 if segments else None
+    options = {"causal": causal, "segment_ids": ids, "backend": "cuda"}
+    found = attention_gradients(q, k, v, **options)
+    for _ in range(5):
+        for x, y in zip(found, attention_gradients(q, k, v, **options), strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.hopper
+def test_narrow_values_with_sinks_and_rotation_match_the_reference():
+    q, k, v = attention_arrays(T=200, N=4, K=2, H=192, Hv=128, dtype="bfloat16")
+    sinks = jnp.array([0.5, -1.0, 3.0, -jnp.inf])
+    table = rope_table(200, 64)
+
+    def run(backend):
+        def fn(q, k, v, sinks):
+            options = {"causal": True, "rope_table": table, "return_lse": True}
+            out, lse = flash_attention(q, k, v, sinks, **options, backend=backend)
+            return out.astype(jnp.float32).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), out
+
+        return jax.jit(jax.grad(fn, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+
+    found, expected = run("cuda"), run("pallas")
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert error(x, y) < tolerance("bfloat16")
+
+
+@pytest.mark.hopper
+def test_narrow_values_with_no_queries_have_zero_gradients():
+    q, k, v = attention_arrays(T=3, H=192, Hv=128, dtype="bfloat16")
+    q = q[:, :0]
+    for x in attention_gradients(q, k, v, backend="cuda"):
+        assert not x.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("H", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rise", [-40.0, 0.5, 6.0, 12.0, 25.0])
 def test_online_softmax_is_exact_for_scores_that_rise_between_tiles(dtype, H, causal, rise):
-    q, k, v = attention_arrays(T=700, N=2, K=2, H=H, dtype="float32")
+    check_scores_that_rise(dtype, H, H, causal, rise)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rise", [-40.0, 0.5, 6.0, 12.0, 25.0])
+def test_online_softmax_is_exact_for_narrow_values(dtype, rise):
+    check_scores_that_rise(dtype, 192, 128, True, rise)
+
+
+def check_scores_that_rise(dtype, H, Hv, causal, rise):
+    q, k, v = attention_arrays(T=700, N=2, K=2, H=H, Hv=Hv, dtype="float32")
     # Scores rise by ``rise`` powers of two per 64 keys towards key 0, which kernels visit last.
     towards_first = jnp.arange(700)[::-1, None] / 64 * rise * np.log(2)
     q = q.at[..., 0].set(1.0)

@@ -62,6 +62,7 @@ def test_cudnn_results_have_the_expected_shapes_and_dtypes(pretend_cudnn):
         ({"dtype": "float32"}, {}, "q has dtype float32; cuDNN's attention takes bfloat16 and"),
         ({"H": 12}, {}, "heads are 12 wide"),
         ({"H": 264}, {}, "heads are 264 wide"),
+        ({"H": 192, "Hv": 96}, {}, "queries and keys are 192 wide and values 96"),
         ({"B": 0}, {}, "q or k has no elements"),
         ({"T": 1}, {}, "needs two keys or more"),
         ({"T": 4, "S": 6}, {"causal": True}, "so 4 queries need 4 keys, not 6"),
@@ -98,9 +99,14 @@ def test_cudnn_serves_heads_up_to_a_width_by_gpu(capability, width, monkeypatch)
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
     monkeypatch.setattr(xla.cudnn, "check_cudnn_version", lambda: 91000)
-    assert xla._no_cudnn(width) is None
+    assert xla._no_cudnn(width, width) is None
     if width < 256:
-        assert "heads are 136 wide; cuDNN's attention takes at most 128" in str(xla._no_cudnn(136))
+        reason = str(xla._no_cudnn(136, 136))
+        assert "heads are 136 wide; cuDNN's attention takes at most 128" in reason
+    else:
+        assert xla._no_cudnn(192, 128) is None
+        monkeypatch.setattr(xla.cudnn, "check_cudnn_version", lambda: 90800)
+        assert "need cuDNN 9.10 and a Hopper GPU" in str(xla._no_cudnn(192, 128))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])

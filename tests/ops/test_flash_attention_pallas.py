@@ -1,5 +1,7 @@
 """The Pallas kernels of flash attention: tiles, masks, lowering and rejected calls."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,8 @@ SMALL_TILES = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 def both_passes(module, q, k, v, segment_ids=None, /, **options):
     """``(out, lse, dq, dk, dv)`` of an implementation."""
     static = {"causal": False, "scale": 0.25, "window": None, "softcap": None} | options
-    dout = jnp.cos(jnp.arange(q.size)).reshape(q.shape).astype(q.dtype)
+    shape = (*q.shape[:-1], v.shape[-1])
+    dout = jnp.cos(jnp.arange(math.prod(shape))).reshape(shape).astype(q.dtype)
 
     @jax.jit
     def run(q, k, v, dout):
@@ -72,6 +75,14 @@ def test_pallas_matches_reference_with_segments(dtype):
     check_small_tiles(q, k, v, segments, causal=True)
 
 
+@pytest.mark.parametrize("Hv", [8, 16, 40])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": 5, "softcap": 2.0}])
+@pytest.mark.covering(("Hv",), ("options",))
+def test_pallas_matches_reference_with_values_of_another_width(Hv, options):
+    q, k, v = attention_arrays(T=49, S=83, K=2, H=24, Hv=Hv)
+    check_small_tiles(q, k, v, **options)
+
+
 @pytest.mark.parametrize("by", ["window", "segments"])
 def test_pallas_does_not_read_masked_tiles(by):
     q, k, v = attention_arrays(T=16, S=64)
@@ -92,7 +103,7 @@ def test_pallas_does_not_read_masked_tiles(by):
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 70])
 def test_pallas_visits_exactly_the_visible_tiles(T, S, causal, window):
     q, k = (jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32) for length in (T, S))
-    problem = pallas_flash_blocks.Problem.of(q, k, causal, 1.0, window, None, True)
+    problem = pallas_flash_blocks.Problem.of(q, k, k, causal, 1.0, window, None, True)
     seen = np.asarray(reference._mask(T, S, causal, window, None))
     tile = Tile(8, 4, 1, 1)
     for size, their_size, mask, bounds_of in (
@@ -124,6 +135,7 @@ def test_pallas_visits_exactly_the_visible_tiles(T, S, causal, window):
         ({"T": 77, "H": 256}, {"softcap": 20.0, "window": 9}),
         ({"T": 1, "S": 300, "H": 96}, {"causal": True, "scale": -1.0}),
         ({"T": 9, "H": 5}, {"causal": True, "segment_ids": np.zeros((2, 9), np.int32)}),
+        ({"T": 300, "H": 192, "Hv": 128}, {"causal": True}),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -355,6 +355,12 @@ CALLS = [
         for name, dims in (("bias", "B 3N T S"), ("bias_of_heads", "1 3N T S"),
                            ("bias_of_sequences", "B 1 T S"), ("bias_of_all", "1 1 T S"))
     ),
+    # Values are narrower than queries and keys, and so is the output.
+    Call(
+        "flash_attention", _of("flash_attention", causal=True),
+        {"q": "B T 3N 2H", "k": "B T N 2H", "v": "B T N H"}, "B T N",
+        undeclared=("v", "H"), context=("B T N 2H", "B T N H"), name="narrow_values", is_large=True,
+    ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
         "flash_attention", _of("flash_attention", causal=True),

@@ -44,7 +44,7 @@ struct Workspace {
     const bool segments = options.query_segments != nullptr;
     const int64_t key_tiles = segments ? shape.batch * divide_up(shape.keys, Traits::kBlockN) : 0;
     if constexpr (Traits::kSeparateDq) {
-      constexpr int kBlockM = DqTraits<Traits::kHeadDim>::kBlockM;
+      constexpr int kBlockM = DqTraits<Traits::kHeadDim, Traits::kValueDim>::kBlockM;
       return {rows,      0, 0, segments ? shape.batch * divide_up(shape.queries, kBlockM) : 0,
               key_tiles, 2};
     }
@@ -112,10 +112,11 @@ TileOrder choose_order(const FlashShape& shape, const LocalMask& mask, int64_t k
   }
   // As many heads as fill the grid twice, but no more than have what they read and add up in the L2
   // cache together. With documents the tiles at work have but a part of that.
-  const int64_t bytes_of_query = 2 * sizeof(T) + (Traits::kSeparateDq ? 0 : sizeof(float));
+  const int64_t bytes_of_row = (shape.width + shape.value_width) * sizeof(T);
+  const int64_t bytes_of_query =
+      bytes_of_row + (Traits::kSeparateDq ? 0 : shape.width * sizeof(float));
   const int64_t bytes_of_head =
-      shape.width *
-      (shape.heads / shape.kv_heads * shape.queries * bytes_of_query + shape.keys * 2 * sizeof(T));
+      shape.heads / shape.kv_heads * shape.queries * bytes_of_query + shape.keys * bytes_of_row;
   const int64_t filling = divide_up(2 * sms, key_tiles);
   // Where nothing is added up, from the first key tile on, which under a causal mask is the
   // longest.
@@ -135,8 +136,8 @@ cudaError_t launch_dq(cudaStream_t stream, const FlashBackward<T>& call,
   CUtensorMap q_map, k_map, v_map, dout_map, dq_map;
   JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, 64, &q_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
-  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
-  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dout, 64, &dout_map));
+  JAXLLM_RETURN_IF_ERROR(map_values(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_outputs(shape, call.dout, 64, &dout_map));
   JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dq, 64, &dq_map));
 
   const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
@@ -186,10 +187,10 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   CUtensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map, dq_map;
   JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, Traits::kBlockM, &q_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
-  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
-  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dout, Traits::kBlockM, &dout_map));
+  JAXLLM_RETURN_IF_ERROR(map_values(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_outputs(shape, call.dout, Traits::kBlockM, &dout_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.dk, 64, &dk_map));
-  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.dv, 64, &dv_map));
+  JAXLLM_RETURN_IF_ERROR(map_values(shape, call.dv, 64, &dv_map));
   JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.dq, Traits::kBlockM, &dq_map));
 
   const LocalMask mask = make_local_mask(shape, options);
@@ -206,7 +207,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   auto* const seen_key_tiles = reinterpret_cast<TileRange*>(workspace + parts.key_tiles_at());
   if constexpr (kSegments) {
     if constexpr (Traits::kSeparateDq) {
-      using OfDq = DqTraits<Traits::kHeadDim>;
+      using OfDq = DqTraits<Traits::kHeadDim, Traits::kValueDim>;
       JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<Traits::kBlockM, Traits::kBlockN>(
           stream, shape.batch, mask, options.segment_ranges, nullptr, seen_query_tiles)));
       JAXLLM_RETURN_IF_ERROR((launch_segment_tiles<OfDq::kBlockM, OfDq::kBlockN>(
@@ -227,7 +228,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
       mask,
       static_cast<int>(shape.heads),
       static_cast<int>(shape.kv_heads),
-      static_cast<int>(shape.width),
+      static_cast<int>(shape.value_width),
       options.scale,
       kSoftcap ? options.softcap : options.scale,
       Softcap::of(options.scale, options.softcap),
@@ -270,7 +271,7 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, kernel, launch, q_map, k_map, v_map, dout_map,
                                        dk_map, dv_map, dq_map, params));
   if constexpr (Traits::kSeparateDq) {
-    return launch_dq<T, DqTraits<Traits::kHeadDim>, kSegments, kSoftcap>(
+    return launch_dq<T, DqTraits<Traits::kHeadDim, Traits::kValueDim>, kSegments, kSoftcap>(
         stream, call, params, limits.sms, padded_queries);
   } else if constexpr (!Traits::kStoresDq) {
     const dim3 grid(query_tiles, shape.heads, shape.batch);
@@ -287,10 +288,10 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
 
 // Without queries keys and values have no gradient.
 template <typename T>
-cudaError_t zero_keys(cudaStream_t stream, const FlashShape& shape, HeadRows<T> gradient) {
+cudaError_t zero_keys(cudaStream_t stream, const FlashShape& shape, HeadRows<T> gradient,
+                      int64_t width) {
   return cudaMemset2DAsync(gradient.data, gradient.row_stride * sizeof(T), 0,
-                           shape.kv_heads * shape.width * sizeof(T), shape.batch * shape.keys,
-                           stream);
+                           shape.kv_heads * width * sizeof(T), shape.batch * shape.keys, stream);
 }
 
 template <typename T, class Traits>
@@ -298,17 +299,21 @@ bool is_for_traits(const FlashBackward<T>& call) {
   const FlashOptions& options = call.options;
   return is_for_hopper<T>(flash_attention_backward_hopper_kernel<T, Traits, false, false>,
                           call.shape, options,
-                          {call.q, call.k, call.v, call.out, call.dout, read_only(call.dq),
-                           read_only(call.dk), read_only(call.dv)}) &&
+                          {call.q, call.k, read_only(call.dq), read_only(call.dk)},
+                          {call.v, call.out, call.dout, read_only(call.dv)}) &&
          options.scratch.bytes >=
              int64_t{sizeof(float)} * Workspace::of<Traits>(call.shape, options).size() &&
          (!hopper_sums_bias(call.shape, options) ||
           options.bias.partial_size >= BiasPartial<Traits>(call.shape).size());
 }
 
-// Calls `run` with the traits for heads of a width.
+// Calls `run` with the traits for the widths of a call.
 template <class Run>
-auto with_traits(int64_t width, const Run& run) {
+auto with_traits(const FlashShape& shape, const Run& run) {
+  const int64_t width = shape.width;
+  if (shape.value_width != width) {
+    return run(BackwardTraits<kFlashLatentWidth, kFlashLatentValueWidth>{});
+  }
   if (width <= 64) return run(BackwardTraits<64>{});
   if (width <= 96) return run(BackwardTraits<96>{});
   if (width <= 128) return run(BackwardTraits<128>{});
@@ -319,23 +324,25 @@ auto with_traits(int64_t width, const Run& run) {
 
 template <typename T>
 bool backward_is_for_hopper(const FlashBackward<T>& call) {
-  return with_traits(call.shape.width,
+  return with_traits(call.shape,
                      [&](auto traits) { return is_for_traits<T, decltype(traits)>(call); });
 }
 
 template <typename T>
 cudaError_t backward_by_hopper(cudaStream_t stream, const FlashBackward<T>& call) {
   if (call.shape.queries == 0) {
-    JAXLLM_RETURN_IF_ERROR(zero_keys(stream, call.shape, call.dk));
-    return zero_keys(stream, call.shape, call.dv);
+    JAXLLM_RETURN_IF_ERROR(zero_keys(stream, call.shape, call.dk, call.shape.width));
+    return zero_keys(stream, call.shape, call.dv, call.shape.value_width);
   }
   const bool segments = call.options.query_segments != nullptr;
   const bool softcap = call.options.softcap != 0.0f;
-  return with_traits(call.shape.width, [&](auto traits) {
+  return with_traits(call.shape, [&](auto traits) {
     using Traits = decltype(traits);
-    if (softcap) {
-      return segments ? launch<T, Traits, true, true>(stream, call)
-                      : launch<T, Traits, false, true>(stream, call);
+    if constexpr (Traits::kTakesSoftcap) {
+      if (softcap) {
+        return segments ? launch<T, Traits, true, true>(stream, call)
+                        : launch<T, Traits, false, true>(stream, call);
+      }
     }
     return segments ? launch<T, Traits, true, false>(stream, call)
                     : launch<T, Traits, false, false>(stream, call);

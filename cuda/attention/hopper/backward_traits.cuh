@@ -11,28 +11,37 @@ namespace jaxllm::hopper {
 // A CTA has a producer warpgroup, two consumer warpgroups of 64 keys each and, with a head
 // dimension of 64, a third that computes dq for both: a head dimension of 128 leaves it no
 // registers. Beyond 128 both consumers have the same 64 keys, and some of the columns each; and a
-// kernel of its own computes dq (kSeparateDq): see dq_traits.cuh.
-// kHeadDim and kColumns are as in the forward; dq has kColumns.
-template <int kHeadDim_>
+// kernel of its own computes dq (kSeparateDq): see dq_traits.cuh. Where values are narrower than
+// keys one consumer computes dv and the other dk (kSplitsGradients).
+// kHeadDim, kColumns, kValueDim and kValueColumns are as in the forward; dq has kColumns.
+template <int kHeadDim_, int kValueDim_ = kHeadDim_>
 struct BackwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
   static constexpr bool kHasDqWarpgroup = kHeadDim == 64;
   static constexpr bool kSeparateDq = kHeadDim > kFlashMaxFusedDqWidth;
+  static constexpr bool kSplitsGradients = kValueDim < kHeadDim;
+  static_assert(!kSplitsGradients || kSeparateDq);
+  static constexpr bool kTakesSoftcap = !kSplitsGradients;
   static constexpr int kConsumers = 2;
   static constexpr int kBlockN = kSeparateDq ? 64 : kConsumers * 64;
   static constexpr int kBlockM = kHasDqWarpgroup ? 128 : 64;  // what registers allow
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
-  static constexpr int kDoutStages = 2;
-  static constexpr int kQStages = kHasDqWarpgroup ? 3 : 2;  // scores are computed ahead
+  static constexpr int kValueColumnBlocks = divide_up(kValueDim, kSwizzleColumns);
+  static constexpr int kValueColumns = kValueColumnBlocks * kSwizzleColumns;
+  // Where scores are computed ahead there are three stages of Q. With kSplitsGradients one consumer
+  // is ahead of the other, and shared memory has room for as many of dout.
+  static constexpr int kDoutStages = kSplitsGradients ? 3 : 2;
+  static constexpr int kQStages = kHasDqWarpgroup || kSplitsGradients ? 3 : 2;
   static constexpr int kDsStages = kSeparateDq ? 2 : 1;
   static constexpr int kKvStages = kHasDqWarpgroup ? 2 : 1;
   // Together the registers that the CTA starts with. The threads that accumulate and store dq need
   // more than 24, and the consumers with a head dimension of 64 more than 192.
   static constexpr int kWarpgroups = 1 + kConsumers + (kHasDqWarpgroup ? 1 : 0);
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
-  static constexpr int kProducerRegisters = kHasDqWarpgroup ? 48 : 24;
-  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 200 : 240;
+  static constexpr int kProducerRegisters = kHasDqWarpgroup ? 48 : kSplitsGradients ? 56 : 24;
+  static constexpr int kConsumerRegisters = kHasDqWarpgroup ? 200 : kSplitsGradients ? 224 : 240;
   static constexpr int kDqRegisters = 64;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters +
                     (kHasDqWarpgroup ? kDqRegisters : 0) ==
@@ -63,8 +72,13 @@ struct BackwardTraits {
   // That read ds in shared memory: without dq the consumer that did not compute it.
   static constexpr int kDsReaders = kSeparateDq ? 4 : kDqWarps;
   // Who releases K: the dq warpgroup; or, as for V, the thread of each consumer that has stored the
-  // gradient which replaces it.
-  static constexpr int kKReleases = kHasDqWarpgroup ? kDqWarps : kConsumers;
+  // gradient which replaces it. With kSplitsGradients the one consumer that reads K, or V.
+  static constexpr int kKReleases = kHasDqWarpgroup || kSplitsGradients ? 4 : kConsumers;
+  static constexpr int kVReleases = kSplitsGradients ? 4 : kConsumers;
+  // The elements of ds, p, and gradients in shared memory: see BackwardSmem::ds.
+  static constexpr int kDsSize =
+      kSplitsGradients ? kDsStages * kBlockN * kBlockM + kBlockN * (kColumns + kValueColumns)
+                       : kDsStages * (kSeparateDq ? 2 : 1) * kBlockN * kBlockM;
   // Who reads a work tile: the consumers, the threads that accumulate dq, and those that compute
   // and store it.
   static constexpr int kWorkReaders = kConsumerThreads + (kSeparateDq ? 0 : kDqStages) +
@@ -86,11 +100,12 @@ template <typename T, class Traits>
 struct BackwardSmem {
   static constexpr int kColumns = Traits::kColumns;
   T k[Traits::kKvStages][Traits::kBlockN * kColumns];
-  T v[Traits::kKvStages][Traits::kBlockN * kColumns];
+  T v[Traits::kKvStages][Traits::kBlockN * Traits::kValueColumns];
   T q[Traits::kQStages][Traits::kBlockM * kColumns];
-  T dout[Traits::kDoutStages][Traits::kBlockM * kColumns];
-  // ds, and p behind it where the consumers share keys (kSeparateDq); stage after stage.
-  T ds[Traits::kDsStages * (Traits::kSeparateDq ? 2 : 1) * Traits::kBlockN * Traits::kBlockM];
+  T dout[Traits::kDoutStages][Traits::kBlockM * Traits::kValueColumns];
+  // ds, and p behind it where the consumers share keys (kSeparateDq); stage after stage. With
+  // kSplitsGradients p alone, and behind all stages dk and dv on their way out.
+  T ds[Traits::kDsSize];
   // What is added to dq in global memory; or, where dq is converted here and this CTA adds last,
   // the sum of all others.
   float dq[Traits::kSeparateDq ? 1 : Traits::kDqStages * Traits::kDqBlocks]
@@ -114,11 +129,18 @@ struct BackwardSmem {
   // Where consumers that share keys wait for one another. They run different code, and a named
   // barrier wants one instruction.
   Barrier consumers;
+
+  // With kSplitsGradients.
+  __device__ __forceinline__ T* dk_out() {
+    return ds + Traits::kDsStages * Traits::kBlockN * Traits::kBlockM;
+  }
+  __device__ __forceinline__ T* dv_out() { return dk_out() + Traits::kBlockN * kColumns; }
 };
 
 struct BackwardParams {
   LocalMask mask;
-  int heads, kv_heads, width;
+  int heads, kv_heads;
+  int width;  // of v; and, unless a kernel of its own computes dq, of q
   // Of the gradients, and of the scores; with a softcap, of their tanh: the softcap.
   float scale, score_scale;
   Softcap softcap;

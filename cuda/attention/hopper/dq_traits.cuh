@@ -7,19 +7,23 @@
 namespace jaxllm::hopper {
 
 // As in the forward a CTA has a producer warpgroup, and two consumer warpgroups of 64 queries each.
-// Q and dout of the query tile stay in shared memory. kHeadDim and kColumns are as in the forward.
-template <int kHeadDim_>
+// Q and dout of the query tile stay in shared memory. kHeadDim, kColumns, kValueDim and
+// kValueColumns are as in the forward.
+template <int kHeadDim_, int kValueDim_ = kHeadDim_>
 struct DqTraits {
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
   static constexpr int kConsumers = 2;
   static constexpr int kBlockM = kConsumers * 64;
   static constexpr int kBlockN = 64;
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
+  static constexpr int kValueColumns = divide_up(kValueDim, kSwizzleColumns) * kSwizzleColumns;
   // K is read twice, and for longer: by s, and by dq of which the next s is ahead.
   static constexpr int kKStages = 2, kVStages = kHeadDim > 192 ? 1 : 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = kValueDim < kHeadDim ? 40 : 24;
+  static constexpr int kConsumerRegisters = kValueDim < kHeadDim ? 232 : 240;
   // Who releases what: see ForwardTraits.
   static constexpr int kConsumerWarps = kConsumers * 4;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
@@ -29,9 +33,9 @@ template <typename T, class Traits>
 struct DqSmem {
   static constexpr int kColumns = Traits::kColumns;
   T q[Traits::kConsumers][64 * kColumns];  // and then dq
-  T dout[Traits::kConsumers][64 * kColumns];
+  T dout[Traits::kConsumers][64 * Traits::kValueColumns];
   T k[Traits::kKStages][Traits::kBlockN * kColumns];
-  T v[Traits::kVStages][Traits::kBlockN * kColumns];
+  T v[Traits::kVStages][Traits::kBlockN * Traits::kValueColumns];
   Pipeline<1> q_pipeline, dout_pipeline;
   Pipeline<Traits::kKStages> k_pipeline;
   Pipeline<Traits::kVStages> v_pipeline;

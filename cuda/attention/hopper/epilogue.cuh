@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
                                              const CUtensorMap& out_map,
                                              const ForwardWorkTile& work, int first_query,
                                              int consumer, const Softmax& softmax,
-                                             const float (&o)[Traits::kHeadDim / 2]) {
+                                             const float (&o)[Traits::kValueDim / 2]) {
   const int thread = threadIdx.x % kWarpgroup;
   const int row = first_query + accumulator_row(thread);
   // The earlier tile's output has left shared memory.
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   named_barrier_sync(barrier, kWarpgroup);
   char* const target = reinterpret_cast<char*>(smem.out(consumer));
 #pragma unroll
-  for (int i = 0; i < Traits::kHeadDim / 2; i += 2) {
+  for (int i = 0; i < Traits::kValueDim / 2; i += 2) {
     const int r = i / 2 % 2, column = i / 4 * 8;
     const uint32_t offset = swizzled_offset(accumulator_row(thread) + 8 * r,
                                             column % kSwizzleColumns + accumulator_column(thread));
@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
   fence_async_proxy();
   named_barrier_sync(barrier, kWarpgroup);
   if (thread == 0 && first_query < mask.queries) {
-    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+    for (int block = 0; block < Traits::kValueColumnBlocks; ++block) {
       tma_store_4d(out_map, smem.out(consumer) + block * 64 * kSwizzleColumns,
                    {block * kSwizzleColumns, work.head, first_query, work.sequence});
     }

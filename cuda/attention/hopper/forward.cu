@@ -28,14 +28,15 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
   const FlashShape& shape = call.shape;
   const FlashOptions& options = call.options;
   const auto kernel = flash_attention_forward_hopper_kernel<T, Traits, kSegments, kSoftcap>;
+  static_assert(sizeof(ForwardSmem<T, Traits>) <= 227 << 10);
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(find_hopper_kernel(kernel, &limits));
 
   CUtensorMap q_map, k_map, v_map, out_map;
   JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.q, 64, &q_map));
   JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.k, Traits::kBlockN, &k_map));
-  JAXLLM_RETURN_IF_ERROR(map_keys(shape, call.v, Traits::kBlockN, &v_map));
-  JAXLLM_RETURN_IF_ERROR(map_queries(shape, call.out, 64, &out_map));
+  JAXLLM_RETURN_IF_ERROR(map_values(shape, call.v, Traits::kBlockN, &v_map));
+  JAXLLM_RETURN_IF_ERROR(map_outputs(shape, call.out, 64, &out_map));
 
   const int64_t query_tiles = divide_up(shape.queries, Traits::kBlockM);
   const int64_t tiles = query_tiles * shape.batch * shape.heads;
@@ -85,8 +86,8 @@ bool forward_is_for_hopper(const FlashForward<T>& call) {
                                 ? workspace_size<ForwardHdim64>(call.shape, call.options)
                                 : workspace_size<ForwardHdim128>(call.shape, call.options);
   return is_for_hopper<T>(flash_attention_forward_hopper_kernel<T, ForwardHdim128, false, false>,
-                          call.shape, call.options,
-                          {call.q, call.k, call.v, read_only(call.out)}) &&
+                          call.shape, call.options, {call.q, call.k},
+                          {call.v, read_only(call.out)}) &&
          call.options.scratch.bytes >= int64_t{sizeof(int)} * workspace;
 }
 
@@ -94,6 +95,15 @@ template <typename T>
 cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) {
   const auto with = [&](auto segments, auto softcap) {
     constexpr bool kSegments = segments, kSoftcap = softcap;
+    if (call.shape.value_width != call.shape.width) {
+      if constexpr (kSoftcap) {
+        return cudaErrorNotSupported;  // is_for_hopper() is false
+      } else {
+        using Traits =
+            std::conditional_t<kSegments, ForwardHdim192Value128Segments, ForwardHdim192Value128>;
+        return launch<T, Traits, kSegments, false>(stream, call);
+      }
+    }
     if (call.shape.width > 192) {
       using Traits = std::conditional_t<kSegments, ForwardHdim256Segments, ForwardHdim256>;
       return launch<T, Traits, kSegments, kSoftcap>(stream, call);

@@ -10,20 +10,25 @@
 namespace jaxllm::hopper {
 
 // A CTA has a producer warpgroup and kConsumers consumer warpgroups of 64 queries each. Of a head
-// the wgmma take kHeadDim columns, and shared memory has kColumns, whole blocks of the swizzle. TMA
-// fills with zeros what a head lacks of them, and leaves it out where it stores.
-template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_>
+// of Q or K the wgmma take kHeadDim columns, and shared memory has kColumns, whole blocks of the
+// swizzle. Of V and the output they take and have kValueDim and kValueColumns. TMA fills with zeros
+// what a head lacks of them, and leaves it out where it stores.
+template <int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_, int kValueDim_ = kHeadDim_>
 struct ForwardTraits {
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kValueDim = kValueDim_;
   static constexpr int kConsumers = kConsumers_;
   static constexpr int kBlockM = kConsumers * 64;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
   static constexpr int kColumnBlocks = divide_up(kHeadDim, kSwizzleColumns);
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
+  static constexpr int kValueColumnBlocks = divide_up(kValueDim, kSwizzleColumns);
+  static constexpr int kValueColumns = kValueColumnBlocks * kSwizzleColumns;
   // Wide heads leave no shared memory for the output: it takes the place of Q, which is released
   // when the output has left.
   static constexpr bool kOutputInQ = kColumnBlocks > 2;
+  static_assert(!kOutputInQ || kValueColumns <= kColumns);
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Together all 64K registers of an SM, as far as a CTA can deal them out in units of eight.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -46,6 +51,9 @@ using ForwardHdim64 = ForwardTraits<64, 3, 128, 3>;
 using ForwardHdim64FewKeys = ForwardTraits<64, 4, 64, 4>;
 // As many keys as fit. Segments need whole granules of them.
 using ForwardHdim192 = ForwardTraits<192, 2, 96, 2>;
+using ForwardHdim192Value128 = ForwardTraits<192, 2, 128, 2, 128>;
+// With segments the registers hold fewer scores.
+using ForwardHdim192Value128Segments = ForwardTraits<192, 2, 96, 2, 128>;
 using ForwardHdim256 = ForwardTraits<256, 2, 80, 2>;
 using ForwardHdim256Segments = ForwardTraits<256, 2, 64, 2>;
 
@@ -60,9 +68,9 @@ template <typename T, class Traits>
 struct ForwardSmem {
   T q[Traits::kConsumers][64 * Traits::kColumns];
   T k[Traits::kStages][Traits::kBlockN * Traits::kColumns];
-  T v[Traits::kStages][Traits::kBlockN * Traits::kColumns];
+  T v[Traits::kStages][Traits::kBlockN * Traits::kValueColumns];
   T own_out[Traits::kOutputInQ ? 1 : Traits::kConsumers]
-           [Traits::kOutputInQ ? 8 : 64 * Traits::kColumns];
+           [Traits::kOutputInQ ? 8 : 64 * Traits::kValueColumns];
   Pipeline<1> q_pipeline;
   Pipeline<Traits::kStages> k_pipeline, v_pipeline;
   // These come with Q. The work tile after the last is not valid.

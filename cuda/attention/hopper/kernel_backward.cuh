@@ -9,14 +9,14 @@
 //   thread 0   tickets ------->   work_pipeline  (2)       -->  all below
 //              TMA K, V ------>   k_, v_pipeline (1 or 2)  -->  s, dp         (V <- dv, at the end)
 //              TMA Q, lse ---->   q_pipeline     (2 or 3)  -->  s, dk
-//              TMA dout, delta>   dout_pipeline  (2)       -->  dp, dv
+//              TMA dout, delta>   dout_pipeline  (2 or 3)  -->  dp, dv
 //                                 ds_pipeline    <------------  ds
 //                                     |         dq = ds^T k     (dq warpgroup, or the consumers)
 //   warps 1, 2 bulk_reduce_add <- dq_pipeline  (1 or 2)  <----  dq
 //   64 threads TMA store       <- dq_store_pipeline  <--------  dq of the last key tile, converted
 //
 // With heads wider than 128 the consumers share 64 keys, and a kernel of its own computes dq:
-// mainloop_backward_hdim256.cuh and kernel_dq.cuh.
+// mainloop_backward_hdim256.cuh, mainloop_backward_hdim192_128.cuh and kernel_dq.cuh.
 //
 // dk and dv stay in registers. dq is accumulated in global memory (dq_accumulator.cuh). The kernels
 // of preprocess_backward.cuh run before and after.
@@ -34,6 +34,7 @@
 
 #include "attention/hopper/mainloop_backward_dq.cuh"
 #include "attention/hopper/mainloop_backward_hdim128.cuh"
+#include "attention/hopper/mainloop_backward_hdim192_128.cuh"
 #include "attention/hopper/mainloop_backward_hdim256.cuh"
 #include "attention/hopper/mainloop_backward_hdim64.cuh"
 #include "common/dependent_launch.cuh"
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
 
   if (threadIdx.x == 0) {
     smem.k_pipeline.init(1, Traits::kKReleases);
-    smem.v_pipeline.init(1, Traits::kConsumers);
+    smem.v_pipeline.init(1, Traits::kVReleases);
     smem.q_pipeline.init(1, Traits::kConsumerThreads);
     smem.dout_pipeline.init(1, Traits::kConsumerThreads);
     smem.p_pipeline.init(Traits::kDsWarps, Traits::kDsWarps);
@@ -114,6 +115,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) flash_attention_backward_
     warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     if constexpr (Traits::kHasDqWarpgroup) {
       backward_mma_hdim64<kSegments, kSoftcap>(smem, params, dk_map, dv_map, warpgroup - 1);
+    } else if constexpr (Traits::kSplitsGradients) {
+      if (warpgroup == 1) {
+        backward_mma_dv<kSegments>(smem, params, dv_map);
+      } else {
+        backward_mma_dk(smem, params, dk_map);
+      }
     } else if constexpr (Traits::kSeparateDq) {
       if (warpgroup == 1) {
         backward_mma_hdim256<0, kSegments, kSoftcap>(smem, params, dk_map);

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ForwardConsumer<T, Traits, kSegments, kSoftcap> mainloop(smem, params, consumer);
     PipelineState<Traits::kStages> k_state, v_state;
     PipelineState<1> q_state;
-    float o[Traits::kHeadDim / 2];
+    float o[Traits::kValueDim / 2];
     mainloop.mma_init();
     for (;;) {
       smem.q_pipeline.consumer_wait(q_state);

@@ -24,7 +24,7 @@ inline constexpr int64_t kMaxGridSide = 65535;
 // How many query heads alternate where a CTA takes query tiles: as many as have K and V in the L2
 // cache together, and those that share keys with them.
 inline int query_heads_at_a_time(const FlashShape& shape, int64_t element_bytes) {
-  const int64_t bytes_of_group = 2 * shape.keys * shape.width * element_bytes;
+  const int64_t bytes_of_group = shape.keys * (shape.width + shape.value_width) * element_bytes;
   const int64_t groups = std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_group, 1), 1,
                                              shape.batch * shape.kv_heads);
   return static_cast<int>(groups * (shape.heads / shape.kv_heads));
@@ -36,23 +36,29 @@ HeadRows<const T> read_only(HeadRows<T> rows) {
 }
 
 // Whether this GPU and build have `kernel` and it serves a call on these arrays, which TMA must be
-// able to address: heads as wide as flash_hopper_columns() says, less than 2^29 tokens, and a scale
-// above zero.
+// able to address: heads as wide as flash_has_hopper_widths() says, less than 2^29 tokens, and a
+// scale above zero; a softcap only where values are as wide as keys. `arrays` are as wide as q,
+// `value_arrays` as v.
 template <typename T, class Kernel>
 bool is_for_hopper(Kernel kernel, const FlashShape& shape, const FlashOptions& options,
-                   std::initializer_list<HeadRows<const T>> arrays) {
+                   std::initializer_list<HeadRows<const T>> arrays,
+                   std::initializer_list<HeadRows<const T>> value_arrays) {
   const auto fits = [](int64_t count) { return 0 <= count && count < int64_t{1} << 29; };
-  const bool is_served = flash_hopper_columns(shape.width) > 0 && fits(shape.queries) &&
+  const bool is_served = flash_has_hopper_widths(shape) && fits(shape.queries) &&
                          fits(shape.keys) && shape.keys > 0 && fits(shape.batch * shape.heads) &&
                          options.scale > 0.0f && options.softcap >= 0.0f &&
+                         (options.softcap == 0.0f || shape.value_width == shape.width) &&
                          shape.batch <= kMaxGridSide && shape.heads <= kMaxGridSide;
   if (!is_served) return false;
   const int64_t length = std::max(shape.queries, shape.keys);
+  const auto is_addressable = [&](const HeadRows<const T>& array, int64_t width) {
+    return has_tensor_map({array.data, shape.batch, length, shape.heads, width, array.row_stride});
+  };
   for (const HeadRows<const T>& array : arrays) {
-    if (!has_tensor_map(
-            {array.data, shape.batch, length, shape.heads, shape.width, array.row_stride})) {
-      return false;
-    }
+    if (!is_addressable(array, shape.width)) return false;
+  }
+  for (const HeadRows<const T>& array : value_arrays) {
+    if (!is_addressable(array, shape.value_width)) return false;
   }
   DeviceLimits limits;
   return find_hopper_kernel(kernel, &limits) == cudaSuccess;
@@ -60,20 +66,29 @@ bool is_for_hopper(Kernel kernel, const FlashShape& shape, const FlashOptions& o
 
 // Boxes of `rows` tokens out of an array of `length` tokens.
 template <typename T>
-cudaError_t map_tokens(const FlashShape& shape, HeadRows<T> tokens, int64_t length, int64_t heads,
-                       int rows, CUtensorMap* map) {
+cudaError_t map_tokens(HeadRows<T> tokens, int64_t batch, int64_t length, int64_t heads,
+                       int64_t width, int rows, CUtensorMap* map) {
   constexpr bool kIsHalf = std::is_same_v<std::remove_const_t<T>, __half>;
   return encode_tensor_map(
-      {tokens.data, shape.batch, length, heads, shape.width, tokens.row_stride},
+      {tokens.data, batch, length, heads, width, tokens.row_stride},
       kIsHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rows, map);
 }
+// Of q or k; of out or v; and of their gradients.
 template <typename T>
-cudaError_t map_queries(const FlashShape& shape, HeadRows<T> tokens, int rows, CUtensorMap* map) {
-  return map_tokens(shape, tokens, shape.queries, shape.heads, rows, map);
+cudaError_t map_queries(const FlashShape& s, HeadRows<T> tokens, int rows, CUtensorMap* map) {
+  return map_tokens(tokens, s.batch, s.queries, s.heads, s.width, rows, map);
 }
 template <typename T>
-cudaError_t map_keys(const FlashShape& shape, HeadRows<T> tokens, int rows, CUtensorMap* map) {
-  return map_tokens(shape, tokens, shape.keys, shape.kv_heads, rows, map);
+cudaError_t map_keys(const FlashShape& s, HeadRows<T> tokens, int rows, CUtensorMap* map) {
+  return map_tokens(tokens, s.batch, s.keys, s.kv_heads, s.width, rows, map);
+}
+template <typename T>
+cudaError_t map_outputs(const FlashShape& s, HeadRows<T> tokens, int rows, CUtensorMap* map) {
+  return map_tokens(tokens, s.batch, s.queries, s.heads, s.value_width, rows, map);
+}
+template <typename T>
+cudaError_t map_values(const FlashShape& s, HeadRows<T> tokens, int rows, CUtensorMap* map) {
+  return map_tokens(tokens, s.batch, s.keys, s.kv_heads, s.value_width, rows, map);
 }
 
 }  // namespace jaxllm::hopper

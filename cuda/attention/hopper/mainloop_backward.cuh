@@ -20,16 +20,15 @@ struct BackwardProducer {
   PipelineState<Traits::kQStages> q_state = {};
   PipelineState<Traits::kDoutStages> dout_state = {};
 
-  // A tile of K or of V.
+  // A tile of K or of V, which has kSize elements.
+  template <int kSize>
   __device__ __forceinline__ static void load_kv(Pipeline<Traits::kKvStages>& pipeline,
                                                  PipelineState<Traits::kKvStages>& state,
-                                                 T (*stages)[Traits::kBlockN * Traits::kColumns],
-                                                 const CUtensorMap& map,
+                                                 T (*stages)[kSize], const CUtensorMap& map,
                                                  const BackwardWorkTile& tile) {
-    const Barrier& full =
-        pipeline.producer_acquire(state, Traits::kBlockN * Traits::kColumns * sizeof(T));
+    const Barrier& full = pipeline.producer_acquire(state, kSize * sizeof(T));
 #pragma unroll 1
-    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+    for (int block = 0; block < kSize / (Traits::kBlockN * kSwizzleColumns); ++block) {
       tma_load_4d(
           stages[state.stage] + block * Traits::kBlockN * kSwizzleColumns, map,
           {block * kSwizzleColumns, tile.kv_head, tile.key_tile * Traits::kBlockN, tile.sequence},
@@ -39,16 +38,17 @@ struct BackwardProducer {
   }
 
   // A tile of Q with the lse, or of dout with the delta, of each row.
-  template <int kStages>
-  __device__ __forceinline__ static void load_query_tile(
-      Pipeline<kStages>& pipeline, PipelineState<kStages>& state,
-      T (*stages)[Traits::kBlockM * Traits::kColumns], float (*row_stages)[Traits::kBlockM],
-      const CUtensorMap& map, const float* rows, int sequence, int head, int query) {
+  template <int kStages, int kSize>
+  __device__ __forceinline__ static void load_query_tile(Pipeline<kStages>& pipeline,
+                                                         PipelineState<kStages>& state,
+                                                         T (*stages)[kSize],
+                                                         float (*row_stages)[Traits::kBlockM],
+                                                         const CUtensorMap& map, const float* rows,
+                                                         int sequence, int head, int query) {
     constexpr int kRowBytes = Traits::kBlockM * sizeof(float);
-    const Barrier& full = pipeline.producer_acquire(
-        state, Traits::kBlockM * Traits::kColumns * sizeof(T) + kRowBytes);
+    const Barrier& full = pipeline.producer_acquire(state, kSize * sizeof(T) + kRowBytes);
 #pragma unroll 1
-    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+    for (int block = 0; block < kSize / (Traits::kBlockM * kSwizzleColumns); ++block) {
       tma_load_4d(stages[state.stage] + block * Traits::kBlockM * kSwizzleColumns, map,
                   {block * kSwizzleColumns, head, query, sequence}, full);
     }
@@ -83,8 +83,9 @@ struct BackwardProducer {
   }
 };
 
-// Starts s = k q^T or dp = v dout^T, for as many queries as `result` has columns.
-template <class Traits, typename T, int kSize>
+// Starts s = k q^T or dp = v dout^T, for as many queries as `result` has columns. kDepth is the
+// width of what it multiplies.
+template <class Traits, int kDepth = Traits::kHeadDim, typename T, int kSize>
 __device__ __forceinline__ void start_scores(float (&result)[kSize], uint64_t rows,
                                              const T* queries) {
   constexpr int kColumnBlockBytesN = Traits::kBlockN * kSwizzleRowBytes;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void start_scores(float (&result)[kSize], uint64_t ro
   const uint64_t columns = k_major_descriptor(smem_address(queries));
   warpgroup_arrive();
 #pragma unroll
-  for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
+  for (int step = 0; step < kDepth / 16; ++step) {
     const int within = step % 4 * kKMajorStepBytes;
     wgmma<T, Major::kK, Major::kK>(result, rows + ((step / 4 * kColumnBlockBytesN + within) >> 4),
                                    columns + ((step / 4 * kColumnBlockBytesM + within) >> 4),
@@ -140,6 +141,16 @@ __device__ __forceinline__ void store_left_operand(const uint32_t (&operand)[kWo
     const int chunk = j / 2;  // of eight queries
     stmatrix(stmatrix_chunk<Traits::kBlockN>(rows, chunk),
              *reinterpret_cast<const uint32_t (*)[4]>(operand + j));
+  }
+}
+
+// Reads what store_left_operand wrote.
+template <class Traits, int kWords>
+__device__ __forceinline__ void load_left_operand(uint32_t (&operand)[kWords], uint32_t rows) {
+#pragma unroll
+  for (int j = 0; j < kWords; j += 4) {
+    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(operand + j),
+             stmatrix_chunk<Traits::kBlockN>(rows, j / 2));
   }
 }
 

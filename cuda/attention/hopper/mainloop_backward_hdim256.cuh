@@ -19,16 +19,6 @@
 
 namespace jaxllm::hopper {
 
-// Reads what store_left_operand wrote.
-template <class Traits, int kWords>
-__device__ __forceinline__ void load_left_operand(uint32_t (&operand)[kWords], uint32_t rows) {
-#pragma unroll
-  for (int j = 0; j < kWords; j += 4) {
-    ldmatrix(*reinterpret_cast<uint32_t (*)[4]>(operand + j),
-             stmatrix_chunk<Traits::kBlockN>(rows, j / 2));
-  }
-}
-
 // Stores the gradients of a work tile, of which this consumer has its columns.
 template <int kConsumer, typename T, class Traits, int kSize>
 __device__ __forceinline__ void store_shared_key_gradients(

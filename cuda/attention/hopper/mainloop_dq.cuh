@@ -28,17 +28,15 @@ struct DqProducer {
   PipelineState<Traits::kKStages> k_state = {};
   PipelineState<Traits::kVStages> v_state = {};
 
-  // A tile of K or of V.
-  template <int kStages>
+  // A tile of K or of V, which has kSize elements.
+  template <int kStages, int kSize>
   __device__ __forceinline__ static void load_kv(Pipeline<kStages>& pipeline,
-                                                 PipelineState<kStages>& state,
-                                                 T (*stages)[Traits::kBlockN * Traits::kColumns],
+                                                 PipelineState<kStages>& state, T (*stages)[kSize],
                                                  const CUtensorMap& map, int kv_head, int key_tile,
                                                  int sequence) {
-    const Barrier& full =
-        pipeline.producer_acquire(state, Traits::kBlockN * Traits::kColumns * sizeof(T));
+    const Barrier& full = pipeline.producer_acquire(state, kSize * sizeof(T));
 #pragma unroll 1
-    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+    for (int block = 0; block < kSize / (Traits::kBlockN * kSwizzleColumns); ++block) {
       tma_load_4d(stages[state.stage] + block * Traits::kBlockN * kSwizzleColumns, map,
                   {block * kSwizzleColumns, kv_head, key_tile * Traits::kBlockN, sequence}, full);
     }
@@ -46,14 +44,14 @@ struct DqProducer {
   }
 
   // Both consumers' rows of Q or dout, of which `full` expects the bytes.
-  __device__ __forceinline__ static void load_queries(T (*rows)[64 * Traits::kColumns],
-                                                      const CUtensorMap& map,
+  template <int kSize>
+  __device__ __forceinline__ static void load_queries(T (*rows)[kSize], const CUtensorMap& map,
                                                       const ForwardWorkTile& work,
                                                       const Barrier& full) {
 #pragma unroll 1
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
 #pragma unroll 1
-      for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+      for (int block = 0; block < kSize / (64 * kSwizzleColumns); ++block) {
         tma_load_4d(rows[consumer] + block * 64 * kSwizzleColumns, map,
                     {block * kSwizzleColumns, work.head,
                      work.query_tile * Traits::kBlockM + consumer * 64, work.sequence},
@@ -66,19 +64,18 @@ struct DqProducer {
   // place dq takes.
   __device__ __forceinline__ void load(const ForwardWorkTile& work, const TileRange& key_tiles,
                                        int kv_head) {
-    constexpr int kBytes = Traits::kBlockM * Traits::kColumns * sizeof(T);
     const auto load_key_tile = [&](int tile) {
       load_kv(smem.k_pipeline, k_state, smem.k, k_map, kv_head, tile, work.sequence);
       load_kv(smem.v_pipeline, v_state, smem.v, v_map, kv_head, tile, work.sequence);
     };
     if (key_tiles.size() > 0) load_key_tile(key_tiles.end - 1);
     load_queries(smem.dout, dout_map, work,
-                 smem.dout_pipeline.producer_acquire(dout_state, kBytes));
+                 smem.dout_pipeline.producer_acquire(dout_state, sizeof(smem.dout)));
     dout_state.advance();
     smem.q_pipeline.producer_acquire(q_state);
     smem.work = work;
     smem.key_tiles = key_tiles;
-    smem.q_pipeline.full[0].arrive_and_expect(kBytes);
+    smem.q_pipeline.full[0].arrive_and_expect(sizeof(smem.q));
     load_queries(smem.q, q_map, work, smem.q_pipeline.full[0]);
     q_state.advance();
 #pragma unroll 1
@@ -96,7 +93,8 @@ struct DqProducer {
 // A consumer warpgroup's part.
 template <typename T, class Traits, bool kSegments, bool kSoftcap>
 class DqConsumer {
-  static constexpr int kHeadDim = Traits::kHeadDim, kBlockN = Traits::kBlockN;
+  static constexpr int kHeadDim = Traits::kHeadDim, kValueDim = Traits::kValueDim;
+  static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kColumnBlockBytes = kBlockN * kSwizzleRowBytes;
 
  public:
@@ -175,14 +173,15 @@ class DqConsumer {
   }
 
  private:
-  // left right^T, both in shared memory; `left` has 64 rows.
+  // left right^T, both in shared memory and kDepth wide; `left` has 64 rows.
+  template <int kDepth>
   __device__ __forceinline__ static void start_product(float (&result)[kBlockN / 2], uint64_t left,
                                                        const T* right) {
     const uint64_t columns = k_major_descriptor(smem_address(right));
     asm volatile("" : "+l"(left));
     warpgroup_arrive();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
+    for (int step = 0; step < kDepth / 16; ++step) {
       const int within = step % 4 * kKMajorStepBytes;
       wgmma<T, Major::kK, Major::kK>(
           result, left + ((step / 4 * 64 * kSwizzleRowBytes + within) >> 4),
@@ -193,13 +192,13 @@ class DqConsumer {
   // s = q k^T of the next stage of K.
   __device__ __forceinline__ void start_s(float (&s)[kBlockN / 2]) {
     smem_.k_pipeline.consumer_wait(k_state_);
-    start_product(s, q_operand_, smem_.k[k_state_.stage]);
+    start_product<kHeadDim>(s, q_operand_, smem_.k[k_state_.stage]);
     k_state_.advance();
   }
   // dp = dout v^T of the next stage of V, which release_v() goes on from.
   __device__ __forceinline__ void start_dp(float (&dp)[kBlockN / 2]) {
     smem_.v_pipeline.consumer_wait(v_state_);
-    start_product(dp, dout_operand_, smem_.v[v_state_.stage]);
+    start_product<kValueDim>(dp, dout_operand_, smem_.v[v_state_.stage]);
   }
   // dq += ds k of the first stage of K that is not released.
   __device__ __forceinline__ void start_dq(const uint32_t (&ds)[kBlockN / 4],

@@ -17,21 +17,20 @@ namespace jaxllm::hopper {
 template <typename T, class Traits>
 struct ForwardProducer {
   using Smem = ForwardSmem<T, Traits>;
-  static constexpr int kTileBytes = Traits::kBlockN * Traits::kColumns * sizeof(T);
 
   Smem& smem;
   const CUtensorMap &q_map, &k_map, &v_map;
   PipelineState<1> q_state = {};
   PipelineState<Traits::kStages> k_state = {}, v_state = {};
 
-  // A tile of K or of V.
+  // A tile of K or of V, which has kSize elements.
+  template <int kSize>
   __device__ __forceinline__ static void load_kv(Pipeline<Traits::kStages>& pipeline,
                                                  PipelineState<Traits::kStages>& state,
-                                                 T (*stages)[Traits::kBlockN * Traits::kColumns],
-                                                 const CUtensorMap& map, int kv_head, int key_tile,
-                                                 int sequence) {
-    const Barrier& full = pipeline.producer_acquire(state, kTileBytes);
-    for (int block = 0; block < Traits::kColumnBlocks; ++block) {
+                                                 T (*stages)[kSize], const CUtensorMap& map,
+                                                 int kv_head, int key_tile, int sequence) {
+    const Barrier& full = pipeline.producer_acquire(state, kSize * sizeof(T));
+    for (int block = 0; block < kSize / (Traits::kBlockN * kSwizzleColumns); ++block) {
       tma_load_4d(stages[state.stage] + block * Traits::kBlockN * kSwizzleColumns, map,
                   {block * kSwizzleColumns, kv_head, key_tile * Traits::kBlockN, sequence}, full);
     }
@@ -97,7 +96,8 @@ __device__ __forceinline__ TileRange consumer_key_tiles(const TiledMask<kBlockM,
 // A consumer warpgroup's part.
 template <typename T, class Traits, bool kSegments, bool kSoftcap>
 class ForwardConsumer {
-  static constexpr int kHeadDim = Traits::kHeadDim, kBlockN = Traits::kBlockN;
+  static constexpr int kHeadDim = Traits::kHeadDim, kValueDim = Traits::kValueDim;
+  static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kColumnBlockBytes = kBlockN * kSwizzleRowBytes;
   static constexpr bool kKeepsMax = std::is_same_v<T, __nv_bfloat16>;
 
@@ -105,7 +105,7 @@ class ForwardConsumer {
   using Smem = ForwardSmem<T, Traits>;
   using Mask = TiledMask<Traits::kBlockM, kBlockN>;
   using State = PipelineState<Traits::kStages>;
-  using Softmax = OnlineSoftmax<T, kBlockN, kHeadDim>;
+  using Softmax = OnlineSoftmax<T, kBlockN, kValueDim>;
 
   __device__ __forceinline__ ForwardConsumer(Smem& smem, const ForwardParams& params, int consumer)
       : smem_(smem),
@@ -128,7 +128,7 @@ class ForwardConsumer {
   // what the CTA visits.
   __device__ __forceinline__ void mma(const Mask& mask, const ForwardWorkTile& work,
                                       const TileRange& key_tiles, int first_query, State& k_state,
-                                      State& v_state, Softmax& softmax, float (&o)[kHeadDim / 2]) {
+                                      State& v_state, Softmax& softmax, float (&o)[kValueDim / 2]) {
     const TileRange own = consumer_key_tiles(mask, key_tiles, first_query);
     ScoreMask<Rows::kQueries, kSegments, Traits::kBlockM, kBlockN> score_mask(
         params_.segments, mask, work.sequence, first_query);
@@ -139,7 +139,7 @@ class ForwardConsumer {
       score_mask.apply(s, key_tile, key_tile * kBlockN);
     };
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
 
     for (int i = own.end; i < key_tiles.end; ++i) skip_key_tile(k_state, v_state, true);
     const bool is_idle = own.size() == 0;
@@ -217,7 +217,7 @@ class ForwardConsumer {
   // o += p v of the next stage of V.
   __device__ __forceinline__ void start_output(const State& v_state,
                                                const uint32_t (&p)[kBlockN / 4],
-                                               float (&o)[kHeadDim / 2]) {
+                                               float (&o)[kValueDim / 2]) {
     smem_.v_pipeline.consumer_wait(v_state);
     const uint64_t v_operand =
         mn_major_descriptor(smem_address(smem_.v[v_state.stage]), kColumnBlockBytes);

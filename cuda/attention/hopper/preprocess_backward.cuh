@@ -9,9 +9,9 @@ namespace jaxllm::hopper {
 
 constexpr int kRowThreads = 256;
 
-// The threads that have a row of a head, a pack each; a power of two.
+// The threads that have a row of a head of out and dout, a pack each; a power of two.
 template <typename T, class Traits>
-constexpr int kRowGroup = Traits::kColumns > 128 ? 32 : Traits::kColumns / kPackSize<T>;
+constexpr int kRowGroup = Traits::kValueColumns > 128 ? 32 : Traits::kValueColumns / kPackSize<T>;
 
 // Writes column sums over the CTA's rows. kGroup neighbouring threads have a row, kCount columns
 // each; `sums` may be sums over several rows already.

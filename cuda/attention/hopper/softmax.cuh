@@ -15,7 +15,7 @@ namespace jaxllm::hopper {
 // In bfloat16 m, and o with it, stay what they are as long as no row's p in a tile sum to more than
 // 2^16: bfloat16 has the exponents of float32, and p above one is as precise as p below. A tile
 // beyond is computed again.
-template <typename T, int kBlockN, int kHeadDim>
+template <typename T, int kBlockN, int kValueDim>
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};  // of the scores, not yet scaled
   float row_sum[2] = {0.0f, 0.0f};            // over this thread's columns
@@ -59,8 +59,8 @@ struct OnlineSoftmax {
   // after update_max.
   template <bool kRescale>
   __device__ __forceinline__ void exponentiate(const float (&s)[kBlockN / 2], float scale_log2,
-                                               uint32_t (&p)[kBlockN / 4], float (&o)[kHeadDim / 2],
-                                               float (&sums)[2]) const {
+                                               uint32_t (&p)[kBlockN / 4],
+                                               float (&o)[kValueDim / 2], float (&sums)[2]) const {
     float sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; i += 4) {
@@ -75,7 +75,7 @@ struct OnlineSoftmax {
         p[i / 2 + row] = pack_pair<T>(pair[0], pair[1]);
       }
       if constexpr (kRescale) {  // an equal part of the output, where the sizes divide
-        constexpr int kParts = kBlockN / 8, kSize = kHeadDim / 2;
+        constexpr int kParts = kBlockN / 8, kSize = kValueDim / 2;
 #pragma unroll
         for (int k = 0; k < kSize; ++k) {
           if (k * kParts / kSize == i / 4) o[k] *= rescale[k / 2 % 2];
@@ -88,7 +88,7 @@ struct OnlineSoftmax {
 
   // A later tile, after update_max.
   __device__ __forceinline__ void next(const float (&s)[kBlockN / 2], float scale_log2,
-                                       uint32_t (&p)[kBlockN / 4], float (&o)[kHeadDim / 2]) {
+                                       uint32_t (&p)[kBlockN / 4], float (&o)[kValueDim / 2]) {
     float sums[2];
     exponentiate<true>(s, scale_log2, p, o, sums);
 #pragma unroll
@@ -98,7 +98,7 @@ struct OnlineSoftmax {
   // A later tile by the maxima of the tiles before; or, where these will not do, by its own.
   __device__ __forceinline__ void next_with_old_max(const float (&s)[kBlockN / 2], float scale_log2,
                                                     uint32_t (&p)[kBlockN / 4],
-                                                    float (&o)[kHeadDim / 2]) {
+                                                    float (&o)[kValueDim / 2]) {
     constexpr float kMaxSum = 65536.0f;
     float sums[2];
     exponentiate<false>(s, scale_log2, p, o, sums);

@@ -31,8 +31,12 @@ def check_arrays(q: Array, k: Array, v: Array) -> None:
             f"k has shape {k.shape}; it must be ({B}, S, K, {H}), with the batch and the head "
             f"width of q {q.shape}"
         )
-    check_shape("v", v, k.shape, "the shape of k")
-    K = k.shape[2]
+    S, K = k.shape[1:3]
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3] or v.shape[-1] == 0:
+        raise ValueError(
+            f"v has shape {v.shape}; it must be ({B}, {S}, {K}, Hv), the shape of k {k.shape} but "
+            "for the last dimension, with Hv at least 1"
+        )
     if K == 0 or N % K:
         raise ValueError(
             f"k has shape {k.shape}, {K} heads; their number must divide that of q {q.shape}, {N}"

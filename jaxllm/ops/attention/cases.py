@@ -19,6 +19,7 @@ def _attention(
     *,
     keys: int | None = None,
     kv_heads: int | None = None,
+    value_width: int | None = None,
     std: float = 1.0,
     sinks: bool = False,
     bias: tuple[int, int] | None = None,  # for how many sequences and heads
@@ -27,11 +28,16 @@ def _attention(
     **static: Any,
 ) -> Case:
     keys, kv_heads = length if keys is None else keys, kv_heads or heads
-    q, kv = (batch, length, heads, width), (batch, keys, kv_heads, width)
-    of_q, of_kv = batch * length * heads * width, batch * keys * kv_heads * width
-    # Two matmuls of (T, H) and (S, H) forward, five backward; a causal mask leaves half of them.
-    matmul = 2 * of_q * keys // (2 if static.get("causal") else 1)
-    inputs: dict[str, Any] = {"q": Normal(q, std=std), "k": Normal(kv), "v": Normal(kv)}
+    values = width if value_width is None else value_width
+    query_heads, key_heads = batch * length * heads, batch * keys * kv_heads
+    # Of (T, H) and (S, H) there is one matmul forward and three backward, and of values one and
+    # two; a causal mask leaves half of them.
+    matmul_of_column = 2 * query_heads * keys // (2 if static.get("causal") else 1)
+    inputs: dict[str, Any] = {
+        "q": Normal((batch, length, heads, width), std=std),
+        "k": Normal((batch, keys, kv_heads, width)),
+        "v": Normal((batch, keys, kv_heads, values)),
+    }
     if sinks or bias:
         inputs["sinks"] = Normal((heads,), dtype="float32") if sinks else None
     if bias:
@@ -42,10 +48,12 @@ def _attention(
         inputs,
         static,
         # Forward: q, k, v in, out out. Backward: those and dout in, dq, dk, dv out.
-        forward_elements=2 * (of_q + of_kv),
-        backward_elements=4 * (of_q + of_kv),
-        forward_flops=2 * matmul,
-        backward_flops=5 * matmul,
+        forward_elements=(width + values) * (query_heads + key_heads),
+        backward_elements=2 * (width + values) * (query_heads + key_heads),
+        forward_flops=(width + values) * matmul_of_column,
+        backward_flops=(3 * width + 2 * values) * matmul_of_column,
+        # Its kernels for values of another width are for one pair, 16 bits and Hopper GPUs.
+        refused_by=("cuda",) if values != width else (),
         large=large,
         timed_only=timed_only,
     )
@@ -240,6 +248,9 @@ CASES = (
     _attention("width_192", 4, 4096, 16, 192, causal=True, large=True, timed_only=True),
     _attention("gemma_7b", 4, 4096, 16, 256, causal=True, large=True, timed_only=True),
     _attention("width_32", 8, 2048, 16, 32, causal=True, large=True, timed_only=True),
+    _attention(
+        "deepseek_v3", 4, 4096, 16, 192, value_width=128, causal=True, large=True, timed_only=True
+    ),
     _attention("t5_base", 8, 1024, 12, 64, bias=(1, 12), large=True, timed_only=True),
     _attention("phi2", 4, 2048, 32, 80, causal=True, large=True, timed_only=True),
     _attention(
@@ -395,6 +406,29 @@ CASES = (
         return_lse=True,
     ),
     _attention("bias_of_all", 3, 17, 2, 8, keys=20, bias=(1, 1), causal=True, window=9),
+    _attention("narrow_values", 2, 7, 3, 8, value_width=5, causal=True),
+    _attention("wide_values", 1, 9, 6, 8, keys=11, kv_heads=2, value_width=40, return_lse=True),
+    _attention("latent", 1, 131, 4, 192, kv_heads=2, value_width=128, causal=True),
+    _attention("latent_cross", 2, 33, 2, 192, keys=50, value_width=128),
+    _attention(
+        "latent_all_options",
+        2,
+        70,
+        4,
+        192,
+        kv_heads=2,
+        value_width=128,
+        sinks=True,
+        causal=True,
+        window=37,
+        softcap=20.0,
+        scale=0.1,
+        segment_ids=_packed(2, 3, 40, 27),
+        rope_table=_angles(70, 32),
+        return_lse=True,
+    ),
+    _attention("narrow_values_bias", 2, 21, 4, 24, kv_heads=2, value_width=16, bias=(1, 4)),
+    _attention("narrow_values_no_keys", 2, 3, 2, 8, keys=0, value_width=5),
     _attention("one_query", 2, 1, 2, 8, keys=5, causal=True),
     _attention("no_batch", 0, 8, 2, 8, causal=True),
     _attention("no_keys", 2, 3, 2, 8, keys=0),

@@ -143,7 +143,8 @@ def forward(
         if not piece.keys:
             statistic = jnp.promote_types(q.dtype, jnp.float32)
             B, T, N, _ = q.shape
-            return sink.join(jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, statistic), sinks)
+            zeros = jnp.zeros((B, T, N, keys[1].shape[-1]), q.dtype)
+            return sink.join(zeros, jnp.full((B, N, T), -jnp.inf, statistic), sinks)
         k, v, of_keys = _cut(keys, piece.keys)
         longer, of_queries, rows = _append(piece.beyond, chunk)
         more = () if sinks is None else (sinks,)

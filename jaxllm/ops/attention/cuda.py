@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxllm.core import ffi
 from jaxllm.ops.attention import packing, sink
+from jaxllm.ops.checks import is_certain
 from jaxllm.ops.window import sides
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -20,38 +21,44 @@ _MAX_LENGTH = 2**28
 # Widths of heads, by rows of Hopper GPUs.
 _FASTER_THAN_CUDNN = (32, 64, 80, 96, 128, 192, 256)
 # As in cuda/attention/flash_attention.h, and so are the sizes of all workspaces.
+_LATENT_WIDTHS = (192, 128)  # of keys and values: the one pair that differs and has kernels
 _SEGMENT_GRANULE = 32  # rows
 _HOPPER_QUERIES, _HOPPER_KEYS = 128, 64  # the fewest of a tile, of the forward and the backward
 _MAX_FUSED_DQ_WIDTH = 128  # wider heads have a kernel for dq in the backward
 _MAX_PARTIAL_ROWS = 640  # of a bias's gradient
+_MAX_GRID_SIDE = 65535  # sequences, and heads, of Hopper's own kernels
 
 
 def flash_attention_unsupported(
-    q, k, v, segment_ids, rope_table=None, sinks=None, **_
+    q, k, v, segment_ids, rope_table=None, sinks=None, **options
 ) -> str | None:
     """Why the forward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "forward")
+    reason = _unsupported(q, k, rope_table) or _values_unsupported(q, k, v, **options)
+    return reason or _shared_memory_reason(q, v, "forward")
 
 
 def flash_attention_backward_unsupported(
-    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
+    q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **options
 ) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward")
+    reason = _unsupported(q, k, rope_table) or _values_unsupported(q, k, v, **options)
+    return reason or _shared_memory_reason(q, v, "backward")
 
 
 def flash_attention_bias_unsupported(
     q, k, v, bias, segment_ids, rope_table=None, sinks=None, **_
 ) -> str | None:
     """Why the forward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "forward", has_bias=True)
+    reason = _unsupported(q, k, rope_table) or _values_unsupported(q, k, v, has_bias=True)
+    return reason or _shared_memory_reason(q, v, "forward", has_bias=True)
 
 
 def flash_attention_bias_backward_unsupported(
     q, k, v, bias, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
 ) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rope_table) or _shared_memory_reason(q, "backward", has_bias=True)
+    reason = _unsupported(q, k, rope_table) or _values_unsupported(q, k, v, has_bias=True)
+    return reason or _shared_memory_reason(q, v, "backward", has_bias=True)
 
 
 def _unsupported(q, k, rope_table) -> str | None:
@@ -74,8 +81,36 @@ def _unsupported(q, k, rope_table) -> str | None:
     return None
 
 
-def _shared_memory_reason(q, direction: str, *, has_bias: bool = False) -> str | None:
+def _values_unsupported(q, k, v, *, scale=1.0, softcap=None, has_bias=False, **_) -> str | None:
+    """Why no kernel takes these values, of another width than the keys; None if one does.
+
+    Only the kernels for Hopper have such values. No other kernel serves a call that they do not.
+    """
+    widths = q.shape[-1], v.shape[-1]
+    if widths[0] == widths[1]:
+        return None
+    given = f"queries and keys are {widths[0]} wide and values {widths[1]}"
+    wide, narrow = _LATENT_WIDTHS
+    if widths != _LATENT_WIDTHS:
+        return f"{given}; of widths that differ the kernels take {wide} and {narrow} alone"
+    if q.dtype == jnp.float32:
+        return f"{given}; the kernels for that take bfloat16 and float16"
+    if has_bias or softcap is not None:
+        return f"{given}; the kernels for that take no {'bias' if has_bias else 'softcap'}"
+    if not scale > 0:
+        return f"scale is {scale}; the kernels for values of another width take scales above zero"
+    if is_certain(lambda: k.shape[1] == 0):
+        return f"{given}; the kernels for that need a key"
+    if is_certain(lambda: max(q.shape[0], q.shape[2]) > _MAX_GRID_SIDE):
+        return f"q has shape {q.shape}; it may have {_MAX_GRID_SIDE} sequences and heads here"
+    reason = ffi.no_hopper_reason()
+    return None if reason is None else f"{given}: {reason}"
+
+
+def _shared_memory_reason(q, v, direction: str, *, has_bias: bool = False) -> str | None:
     """Why the tiles for heads as wide as these do not fit the GPU; None if they do."""
+    if q.shape[-1] != v.shape[-1]:
+        return None  # the kernels for Hopper alone serve these, and fit
     kernel, widths = f"flash_attention_{direction}", (32, 64, 96, 128, 256)
     if has_bias:
         kernel, widths = f"{kernel}_bias", (64, 128, 256)
@@ -105,14 +140,16 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
     return ffi.shared_memory_reason(f"flash_attention_forward_{width}")
 
 
-def flash_attention_slower(q, *_, **__) -> str | None:
+def flash_attention_slower(q, k, v, *_, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
     *widths, last = _FASTER_THAN_CUDNN
-    if _is_for_hopper(q) and q.shape[-1] in (*widths, last):
+    H, Hv = q.shape[-1], v.shape[-1]
+    if Hv == H and H in (*widths, last) and _is_for_hopper(q, v):
         return None
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
-        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide"
+        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide with "
+        "values as wide"
     )
 
 
@@ -162,8 +199,8 @@ def flash_attention_forward(
     """Returns ``(out, lse)``."""
     extras = _extras(segment_ids, rope_table, _wide(sinks))
     workspaces = _workspaces(q, k, segment_ids, rope_table)
-    results = (_like(q), _query_statistic(q), *workspaces, _forward_scratch(q))
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    results = (_out_of(q, v), _query_statistic(q), *workspaces, _forward_scratch(q, v))
+    options = _flash_options(q, v, causal, scale, window, softcap, rope_table, interleaved)
     options |= _last_option(sinks=sinks)
     return ffi.call("flash_attention_forward", results, q, k, v, *extras, **options)[:2]
 
@@ -178,8 +215,8 @@ def flash_attention_backward(
     """
     arrays = (q, k, v, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
-    results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k))
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    results = (_like(q), _like(k), _like(v), *workspaces, _backward_scratch(q, k, v))
+    options = _flash_options(q, v, causal, scale, window, softcap, rope_table, interleaved)
     options |= _last_option(dlse=dlse)
     *gradients, delta = ffi.call("flash_attention_backward", results, *arrays, **options)[:4]
     return *gradients, *_sinks_gradient(lse, delta, sinks)
@@ -192,8 +229,8 @@ def flash_attention_bias_forward(
     """Returns ``(out, lse)``."""
     extras = _extras(segment_ids, rope_table, _wide(sinks))
     workspaces = _workspaces(q, k, segment_ids, rope_table)
-    results = (_like(q), _query_statistic(q), *workspaces, _scratch(q, 0))
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    results = (_out_of(q, v), _query_statistic(q), *workspaces, _scratch(q, 0))
+    options = _flash_options(q, v, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"hopper": False, **_last_option(sinks=sinks)}
     stem = "flash_attention_bias_forward"
     return ffi.call(stem, results, q, k, v, bias, *extras, **options)[:2]
@@ -210,7 +247,7 @@ def flash_attention_bias_backward(
     arrays = (q, k, v, bias, out, lse, dout, *_extras(segment_ids, rope_table, dlse))
     workspaces = (_query_statistic(q), *_workspaces(q, k, segment_ids, rope_table))
     results = (_like(q), _like(k), _like(v), _like(bias), *workspaces, _scratch(q, 0))
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, v, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"hopper": False, **_last_option(dlse=dlse)}
     stem = "flash_attention_bias_backward"
     *gradients, delta = ffi.call(stem, results, *arrays, **options)[:5]
@@ -224,7 +261,7 @@ def flash_attention_packed_forward(
     """Returns ``(out, lse)``; ``out`` is (B, T, N*H)."""
     q, k = _unpacked(qkv, heads, kv_heads)
     B, T, N, H = q.shape
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, k, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": _has_apart(qkv)}
     if options["by_parts"] and rope_table is None:
         return _split_forward(
@@ -233,7 +270,7 @@ def flash_attention_packed_forward(
         )  # fmt: skip
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
     workspaces = _workspaces(q, k, segment_ids, rope_table)
-    results = (out, _query_statistic(q), *workspaces, _forward_scratch(q))
+    results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, k))
     extras = _extras(segment_ids, rope_table, _wide(sinks))
     options |= _last_option(sinks=sinks)
     qkv = lax.collapse(qkv, 2)
@@ -278,7 +315,7 @@ def flash_attention_float8(
 ):
     """Returns ``out``."""
     out = jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)
-    options = _flash_options(q, causal, scale, window, softcap, None, False)
+    options = _flash_options(q, v, causal, scale, window, softcap, None, False)
     results = (out, *_workspaces(q, k, segment_ids, None), _scratch(q, 0))
     arrays = (q, k, v, q_scale, k_scale, v_scale, *(segment_ids or ()))
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
@@ -327,11 +364,11 @@ def _packed_backward(
     by_parts = _has_apart(qkv)
     workspaces = _workspaces(q, k, segment_ids, rope_table, has_gradients=by_parts)
     extras = _extras(segment_ids, rope_table, dlse)
-    options = _flash_options(q, causal, scale, window, softcap, rope_table, interleaved)
+    options = _flash_options(q, k, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
     options |= _last_option(dlse=dlse)
     flat = lax.collapse(qkv, 2)
-    scratch = _backward_scratch(q, k)
+    scratch = _backward_scratch(q, k, k)
     results = (_like(flat), _query_statistic(q), *workspaces, scratch, *more)
     dqkv, *rest = ffi.call(stem, results, flat, *others, *extras, **options)
     return dqkv.reshape(qkv.shape), *rest
@@ -342,11 +379,11 @@ def _has_apart(qkv: jax.Array) -> bool:
     return packing.is_by_parts(qkv) and qkv.shape[2] > 3
 
 
-def _flash_options(q, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
+def _flash_options(q, v, causal, scale, window, softcap, rope_table, interleaved) -> dict[str, Any]:
     """The attributes of a call; -1 is a side of the window without an end, and 0 no softcap."""
     left, right = sides(causal, window)
     return {
-        "hopper": _is_for_hopper(q),
+        "hopper": _is_for_hopper(q, v),
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
         "scale": scale,
@@ -384,6 +421,10 @@ def _unpacked(qkv: jax.Array, heads: int, kv_heads: int) -> tuple:
     return jax.eval_shape(lambda qkv: packing.split(qkv, heads, kv_heads), qkv)[:2]
 
 
+def _out_of(q, v) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+
+
 def _query_statistic(q: jax.Array) -> jax.ShapeDtypeStruct:
     B, T, N, _ = q.shape
     return jax.ShapeDtypeStruct((B, N, T), jnp.float32)
@@ -407,19 +448,19 @@ def _workspaces(
     )
 
 
-def _forward_scratch(q) -> jax.ShapeDtypeStruct:
+def _forward_scratch(q, v) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper forward: some elements for every tile of queries."""
-    if not _is_for_hopper(q):
+    if not _is_for_hopper(q, v):
         return _scratch(q, 0)
     return _scratch(q, 4 + 2 * -(-q.shape[1] // _HOPPER_QUERIES))
 
 
-def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
+def _backward_scratch(q, k, v) -> jax.ShapeDtypeStruct:
     """The workspace of the Hopper backward: a few elements a query and tile, and dq in float32.
 
     Heads wider than :data:`_MAX_FUSED_DQ_WIDTH` have a kernel for dq, and no dq in float32.
     """
-    if not _is_for_hopper(q):
+    if not _is_for_hopper(q, v):
         return _scratch(q, 0)
     _, T, N, H = q.shape
     tile = _backward_tile(H)
@@ -433,7 +474,7 @@ def _backward_scratch(q, k) -> jax.ShapeDtypeStruct:
 def _bias_partial(q, columns: int) -> jax.ShapeDtypeStruct:
     """Partial sums of a bias's gradient."""
     B, T, N, H = q.shape
-    if not _is_for_hopper(q):
+    if not _is_for_hopper(q, q):
         return jax.ShapeDtypeStruct((min(B * T, _MAX_PARTIAL_ROWS) * columns,), jnp.float32)
     # Of each tile of queries the sums of dq of every 64, and those of dout; but at least a row, for
     # calls that turn out not to be for Hopper's own kernels.
@@ -459,13 +500,15 @@ def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((q.shape[0], size), jnp.float32)
 
 
-def _is_for_hopper(q: jax.Array) -> bool:
+def _is_for_hopper(q: jax.Array, v: jax.Array) -> bool:
     """Whether to reserve workspace for the Hopper kernels; the attribute ``hopper`` says so.
 
     The handlers check the sizes of the workspace against cuda/attention/flash_attention.h; the
     launchers look again whether the kernels serve the call.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not _hopper_columns(q.shape[-1]):
+    H, Hv = q.shape[-1], v.shape[-1]
+    has_widths = _hopper_columns(H) > 0 if Hv == H else (H, Hv) == _LATENT_WIDTHS
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not has_widths:
         return False
     return ffi.runs_hopper_kernels()
 

@@ -33,6 +33,7 @@ from jaxllm.ops.attention.pallas_flash_blocks import (
     Problem,
     Rows,
     Tile,
+    block_width,
     column,
     load_bias,
     load_head,
@@ -61,23 +62,24 @@ def flash_attention_unsupported(
     q, k, v, segment_ids, rope_table=None, sinks=None, **_
 ) -> str | None:
     """Why the forward kernel cannot serve a call; None if it can."""
-    return _unsupported(q, k, rope_table)
+    return _unsupported(q, k, v, rope_table)
 
 
 def flash_attention_backward_unsupported(
     q, k, v, out, lse, dout, segment_ids, rope_table=None, dlse=None, sinks=None, **_
 ) -> str | None:
     """Why the backward kernels cannot serve a call; None if they can."""
-    return _unsupported(q, k, rope_table)
+    return _unsupported(q, k, v, rope_table)
 
 
-def _unsupported(q, k, rope_table) -> str | None:
+def _unsupported(q, k, v, rope_table) -> str | None:
     """Both directions take the same."""
     if q.dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(dtype).name for dtype in _DTYPES)
         return f"q has dtype {q.dtype}; the kernel takes {names}"
-    if q.shape[-1] > _MAX_WIDTH:
-        return f"heads are {q.shape[-1]} wide; the kernel takes at most {_MAX_WIDTH}"
+    width = max(q.shape[-1], v.shape[-1])
+    if width > _MAX_WIDTH:
+        return f"heads are {width} wide; the kernel takes at most {_MAX_WIDTH}"
     if rope_table is not None:
         return rope_unsupported(q, k, *rope_table)
     return None
@@ -91,19 +93,24 @@ def flash_attention_forward(
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved, interpret=interpret)
     B, T, N, _ = q.shape
+    shape = (B, T, N, v.shape[-1])
     if q.size == 0 or k.size == 0:
-        return sink.join(jnp.zeros_like(q), jnp.full((B, N, T), -jnp.inf, jnp.float32), sinks)
-    problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
+        lse = jnp.full((B, N, T), -jnp.inf, jnp.float32)
+        return sink.join(jnp.zeros(shape, q.dtype), lse, sinks)
+    problem = Problem.of(q, k, v, causal, scale, window, softcap, interpret)
     tile = problem.fit((tiles or problem.tiles(q.dtype)).forward)
     out, lse = _call(
         functools.partial(_forward_kernel, problem=problem, tile=tile),
         grid=(pl.cdiv(T, tile.queries), N, B),
         tile=tile,
         inputs=(_flat(q), _flat(k), _flat(v), segments_of_queries(segment_ids, tile), bias),
-        outputs=(_like(_flat(q)), jax.ShapeDtypeStruct((B, N * T), jnp.float32)),
+        outputs=(
+            jax.ShapeDtypeStruct((B, T, N * v.shape[-1]), q.dtype),
+            jax.ShapeDtypeStruct((B, N * T), jnp.float32),
+        ),
         interpret=interpret,
     )
-    return sink.join(out.reshape(q.shape), lse.reshape(B, N, T), sinks)
+    return sink.join(out.reshape(shape), lse.reshape(B, N, T), sinks)
 
 
 def flash_attention_backward(
@@ -121,7 +128,7 @@ def flash_attention_backward(
     S, K = k.shape[1:3]
     if q.size == 0 or k.size == 0:
         return *(jnp.zeros_like(x) for x in (q, k, v, bias) if x is not None), *dsinks
-    problem = Problem.of(q, k, causal, scale, window, softcap, interpret)
+    problem = Problem.of(q, k, v, causal, scale, window, softcap, interpret)
     tiles = tiles or problem.tiles(q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     if dlse is not None:
@@ -215,12 +222,12 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments, bias_ref, out_ref, lse_ref, *
     head = pl.program_id(1)
     queries = Rows(block * tile.queries, tile.queries, problem.T, problem.T % tile.queries != 0)
     key_head = lax.div(head, jnp.int32(problem.groups))
-    q = load_head(q_ref, queries, head, problem)
+    q = load_head(q_ref, queries, head, problem.H)
     of_query = load_segments(segments, 0, queries)
 
     def visit(keys, carry, edge):
         largest, total, values = carry
-        k = load_head(k_ref, keys, key_head, problem)
+        k = load_head(k_ref, keys, key_head, problem.H)
         scores = problem.scores(_dot(q, k, trans_b=True))
         scores, unit = problem.biased(scores, load_bias(bias_ref, queries, keys, head))
         mask = _pairs(
@@ -232,7 +239,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments, bias_ref, out_ref, lse_ref, *
         grown = jnp.maximum(largest, jnp.max(scores, axis=1) * unit)
         weights = problem.exp2(scores * unit - grown[:, None])
         shrink = problem.exp2(largest - grown)
-        v = load_head(v_ref, keys, key_head, problem)
+        v = load_head(v_ref, keys, key_head, problem.Hv)
         total = total * shrink + jnp.sum(weights, axis=1)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return grown, total, values
@@ -240,13 +247,13 @@ def _forward_kernel(q_ref, k_ref, v_ref, segments, bias_ref, out_ref, lse_ref, *
     carry = (
         jnp.full(tile.queries, _LOWEST, jnp.float32),
         jnp.zeros(tile.queries, jnp.float32),
-        jnp.zeros((tile.queries, problem.width), jnp.float32),
+        jnp.zeros((tile.queries, block_width(problem.Hv)), jnp.float32),
     )
     bounds = visible_keys(block, segments, problem, tile)
     largest, total, values = walk(visit, bounds, tile.keys, problem.S, carry)
     # A query without keys has the sum 0: zeros, and the logarithm -inf.
     out = values / jnp.where(total == 0, 1.0, total)[:, None]
-    store_head(out_ref, queries, head, problem, out)
+    store_head(out_ref, queries, head, problem.Hv, out)
     store_statistic(lse_ref, queries, head, largest * LN2 + jnp.log(total))
 
 
@@ -257,8 +264,8 @@ def _backward_keys_kernel(
     block = pl.program_id(0)
     key_head = pl.program_id(1)
     keys = Rows(block * tile.keys, tile.keys, problem.S, problem.S % tile.keys != 0)
-    k = load_head(k_ref, keys, key_head, problem)
-    v = load_head(v_ref, keys, key_head, problem)
+    k = load_head(k_ref, keys, key_head, problem.H)
+    v = load_head(v_ref, keys, key_head, problem.Hv)
     of_key = load_segments(segments, 0, keys)
     bounds = seeing_queries(block, segments, problem, tile)
 
@@ -269,7 +276,7 @@ def _backward_keys_kernel(
         # Rows past the last key gather nonsense, and are not stored.
         def visit(queries, carry, edge):
             dk, dv = carry
-            q = load_head(q_ref, queries, head, problem)
+            q = load_head(q_ref, queries, head, problem.H)
             lse = load_statistic(lse_ref, queries, head) * LOG2E
             scores = problem.scores(_dot(k, q, trans_b=True))
             bias = load_bias(bias_ref, queries, keys, head)
@@ -280,7 +287,7 @@ def _backward_keys_kernel(
             )  # fmt: skip
             if mask is not None:  # a query without keys: exp2(inf)
                 weights = jnp.where(mask, weights, 0.0)
-            dout = load_head(dout_ref, queries, head, problem)
+            dout = load_head(dout_ref, queries, head, problem.Hv)
             dv += _dot(weights.astype(dout.dtype), dout)
             dweights = _dot(v, dout, trans_b=True)
             dscores = weights * (dweights - load_statistic(delta_ref, queries, head)[None, :])
@@ -291,13 +298,14 @@ def _backward_keys_kernel(
 
         return walk(visit, bounds, tile.queries, problem.T, carry)
 
-    zeros = jnp.zeros((tile.keys, problem.width), jnp.float32)
+    widths = block_width(problem.H), block_width(problem.Hv)
+    zeros = tuple(jnp.zeros((tile.keys, width), jnp.float32) for width in widths)
     if problem.groups == 1:
-        dk, dv = visit_head(0, (zeros, zeros))
+        dk, dv = visit_head(0, zeros)
     else:
-        dk, dv = lax.fori_loop(0, problem.groups, visit_head, (zeros, zeros))
-    store_head(dk_ref, keys, key_head, problem, dk * problem.scale)
-    store_head(dv_ref, keys, key_head, problem, dv)
+        dk, dv = lax.fori_loop(0, problem.groups, visit_head, zeros)
+    store_head(dk_ref, keys, key_head, problem.H, dk * problem.scale)
+    store_head(dv_ref, keys, key_head, problem.Hv, dv)
 
 
 def _backward_queries_kernel(
@@ -307,15 +315,15 @@ def _backward_queries_kernel(
     head = pl.program_id(1)
     queries = Rows(block * tile.queries, tile.queries, problem.T, problem.T % tile.queries != 0)
     key_head = lax.div(head, jnp.int32(problem.groups))
-    q = load_head(q_ref, queries, head, problem)
-    dout = load_head(dout_ref, queries, head, problem)
+    q = load_head(q_ref, queries, head, problem.H)
+    dout = load_head(dout_ref, queries, head, problem.Hv)
     lse = load_statistic(lse_ref, queries, head) * LOG2E
     delta = load_statistic(delta_ref, queries, head)
     of_query = load_segments(segments, 0, queries)
 
     def visit(keys, dq, edge):
-        k = load_head(k_ref, keys, key_head, problem)
-        v = load_head(v_ref, keys, key_head, problem)
+        k = load_head(k_ref, keys, key_head, problem.H)
+        v = load_head(v_ref, keys, key_head, problem.Hv)
         scores = problem.scores(_dot(q, k, trans_b=True))
         weights = problem.weights(scores, load_bias(bias_ref, queries, keys, head), lse[:, None])
         mask = _pairs(
@@ -330,9 +338,9 @@ def _backward_queries_kernel(
         return dq + _dot(dscores.astype(k.dtype), k)
 
     bounds = visible_keys(block, segments, problem, tile)
-    zeros = jnp.zeros((tile.queries, problem.width), jnp.float32)
+    zeros = jnp.zeros((tile.queries, block_width(problem.H)), jnp.float32)
     dq = walk(visit, bounds, tile.keys, problem.S, zeros)
-    store_head(dq_ref, queries, head, problem, dq * problem.scale)
+    store_head(dq_ref, queries, head, problem.H, dq * problem.scale)
 
 
 def _backward_bias_kernel(
@@ -355,8 +363,8 @@ def _backward_bias_kernel(
         head = lax.rem(group, jnp.int32(of_heads)) * heads + lax.rem(member, jnp.int32(heads))
         queries, keys = rows_of_sequence(b)
         key_head = lax.div(head, jnp.int32(problem.groups))
-        q = load_head(q_ref, queries, head, problem)
-        k = load_head(k_ref, keys, key_head, problem)
+        q = load_head(q_ref, queries, head, problem.H)
+        k = load_head(k_ref, keys, key_head, problem.H)
         scores = problem.scores(_dot(q, k, trans_b=True))
         lse = load_statistic(lse_ref, queries, b * problem.N + head) * LOG2E
         weights = problem.weights(scores, load_bias(bias_ref, queries, keys, group), lse[:, None])
@@ -367,8 +375,8 @@ def _backward_bias_kernel(
         )  # fmt: skip
         assert mask is not None  # of rows past the end at least
         weights = jnp.where(mask, weights, 0.0)
-        dout = load_head(dout_ref, queries, head, problem)
-        v = load_head(v_ref, keys, key_head, problem)
+        dout = load_head(dout_ref, queries, head, problem.Hv)
+        v = load_head(v_ref, keys, key_head, problem.Hv)
         delta = load_statistic(delta_ref, queries, b * problem.N + head)
         return dbias + weights * (_dot(dout, v, trans_b=True) - delta[:, None])
 

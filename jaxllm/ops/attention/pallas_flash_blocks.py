@@ -70,6 +70,7 @@ class Problem:
     N: int
     K: int
     H: int
+    Hv: int
     scale: float
     softcap: float | None
     back: int | None
@@ -77,30 +78,25 @@ class Problem:
     interpret: bool
 
     @classmethod
-    def of(cls, q, k, causal, scale, window, softcap, interpret) -> Problem:
+    def of(cls, q, k, v, causal, scale, window, softcap, interpret) -> Problem:
         """The problem of a call."""
-        (T, N, H), (S, K) = q.shape[1:], k.shape[1:3]
+        (T, N, H), (S, K, Hv) = q.shape[1:], v.shape[1:]
         back, ahead = sides(causal, window)
         if back is not None and back >= S - 1:  # the last query sees the first key
             back = None
         if ahead is not None and ahead >= T - 1:  # the first query sees the last key
             ahead = None
-        return cls(T, S, N, K, H, scale, softcap, back, ahead, interpret)
+        return cls(T, S, N, K, H, Hv, scale, softcap, back, ahead, interpret)
 
     @property
     def groups(self) -> int:
         """Query heads for each key head."""
         return self.N // self.K
 
-    @property
-    def width(self) -> int:
-        """The head width of a block."""
-        return max(MIN_BLOCK, pl.next_power_of_2(self.H))
-
     def tiles(self, dtype) -> Tiles:
         """The tiles of the three kernels."""
         table = FLOAT_TILES if dtype == jnp.float32 else HALF_TILES
-        return table[max(64, self.width)]
+        return table[max(64, block_width(self.H), block_width(self.Hv))]
 
     def fit(self, tile: Tile) -> Tile:
         """The tile, no longer than the sequences ask for."""
@@ -299,9 +295,14 @@ class Rows:
         return self.positions() < self.length if self.ragged else None
 
 
-def head_block(ref, rows: Rows, head, problem: Problem):
+def block_width(H: int) -> int:
+    """The columns of a block of heads that are ``H`` wide."""
+    return max(MIN_BLOCK, pl.next_power_of_2(H))
+
+
+def head_block(ref, rows: Rows, head, H: int):
     """The ref of one head's rows, and the mask of what lies in the array or None."""
-    H, width = problem.H, problem.width
+    width = block_width(H)
     mask = rows.mask()
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None], (rows.size, width))
@@ -311,15 +312,15 @@ def head_block(ref, rows: Rows, head, problem: Problem):
     return ref.at[pl.ds(rows.base + rows.start, rows.size), pl.ds(head * H, width)], mask
 
 
-def load_head(ref, rows: Rows, head, problem: Problem) -> Array:
-    """The rows of one head; zeros past their end."""
-    block, mask = head_block(ref, rows, head, problem)
+def load_head(ref, rows: Rows, head, H: int) -> Array:
+    """The rows of one head of width ``H``; zeros past their end."""
+    block, mask = head_block(ref, rows, head, H)
     return load(block, mask)
 
 
-def store_head(ref, rows: Rows, head, problem: Problem, x: Array) -> None:
+def store_head(ref, rows: Rows, head, H: int, x: Array) -> None:
     """Writes the rows of one head."""
-    block, mask = head_block(ref, rows, head, problem)
+    block, mask = head_block(ref, rows, head, H)
     plgpu.store(block, x.astype(ref.dtype), mask=mask)
 
 

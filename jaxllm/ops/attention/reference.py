@@ -157,7 +157,7 @@ def flash_attention_forward(
     """
     if rope_table is not None:
         q, k = rope_forward(q, k, *rope_table, interleaved=interleaved)
-    B, T, N, H = q.shape
+    B, T, N, _ = q.shape
     mask = _mask(T, k.shape[1], causal, window, segment_ids)
     scores = _scores(_group(q, k.shape[2]), _wide(k), scale, softcap)
     if bias is not None:
@@ -165,7 +165,7 @@ def flash_attention_forward(
     of_heads = -jnp.inf if sinks is None else _wide(sinks).reshape(k.shape[2], -1, 1)
     weights, lse = _normalize(jnp.where(mask, scores, -jnp.inf), of_heads)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, _wide(v))
-    return out.reshape(B, T, N, H).astype(q.dtype), lse.reshape(B, N, T)
+    return out.reshape(B, T, N, v.shape[-1]).astype(q.dtype), lse.reshape(B, N, T)
 
 
 def flash_attention_backward(

@@ -26,6 +26,9 @@ from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 TARGETS = tuple(cudnn.get_custom_call_name(False, False, backward) for backward in (False, True))
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MAX_HEAD_WIDTH, MAX_HEAD_WIDTH_BEFORE_HOPPER = 256, 128
+# Of keys and values: the one pair that differs and that this module leaves to cuDNN.
+_LATENT_WIDTHS = (192, 128)
+_LEAST_VERSION_FOR_LATENT_WIDTHS = 91000
 
 
 def flash_attention_unsupported(
@@ -38,6 +41,12 @@ def flash_attention_unsupported(
         return f"q has dtype {q.dtype}; cuDNN's attention takes bfloat16 and float16"
     if H > _MAX_HEAD_WIDTH or H % 8:
         return f"heads are {H} wide; cuDNN's attention takes multiples of 8 up to {_MAX_HEAD_WIDTH}"
+    if v.shape[3] != H and (H, v.shape[3]) != _LATENT_WIDTHS:
+        wide, narrow = _LATENT_WIDTHS
+        return (
+            f"queries and keys are {H} wide and values {v.shape[3]}; of widths that differ cuDNN's "
+            f"attention takes {wide} and {narrow} alone here"
+        )
     if 0 in q.shape or 0 in k.shape:
         return "q or k has no elements"
     if S == 1:
@@ -53,7 +62,7 @@ def flash_attention_unsupported(
         return f"cuDNN's causal mask starts at the first key, so {T} queries need {T} keys, not {S}"
     if window is not None and not causal:
         return "cuDNN's window needs a causal mask"
-    return _no_cudnn(H)
+    return _no_cudnn(H, v.shape[3])
 
 
 def flash_attention_backward_unsupported(
@@ -66,7 +75,7 @@ def flash_attention_backward_unsupported(
     return flash_attention_unsupported(q, k, v, segment_ids, rope_table, **options)
 
 
-def _no_cudnn(width: int) -> str | None:
+def _no_cudnn(width: int, value_width: int) -> str | None:
     """Why this process has no cuDNN to trace for; JAX asks for it as soon as it traces the call."""
     try:
         devices = jax.devices("cuda")
@@ -81,9 +90,11 @@ def _no_cudnn(width: int) -> str | None:
             f"{MAX_HEAD_WIDTH_BEFORE_HOPPER} before Hopper GPUs"
         )
     try:
-        cudnn.check_cudnn_version()
+        version = cudnn.check_cudnn_version()
     except RuntimeError as error:
         return f"JAX finds no cuDNN: {error}"
+    if value_width != width and (oldest < 9 or version < _LEAST_VERSION_FOR_LATENT_WIDTHS):
+        return "values of another width need cuDNN 9.10 and a Hopper GPU, or newer ones"
     return None
 
 
