@@ -7,6 +7,7 @@ import math
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from op_helpers import (
     FLASH_BACKENDS,
@@ -78,6 +79,28 @@ def test_latent_widths_match_the_reference_in_float64(T, S, N, K, dtype, causal,
         functools.partial(flash_attention, causal=causal, backend=backend), arrays
     )
     assert_close(found, expected, dtype, same_dtype)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {},
+        {"causal": True, "window": 300},
+        {"causal": True, "segment_ids": jnp.repeat(jnp.arange(4), 275)[None].repeat(2, 0)},
+    ],
+    ids=["causal", "all", "window", "segments"],
+)
+def test_latent_widths_match_the_reference_over_many_tiles(options):
+    arrays = latent_arrays("bfloat16", T=1100, S=1100, N=4, K=2)
+    fn = functools.partial(reference.flash_attention, **options)
+    expected, same_dtype = in_float64(fn, arrays), jit_with_gradients(fn, arrays)
+    attend = functools.partial(flash_attention, **options, backend="cuda")
+    found = jit_with_gradients(attend, arrays)
+    assert_close(found, expected, "bfloat16", same_dtype)
+    for x, y in zip(found, jit_with_gradients(attend, arrays), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
