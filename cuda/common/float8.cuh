@@ -11,23 +11,19 @@ namespace jaxllm::float8 {
 template <typename Float8>
 inline constexpr bool kHasInfinity = std::is_same_v<Float8, __nv_fp8_e5m2>;
 
-// Four floats as the bytes of a word, the first one lowest. An infinity becomes the largest number.
-template <typename Float8>
+// Four floats as the e5m2 bytes of a word, the first one lowest. An infinity becomes the largest
+// number.
 __device__ __forceinline__ uint32_t round_four_saturated(float2 low, float2 high) {
   uint32_t word;
   // In one statement: as values of 16 bits the halves would be masked before they are joined.
-#define JAXLLM_ROUND_FOUR(format)                                                    \
-  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite." format                            \
-      "x2.f32 low, %2, %1;\n"                                                        \
-      "cvt.rn.satfinite." format "x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}" \
-      : "=r"(word)                                                                   \
-      : "f"(low.x), "f"(low.y), "f"(high.x), "f"(high.y))
-  if constexpr (kHasInfinity<Float8>) {
-    JAXLLM_ROUND_FOUR("e5m2");
-  } else {
-    JAXLLM_ROUND_FOUR("e4m3");
-  }
-#undef JAXLLM_ROUND_FOUR
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(word)
+      : "f"(low.x), "f"(low.y), "f"(high.x), "f"(high.y));
   return word;
 }
 

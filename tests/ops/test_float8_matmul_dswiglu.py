@@ -1,6 +1,7 @@
 """The float8 GEMM that multiplies by SwiGLU's derivative: near float64, and what it rejects."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 
 
-def gradient(*arrays, backend="cuda", has_bias=False):
+def gradient(*arrays, backend: Any = "cuda", has_bias=False):
     op, direction = FLOAT8_MATMUL_DSWIGLU, Direction.INFERENCE
     return dispatch(op, direction, backend, *arrays, has_bias=has_bias)
 
@@ -44,10 +45,10 @@ def inputs(shape, dtype="bfloat16", bound=None):
     return *given, jnp.asarray([bound / 57344], jnp.float32)
 
 
-def exact(a, b, scale_a, scale_b, h):
-    """The gradient of ``h`` in float64."""
-    a, b, h = (np.asarray(x, np.float64) for x in (a, b, h))
-    dout = float(scale_a[0]) * float(scale_b[0]) * (a @ b.T)
+def exact(*arrays):
+    """The gradient of ``h``, the last one, in float64."""
+    a, b, scale_a, scale_b, h = (np.asarray(x, np.float64) for x in arrays)
+    dout = scale_a * scale_b * (a @ b.T)
     gate, up = np.split(h, 2, axis=1)
     s = 1 / (1 + np.exp(-gate))
     return np.concatenate([dout * up * (s + gate * s * (1 - s)), dout * gate * s], axis=1)
@@ -176,7 +177,7 @@ def test_block_runs_the_kernel(on_hopper):
     def loss(x, up, down):
         layers = {"gate_up": {"weight": up}, "down": {"weight": down}}
         norm = {"scale": jnp.ones(width, x.dtype)}
-        options = {"activation": "swiglu", "precision": "tensor"}
+        options: Any = {"activation": "swiglu", "precision": "tensor"}
         return ffn_block(residual(x, "rms"), norm, layers, **options).x.astype(jnp.float32).sum()
 
     found = jaxllm.explain(jax.grad(loss, (0, 1, 2)), x, up, down).calls

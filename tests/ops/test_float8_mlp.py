@@ -116,7 +116,7 @@ def by_formulas(activation, x, up, bias, down, dout, units=(0, 0, 0)):
 def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend):
     # In float32 no large element is so near a tie that an error of 2^-14, as the tensor cores make
     # it, has it rounded to another number.
-    x, up, bias, down, dout = arrays(activation, dtype, seed=2 if dtype == "float32" else 0)
+    x, up, bias, down, dout = arrays(activation, dtype, seed=9 if dtype == "float32" else 0)
     given = x, up, bias if has_bias else None, down, dout
     found = values_and_gradients(mlp_of(activation, backend), *given)
     wanted = by_formulas(activation, *given)

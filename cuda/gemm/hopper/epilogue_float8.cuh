@@ -23,19 +23,17 @@ namespace jaxllm::hopper {
 struct SubtileBytes {
   uint32_t of[2][4];
 
-  // The rounded pairs of two neighbouring j, in the order of a batch of epilogue_gelu.cuh.
+  // The pairs of two neighbouring j in e5m2, in the order of a batch of epilogue_gelu.cuh.
   // Infinities become the largest number: to tell them from others costs four instructions a pair.
-  template <typename Float8>
   __device__ __forceinline__ void set_batch(int first, const float (&x)[8]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* const pair = x + 2 * half;
-      of[half][first / 2] =
-          float8::round_four_saturated<Float8>({pair[0], pair[1]}, {pair[4], pair[5]});
+      of[half][first / 2] = float8::round_four_saturated({pair[0], pair[1]}, {pair[4], pair[5]});
     }
   }
 
-  // Makes infinities of the largest numbers of e5m2. For a lane that had an infinity: no finite
+  // Makes infinities of the largest numbers. For a lane that had an infinity: no finite
   // number is as large where its scale is that of a bound that is an eighth too large.
   __device__ __forceinline__ void restore_infinities() {
 #pragma unroll

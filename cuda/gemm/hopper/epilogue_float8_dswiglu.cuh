@@ -77,8 +77,8 @@ struct EpilogueFloat8Dswiglu
           dup[i] = out[1];
           sum += out[0] + out[1];
         }
-        of_gate.set_batch<__nv_fp8_e5m2>(first, dgate);
-        of_up.set_batch<__nv_fp8_e5m2>(first, dup);
+        of_gate.set_batch(first, dgate);
+        of_up.set_batch(first, dup);
         end_basic_block(work.end_k_block);
       }
       if (!isfinite(sum)) {

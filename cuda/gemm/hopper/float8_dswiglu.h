@@ -18,9 +18,9 @@ inline constexpr int64_t kMaxDswigluDepth = 2048;
 // and transposed (2 columns, rows). scale_out is that of a bound that is an eighth too large, or a
 // finite number may become an infinity beside one.
 //
-// cudaErrorNotSupported on other GPUs than Hopper's, where the depth, the rows or the columns are
-// no positive multiples of 16, where the depth is above kMaxDswigluDepth, and where a pointer is
-// not a multiple of 16 bytes.
+// cudaErrorNotSupported on other GPUs than Hopper's. Likewise where the depth, the rows or the
+// columns are no positive multiples of 16, where the depth is above kMaxDswigluDepth, and where a
+// pointer is not a multiple of 16 bytes.
 template <typename T>
 struct Float8Dswiglu {
   const __nv_fp8_e5m2* a;
