@@ -26,6 +26,8 @@ from jaxllm.ops import flash_attention, flash_attention_float8
 from jaxllm.ops.attention import reference
 from jaxllm.testing import assert_close, error, lower_for_cuda
 
+# Its own attention, or cuDNN's where the process has a GPU.
+XLA = ("xla", "xla-gpu")
 BACKENDS = [*FLASH_BACKENDS, pytest.param("cuda", marks=pytest.mark.hopper)]
 
 
@@ -97,10 +99,10 @@ def test_latent_widths_match_the_reference_over_many_tiles(options):
     fn = functools.partial(reference.flash_attention, **options)
     expected, same_dtype = in_float64(fn, arrays), jit_with_gradients(fn, arrays)
     attend = functools.partial(flash_attention, **options, backend="cuda")
-    found = jit_with_gradients(attend, arrays)
+    found, again = (jit_with_gradients(attend, arrays) for _ in range(2))
     assert_close(found, expected, "bfloat16", same_dtype)
-    for x, y in zip(found, jit_with_gradients(attend, arrays), strict=True):
-        np.testing.assert_array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,7 +172,7 @@ def test_calls_that_the_cuda_kernels_reject_run_elsewhere(
     q, k, v = jax.eval_shape(arrays)
     fn = lambda *qkv: flash_attention(*qkv, **options).sum()  # noqa: E731
     call = jaxllm.explain(jax.grad(fn) if backward else fn, q, k, v).calls[-1]
-    assert call.on_gpu == "xla"
+    assert call.on_gpu in XLA
     assert reason in dict(call.rejected)["cuda"]
     with pytest.raises(BackendError, match="backend 'cuda' cannot serve flash_attention"):
         jax.eval_shape(functools.partial(flash_attention, **options, backend="cuda"), q, k, v)
@@ -191,7 +193,7 @@ def test_other_gpus_reject_narrow_values(with_kernels, monkeypatch):
     a100 = dataclasses.replace(ffi.H100, capability=80, has_sm90a=False)
     monkeypatch.setattr(ffi, "device", lambda: a100)
     (call,) = jaxllm.explain(flash_attention, q, k, v).calls
-    assert call.on_gpu == "xla"
+    assert call.on_gpu in XLA
     assert "the kernel needs a Hopper GPU" in dict(call.rejected)["cuda"]
 
 

@@ -12,6 +12,7 @@ cuDNN's backward may add up ``dq`` in any order, so its last bits can differ bet
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -141,15 +142,14 @@ def _mask_type(causal: bool) -> cudnn.MaskType:
 def _forward(q, k, v, mask_type: cudnn.MaskType, scale: float, window: int | None) -> Any:
     # cuDNN's window counts the query's own position, as ours does: it sees (t - window, t].
     # The second result is the natural logarithm, with the scale inside: (B, N, T), float32.
-    return cudnn.dot_product_attention(
-        q,
-        k,
-        v,
+    forward = functools.partial(
+        cudnn.dot_product_attention,
         scale=scale,
         mask_type=mask_type,
         sliding_window_length=window,
         return_residual=True,
     )
+    return _with_joined_batch(forward, q, k, v)
 
 
 def _backward(q, k, v, out, lse, dout, mask_type: cudnn.MaskType, scale: float, window: int | None):
@@ -159,8 +159,9 @@ def _backward(q, k, v, out, lse, dout, mask_type: cudnn.MaskType, scale: float, 
     options = {}
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
         options["score_mod"] = None  # from JAX 0.12 on
-    return tuple(
-        cudnn._dot_product_attention_bwd_p_wrapper.bind(
+
+    def backward(q, k, v, out, lse, dout):
+        return cudnn._dot_product_attention_bwd_p_wrapper.bind(
             q,
             k,
             v,
@@ -177,4 +178,26 @@ def _backward(q, k, v, out, lse, dout, mask_type: cudnn.MaskType, scale: float, 
             sliding_window_length=window,
             **options,
         )
-    )
+
+    return _with_joined_batch(backward, q, k, v, out, lse, dout)
+
+
+def _with_joined_batch(call, *arrays) -> tuple[jax.Array, ...]:
+    """``call(*arrays)``; under ``jax.vmap`` the mapped axis joins that of the sequences.
+
+    JAX's own rule takes values for as wide as keys.
+    """
+    joined = jax.custom_batching.custom_vmap(lambda *arrays: tuple(call(*arrays)))
+
+    @joined.def_vmap
+    def _(size, flags, *arrays):
+        of_all = [
+            x if flag else jnp.broadcast_to(x, (size, *x.shape))
+            for x, flag in zip(arrays, flags, strict=True)
+        ]
+        batch = of_all[0].shape[1]
+        results = joined(*(x.reshape(size * batch, *x.shape[2:]) for x in of_all))
+        apart = tuple(x.reshape(size, batch, *x.shape[1:]) for x in results)
+        return apart, (True,) * len(apart)
+
+    return joined(*arrays)
