@@ -37,10 +37,123 @@ struct Amax {
 template <typename T>
 using SubtileType = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 
-template <class Tile, typename T>
-struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
-  using Base = EpilogueWarp<Tile, SubtileType<T>>;
+// The factors and the bias of a tile's columns, in order: those of each 64 columns after the other.
+template <class Tile>
+inline constexpr int kColumnFactors = 2 * Tile::kColumnBlocks * 32;
 
+// ---- A warp's shared memory.
+
+// A warp has a buffer more than it stores from: there the factors of the columns lie.
+template <class Tile, typename T>
+struct ScaledWarp : EpilogueWarp<Tile, T> {
+  static_assert(Tile::kSubtiles % kSubtileBuffers != 0);
+  static_assert(kColumnFactors<Tile> * sizeof(float2) <= kSubtileSize * sizeof(T));
+
+  __device__ __forceinline__ float2* factors() const {
+    return reinterpret_cast<float2*>(this->buffer(kSubtileBuffers - 1));
+  }
+};
+
+// Where the depth is multiplied in parts (Float8Mainloop): the sums of the parts before the last
+// wait in the buffers from which the result will leave, rounded to bfloat16. One consumer is in its
+// mainloop at a time, so both have the same buffers in turn:
+//
+//   consumer 0   mma | put_aside | mma | take_back   store | release
+//   consumer 1                           mma      ..       | acquire put_aside | mma | take_back
+//   ...
+template <class Tile>
+struct PartsStorage {
+  __nv_bfloat16 sums[4][Tile::kSubtiles][kSubtileSize];
+  float2 factors[Tile::kConsumers][4][kColumnFactors<Tile>];
+  Barrier turn[Tile::kConsumers][4];  // the buffers of a warp are the consumer's
+
+  __device__ __forceinline__ void init() {
+    for (auto& of_consumer : turn) {
+      for (Barrier& barrier : of_consumer) barrier.init(1);
+    }
+  }
+};
+
+template <class Tile, typename T>
+struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
+  static_assert(!Tile::kCooperative);
+  static constexpr bool kTakesParts = true;
+
+  uint32_t phase = this->consumer == 0;  // of `turn`: the first consumer need not wait
+
+  __device__ __forceinline__ float2* factors() const {
+    return this->smem.factors[this->consumer][this->warp];
+  }
+  // A buffer for each subtile.
+  __device__ __forceinline__ T* acquire_buffer(const Subtile<Tile>& subtile) const {
+    return reinterpret_cast<T*>(this->smem.sums[this->warp][subtile.index]);
+  }
+
+  // Adds the accumulators to the sums, of which the first part makes the first, and clears them.
+  __device__ __forceinline__ void put_aside(Accumulators<Tile>& accumulators, bool is_first) {
+    if (is_first) {
+      this->smem.turn[this->consumer][this->warp].wait(phase);
+      phase ^= 1;
+    } else {
+      add_sums(accumulators);
+    }
+    for_each_chunk(accumulators, [](float* of_lane, uint4& chunk) {
+      chunk = {pack_pair<__nv_bfloat16>(of_lane[0], of_lane[1]),
+               pack_pair<__nv_bfloat16>(of_lane[2], of_lane[3]),
+               pack_pair<__nv_bfloat16>(of_lane[4], of_lane[5]),
+               pack_pair<__nv_bfloat16>(of_lane[6], of_lane[7])};
+    });
+    Base::begin({}, accumulators);
+  }
+
+  // Adds the sums to the last part. Once all lanes have, the buffers serve for the result.
+  __device__ __forceinline__ void take_back(Accumulators<Tile>& accumulators) const {
+    add_sums(accumulators);
+    end_basic_block(this->warp);
+  }
+
+  // Leaves the buffers to the other consumer.
+  __device__ __forceinline__ void release_buffers() const {
+    if (this->lane > 0) return;
+    tma_store_wait_read<0>();
+    this->smem.turn[this->consumer ^ 1][this->warp].arrive();
+  }
+
+ private:
+  using Base = EpilogueWarp<Tile, T, PartsStorage<Tile>>;
+
+  // Calls visit(of_lane, chunk) for each 8 accumulators of the lane and the 16 bytes for them.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_chunk(Accumulators<Tile>& accumulators,
+                                                 const Visit& visit) const {
+    constexpr int kChunks = Tile::kBlockN / 16;  // of a row block
+    auto* const chunks = reinterpret_cast<uint4*>(this->smem.sums[this->warp][0]) + this->lane;
+#pragma unroll
+    for (int block = 0; block < Tile::kRowBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        visit(&accumulators[block][8 * i], chunks[(block * kChunks + i) * 32]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_sums(Accumulators<Tile>& accumulators) const {
+    for_each_chunk(accumulators, [](float* of_lane, const uint4& chunk) {
+      const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 sum = unpack_pair<__nv_bfloat16>(words[i]);
+        of_lane[2 * i] += sum.x;
+        of_lane[2 * i + 1] += sum.y;
+      }
+    });
+  }
+};
+
+// ---- The epilogue.
+
+template <class Tile, typename T, class Warp>
+struct ScaledEpilogue : Warp {
   struct Arguments {
     T* out;
     Scales scale_a, scale_b;
@@ -62,10 +175,6 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   float2 of_columns[Tile::kColumnBlocks];  // of each 64, two in each lane
   float largest[2] = {};                   // |out| of each part, in the lane's tiles so far
 
-  // A warp has a buffer more than it stores from: the factors of the columns lie there in order,
-  // and the bias after them.
-  static_assert(Tile::kSubtiles % kSubtileBuffers != 0);
-
   static cudaError_t to_params(const GemmShape& shape, const Arguments& arguments, Params* params) {
     params->out = arguments.out;
     params->scale_a = arguments.scale_a;
@@ -78,35 +187,24 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
     if constexpr (sizeof(T) == 4) {
       return cudaSuccess;
     } else {
-      return Base::encode_subtiles(arguments.out, shape, &params->map);
+      return Warp::encode_subtiles(arguments.out, shape, &params->map);
     }
   }
 
   __device__ __forceinline__ void begin(const WorkTile& tile, Accumulators<Tile>& accumulators) {
-    const WorkTile work = this->own(tile);
-#pragma unroll
-    for (int block = 0; block < Tile::kRowBlocks; ++block) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = this->row(work, {block}) + this->lane / 4 + 8 * half;
-        of_rows[block][half] = row < params.rows ? params.scale_a.at(row) : 0.0f;
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < Tile::kColumnBlocks; ++block) {
-      const int column = work.column + block * kSwizzleColumns + 2 * this->lane;
-      const bool is_inside = column < params.columns;
-      of_columns[block] = is_inside
-                              ? float2{params.scale_b.at(column), params.scale_b.at(column + 1)}
-                              : float2{0.0f, 0.0f};
-    }
-    Base::begin(work, accumulators);
+    // Where there are parts the mainloop leaves no registers.
+    if constexpr (!Warp::kTakesParts) load_factors(this->own(tile));
+    Warp::begin(tile, accumulators);
   }
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& tile,
                                         const WorkTile&, bool) {
     const WorkTile work = this->own(tile);
-    auto* const factors = reinterpret_cast<float2*>(this->buffer(kSubtileBuffers - 1));
+    float2* const factors = this->factors();
+    if constexpr (Warp::kTakesParts) {
+      this->take_back(accumulators);
+      load_factors(work);
+    }
     __syncwarp();
 #pragma unroll
     for (int block = 0; block < Tile::kColumnBlocks; ++block) {
@@ -135,6 +233,7 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
     } else {
       store_with(std::true_type{});
     }
+    if constexpr (Warp::kTakesParts) this->release_buffers();
   }
 
   __device__ __forceinline__ void finish() {
@@ -150,8 +249,27 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
   }
 
  private:
+  __device__ __forceinline__ void load_factors(const WorkTile& work) {
+#pragma unroll
+    for (int block = 0; block < Tile::kRowBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = this->row(work, {block}) + this->lane / 4 + 8 * half;
+        of_rows[block][half] = row < params.rows ? params.scale_a.at(row) : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < Tile::kColumnBlocks; ++block) {
+      const int column = work.column + block * kSwizzleColumns + 2 * this->lane;
+      const bool is_inside = column < params.columns;
+      of_columns[block] = is_inside
+                              ? float2{params.scale_b.at(column), params.scale_b.at(column + 1)}
+                              : float2{0.0f, 0.0f};
+    }
+  }
+
   static constexpr int kBias = Tile::kColumnBlocks * 32;  // where the bias lies
-  static_assert(2 * kBias * sizeof(float2) <= kSubtileSize * sizeof(SubtileType<T>));
+  static_assert(2 * kBias == kColumnFactors<Tile>);
 
   __device__ __forceinline__ static float rounded(float x) { return to_float(from_float<T>(x)); }
 
@@ -227,5 +345,10 @@ struct EpilogueScaled : EpilogueWarp<Tile, SubtileType<T>> {
     }
   }
 };
+
+template <class Tile, typename T>
+using EpilogueScaled = ScaledEpilogue<Tile, T, ScaledWarp<Tile, SubtileType<T>>>;
+template <class Tile, typename T>
+using EpilogueScaledParts = ScaledEpilogue<Tile, T, PartsWarp<Tile, SubtileType<T>>>;
 
 }  // namespace jaxllm::hopper

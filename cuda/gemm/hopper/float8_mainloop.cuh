@@ -11,8 +11,9 @@
 // the first sum of consumer 1 is of half as many K-blocks. Where both added at the same time, GEMMs
 // of Llama 3.2 1B took 3 to 15% more time on an H100.
 //
-// Tiles of which a consumer has two row blocks leave no registers for partial sums. For a depth of
-// kWholeDepth at most the tensor cores add up all of it.
+// Tiles of which a consumer has two row blocks leave no registers for partial sums. The tensor
+// cores add up kWholeDepth at most. Of a greater depth the epilogue keeps the sums of all parts but
+// the last, in bfloat16 (EpilogueScaledParts).
 //
 // Of 8192 products of positive numbers the sum was too small by, on an H100:
 //
@@ -38,6 +39,7 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
   using Element = Out;
   using typename Base::SharedStorage, typename Base::State;
   static constexpr int kPromotedBlocks = 4;  // 512 of the depth
+  static constexpr int kWholeBlocks = kWholeDepth / Tile::kBlockK;
   static constexpr int kWgmmaDepth = 32;
   static constexpr int kStep = kWgmmaDepth >> 4;  // of a descriptor, in units of 16 bytes
 

@@ -34,6 +34,13 @@ bool is_faster_narrow(const GemmShape& shape, int clusters) {
          5 * columns_of_cluster<DeepTile>(shape, clusters);
 }
 
+template <class Tile, typename A, typename B, typename Out,
+          template <class, typename> class Epilogue>
+using ScaledGemm = Gemm<Float8Mainloop<Tile, A, B, Out>, PersistentScheduler, Epilogue>;
+
+// Results of 16 bits of a depth up to this are computed in parts, by WholeTile.
+constexpr int64_t kPartsDepth = 4096;
+
 }  // namespace
 
 template <typename A, typename B, typename Out>
@@ -45,9 +52,8 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
   if (amax != nullptr) JAXLLM_RETURN_IF_ERROR(zero_counter(stream, amax, parts));
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
-  const auto run = [&](auto tile) {
-    using Loop = Float8Mainloop<decltype(tile), A, B, Out>;
-    return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueScaled>, uint8_t>(
+  const auto run = [&](auto of_tile) {
+    return launch_gemm<decltype(of_tile), uint8_t>(
         stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
         {out,
          {scale_a, has_one_scale_a},
@@ -55,12 +61,17 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
          bias,
          {amax, shape.columns / parts}});
   };
-  if (shape.depth <= kWholeDepth) return run(WholeTile{});
+  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaled>{});
   int clusters = 0;
-  using Loop = Float8Mainloop<DeepTile, A, B, Out>;
   JAXLLM_RETURN_IF_ERROR(
-      (find_clusters<Gemm<Loop, PersistentScheduler, EpilogueScaled>>(&clusters)));
-  return is_faster_narrow(shape, clusters) ? run(NarrowTile{}) : run(DeepTile{});
+      (find_clusters<ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>>(&clusters)));
+  if (is_faster_narrow(shape, clusters))
+    return run(ScaledGemm<NarrowTile, A, B, Out, EpilogueScaled>{});
+  if constexpr (sizeof(Out) == 2) {
+    if (shape.depth <= kPartsDepth)
+      return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaledParts>{});
+  }
+  return run(ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>{});
 }
 
 #define JAXLLM_FLOAT8_MATMUL(A, B)                 \
