@@ -159,27 +159,27 @@ def test_error_of_more_tiles_than_run_at_once_is_within_the_documented_bound(for
 @pytest.mark.hopper
 @pytest.mark.parametrize("out_dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("rows", [7000, 20000])  # at most a tile for each SM, and three
-@pytest.mark.parametrize("depth", [1536, 2048, 3088, 4096])
+@pytest.mark.parametrize("depth", [1040, 2048, 3088])
 @pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("formats", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
 @pytest.mark.covering(("formats", "out_dtype"), ("rows", "depth"), ("one_scale", "rows"))
 def test_depth_in_parts_is_within_the_documented_bound(formats, one_scale, depth, rows, out_dtype):
-    def assert_some_bounded(out, arrays, **bound):
+    def assert_some_bounded(out, arrays, addends, few=0.0):
         # Of every 37th row: float64 on a CPU is slow.
         a, b, scale_a, scale_b = arrays
         some = a[::37], b, scale_a if one_scale else scale_a[::37], scale_b
-        assert_bounded(out[::37], some, tensor_core_bound(depth, 33, in_parts=True))
-        assert_bounded(out[::37], some, tensor_core_bound(depth, in_parts=True), **bound)
+        assert_bounded(out[::37], some, tensor_core_bound(depth, addends, in_parts=True), few)
 
     a, b, *scales = arrays = operands((rows, 376, depth), formats, one_scale)
     out, amax = with_amax(arrays, 1, "cuda", out_dtype)
-    assert_some_bounded(out, arrays, few=1e-5)
+    assert_some_bounded(out, arrays, addends=33)
+    assert_some_bounded(out, arrays, addends=1, few=1e-5)
     assert amax == abs(np.asarray(out, np.float32)).max()
     again = float8_matmul(*arrays, out_dtype=out_dtype, backend="cuda")
     np.testing.assert_array_equal(again.astype(jnp.float32), out.astype(jnp.float32))
     # Sums beyond the largest float16, whose scaled results are not.
     large = jnp.full_like(a, 448), b, *(scale / 16 for scale in scales)
-    assert_some_bounded(float8_matmul(*large, out_dtype=out_dtype, backend="cuda"), large, few=1e-5)
+    assert_some_bounded(float8_matmul(*large, out_dtype=out_dtype, backend="cuda"), large, 33)
     # A bias is added to the product before that is rounded.
     bias = jax.random.normal(jax.random.key(2), 376, out_dtype)
     with_bias = float8_matmul(*arrays, bias, out_dtype=out_dtype, backend="cuda")

@@ -78,6 +78,7 @@ template <class Tile, typename T>
 struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
   static_assert(!Tile::kCooperative);
   static constexpr bool kTakesParts = true;
+  using OfBlock = float[Tile::kBlockN / 2];  // accumulators of a row block
 
   uint32_t phase = this->consumer == 0;  // of `turn`: the first consumer need not wait
 
@@ -89,26 +90,27 @@ struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
     return reinterpret_cast<T*>(this->smem.sums[this->warp][subtile.index]);
   }
 
-  // Adds the accumulators to the sums, of which the first part makes the first, and clears them.
-  __device__ __forceinline__ void put_aside(Accumulators<Tile>& accumulators, bool is_first) {
-    if (is_first) {
+  // Adds the accumulators of a row block to its sums, or makes them the sums where they are of the
+  // first part.
+  __device__ __forceinline__ void put_aside(OfBlock& of_block, int block, bool is_first) {
+    if (!is_first) {
+      add_sums(of_block, block);
+    } else if (block == 0) {
       this->smem.turn[this->consumer][this->warp].wait(phase);
       phase ^= 1;
-    } else {
-      add_sums(accumulators);
     }
-    for_each_chunk(accumulators, [](float* of_lane, uint4& chunk) {
+    for_each_chunk(of_block, block, [](float* of_lane, uint4& chunk) {
       chunk = {pack_pair<__nv_bfloat16>(of_lane[0], of_lane[1]),
                pack_pair<__nv_bfloat16>(of_lane[2], of_lane[3]),
                pack_pair<__nv_bfloat16>(of_lane[4], of_lane[5]),
                pack_pair<__nv_bfloat16>(of_lane[6], of_lane[7])};
     });
-    Base::begin({}, accumulators);
   }
 
   // Adds the sums to the last part. Once all lanes have, the buffers serve for the result.
   __device__ __forceinline__ void take_back(Accumulators<Tile>& accumulators) const {
-    add_sums(accumulators);
+#pragma unroll
+    for (int block = 0; block < Tile::kRowBlocks; ++block) add_sums(accumulators[block], block);
     end_basic_block(this->warp);
   }
 
@@ -120,25 +122,18 @@ struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
   }
 
  private:
-  using Base = EpilogueWarp<Tile, T, PartsStorage<Tile>>;
-
   // Calls visit(of_lane, chunk) for each 8 accumulators of the lane and the 16 bytes for them.
   template <class Visit>
-  __device__ __forceinline__ void for_each_chunk(Accumulators<Tile>& accumulators,
+  __device__ __forceinline__ void for_each_chunk(OfBlock& of_block, int block,
                                                  const Visit& visit) const {
-    constexpr int kChunks = Tile::kBlockN / 16;  // of a row block
+    constexpr int kChunks = Tile::kBlockN / 16;
     auto* const chunks = reinterpret_cast<uint4*>(this->smem.sums[this->warp][0]) + this->lane;
 #pragma unroll
-    for (int block = 0; block < Tile::kRowBlocks; ++block) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        visit(&accumulators[block][8 * i], chunks[(block * kChunks + i) * 32]);
-      }
-    }
+    for (int i = 0; i < kChunks; ++i) visit(&of_block[8 * i], chunks[(block * kChunks + i) * 32]);
   }
 
-  __device__ __forceinline__ void add_sums(Accumulators<Tile>& accumulators) const {
-    for_each_chunk(accumulators, [](float* of_lane, const uint4& chunk) {
+  __device__ __forceinline__ void add_sums(OfBlock& of_block, int block) const {
+    for_each_chunk(of_block, block, [](float* of_lane, const uint4& chunk) {
       const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

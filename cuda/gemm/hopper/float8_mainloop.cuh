@@ -67,6 +67,77 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
     }
   }
 
+  // As mma(), of a tile whose depth has parts, each of kWholeDepth at most. Calls
+  // put_aside(accumulators, row_block, is_first) for the sums of each part but the last: one row
+  // block leaves the accumulators while the tensor cores have the products of the other.
+  //
+  //   row block 0   ... wgmma |         put_aside | wgmma |           | wgmma ...
+  //   row block 1   ...       | wgmma |                   | put_aside | wgmma ...
+  template <class PutAside, class Issued>
+  __device__ __forceinline__ static void mma_in_parts(
+      SharedStorage& smem, Pipeline<Tile::kStages>& pipeline, State& state, const WorkTile& work,
+      int lane, Accumulators<Tile>& accumulators, const PutAside& put_aside, const Issued& issued) {
+    static_assert(Tile::kRowBlocks == 2 && !Tile::kCooperative);
+    const int blocks = work.end_k_block - work.first_k_block;
+    const int parts = (blocks + kWholeBlocks - 1) / kWholeBlocks;
+    const int of_part = (blocks + parts - 1) / parts;
+    uint64_t a, b;
+    const auto wait = [&] {
+      pipeline.consumer_wait(state);
+      a = k_major_descriptor(smem_address(smem.a[state.stage]));
+      b = k_major_descriptor(smem_address(smem.b[state.stage]));
+    };
+    const auto multiply = [&](int block, bool adds) {
+      warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < Tile::kBlockK / kWgmmaDepth; ++k) {
+        wgmma_float8<A, B>(accumulators[block], a + k * kStep + block * Base::kRowBlockStep,
+                           b + k * kStep, adds || k > 0);
+      }
+      warpgroup_commit_batch();
+    };
+    int k_block = work.first_k_block, end = k_block;
+    const auto multiply_both = [&] {
+      wait();
+      multiply(0, true);
+      multiply(1, true);
+      // The products of the K-block before are done: those of this one follow without a gap.
+      warpgroup_wait<2>();
+      Base::release_previous(pipeline, state, lane);
+      state.advance();
+    };
+    const auto multiply_until = [&](int last) {
+#pragma unroll 1
+      while (++k_block < last) multiply_both();
+    };
+    wait();
+    multiply(0, false);
+    multiply(1, false);
+    state.advance();
+    end += of_part;
+#pragma unroll 1
+    while (end < work.end_k_block) {
+      multiply_until(end - 1);
+      multiply_both();
+      warpgroup_wait<1>(accumulators[0]);
+      const bool is_first = end == work.first_k_block + of_part;
+      put_aside(accumulators[0], 0, is_first);
+      wait();
+      multiply(0, false);
+      warpgroup_wait<1>(accumulators[1]);
+      Base::release_previous(pipeline, state, lane);
+      put_aside(accumulators[1], 1, is_first);
+      multiply(1, false);
+      state.advance();
+      k_block = end;
+      end = min(end + of_part, work.end_k_block);
+    }
+    multiply_until(end);
+    issued();
+    warpgroup_wait<0>(accumulators[0], accumulators[1]);
+    Base::release_previous(pipeline, state, lane);
+  }
+
  private:
   template <class Issued>
   __device__ __forceinline__ static void mma_promoted(

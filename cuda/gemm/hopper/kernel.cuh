@@ -50,42 +50,6 @@ __device__ __forceinline__ void produce(typename Gemm::SharedStorage& smem,
   }
 }
 
-// The products of a tile. Where the mainloop may add up but a part of the depth at once, the
-// epilogue puts the sums of all parts but the last aside.
-template <class Gemm, class Epilogue, class Issued>
-__device__ __forceinline__ void multiply(typename Gemm::SharedStorage& smem,
-                                         typename Gemm::Mainloop::State& state,
-                                         const WorkTile& work, Epilogue& epilogue,
-                                         Accumulators<typename Gemm::Tile>& accumulators,
-                                         const Issued& issued) {
-  using Mainloop = typename Gemm::Mainloop;
-  const auto mma = [&](const WorkTile& part, const auto& issued_part) {
-    Mainloop::mma(smem.mainloop, smem.pipeline, state, part, epilogue.consumer, epilogue.lane,
-                  accumulators, issued_part);
-  };
-  if constexpr (Epilogue::kTakesParts) {
-    const int blocks = work.end_k_block - work.first_k_block;
-    const int parts = (blocks + Mainloop::kWholeBlocks - 1) / Mainloop::kWholeBlocks;
-    const int of_part = (blocks + parts - 1) / parts;
-    WorkTile part = work;
-#pragma unroll 1
-    for (;;) {
-      part.end_k_block = min(part.first_k_block + of_part, work.end_k_block);
-      const bool is_last = part.end_k_block == work.end_k_block;
-      mma(part, [&] {
-        if (is_last) issued();
-      });
-      if (is_last) break;
-      epilogue.put_aside(accumulators, part.first_k_block == work.first_k_block);
-#pragma unroll
-      for (auto& of_block : accumulators) warpgroup_fence_operand(of_block);
-      part.first_k_block = part.end_k_block;
-    }
-  } else {
-    mma(work, issued);
-  }
-}
-
 template <class Gemm>
 __device__ __forceinline__ void consume(typename Gemm::SharedStorage& smem,
                                         const typename Gemm::Params& params, int rank,
@@ -116,9 +80,19 @@ __device__ __forceinline__ void consume(typename Gemm::SharedStorage& smem,
       smem.order[consumer].wait(order_phase);
       order_phase ^= 1;
     }
-    multiply<Gemm>(smem, state, work, epilogue, accumulators, [&] {
+    const auto issued = [&] {
       if (kPingPong && thread == 0) smem.order[consumer ^ 1].arrive();
-    });
+    };
+    if constexpr (Gemm::Epilogue::kTakesParts) {
+      const auto put_aside = [&](auto& of_block, int block, bool is_first) {
+        epilogue.put_aside(of_block, block, is_first);
+      };
+      Mainloop::mma_in_parts(smem.mainloop, smem.pipeline, state, work, lane, accumulators,
+                             put_aside, issued);
+    } else {
+      Mainloop::mma(smem.mainloop, smem.pipeline, state, work, consumer, lane, accumulators,
+                    issued);
+    }
     if constexpr (kPingPong) state.advance(params.scheduler.k_blocks);  // the other consumer's tile
     scheduler.advance(kPingPong ? Tile::kConsumers : 1);
     epilogue.store(accumulators, work, scheduler.work(), scheduler.is_valid());
