@@ -39,7 +39,7 @@ template <class Tile, typename A, typename B, typename Out,
 using ScaledGemm = Gemm<Float8Mainloop<Tile, A, B, Out>, PersistentScheduler, Epilogue>;
 
 // Results of 16 bits of a depth up to this are computed in parts, by WholeTile.
-constexpr int64_t kPartsDepth = 4096;
+constexpr int64_t kPartsDepth = 3072;
 
 }  // namespace
 

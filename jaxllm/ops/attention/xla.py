@@ -155,12 +155,12 @@ def _forward(q, k, v, mask_type: cudnn.MaskType, scale: float, window: int | Non
 def _backward(q, k, v, out, lse, dout, mask_type: cudnn.MaskType, scale: float, window: int | None):
     # JAX has no public way to run the backward kernel without its forward before it; this is the
     # primitive that the forward's own derivative rule binds, with the same arguments.
-    absent = jnp.zeros(0, q.dtype)  # no bias, sequence lengths, offsets or page tables
     options = {}
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
         options["score_mod"] = None  # from JAX 0.12 on
 
     def backward(q, k, v, out, lse, dout):
+        absent = jnp.zeros(0, q.dtype)  # no bias, sequence lengths, offsets or page tables
         return cudnn._dot_product_attention_bwd_p_wrapper.bind(
             q,
             k,
