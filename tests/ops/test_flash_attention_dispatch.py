@@ -143,6 +143,12 @@ def test_auto_picks_hopper_kernels_where_benchmarks_are_faster(
     assert [call.on_gpu for call in calls] == 4 * [picked]
 
 
+def test_auto_picks_hopper_kernels_for_the_latent_widths(pretend_cudnn, on_hopper):
+    qkv = attention_arrays(H=192, Hv=128, dtype="bfloat16")
+    grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True).sum())
+    assert [call.on_gpu for call in jaxllm.explain(grad, *qkv).calls] == ["cuda", "cuda"]
+
+
 def test_cuda_backend_runs_kernels_that_auto_rejects(pretend_cudnn, monkeypatch):
     monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: None)
     q, k, v = attention_arrays(dtype="bfloat16")

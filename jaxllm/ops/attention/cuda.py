@@ -142,14 +142,15 @@ def flash_attention_float8_unsupported(q, k, *_, **__) -> str | None:
 
 def flash_attention_slower(q, k, v, *_, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
-    *widths, last = _FASTER_THAN_CUDNN
+    widths, (wide, narrow) = _FASTER_THAN_CUDNN, _LATENT_WIDTHS
     H, Hv = q.shape[-1], v.shape[-1]
-    if Hv == H and H in (*widths, last) and _is_for_hopper(q, v):
+    is_faster = H in widths if H == Hv else (H, Hv) == _LATENT_WIDTHS
+    if is_faster and _is_for_hopper(q, v):
         return None
     return (
         "the rows in benchmarks/results that show it faster than cuDNN are of Hopper GPUs, of "
-        f"bfloat16 and float16, and of heads {', '.join(map(str, widths))} and {last} wide with "
-        "values as wide"
+        f"bfloat16 and float16, and of heads {', '.join(map(str, widths[:-1]))} and {widths[-1]} "
+        f"wide with values as wide, or {wide} wide with values of {narrow}"
     )
 
 
