@@ -181,8 +181,7 @@ def test_calls_that_the_cuda_kernels_reject_run_elsewhere(
 def test_call_with_a_bias_runs_pallas_kernels(on_hopper):
     q, k, v = latent_arrays()
     bias = jnp.zeros((1, 4, 6, 6))
-    fn = lambda *arrays: flash_attention(*arrays[:3], None, arrays[3])  # noqa: E731
-    (call,) = jaxllm.explain(fn, q, k, v, bias).calls
+    (call,) = jaxllm.explain(flash_attention, q, k, v, None, bias).calls
     assert call.on_gpu == "pallas"
     with pytest.raises(BackendError, match="the kernels for that take no bias"):
         flash_attention(q, k, v, None, bias, backend="cuda")
@@ -220,6 +219,7 @@ def test_parts_of_the_keys_merge_to_all_of_them(backend):
     run = functools.partial(flash_attention, return_lse=True, backend=backend)
     parts = [run(q, k[:, part], v[:, part]) for part in (slice(0, 11), slice(11, 30))]
     lse = functools.reduce(jnp.logaddexp, [lse for _, lse in parts])
-    merged = sum(jnp.exp(one - lse).swapaxes(1, 2)[..., None] * out for out, one in parts)
+    shares = [jnp.exp(one - lse).swapaxes(1, 2)[..., None] * out for out, one in parts]
+    merged = shares[0] + shares[1]
     assert error(merged, run(q, k, v)[0]) < 1e-6
     assert math.prod(merged.shape) == 2 * 9 * 4 * 5

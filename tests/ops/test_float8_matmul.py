@@ -181,7 +181,7 @@ def test_depth_in_parts_is_within_the_documented_bound(formats, one_scale, depth
     large = jnp.full_like(a, 448), b, *(scale / 16 for scale in scales)
     assert_some_bounded(float8_matmul(*large, out_dtype=out_dtype, backend="cuda"), large, 33)
     # A bias is added to the product before that is rounded.
-    bias = jax.random.normal(jax.random.key(2), 376, out_dtype)
+    bias = jax.random.normal(jax.random.key(2), (376,), out_dtype)
     with_bias = float8_matmul(*arrays, bias, out_dtype=out_dtype, backend="cuda")
     out, bias, with_bias = (np.asarray(x, np.float64) for x in (out, bias, with_bias))
     roundings = float(jnp.finfo(out_dtype).eps) / 2 * (abs(out) + abs(out + bias))

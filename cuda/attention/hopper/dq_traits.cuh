@@ -20,8 +20,8 @@ struct DqTraits {
   static constexpr int kColumns = kColumnBlocks * kSwizzleColumns;
   static constexpr int kValueColumns = divide_up(kValueDim, kSwizzleColumns) * kSwizzleColumns;
   // K is read twice, and for longer: by s, and by dq of which the next s is ahead. With two stages
-  // the next K is loaded no sooner than its s begins: with three the backward of queries and keys of
-  // 192 columns and values of 128 took 0.82 to 0.90 of the time on an H200.
+  // the next K is loaded no sooner than its s begins: with three the backward of queries and keys
+  // of 192 columns and values of 128 took 0.82 to 0.90 of the time on an H200.
   static constexpr int kKStages = kHeadDim > 192 ? 2 : 3, kVStages = kHeadDim > 192 ? 1 : 2;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kProducerRegisters = kValueDim < kHeadDim ? 40 : 24;

@@ -144,7 +144,7 @@ def flash_attention_slower(q, k, v, *_, **__) -> str | None:
     """Why ``auto`` leaves a call to cuDNN where that can serve it; None where it does not."""
     widths, (wide, narrow) = _FASTER_THAN_CUDNN, _LATENT_WIDTHS
     H, Hv = q.shape[-1], v.shape[-1]
-    is_faster = H in widths if H == Hv else (H, Hv) == _LATENT_WIDTHS
+    is_faster = H in widths if Hv == H else (H, Hv) == _LATENT_WIDTHS
     if is_faster and _is_for_hopper(q, v):
         return None
     return (
