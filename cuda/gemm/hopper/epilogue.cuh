@@ -145,7 +145,7 @@ __device__ __forceinline__ void change_subtile(uint32_t row, const Change& chang
 template <class Tile, typename T, class Storage = SubtileStorage<Tile, T>>
 struct EpilogueWarp {
   using SharedStorage = Storage;
-  static constexpr bool kTakesParts = false;  // of the depth: Float8Mainloop::mma_in_parts()
+  static constexpr bool kTakesHalves = false;  // of the depth: Float8Mainloop::mma_in_halves()
 
   SharedStorage& smem;
   const int consumer, warp, lane;

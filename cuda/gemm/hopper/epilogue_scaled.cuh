@@ -54,15 +54,15 @@ struct ScaledWarp : EpilogueWarp<Tile, T> {
   }
 };
 
-// Where the depth is multiplied in parts (Float8Mainloop): the sums of the parts before the last
-// wait in the buffers from which the result will leave, rounded to bfloat16. One consumer is in its
-// mainloop at a time, so both have the same buffers in turn:
+// Where the depth is multiplied in two halves (Float8Mainloop): the sums of the first wait in the
+// buffers from which the result will leave, rounded to bfloat16. One consumer is in its mainloop at
+// a time, so both have the same buffers in turn:
 //
 //   consumer 0   mma | put_aside | mma | take_back   store | release
 //   consumer 1                           mma      ..       | acquire put_aside | mma | take_back
 //   ...
 template <class Tile>
-struct PartsStorage {
+struct HalvesStorage {
   __nv_bfloat16 sums[4][Tile::kSubtiles][kSubtileSize];
   float2 factors[Tile::kConsumers][4][kColumnFactors<Tile>];
   Barrier turn[Tile::kConsumers][4];  // the buffers of a warp are the consumer's
@@ -75,9 +75,9 @@ struct PartsStorage {
 };
 
 template <class Tile, typename T>
-struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
+struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
   static_assert(!Tile::kCooperative);
-  static constexpr bool kTakesParts = true;
+  static constexpr bool kTakesHalves = true;
   using OfBlock = float[Tile::kBlockN / 2];  // accumulators of a row block
 
   uint32_t phase = this->consumer == 0;  // of `turn`: the first consumer need not wait
@@ -90,12 +90,9 @@ struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
     return reinterpret_cast<T*>(this->smem.sums[this->warp][subtile.index]);
   }
 
-  // Adds the accumulators of a row block to its sums, or makes them the sums where they are of the
-  // first part.
-  __device__ __forceinline__ void put_aside(OfBlock& of_block, int block, bool is_first) {
-    if (!is_first) {
-      add_sums(of_block, block);
-    } else if (block == 0) {
+  // Keeps the sums of a row block, the first one first.
+  __device__ __forceinline__ void put_aside(OfBlock& of_block, int block) {
+    if (block == 0) {
       this->smem.turn[this->consumer][this->warp].wait(phase);
       phase ^= 1;
     }
@@ -107,10 +104,21 @@ struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
     });
   }
 
-  // Adds the sums to the last part. Once all lanes have, the buffers serve for the result.
+  // Adds the sums to those of the second half. Once all lanes have, the buffers serve for the
+  // result.
   __device__ __forceinline__ void take_back(Accumulators<Tile>& accumulators) const {
 #pragma unroll
-    for (int block = 0; block < Tile::kRowBlocks; ++block) add_sums(accumulators[block], block);
+    for (int block = 0; block < Tile::kRowBlocks; ++block) {
+      for_each_chunk(accumulators[block], block, [](float* of_lane, const uint4& chunk) {
+        const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 sum = unpack_pair<__nv_bfloat16>(words[i]);
+          of_lane[2 * i] += sum.x;
+          of_lane[2 * i + 1] += sum.y;
+        }
+      });
+    }
     end_basic_block(this->warp);
   }
 
@@ -130,18 +138,6 @@ struct PartsWarp : EpilogueWarp<Tile, T, PartsStorage<Tile>> {
     auto* const chunks = reinterpret_cast<uint4*>(this->smem.sums[this->warp][0]) + this->lane;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) visit(&of_block[8 * i], chunks[(block * kChunks + i) * 32]);
-  }
-
-  __device__ __forceinline__ void add_sums(OfBlock& of_block, int block) const {
-    for_each_chunk(of_block, block, [](float* of_lane, const uint4& chunk) {
-      const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 sum = unpack_pair<__nv_bfloat16>(words[i]);
-        of_lane[2 * i] += sum.x;
-        of_lane[2 * i + 1] += sum.y;
-      }
-    });
   }
 };
 
@@ -187,8 +183,8 @@ struct ScaledEpilogue : Warp {
   }
 
   __device__ __forceinline__ void begin(const WorkTile& tile, Accumulators<Tile>& accumulators) {
-    // Where there are parts the mainloop leaves no registers.
-    if constexpr (!Warp::kTakesParts) load_factors(this->own(tile));
+    // Where there are halves the mainloop leaves no registers.
+    if constexpr (!Warp::kTakesHalves) load_factors(this->own(tile));
     Warp::begin(tile, accumulators);
   }
 
@@ -196,7 +192,7 @@ struct ScaledEpilogue : Warp {
                                         const WorkTile&, bool) {
     const WorkTile work = this->own(tile);
     float2* const factors = this->factors();
-    if constexpr (Warp::kTakesParts) {
+    if constexpr (Warp::kTakesHalves) {
       this->take_back(accumulators);
       load_factors(work);
     }
@@ -228,7 +224,7 @@ struct ScaledEpilogue : Warp {
     } else {
       store_with(std::true_type{});
     }
-    if constexpr (Warp::kTakesParts) this->release_buffers();
+    if constexpr (Warp::kTakesHalves) this->release_buffers();
   }
 
   __device__ __forceinline__ void finish() {
@@ -344,6 +340,6 @@ struct ScaledEpilogue : Warp {
 template <class Tile, typename T>
 using EpilogueScaled = ScaledEpilogue<Tile, T, ScaledWarp<Tile, SubtileType<T>>>;
 template <class Tile, typename T>
-using EpilogueScaledParts = ScaledEpilogue<Tile, T, PartsWarp<Tile, SubtileType<T>>>;
+using EpilogueScaledHalves = ScaledEpilogue<Tile, T, HalvesWarp<Tile, SubtileType<T>>>;
 
 }  // namespace jaxllm::hopper

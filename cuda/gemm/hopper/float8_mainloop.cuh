@@ -12,8 +12,8 @@
 // of Llama 3.2 1B took 3 to 15% more time on an H100.
 //
 // Tiles of which a consumer has two row blocks leave no registers for partial sums. The tensor
-// cores add up kWholeDepth at most. Of a greater depth the epilogue keeps the sums of all parts but
-// the last, in bfloat16 (EpilogueScaledParts).
+// cores add up kWholeDepth at most. Of a depth up to twice that the epilogue keeps the sums of the
+// first half, in bfloat16 (EpilogueScaledHalves).
 //
 // Of 8192 products of positive numbers the sum was too small by, on an H100:
 //
@@ -39,7 +39,6 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
   using Element = Out;
   using typename Base::SharedStorage, typename Base::State;
   static constexpr int kPromotedBlocks = 4;  // 512 of the depth
-  static constexpr int kWholeBlocks = kWholeDepth / Tile::kBlockK;
   static constexpr int kWgmmaDepth = 32;
   static constexpr int kStep = kWgmmaDepth >> 4;  // of a descriptor, in units of 16 bytes
 
@@ -67,20 +66,17 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
     }
   }
 
-  // As mma(), of a tile whose depth has parts, each of kWholeDepth at most. Calls
-  // put_aside(accumulators, row_block, is_first) for the sums of each part but the last: one row
-  // block leaves the accumulators while the tensor cores have the products of the other.
+  // As mma(), of a depth up to twice kWholeDepth. Calls put_aside(accumulators, row_block) for the
+  // sums of its first half: one row block leaves the accumulators while the tensor cores have the
+  // products of the other.
   //
   //   row block 0   ... wgmma |         put_aside | wgmma |           | wgmma ...
   //   row block 1   ...       | wgmma |                   | put_aside | wgmma ...
   template <class PutAside, class Issued>
-  __device__ __forceinline__ static void mma_in_parts(
+  __device__ __forceinline__ static void mma_in_halves(
       SharedStorage& smem, Pipeline<Tile::kStages>& pipeline, State& state, const WorkTile& work,
       int lane, Accumulators<Tile>& accumulators, const PutAside& put_aside, const Issued& issued) {
     static_assert(Tile::kRowBlocks == 2 && !Tile::kCooperative);
-    const int blocks = work.end_k_block - work.first_k_block;
-    const int parts = (blocks + kWholeBlocks - 1) / kWholeBlocks;
-    const int of_part = (blocks + parts - 1) / parts;
     uint64_t a, b;
     const auto wait = [&] {
       pipeline.consumer_wait(state);
@@ -96,7 +92,6 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
       }
       warpgroup_commit_batch();
     };
-    int k_block = work.first_k_block, end = k_block;
     const auto multiply_both = [&] {
       wait();
       multiply(0, true);
@@ -106,33 +101,27 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
       Base::release_previous(pipeline, state, lane);
       state.advance();
     };
-    const auto multiply_until = [&](int last) {
-#pragma unroll 1
-      while (++k_block < last) multiply_both();
-    };
+    // At least four K-blocks each: a smaller depth is no more than kWholeDepth.
+    const int half = (work.first_k_block + work.end_k_block + 1) / 2;
     wait();
     multiply(0, false);
     multiply(1, false);
     state.advance();
-    end += of_part;
 #pragma unroll 1
-    while (end < work.end_k_block) {
-      multiply_until(end - 1);
-      multiply_both();
-      warpgroup_wait<1>(accumulators[0]);
-      const bool is_first = end == work.first_k_block + of_part;
-      put_aside(accumulators[0], 0, is_first);
-      wait();
-      multiply(0, false);
-      warpgroup_wait<1>(accumulators[1]);
-      Base::release_previous(pipeline, state, lane);
-      put_aside(accumulators[1], 1, is_first);
-      multiply(1, false);
-      state.advance();
-      k_block = end;
-      end = min(end + of_part, work.end_k_block);
-    }
-    multiply_until(end);
+    for (int k_block = work.first_k_block + 1; k_block < half - 1; ++k_block) multiply_both();
+    // Out of the loop: else the compiler cannot tell whose products are in flight.
+    multiply_both();
+    warpgroup_wait<1>(accumulators[0]);
+    put_aside(accumulators[0], 0);
+    wait();
+    multiply(0, false);
+    warpgroup_wait<1>(accumulators[1]);
+    Base::release_previous(pipeline, state, lane);
+    put_aside(accumulators[1], 1);
+    multiply(1, false);
+    state.advance();
+#pragma unroll 1
+    for (int k_block = half + 1; k_block < work.end_k_block; ++k_block) multiply_both();
     issued();
     warpgroup_wait<0>(accumulators[0], accumulators[1]);
     Base::release_previous(pipeline, state, lane);

@@ -12,9 +12,10 @@ using namespace hopper;
 // A consumer has 64 rows, since it needs registers for the sums and the partial sums of as many
 // columns. Cooperative, because one consumer adds while the other has the tensor cores.
 using DeepTile = GemmTile<192, 4, 2, 1, true, 1, 128>;
-// Ping-pong, for a depth of few K-blocks: the epilogue takes as long as the mainloop. There the
-// tensor cores add up all of it, and a consumer has registers for 128 rows. For a depth of 768 that
-// took 10 to 16% less time than 64 rows and partial sums on an H200.
+// Ping-pong, for a depth of few K-blocks. There the tensor cores add up all of it, or each half,
+// and a consumer has registers for 128 rows. In loops of one GEMM on an H200 that took 10 to 16%
+// less time than 64 rows and partial sums, for a depth of 768, and 9 to 15% less for 2048. In parts
+// of 1024 a depth of 3072 took 2 to 7% less, and one of 4096 as long.
 using WholeTile = GemmTile<192, 4, 2, 1, false, 2, 128>;
 // For results of so few tiles that the last ones leave most SMs idle, as many weight gradients.
 using NarrowTile = GemmTile<128, 5, 2, 1, true, 1, 128>;
@@ -38,9 +39,6 @@ template <class Tile, typename A, typename B, typename Out,
           template <class, typename> class Epilogue>
 using ScaledGemm = Gemm<Float8Mainloop<Tile, A, B, Out>, PersistentScheduler, Epilogue>;
 
-// Results of 16 bits of a depth up to this are computed in parts, by WholeTile.
-constexpr int64_t kPartsDepth = 3072;
-
 }  // namespace
 
 template <typename A, typename B, typename Out>
@@ -61,17 +59,19 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
          bias,
          {amax, shape.columns / parts}});
   };
+  using Deep = ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>;
   if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaled>{});
   int clusters = 0;
-  JAXLLM_RETURN_IF_ERROR(
-      (find_clusters<ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>>(&clusters)));
-  if (is_faster_narrow(shape, clusters))
+  JAXLLM_RETURN_IF_ERROR(find_clusters<Deep>(&clusters));
+  if (is_faster_narrow(shape, clusters)) {
     return run(ScaledGemm<NarrowTile, A, B, Out, EpilogueScaled>{});
-  if constexpr (sizeof(Out) == 2) {
-    if (shape.depth <= kPartsDepth)
-      return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaledParts>{});
   }
-  return run(ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>{});
+  if constexpr (sizeof(Out) == 2) {
+    if (shape.depth <= 2 * kWholeDepth) {
+      return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaledHalves>{});
+    }
+  }
+  return run(Deep{});
 }
 
 #define JAXLLM_FLOAT8_MATMUL(A, B)                 \

@@ -83,12 +83,12 @@ __device__ __forceinline__ void consume(typename Gemm::SharedStorage& smem,
     const auto issued = [&] {
       if (kPingPong && thread == 0) smem.order[consumer ^ 1].arrive();
     };
-    if constexpr (Gemm::Epilogue::kTakesParts) {
-      const auto put_aside = [&](auto& of_block, int block, bool is_first) {
-        epilogue.put_aside(of_block, block, is_first);
+    if constexpr (Gemm::Epilogue::kTakesHalves) {
+      const auto put_aside = [&](auto& of_block, int block) {
+        epilogue.put_aside(of_block, block);
       };
-      Mainloop::mma_in_parts(smem.mainloop, smem.pipeline, state, work, lane, accumulators,
-                             put_aside, issued);
+      Mainloop::mma_in_halves(smem.mainloop, smem.pipeline, state, work, lane, accumulators,
+                              put_aside, issued);
     } else {
       Mainloop::mma(smem.mainloop, smem.pipeline, state, work, consumer, lane, accumulators,
                     issued);
