@@ -58,9 +58,8 @@ struct ScaledWarp : EpilogueWarp<Tile, T> {
 // buffers from which the result will leave, rounded to bfloat16. One consumer is in its mainloop at
 // a time, so both have the same buffers in turn:
 //
-//   consumer 0   mma | put_aside | mma | take_back   store | release
-//   consumer 1                           mma      ..       | acquire put_aside | mma | take_back
-//   ...
+//   consumer 0   mma | put_aside | mma | take_back, store, release |
+//   consumer 1                         | mma ............. | acquire, put_aside | mma | ...
 template <class Tile>
 struct HalvesStorage {
   __nv_bfloat16 sums[4][Tile::kSubtiles][kSubtileSize];
