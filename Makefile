@@ -13,7 +13,8 @@ ifeq ($(origin EXTRAS),undefined)
 EXTRAS := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [A-Z ]*Version: *\([0-9]*\).*/\1/p' \
 	| awk 'NR == 1 && $$1 >= 12 {print ($$1 >= 13) ? "cuda13" : "cuda12"}')
 endif
-PYTEST_WORKERS ?= 2
+# More than two cores need: tests wait for processes that they start.
+PYTEST_WORKERS ?= 3
 PYTEST_FLAGS ?=
 
 # What depends most on JAX's version, in under two minutes. The longest comes first.
