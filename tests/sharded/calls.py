@@ -358,8 +358,9 @@ CALLS = [
     # Values are narrower than queries and keys, and so is the output.
     Call(
         "flash_attention", _of("flash_attention", causal=True),
-        {"q": "B T 3N 2H", "k": "B T N 2H", "v": "B T N H"}, "B T N",
-        undeclared=("v", "H"), context=("B T N 2H", "B T N H"), name="narrow_values", is_large=True,
+        {"q": "B T 3N 4H", "k": "B T N 4H", "v": "B T N 2H"}, "B T N",
+        undeclared=("v", "H"), context=("B T N 4H", "B T N 2H"), name="narrow_values",
+        is_large=True,
     ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
