@@ -95,12 +95,12 @@ struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
       this->smem.turn[this->consumer][this->warp].wait(phase);
       phase ^= 1;
     }
-    for_each_chunk(of_block, block, [](float* of_lane, uint4& chunk) {
-      chunk = {pack_pair<__nv_bfloat16>(of_lane[0], of_lane[1]),
-               pack_pair<__nv_bfloat16>(of_lane[2], of_lane[3]),
-               pack_pair<__nv_bfloat16>(of_lane[4], of_lane[5]),
-               pack_pair<__nv_bfloat16>(of_lane[6], of_lane[7])};
-    });
+    uint32_t words[Tile::kBlockN / 4];
+    pack_accumulator<__nv_bfloat16>(of_block, words);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      chunk(block, i) = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    }
   }
 
   // Adds the sums to those of the second half. Once all lanes have, the buffers serve for the
@@ -108,15 +108,17 @@ struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
   __device__ __forceinline__ void take_back(Accumulators<Tile>& accumulators) const {
 #pragma unroll
     for (int block = 0; block < Tile::kRowBlocks; ++block) {
-      for_each_chunk(accumulators[block], block, [](float* of_lane, const uint4& chunk) {
-        const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 sum = unpack_pair<__nv_bfloat16>(words[i]);
-          of_lane[2 * i] += sum.x;
-          of_lane[2 * i + 1] += sum.y;
+      for (int i = 0; i < kChunks; ++i) {
+        const uint4 sums = chunk(block, i);
+        const uint32_t words[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = unpack_pair<__nv_bfloat16>(words[j]);
+          accumulators[block][8 * i + 2 * j] += pair.x;
+          accumulators[block][8 * i + 2 * j + 1] += pair.y;
         }
-      });
+      }
     }
     end_basic_block(this->warp);
   }
@@ -129,14 +131,11 @@ struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
   }
 
  private:
-  // Calls visit(of_lane, chunk) for each 8 accumulators of the lane and the 16 bytes for them.
-  template <class Visit>
-  __device__ __forceinline__ void for_each_chunk(OfBlock& of_block, int block,
-                                                 const Visit& visit) const {
-    constexpr int kChunks = Tile::kBlockN / 16;
-    auto* const chunks = reinterpret_cast<uint4*>(this->smem.sums[this->warp][0]) + this->lane;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) visit(&of_block[8 * i], chunks[(block * kChunks + i) * 32]);
+  static constexpr int kChunks = Tile::kBlockN / 16;  // of a row block: 8 of a lane's sums each
+
+  __device__ __forceinline__ uint4& chunk(int block, int i) const {
+    auto* const chunks = reinterpret_cast<uint4*>(this->smem.sums[this->warp][0]);
+    return chunks[(block * kChunks + i) * 32 + this->lane];
   }
 };
 
