@@ -101,7 +101,7 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
       Base::release_previous(pipeline, state, lane);
       state.advance();
     };
-    // At least four K-blocks each: a smaller depth is no more than kWholeDepth.
+    // Of a depth beyond kWholeDepth a half has four K-blocks or more.
     const int half = (work.first_k_block + work.end_k_block + 1) / 2;
     wait();
     multiply(0, false);
