@@ -13,7 +13,7 @@ ifeq ($(origin EXTRAS),undefined)
 EXTRAS := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [A-Z ]*Version: *\([0-9]*\).*/\1/p' \
 	| awk 'NR == 1 && $$1 >= 12 {print ($$1 >= 13) ? "cuda13" : "cuda12"}')
 endif
-# More than two cores need: tests wait for processes that they start.
+# One more than CI's machine has cores: while a test waits for a process that it started, another runs.
 PYTEST_WORKERS ?= 3
 PYTEST_FLAGS ?=
 
