@@ -73,8 +73,8 @@ def tensor_core_bound(depth, addends=1, in_halves=False):
     """14 bits in sums, which are added in float32: one truncation an instruction, or more.
 
     The sums are of 512 elements of the depth; a depth of 1024 at most is one sum. Results of 16
-    bits of a depth from 1536 to 2048 may be computed ``in_halves``, of which the sum of the first is
-    rounded to bfloat16. The docstring's bound is that of 33 truncations, which do not cancel.
+    bits of a depth from 1536 to 2048 may be computed ``in_halves``, of which the sum of the first
+    is rounded to bfloat16. The docstring's bound is that of 33 truncations, which do not cancel.
     """
     if in_halves:
         return addends * 2.0**-13 * (1024 / 32) + 2.0**-9

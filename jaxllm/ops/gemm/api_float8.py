@@ -83,13 +83,13 @@ def float8_matmul(
     float32 every 512 elements of the depth, 16 instructions. A depth of at most 1024 the tensor
     cores add up alone. Where ``out_dtype`` has 16 bits they do so with each half of a depth from
     1536 to 2048, and the kernel keeps the sum of the first half in bfloat16; but not where the
-    result has few tiles, or its depth is split. An instruction truncates each of its 33 addends, 32 products
-    and the sum so far, to 14 bits of the largest. So the error before the last rounding is at most
-    :math:`16 \cdot 33 \cdot 2^{-13} \, scale^a_i \, scale^b_j \sum_k |a_{ik} b_{jk}|`, and that of
-    float32. It is twice that for sums of more than 512, and a half that is kept in bfloat16 adds at
-    most :math:`2^{-9}` of the same sum. For sums of 512 random products with heavy tails it was
-    below a 25th of the bound. Where the depth is sharded, the term of each shard is rounded to
-    ``out_dtype`` before the sum.
+    result has few tiles, or its depth is split. An instruction truncates each of its 33 addends,
+    32 products and the sum so far, to 14 bits of the largest. So the error before the last rounding
+    is at most :math:`16 \cdot 33 \cdot 2^{-13} \, scale^a_i \, scale^b_j \sum_k |a_{ik} b_{jk}|`,
+    and that of float32. It is twice that for sums of more than 512, and a half that is kept in
+    bfloat16 adds at most :math:`2^{-9}` of the same sum. For sums of 512 random products with heavy
+    tails it was below a 25th of the bound. Where the depth is sharded, the term of each shard is
+    rounded to ``out_dtype`` before the sum.
 
     Args:
         a: The rows, ``(M, K)``; float8_e4m3fn or float8_e5m2.
