@@ -4,6 +4,7 @@
 #include "handlers.h"
 #include "quantization/float8_activation.h"
 #include "quantization/float8_round.h"
+#include "quantization/float8_scale_and_round.h"
 
 namespace jaxllm {
 namespace {
@@ -71,6 +72,47 @@ ffi::Error Float8RoundBothImpl(cudaStream_t stream, Buffer x, Buffer scale, Resu
 ffi::Error Float8RoundSumsImpl(cudaStream_t stream, Buffer x, Buffer scale, Result values,
                                Result transposed, Result sums, Result partial) {
   return round_to_float8(stream, x, scale, &values, &transposed, &sums, &partial);
+}
+
+// Of the results but the scale, and of the workspace `partial`, those that are not wanted have no
+// elements.
+ffi::Error Float8ScaleAndRoundImpl(cudaStream_t stream, Buffer x, Result values, Result transposed,
+                                   Result sums, Result scale, Result partial, Result maxima) {
+  const auto of_x = x.dimensions();
+  const size_t axes = of_x.size();
+  if (axes < 2) return invalid("x", "is no matrix");
+  const int64_t rows = of_x[axes - 2], columns = of_x[axes - 1], size = rows * columns;
+  const int64_t calls = count_matrices(x);
+  const bool has_values = count(*values) > 0, has_transposed = count(*transposed) > 0;
+  const bool has_sums = count(*sums) > 0;
+  if (size > 0 && !has_values && !has_transposed) return invalid("values", "has no elements");
+  return dispatch_float8(*values, "values", [&](auto type) {
+    return dispatch_floating(x, "x", [&](auto type_x) {
+      using Float8 = typename decltype(type)::type;
+      using T = typename decltype(type_x)::type;
+      const auto dtype = values->element_type();
+      const int64_t partials = has_sums ? float8_partial_rows(rows) * columns : 0;
+      ffi::Error error = check_buffers({
+          {"values", *values, dtype, has_values ? count(x) : 0},
+          {"transposed", *transposed, dtype, has_transposed ? count(x) : 0},
+          {"sums", *sums, dtype_of<T>(), has_sums ? calls * columns : 0},
+          {"scale", *scale, ffi::F32, calls},
+          {"partial", *partial, ffi::F32, calls * partials},
+          {"maxima", *maxima, ffi::F32, calls * kFloat8Maxima},
+      });
+      if (error.failure()) return error;
+      for (int64_t i = 0; i < calls; ++i) {
+        const Float8ScalingAndRounding<Float8, T> call{
+            data<T>(x) + i * size, data<float>(scale) + i, data<float>(maxima) + i * kFloat8Maxima};
+        const cudaError_t status = call.launch(
+            stream, rows, columns, has_values ? data<Float8>(values) + i * size : nullptr,
+            has_transposed ? data<Float8>(transposed) + i * size : nullptr,
+            has_sums ? data<T>(sums) + i * columns : nullptr, data<float>(partial) + i * partials);
+        if (status != cudaSuccess) return to_ffi_error(status);
+      }
+      return ffi::Error::Success();
+    });
+  });
 }
 
 // The sizes of a call of an activation, from h of (..., rows, kParts width).
@@ -191,6 +233,7 @@ JAXLLM_HANDLER(Float8GeluBackward, Float8GeluBackwardImpl);
 JAXLLM_HANDLER(Float8SwigluForward, Float8SwigluForwardImpl);
 JAXLLM_HANDLER(Float8SwigluForwardBoth, Float8SwigluForwardBothImpl);
 JAXLLM_HANDLER(Float8SwigluBackward, Float8SwigluBackwardImpl);
+JAXLLM_HANDLER(Float8ScaleAndRound, Float8ScaleAndRoundImpl);
 JAXLLM_HANDLER(Float8Round, Float8RoundImpl);
 JAXLLM_HANDLER(Float8RoundTransposed, Float8RoundTransposedImpl);
 JAXLLM_HANDLER(Float8RoundBoth, Float8RoundBothImpl);

@@ -3,70 +3,24 @@
 #include "common/column_sum.cuh"
 #include "common/dependent_launch.cuh"
 #include "quantization/float8_round.h"
-#include "quantization/float8_tile.cuh"
+#include "quantization/float8_round_tile.cuh"
 
 namespace jaxllm {
 namespace {
 
 using namespace float8;
 
-// What a call has, and which of its results are wanted.
-template <bool kValues, bool kTransposed, bool kOneScale, bool kSums = false>
-struct Variant {
-  static constexpr bool has_values = kValues, has_transposed = kTransposed;
-  static constexpr bool has_one_scale = kOneScale, has_sums = kSums;
-  static_assert(kOneScale || kValues != kTransposed);
-};
-
 // A CTA for each tile; the tiles of a row of tiles follow each other.
 template <class V, typename Float8, typename T>
 __global__ void __launch_bounds__(kThreads)
     float8_round_kernel(const T* x, const float* scale, int64_t rows, int64_t columns,
                         uint8_t* values, uint8_t* transposed, float* partial) {
-  __shared__ alignas(16) uint32_t shared[V::has_transposed ? kSharedWords : 1];
+  __shared__ RoundingStorage<V> shared;
   const Tile tile(rows, columns);
   Pack<T, kPack> packs[kRowsOfThread];
   tile.load(x, columns, packs);
-  // Of the rows of the results: those of this thread, or its columns.
-  float inverse[V::has_transposed && !V::has_one_scale ? kPack : kRowsOfThread];
-  if constexpr (V::has_one_scale) {
-    const float one = __frcp_rn(__ldg(scale));
-#pragma unroll
-    for (float& each : inverse) each = one;
-  } else {
-    const int64_t first = V::has_transposed ? tile.column() : tile.row();
-    const int64_t end = V::has_transposed ? columns : rows;
-    int i = 0;
-#pragma unroll
-    for (float& each : inverse) {
-      each = first + i < end ? __frcp_rn(__ldg(scale + first + i)) : 1.0f;
-      ++i;
-    }
-  }
-
-  Words words;
-  float sums[1][kPack] = {};
-#pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
-    float quotients[kPack];
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      if constexpr (V::has_sums) sums[0][j] += packs[i][j];
-      const int of = V::has_one_scale ? 0 : V::has_transposed ? j : i;
-      quotients[j] = packs[i][j] * inverse[of];
-    }
-    words.set_row<Float8>(i, quotients);
-  }
-  if constexpr (V::has_values) tile.store(words, values, columns);
-  if constexpr (V::has_transposed) {
-    tile.stage_transposed(words, shared);
-    __syncthreads();
-    tile.store_transposed(shared, transposed);
-  }
-  if constexpr (V::has_sums) {
-    __shared__ float of_warps[kThreads / 32][kTileColumns];
-    tile.store_sums(sums, of_warps, partial);
-  }
+  round_tile<V, Float8>(tile, packs, InverseScales<V>(tile, scale), shared, values, transposed,
+                        partial);
 }
 
 }  // namespace

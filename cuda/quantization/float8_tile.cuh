@@ -58,7 +58,8 @@ struct Words {
   }
 };
 
-// The tile of a CTA of a grid of tiles_of_row(columns) tiles a row, and the part of one thread.
+// A tile of a matrix that has tiles_of_row(columns) of them in a row, and the part of one thread.
+// Tile `index` follows the one before in its row.
 struct Tile {
   int64_t rows, columns;  // of the matrix
   int64_t first_row, first_column;
@@ -72,10 +73,11 @@ struct Tile {
     return partial_rows(rows) * tiles_of_row(columns);
   }
 
-  __device__ __forceinline__ Tile(int64_t rows, int64_t columns) : rows(rows), columns(columns) {
+  __device__ __forceinline__ Tile(int64_t rows, int64_t columns, unsigned index = blockIdx.x)
+      : rows(rows), columns(columns) {
     const int64_t of_row = tiles_of_row(columns);
-    first_row = blockIdx.x / of_row * kTileRows;
-    first_column = blockIdx.x % of_row * kTileColumns;
+    first_row = index / of_row * kTileRows;
+    first_column = index % of_row * kTileColumns;
     pack = threadIdx.x % kPacksOfRow;
     group = threadIdx.x / kPacksOfRow;
   }

@@ -22,7 +22,13 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, FLOAT8_MATMUL_DSWIGLU
-from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_NORM, FLOAT8_ROUND, FLOAT8_SWIGLU
+from jaxllm.ops.quantization.api_float8 import (
+    FLOAT8_GELU,
+    FLOAT8_NORM,
+    FLOAT8_ROUND,
+    FLOAT8_SCALE_AND_ROUND,
+    FLOAT8_SWIGLU,
+)
 
 INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
@@ -69,7 +75,7 @@ def programs():
     weight = jax.ShapeDtypeStruct((64, 768), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((768,), jnp.bfloat16)
     yield functools.partial(fused.matmul_residual, "cuda"), (x, weight, bias, residual)
-    # No case names float8_round: linear layers with float8 operands call it.
+    # No case names these: linear layers with float8 operands call them.
     for dtype in (jnp.bfloat16, jnp.float32):
         matrix = jax.ShapeDtypeStruct((48, 72), dtype)
         for layout, scales in (("rows", 48), ("transposed", 72), ("both", 1)):
@@ -78,6 +84,10 @@ def programs():
             yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
         static |= {"has_bias": True}
         yield functools.partial(dispatch, FLOAT8_ROUND, INFERENCE, "cuda", **static), given
+        yield (
+            functools.partial(dispatch, FLOAT8_SCALE_AND_ROUND, INFERENCE, "cuda", **static),
+            given[:1],
+        )
     # Nor these, which MLPs with float8 operands call.
     for dtype in (jnp.bfloat16, jnp.float32):
         one, dout = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((48, 72), dtype)

@@ -101,6 +101,7 @@ INSIDE = {
         "float8_matmul_amax",
         "float8_matmul_dswiglu",
         "float8_norm",
+        "float8_scale_and_round",
         "float8_round",
         "float8_gelu",
         "float8_swiglu",

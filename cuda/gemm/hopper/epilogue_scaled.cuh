@@ -68,7 +68,7 @@ struct HalvesStorage {
 
   __device__ __forceinline__ void init() {
     for (auto& of_consumer : turn) {
-      for (Barrier& barrier : of_consumer) barrier.init(1);
+      for (Barrier& barrier : of_consumer) barrier.init(32);
     }
   }
 };
@@ -123,10 +123,10 @@ struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
     end_basic_block(this->warp);
   }
 
-  // Leaves the buffers to the other consumer.
+  // Leaves the buffers to the other consumer. Each lane arrives for what it has read and written.
   __device__ __forceinline__ void release_buffers() const {
-    if (this->lane > 0) return;
-    tma_store_wait_read<0>();
+    if (this->lane == 0) tma_store_wait_read<0>();
+    __syncwarp();
     this->smem.turn[this->consumer ^ 1][this->warp].arrive();
   }
 

@@ -1,7 +1,8 @@
 """Float8 operands and their GEMMs, on sharded arrays too: what layers with float8 are made of.
 
-The scales are computed before a GEMM runs on shards: their maxima are over whole rows and arrays,
-also where these are sharded.
+With one scale, an array of one device is quantized by one op. Otherwise the scales are computed
+before a GEMM runs on shards: their maxima are over whole rows and arrays, also where these are
+sharded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxllm.ops.activation.api import BIAS_ADD
 from jaxllm.ops.checks import check_layer
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, float8_matmul
 from jaxllm.ops.gemm.linear import column_names
-from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND
+from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND, FLOAT8_SCALE_AND_ROUND
 from jaxllm.ops.rounding import amax, current_scale
 from jaxllm.ops.weights import Quantized, Transposed, Weight
 
@@ -98,6 +99,12 @@ def quantize(
         first.
     """
     rows, columns = names
+    layout = "both" if len(layouts) == 2 else layouts[0]
+    static = {"dtype": jnp.dtype(dtype).name, "layout": layout}
+    if recipe == "tensor" and not partition.is_wanted((x,)):
+        values, transposed, _, scale = _quantize(backend, split, x, **static)
+        found = {"rows": values, "transposed": transposed}
+        return [(found[layout], scale) for layout in layouts]
     axes, scales = tuple(range(x.ndim)), ""
     if recipe == "row":
         of_columns = layouts == ("transposed",)
@@ -106,8 +113,6 @@ def quantize(
     results = {"rows": f"{rows} {columns}", "transposed": f"{columns} {rows}"}
     of_results = ", ".join(results[layout] for layout in layouts)
     rule = ShardingRule(f"{rows} {columns}, {scales} -> {of_results}", "... D F")
-    layout = "both" if len(layouts) == 2 else layouts[0]
-    static = {"dtype": jnp.dtype(dtype).name, "layout": layout}
     values = _round(rule, backend, split, x, scale, **static)
     return [(each, scale) for each in (values if layout == "both" else (values,))]
 
@@ -128,12 +133,27 @@ def quantize_gradient(
         unrounded rows, or None. All are of one pass over ``dout``.
     """
     columns, dtype = column_names(weight_ndim), GRADIENT_DTYPES["tensor"]
-    scale = current_scale(dout, dtype, tuple(range(dout.ndim)))
-    sums = f", {columns} +..." if has_bias else ""
-    rule = ShardingRule(f"... {columns}, -> ... {columns}, {columns} ...{sums}", "... F")
     static = {"dtype": jnp.dtype(dtype).name, "layout": "both", "has_bias": has_bias}
-    found: Any = _round(rule, backend, 1 - weight_ndim, dout, scale, **static)
+    split = 1 - weight_ndim
+    if not partition.is_wanted((dout,)):
+        values, transposed, sums, scale = _quantize(backend, split, dout, **static)
+        return (values, scale), (transposed, scale), sums
+    scale = current_scale(dout, dtype, tuple(range(dout.ndim)))
+    of_sums = f", {columns} +..." if has_bias else ""
+    rule = ShardingRule(f"... {columns}, -> ... {columns}, {columns} ...{of_sums}", "... F")
+    found: Any = _round(rule, backend, split, dout, scale, **static)
     return (found[0], scale), (found[1], scale), found[2] if has_bias else None
+
+
+def _quantize(backend, split, x, **static):
+    """``(values, transposed, sums, scale)`` of an array of one device; None for what is not."""
+    rows, columns = x.shape[:split], x.shape[split:]
+    matrix = x.reshape(math.prod(rows), math.prod(columns))
+    *found, scale = dispatch(FLOAT8_SCALE_AND_ROUND, Direction.INFERENCE, backend, matrix, **static)
+    shapes = x.shape, (*columns, *rows), columns
+    pairs = zip(found, shapes, strict=True)
+    results = (None if each is None else each.reshape(shape) for each, shape in pairs)
+    return *results, scale.reshape(())
 
 
 def _round(rule, backend, split, x, scale, **static):
@@ -196,10 +216,16 @@ def input_gradient(
 
 
 def quantize_weight(weight: Array, layout: str, recipe: Recipe, backend: Backend) -> Float8:
-    """Rounds a weight, as it is, ``"rows"``, or ``"transposed"``."""
-    of_weight = ("D", column_names(weight.ndim)), 1, (layout,)
-    (weight8,) = quantize(weight, *of_weight, OPERAND_DTYPE, recipe, backend)
-    return weight8
+    """Rounds a weight, as it is, ``"rows"``, or ``"transposed"``.
+
+    On one device one op does both, in one pass: XLA keeps one of the equal calls of the forward and
+    the backward pass.
+    """
+    is_whole = recipe == "tensor" and not partition.is_wanted((weight,))
+    layouts = ("rows", "transposed") if is_whole else (layout,)
+    of_weight = ("D", column_names(weight.ndim)), 1, layouts
+    found = quantize(weight, *of_weight, OPERAND_DTYPE, recipe, backend)
+    return found[layouts.index(layout)]
 
 
 def weight_gradient(

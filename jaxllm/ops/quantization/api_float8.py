@@ -29,6 +29,15 @@ arrays it runs inside of linear layers, on their shards.
 """
 
 
+FLOAT8_SCALE_AND_ROUND = Op("float8_scale_and_round", reference=reference, cuda=cuda)
+"""The current scale of a matrix, and FLOAT8_ROUND with it.
+
+``(x,)`` with ``dtype``, ``layout`` and ``has_bias`` as there. Returns ``(values, transposed, sums,
+scale)``, with None for what is not wanted; the scale is ``(1,)``. For arrays on one device: the
+scale of a sharded one is of all shards.
+"""
+
+
 FLOAT8_GELU = Op("float8_gelu", reference=reference, cuda=cuda)
 """GELU of a matrix ``h``, rounded to float8 as by ``FLOAT8_ROUND``.
 

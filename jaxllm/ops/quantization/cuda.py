@@ -10,6 +10,7 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE_ROWS = 128  # of float8_tile.cuh
+_FLOAT8_MAXIMA = 1024  # kFloat8Maxima of float8_scale_and_round.h
 
 
 def _dtype_reason(name, array) -> str | None:
@@ -100,6 +101,28 @@ def float8_round(x, scale, *, dtype, layout, has_bias=False):
     if layout == "rows":
         return ffi.call("float8_round", [values], x, scale)[0]
     return ffi.call("float8_round_transposed", [transposed], x, scale)[0]
+
+
+def float8_scale_and_round_unsupported(x, *, dtype, layout, has_bias=False) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del dtype, has_bias
+    return _tile_reason("x", x, x.shape[1], layout)
+
+
+def float8_scale_and_round(x, *, dtype, layout, has_bias=False):
+    """Returns ``(values, transposed, sums, scale)``, with None for what is not wanted."""
+    values, transposed = _float8_results(x.shape, dtype)
+    sums, partial = _sums(x, has_bias)
+    wanted = layout != "transposed", layout != "rows", has_bias, True
+    kinds = values, transposed, sums, jax.ShapeDtypeStruct((1,), jnp.float32)
+    results = [
+        kind if is_wanted else _none_of(kind) for kind, is_wanted in zip(kinds, wanted, strict=True)
+    ]
+    workspaces = partial, jax.ShapeDtypeStruct((_FLOAT8_MAXIMA,), jnp.float32)
+    found = ffi.call("float8_scale_and_round", [*results, *workspaces], x)[:4]
+    return tuple(
+        array if is_wanted else None for array, is_wanted in zip(found, wanted, strict=True)
+    )
 
 
 def _float8_results(shape, dtype):

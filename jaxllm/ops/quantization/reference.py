@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxllm.ops.activation import reference as activations
 from jaxllm.ops.norm import reference as norms
-from jaxllm.ops.rounding import round_to_float8
+from jaxllm.ops.rounding import current_scale, round_to_float8
 
 
 def quantize(w, *, group_size):
@@ -69,6 +69,20 @@ def float8_round(x, scale, *, dtype, layout, has_bias=False):
     if layout == "rows":
         return values
     return values.T if of_columns else (values, values.T)
+
+
+def float8_scale_and_round(x, *, dtype, layout, has_bias=False):
+    """Returns ``(values, transposed, sums, scale)``, with None for what is not wanted."""
+    scale = current_scale(x, jnp.dtype(dtype), (0, 1)).reshape(1)
+    values, transposed, *sums = float8_round(
+        x, scale, dtype=dtype, layout="both", has_bias=has_bias
+    )
+    return (
+        None if layout == "transposed" else values,
+        None if layout == "rows" else transposed,
+        sums[0] if has_bias else None,
+        scale,
+    )
 
 
 def float8_gelu_forward(h, scale, *, layout):
