@@ -1,12 +1,12 @@
-// The current scale of a matrix, and the matrix rounded with it. All CTAs run at once:
+// The current scale of a matrix, and the matrix rounded with it, by two kernels. The second starts
+// while the first still runs (programmatic dependent launch):
 //
-//   CTA    its tiles, the first one first:  the largest |x|     | barrier of the grid |
-//          the largest of all CTAs -> scale; its tiles, the last one first: round, transpose, store
+//   float8_amax_kernel   the largest |x| of each CTA -> maxima
+//   ..._round_...        loads a tile | waits for the first | maxima -> scale | rounds, transposes
 //
-// So what was read last is read again first, while it is in the L2 cache. There a matrix of 50 MB
-// is read from memory once and a bit, and one launch serves for what else takes four.
-#include <cooperative_groups.h>
-
+// It has the last tile first: what was read last is still in the L2 cache. One kernel with a
+// barrier of the grid between the two was slower in a step: in a CUDA graph a cooperative launch
+// delays the stream by more than ten microseconds.
 #include <algorithm>
 #include <cfloat>
 
@@ -21,12 +21,14 @@ namespace {
 
 using namespace float8;
 
+constexpr int kAmaxThreads = 512, kAmaxPacks = 4;
+static_assert(kFloat8Maxima <= kThreads);
+
 template <typename Float8>
 constexpr float kLargest = std::is_same_v<Float8, __nv_fp8_e5m2> ? 57344.0f : 448.0f;
 
-// The largest finite |x| of a thread's part of a tile.
-template <typename T>
-__device__ __forceinline__ float largest_finite(const Pack<T, kPack> (&packs)[kRowsOfThread]) {
+template <typename T, int kCount>
+__device__ __forceinline__ float largest_finite(const Pack<T, kPack> (&packs)[kCount]) {
   float largest = 0.0f;  // fmaxf skips NaN
 #pragma unroll
   for (const auto& pack : packs) {
@@ -52,38 +54,43 @@ __device__ __forceinline__ float scale_of(float largest) {
   return largest == 0.0f ? 1.0f : fmaxf(largest * kInverse, FLT_MIN);
 }
 
+// CTA i reads every gridDim.x-th run of kRun packs.
+template <typename T>
+__global__ void __launch_bounds__(kAmaxThreads)
+    float8_amax_kernel(const T* x, int64_t packs, float* maxima) {
+  launch_dependent_grids();
+  constexpr int kRun = kAmaxThreads * kAmaxPacks;
+  float largest = 0.0f;
+  for (int64_t first = int64_t{blockIdx.x} * kRun; first < packs; first += gridDim.x * kRun) {
+    Pack<T, kPack> of_run[kAmaxPacks];
+#pragma unroll
+    for (int i = 0; i < kAmaxPacks; ++i) {
+      const int64_t pack = first + i * kAmaxThreads + threadIdx.x;
+      of_run[i] = pack < packs ? load<kPack>(x + pack * kPack) : Pack<T, kPack>{};
+    }
+    largest = fmaxf(largest, largest_finite(of_run));
+  }
+  __shared__ float scratch[32];
+  largest = max_over_cta(largest, scratch);
+  if (threadIdx.x == 0) maxima[blockIdx.x] = largest;
+}
+
+// A CTA for each tile, the last one first.
 template <class V, typename Float8, typename T>
 __global__ void __launch_bounds__(kThreads)
-    float8_scale_and_round_kernel(const T* x, int64_t rows, int64_t columns, unsigned tiles,
-                                  uint8_t* values, uint8_t* transposed, float* partial,
-                                  float* maxima, float* scale) {
+    float8_round_with_maxima_kernel(const T* x, const float* maxima, int count, int64_t rows,
+                                    int64_t columns, uint8_t* values, uint8_t* transposed,
+                                    float* partial, float* scale) {
   __shared__ RoundingStorage<V> shared;
-  __shared__ float scratch[2][32];
+  __shared__ float scratch[32];
+  const Tile tile(rows, columns, gridDim.x - 1 - blockIdx.x);
   Pack<T, kPack> packs[kRowsOfThread];
-  float largest = 0.0f;
-  unsigned index = blockIdx.x;
-  for (; index < tiles; index += gridDim.x) {
-    Tile(rows, columns, index).load(x, columns, packs);
-    largest = fmaxf(largest, largest_finite(packs));
-  }
-  largest = max_over_cta(largest, scratch[0]);
-  if (threadIdx.x == 0) maxima[blockIdx.x] = largest;
-  cooperative_groups::this_grid().sync();
-
-  largest = 0.0f;
-  for (int i = threadIdx.x; i < gridDim.x; i += kThreads) {
-    largest = fmaxf(largest, __ldcg(maxima + i));
-  }
-  const float of_all = scale_of<Float8>(max_over_cta(largest, scratch[1]));
+  tile.load(x, columns, packs);  // which the kernel before only reads
+  wait_on_dependent_grids();
+  const float largest = threadIdx.x < count ? maxima[threadIdx.x] : 0.0f;
+  const float of_all = scale_of<Float8>(max_over_cta(largest, scratch));
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = of_all;
-  const InverseScales<V> inverse(of_all);
-  while (index > blockIdx.x) {
-    index -= gridDim.x;
-    const Tile tile(rows, columns, index);
-    tile.load(x, columns, packs);
-    round_tile<V, Float8>(tile, packs, inverse, shared, values, transposed, partial);
-    __syncthreads();
-  }
+  round_tile<V, Float8>(tile, packs, InverseScales<V>(of_all), shared, values, transposed, partial);
 }
 
 }  // namespace
@@ -95,25 +102,26 @@ cudaError_t Float8ScalingAndRounding<Float8, T>::launch(cudaStream_t stream, int
                                                         float* partial) const {
   if (!serves(rows, columns, transposed)) return cudaErrorNotSupported;
   if (!aligned_16(x, values, transposed)) return cudaErrorNotSupported;
+  DeviceLimits limits;
+  JAXLLM_RETURN_IF_ERROR(limits.read());
+  const int64_t packs = rows * columns / kPack, runs = divide_up(packs, kAmaxThreads * kAmaxPacks);
+  const int64_t ctas = std::min({runs, 2 * int64_t{limits.sms}, kFloat8Maxima});
+  if (ctas > 0) {
+    JAXLLM_RETURN_IF_ERROR(
+        launch_kernel(stream, float8_amax_kernel<T>, {dim3(ctas), kAmaxThreads}, x, packs, maxima));
+  }
   const auto run = [&](auto variant) {
-    const auto kernel = float8_scale_and_round_kernel<decltype(variant), Float8, T>;
-    DeviceLimits limits;
-    JAXLLM_RETURN_IF_ERROR(limits.read());
-    int resident = 0;
-    JAXLLM_RETURN_IF_ERROR(find_resident_ctas(kernel, kThreads, 0, &resident));
-    // A matrix without elements has a scale too.
-    const int64_t tiles = Tile::count(rows, columns);
-    const int64_t ctas =
-        std::min({std::max<int64_t>(tiles, 1), int64_t{resident} * limits.sms, kFloat8Maxima});
     Launch launch;
-    launch.grid = dim3(static_cast<unsigned>(ctas));
+    // A matrix without elements has a scale too.
+    launch.grid = dim3(std::max<int64_t>(Tile::count(rows, columns), 1));
     launch.block = dim3(kThreads);
-    launch.cooperative = true;
-    return launch_kernel(stream, kernel, launch, x, rows, columns, static_cast<unsigned>(tiles),
+    launch.pdl = ctas > 0;
+    return launch_kernel(stream, float8_round_with_maxima_kernel<decltype(variant), Float8, T>,
+                         launch, x, maxima, static_cast<int>(ctas), rows, columns,
                          reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed),
-                         partial, maxima, scale);
+                         partial, scale);
   };
-  if (rows == 0 || columns == 0) {
+  if (ctas == 0) {
     JAXLLM_RETURN_IF_ERROR(run(Variant<true, false, true>{}));
     return sums ? column_sum(stream, partial, {sums}, 1, 0, 0, columns) : cudaSuccess;
   }

@@ -1,4 +1,4 @@
-// Rounding of a whole matrix to 8-bit floats with its current scale, in one kernel.
+// Rounding of a whole matrix to 8-bit floats with its current scale.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -26,6 +26,6 @@ struct Float8ScalingAndRounding {
                      Float8* transposed, T* sums, float* partial) const;
 };
 
-inline constexpr int64_t kFloat8Maxima = 1024;  // the maxima of CTAs: so many run at most
+inline constexpr int64_t kFloat8Maxima = 256;  // of CTAs
 
 }  // namespace jaxllm

@@ -10,7 +10,7 @@ from jaxllm.core import ffi
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE_ROWS = 128  # of float8_tile.cuh
-_FLOAT8_MAXIMA = 1024  # kFloat8Maxima of float8_scale_and_round.h
+_FLOAT8_MAXIMA = 256  # kFloat8Maxima of float8_scale_and_round.h
 
 
 def _dtype_reason(name, array) -> str | None:
