@@ -381,3 +381,11 @@ def test_kernels_agree_with_xla(recipe, dtype, activation):
     for a, b in zip(found, wanted, strict=True):
         a, b = (np.asarray(array, np.float64) for array in (a, b))
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * abs(b).max())
+
+
+@pytest.mark.hopper
+def test_a_weight_is_rounded_once_for_both_passes():
+    x, weight, bias, dout = arrays("bfloat16", rows=(64,), columns=(64,), depth=128)
+    fn = functools.partial(values_and_gradients, layer("tensor", backend="cuda"))
+    program = jax.jit(fn).lower(x, weight, bias, dout).compile().as_text()
+    assert program.count('custom_call_target="jaxllm_float8_scale_and_round"') == 3  # x, weight, dout
