@@ -56,8 +56,8 @@ def exact(*arrays):
 
 
 def assert_same_bits(found, expected):
-    as_bits = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (found, expected))
-    np.testing.assert_array_equal(*as_bits)
+    found, expected = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (found, expected))
+    np.testing.assert_array_equal(found, expected)
 
 
 def assert_sums(dbias, dh, dtype):

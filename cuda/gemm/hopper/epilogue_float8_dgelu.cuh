@@ -2,7 +2,10 @@
 // layouts. Where it is wanted, also partial sums of its columns before it is rounded: the gradient
 // of a bias.
 //
-// TMA loads the subtiles of h two ahead, on into the warp's next tile.
+// A warp visits the column blocks of its tile in a loop: all subtiles one after the other would be
+// 75 KB of instructions, each of which runs once a tile. Registers have no index, so the
+// accumulators of a column block move to where those of the first were. TMA loads the subtiles of h
+// a column block ahead, on into the warp's next tile.
 #pragma once
 
 #include "activation/gelu_each.cuh"
@@ -12,10 +15,8 @@
 
 namespace jaxllm::hopper {
 
-inline constexpr int kDgeluBuffers = 2;  // subtiles of h, of a warp
-
 template <class Tile, typename T>
-struct Float8DgeluStorage : SubtileStorage<Tile, T, kDgeluBuffers> {
+struct Float8DgeluStorage : SubtileStorage<Tile, T, Tile::kRowBlocks> {  // of h, by row block
   Float8Columns<Tile, 1> columns;
   float sums[Tile::kConsumers][4][kSwizzleColumns];  // as those of ColumnSumStorage
 };
@@ -23,8 +24,6 @@ struct Float8DgeluStorage : SubtileStorage<Tile, T, kDgeluBuffers> {
 template <class Tile, typename T>
 struct EpilogueFloat8Dgelu
     : Float8Warp<Tile, 1, EpilogueWarp<Tile, T, Float8DgeluStorage<Tile, T>>> {
-  static_assert(Tile::kSubtiles % kDgeluBuffers == 0);  // a tile begins with the first buffer
-
   struct Arguments {
     Float8Outputs<1> out;
     const T* h;  // (rows, columns)
@@ -39,7 +38,7 @@ struct EpilogueFloat8Dgelu
   };
 
   const Params& params;
-  uint32_t phase = 0;  // of the barriers of the next subtiles
+  uint32_t phase = 0;  // of the barriers of the next column block
 
   static cudaError_t to_params(const GemmShape& shape, const Arguments& arguments, Params* params) {
     params->scales = arguments.scales;
@@ -49,75 +48,95 @@ struct EpilogueFloat8Dgelu
   }
 
   __device__ __forceinline__ void prefetch_source(const WorkTile& work) {
-    for (int index = 0; index < kDgeluBuffers; ++index) load_source(work, {index});
+    for (int row_block = 0; row_block < Tile::kRowBlocks; ++row_block) load_source(work, row_block);
   }
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& work,
                                         const WorkTile& next, bool has_next) {
     // The product of the operands' scales alone may be too small for a float.
-    const float scale = __ldg(params.scales.out);
-    const float factor = __ldg(params.scales.a) * (__ldg(params.scales.b) * __frcp_rn(scale));
-    float column_sums[16];
-    for_each_subtile<Tile>([&](const Subtile<Tile>& subtile) {
-      const int index = subtile.index % kDgeluBuffers;
-      this->loaded(index).wait(phase);
-      if (index == kDgeluBuffers - 1) phase ^= 1;
-      const uint32_t row = this->matrix_row(this->buffer(index));
-      SubtileBytes bytes;
-      uint32_t words[4], following[4];
-      ldmatrix(following, row);
+    const float factor =
+        __ldg(params.scales.a) * (__ldg(params.scales.b) * __frcp_rn(__ldg(params.scales.out)));
+    WorkTile block = work;  // a column block as a tile
+#pragma unroll 1
+    for (int index = 0; index < Tile::kColumnBlocks; ++index) {
+      const bool is_last = index + 1 == Tile::kColumnBlocks;
+      WorkTile later = block;
+      later.column += kSwizzleColumns;
+      if (is_last) later = next;
+      float column_sums[16];
 #pragma unroll
-      for (int first = 0; first < 8; first += 2) {
+      for (int row_block = 0; row_block < Tile::kRowBlocks; ++row_block) {
+        const Subtile<Tile> subtile{row_block};
+        this->loaded(row_block).wait(phase);
+        SubtileBytes bytes;
+        multiply(accumulators, subtile, factor, bytes, column_sums);
+        __syncwarp();  // all lanes have read the buffer
+        if (!is_last || has_next) load_source(later, row_block);
+        // Not before the elements are computed: so the columns before these have time to leave.
+        this->begin_block(subtile);
+        this->put(bytes, 0, params.out, block, subtile);
+        const bool has_sums = row_block == Tile::kRowBlocks - 1 && params.partial != nullptr;
+        if (has_sums) {
+          const float scale = __ldg(params.scales.out);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = following[i];
-        if (first < 6) ldmatrix(following, row ^ 16 * (first + 2));
-        float dout[kActivationElements], dh[kActivationElements];
-        load_batch<Tile>(accumulators, subtile, first, dout);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 h = unpack_pair<T>(words[i]);
-          dh[2 * i] = h.x;
-          dh[2 * i + 1] = h.y;
+          for (float& of_column : column_sums) of_column *= scale;
+          stage_column_sums(*this, column_sums);
         }
-        dgelu_each(dh);
-#pragma unroll
-        for (int i = 0; i < kActivationElements; ++i) dh[i] *= dout[i] * factor;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          add_to_columns<Tile>(column_sums, subtile, first + i / 2, i % 2,
-                               {dh[2 * i], dh[2 * i + 1]});
+        this->end_block(params.out, block, subtile);  // after the last one the warps meet
+        if (has_sums) {
+          store_column_sums<Tile>(*this, block, subtile, params.out.rows, params.out.columns,
+                                  params.partial);
         }
-        bytes.set_batch(first, dh);
-        end_basic_block(work.end_k_block);
       }
-      if (!isfinite(sum_of(column_sums))) bytes.restore_infinities();
-      __syncwarp();  // all lanes have read the buffer
-      const int later = subtile.index + kDgeluBuffers;
-      if (later < Tile::kSubtiles) {
-        load_source(work, {later});
-      } else if (has_next) {
-        load_source(next, {later - Tile::kSubtiles});
+      phase ^= 1;
+      block.column += kSwizzleColumns;
+      // After the last block too, for nothing: else the compiler would keep the first accumulators.
+      static_assert(Tile::kColumnBlocks == 3);
+      if (index == 0) {
+        move_to_front<1>(accumulators);
+      } else {
+        move_to_front<2>(accumulators);
       }
-      // Not before the elements are computed: the columns before these have the time to leave.
-      this->begin_block(subtile);
-      this->put(bytes, 0, params.out, work, subtile);
-      const bool is_last = subtile.row_block() == Tile::kRowBlocks - 1;
-      const bool has_sums = is_last && params.partial != nullptr;
-      if (has_sums) {
-#pragma unroll
-        for (float& of_column : column_sums) of_column *= scale;
-        stage_column_sums(*this, column_sums);
-      }
-      this->end_block(params.out, work, subtile);  // all warps meet
-      if (has_sums) {
-        store_column_sums<Tile>(*this, work, subtile, params.out.rows, params.out.columns,
-                                params.partial);
-      }
-    });
+    }
   }
 
  private:
-  // Infinite or NaN where an element of the lane's columns is.
+  __device__ __forceinline__ void load_source(const WorkTile& work, int row_block) const {
+    if (this->lane == 0) this->load_buffer(params.h, row_block, work, {row_block});
+  }
+
+  // The elements of a subtile of the first column block, and their sums with those above.
+  __device__ __forceinline__ void multiply(const Accumulators<Tile>& accumulators,
+                                           const Subtile<Tile>& subtile, float factor,
+                                           SubtileBytes& bytes, float (&column_sums)[16]) const {
+    const uint32_t row = this->matrix_row(this->buffer(subtile.row_block()));
+#pragma unroll
+    for (int first = 0; first < 8; first += 2) {
+      uint32_t words[4];
+      ldmatrix(words, row ^ 16 * first);
+      float dh[kActivationElements], dout[kActivationElements];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 h = unpack_pair<T>(words[i]);
+        dh[2 * i] = h.x;
+        dh[2 * i + 1] = h.y;
+      }
+      dgelu_each(dh);
+      load_batch<Tile>(accumulators, subtile, first, dout);
+#pragma unroll
+      for (int i = 0; i < kActivationElements; ++i) dh[i] *= dout[i] * factor;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair{dh[2 * i], dh[2 * i + 1]};
+        add_to_columns<Tile>(column_sums, subtile, first + i / 2, i % 2, pair);
+      }
+      bytes.set_batch(first, dh);
+      end_basic_block(this->warp);
+    }
+    if (!isfinite(sum_of(column_sums))) bytes.restore_infinities();
+  }
+
+  // Infinite or NaN where an element of the columns is.
   __device__ __forceinline__ static float sum_of(const float (&column_sums)[16]) {
     float sums[8];
 #pragma unroll
@@ -130,10 +149,14 @@ struct EpilogueFloat8Dgelu
     return sums[0];
   }
 
-  __device__ __forceinline__ void load_source(const WorkTile& work,
-                                              const Subtile<Tile>& subtile) const {
-    if (this->lane > 0) return;
-    this->load_buffer(params.h, subtile.index % kDgeluBuffers, work, subtile);
+  template <int kColumnBlock>
+  __device__ __forceinline__ static void move_to_front(Accumulators<Tile>& accumulators) {
+    constexpr int kCount = accumulator_index(1, 0, 0);  // of a column block
+#pragma unroll
+    for (auto& of_block : accumulators) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) of_block[i] = of_block[kColumnBlock * kCount + i];
+    }
   }
 };
 
