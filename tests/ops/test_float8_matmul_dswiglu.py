@@ -27,8 +27,8 @@ def gradient(*arrays, backend: Any = "cuda", has_bias=False):
     return dispatch(op, direction, backend, *arrays, has_bias=has_bias)
 
 
-def inputs(shape, dtype="bfloat16", bound=None):
-    """a, b, their scales, h and the scale of the result, that of a bound an eighth too large."""
+def operands(shape, parts, dtype):
+    """a, b, their scales, and h with so many parts, each with a heavy tail."""
     rows, columns, depth = shape
     generator = np.random.default_rng(0)
 
@@ -37,27 +37,44 @@ def inputs(shape, dtype="bfloat16", bound=None):
         return np.where(generator.random(shape) < 0.02, 8 * x, x)
 
     a = jnp.asarray(1000 * draw(rows, depth)).astype(E5M2)
-    b, h = jnp.asarray(10 * draw(columns, depth)).astype(E4M3), draw(rows, 2 * columns)
+    b, h = jnp.asarray(10 * draw(columns, depth)).astype(E4M3), draw(rows, parts * columns)
     scales = [jnp.asarray([x / np.sqrt(depth)], jnp.float32) for x in (1e-3, 1e-1)]
-    given = a, b, *scales, jnp.asarray(h).astype(dtype)
-    if bound is None:
-        bound = 1.125 * abs(exact(*given)).max()
-    return *given, jnp.asarray([bound / 57344], jnp.float32)
+    return a, b, *scales, jnp.asarray(h).astype(dtype)
+
+
+def scale_of(bound):
+    """The scale of a result with this bound."""
+    return jnp.asarray([bound / 57344], jnp.float32)
+
+
+def inputs(shape, dtype="bfloat16", bound=None):
+    """The operands and the scale of the result, that of a bound an eighth too large."""
+    given = operands(shape, 2, dtype)
+    return *given, scale_of(1.125 * abs(exact(*given)).max() if bound is None else bound)
+
+
+def exact_product(*arrays):
+    """The product and ``h``, the last one, in float64."""
+    a, b, scale_a, scale_b, h = (np.asarray(x, np.float64) for x in arrays)
+    return scale_a * scale_b * (a @ b.T), h
 
 
 def exact(*arrays):
     """The gradient of ``h``, the last one, in float64."""
-    a, b, scale_a, scale_b, h = (np.asarray(x, np.float64) for x in arrays)
-    dout = scale_a * scale_b * (a @ b.T)
+    dout, h = exact_product(*arrays)
     gate, up = np.split(h, 2, axis=1)
     s = 1 / (1 + np.exp(-gate))
     return np.concatenate([dout * up * (s + gate * s * (1 - s)), dout * gate * s], axis=1)
 
 
 def assert_near(found, arrays):
-    """Checks for one rounding to e5m2, and the error of the tensor cores before it."""
     *given, scale = arrays
-    info, quotients = ml_dtypes.finfo(E5M2), exact(*given) / float(scale[0])
+    assert_rounded(found, exact(*given) / float(scale[0]))
+
+
+def assert_rounded(found, quotients):
+    """Checks for one rounding to e5m2, and the error of the tensor cores before it."""
+    info = ml_dtypes.finfo(E5M2)
     step = 2.0 ** np.floor(np.log2(np.maximum(abs(quotients), float(info.smallest_normal))))
     # 14 bits of the largest addend of each of 64 instructions; some 2^-9 of the largest results.
     error = 2.0**-9 * abs(quotients).max()
@@ -124,7 +141,7 @@ def test_nonfinite_elements_stay_visible_in_their_places_alone(special, of):
 def test_no_finite_number_overflows_where_the_bound_is_attained():
     *arrays, scale = inputs((256, 384, 1536))
     bound = 57344 * float(scale[0]) / 1.125  # the largest element
-    found = gradient(*arrays, jnp.asarray([bound / 57344], jnp.float32))[0]
+    found = gradient(*arrays, scale_of(bound))[0]
     found = np.asarray(found, np.float32)
     assert np.isfinite(found).all()
     assert abs(found).max() == 57344

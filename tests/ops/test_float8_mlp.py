@@ -74,10 +74,11 @@ def function_of(activation):
     return lambda h: jax.nn.silu(h[:, 0]) * h[:, 1]
 
 
-def by_formulas(activation, x, up, bias, down, dout, units=(0, 0, 0)):
+def by_formulas(activation, x, up, bias, down, dout, units=(0, 0), *, fused=False):
     """What the module's docstring says, in float32 but for the results of GEMMs.
 
-    Each maximum, of the gradient and of the parts of h, is ``units`` in the last place away.
+    The maximum of each part of h is ``units`` in the last place away. A ``fused`` derivative takes
+    the gradient of the activation before it is rounded.
     """
     dtype, rows = x.dtype, x.shape[:-1]
     x, dout = x.astype(jnp.float32).reshape(-1, WIDTH), dout.reshape(-1, WIDTH)
@@ -87,18 +88,17 @@ def by_formulas(activation, x, up, bias, down, dout, units=(0, 0, 0)):
     h = x8 @ w1 if bias is None else x8 @ w1 + bias.astype(jnp.float32).ravel()
     h = h.astype(dtype).astype(jnp.float32).reshape(len(x), -1, HIDDEN)
     fn = function_of(activation)
-    of_gradient, *of_parts = units
-    largest = moved(abs(h).max((0, 2)), of_parts[: h.shape[1]], dtype)
+    largest = moved(abs(h).max((0, 2)), units[: h.shape[1]], dtype)
     hidden = rounded(fn(h), bound=largest.prod())
     out, dout8 = (hidden @ w2).astype(dtype), rounded(dout, E5M2)
-    dhidden = (dout8 @ w2.T).astype(dtype).astype(jnp.float32)
+    dhidden = dout8 @ w2.T
+    if not fused:
+        dhidden = dhidden.astype(dtype).astype(jnp.float32)
     (dh,) = jax.vjp(fn, h)[1](dhidden)
-    if activation == "gelu":
-        bound = 1.13 * moved(abs(dhidden).max(), of_gradient, dtype)
-    else:
-        norms = jnp.sqrt((down.astype(jnp.float32) ** 2).sum(1))
-        largest_gradient = 1.2 * math.sqrt(WIDTH) * abs(dout.astype(jnp.float32)).max()
-        bound = largest_gradient * norms.max() * max(1.1 * largest[1], largest[0])
+    norms = jnp.sqrt((down.astype(jnp.float32) ** 2).sum(1))
+    largest_gradient = 1.2 * math.sqrt(WIDTH) * abs(dout.astype(jnp.float32)).max()
+    slope = 1.13 if activation == "gelu" else max(1.1 * largest[1], largest[0])
+    bound = largest_gradient * norms.max() * slope
     dh8 = rounded(dh, E5M2, bound).reshape(len(x), -1)
     dx, dup, ddown = dh8 @ w1.T, x8.T @ dh8, hidden.T @ dout8
     dbias = None if bias is None else dh.sum(0).astype(dtype).reshape(bias.shape)
@@ -119,7 +119,9 @@ def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend)
     x, up, bias, down, dout = arrays(activation, dtype, seed=9 if dtype == "float32" else 0)
     given = x, up, bias if has_bias else None, down, dout
     found = values_and_gradients(mlp_of(activation, backend), *given)
-    wanted = by_formulas(activation, *given)
+    # SwiGLU's is for larger depths.
+    fused = backend == "auto" and activation == "gelu" and dtype != "float32"
+    wanted = by_formulas(activation, *given, fused=fused)
     for result, expected in zip(found, wanted, strict=True):
         if expected is None:
             assert result is None
@@ -132,8 +134,8 @@ def test_results_are_those_of_the_formulas(activation, has_bias, dtype, backend)
     # the number next to it.
     assert dtype != "float32"
     near = (
-        most_away(found, by_formulas(activation, *given, units=units))
-        for units in itertools.product((0, -1, 1), repeat=3)
+        most_away(found, by_formulas(activation, *given, units=units, fused=fused))
+        for units in itertools.product((0, -1, 1), repeat=2)
     )
     assert any(away < 0.01 for away in near)
 

@@ -21,7 +21,11 @@ from jaxllm.core import ffi
 from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.models import gpt2
 from jaxllm.ops.gemm import fused
-from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, FLOAT8_MATMUL_DSWIGLU
+from jaxllm.ops.gemm.api_float8 import (
+    FLOAT8_MATMUL_AMAX,
+    FLOAT8_MATMUL_DGELU,
+    FLOAT8_MATMUL_DSWIGLU,
+)
 from jaxllm.ops.quantization.api_float8 import (
     FLOAT8_GELU,
     FLOAT8_NORM,
@@ -104,9 +108,13 @@ def programs():
         yield call, (a, b, one, one, jax.ShapeDtypeStruct((128,), dtype))
     a = jax.ShapeDtypeStruct((48, 1536), jnp.float8_e5m2)
     b = jax.ShapeDtypeStruct((80, 1536), jnp.float8_e4m3fn)
-    h = jax.ShapeDtypeStruct((48, 160), jnp.bfloat16)
-    call = functools.partial(dispatch, FLOAT8_MATMUL_DSWIGLU, INFERENCE, "cuda", has_bias=False)
-    yield call, (a, b, one, one, h, one)
+    for op, parts, has_bias in (
+        (FLOAT8_MATMUL_DGELU, 1, True),
+        (FLOAT8_MATMUL_DSWIGLU, 2, False),
+    ):
+        h = jax.ShapeDtypeStruct((48, parts * 80), jnp.bfloat16)
+        call = functools.partial(dispatch, op, INFERENCE, "cuda", has_bias=has_bias)
+        yield call, (a, b, one, one, h, one)
     # A float8 GEMM has a workspace where its depth is split.
     for dtype in (jnp.bfloat16, jnp.float32):
         a, b = (jax.ShapeDtypeStruct((rows, 4096), jnp.float8_e4m3fn) for rows in (48, 128))

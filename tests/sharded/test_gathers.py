@@ -99,6 +99,7 @@ INSIDE = {
 } | dict.fromkeys(
     (
         "float8_matmul_amax",
+        "float8_matmul_dgelu",
         "float8_matmul_dswiglu",
         "float8_norm",
         "float8_scale_and_round",

@@ -54,18 +54,23 @@ template <class Tile, typename T>
 using ColumnSumWarp = EpilogueWarp<Tile, T, ColumnSumStorage<Tile, T>>;
 
 // Writes the sums of a column block over the rows of a tile to row `work.row` / kBlockM of
-// `partial`. A lane's 16 `sums` are over its rows, of columns 8 j + 2 (lane % 4) and the next.
-template <class Tile, typename T>
-__device__ __forceinline__ void write_column_sums(const ColumnSumWarp<Tile, T>& warp,
-                                                  const float (&sums)[16], const WorkTile& work,
+// `partial`, in two steps: all four warps call stage_column_sums(), meet, and call
+// store_column_sums(). They meet again before the next ones are staged. A lane's 16 `sums` are over
+// its rows, of columns 8 j + 2 (lane % 4) and the next. `Warp` is an EpilogueWarp whose storage has
+// the `sums` of ColumnSumStorage.
+template <class Warp>
+__device__ __forceinline__ void stage_column_sums(const Warp& warp, const float (&sums)[16]) {
+  const float2 two = sum_over_rows(sums, warp.lane);
+  float* const of_warp = warp.smem.sums[warp.consumer][warp.warp];
+  *reinterpret_cast<float2*>(of_warp + summed_column(warp.lane)) = two;
+}
+
+template <class Tile, class Warp>
+__device__ __forceinline__ void store_column_sums(const Warp& warp, const WorkTile& work,
                                                   const Subtile<Tile>& subtile, int rows,
                                                   int columns, float* partial) {
-  constexpr int kNamedBarrier = 1;  // + consumer
+  const auto& of_warps = warp.smem.sums[warp.consumer];
   const int thread = warp.warp * 32 + warp.lane;
-  auto& of_warps = warp.smem.sums[warp.consumer];
-  const float2 two = sum_over_rows(sums, warp.lane);
-  *reinterpret_cast<float2*>(&of_warps[warp.warp][summed_column(warp.lane)]) = two;
-  named_barrier_sync(kNamedBarrier + warp.consumer, kWarpgroup);
   const int column = warp.column(work, subtile) + thread;
   if (thread < kSwizzleColumns && column < columns && work.row < rows) {
     float sum = 0.0f;
@@ -74,6 +79,18 @@ __device__ __forceinline__ void write_column_sums(const ColumnSumWarp<Tile, T>& 
     const int64_t partial_row = work.row / Tile::kBlockM;
     partial[partial_row * columns + column] = sum;
   }
+}
+
+// Both steps.
+template <class Tile, class Warp>
+__device__ __forceinline__ void write_column_sums(const Warp& warp, const float (&sums)[16],
+                                                  const WorkTile& work,
+                                                  const Subtile<Tile>& subtile, int rows,
+                                                  int columns, float* partial) {
+  constexpr int kNamedBarrier = 1;  // + consumer
+  stage_column_sums(warp, sums);
+  named_barrier_sync(kNamedBarrier + warp.consumer, kWarpgroup);
+  store_column_sums<Tile>(warp, work, subtile, rows, columns, partial);
   named_barrier_sync(kNamedBarrier + warp.consumer, kWarpgroup);
 }
 

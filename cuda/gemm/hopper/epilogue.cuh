@@ -35,10 +35,10 @@ inline constexpr int kSubtileRows = 16;
 inline constexpr int kSubtileSize = kSubtileRows * kSwizzleColumns;
 inline constexpr int kSubtileBuffers = 4;  // of a warp
 
-template <class Tile, typename T>
+template <class Tile, typename T, int kBuffers = kSubtileBuffers>
 struct SubtileStorage {
-  T buffers[Tile::kConsumers][4][kSubtileBuffers][kSubtileSize];
-  Barrier loaded[Tile::kConsumers][4][kSubtileBuffers];  // a subtile of the source has arrived
+  T buffers[Tile::kConsumers][4][kBuffers][kSubtileSize];
+  Barrier loaded[Tile::kConsumers][4][kBuffers];  // a subtile of the source has arrived
 
   __device__ __forceinline__ void init() {
     for (auto& of_consumer : loaded) {

@@ -55,8 +55,8 @@ struct EpilogueDelta : EpilogueSource<Tile, T, ColumnSumWarp<Tile, T>> {
           write_delta(delta, work, subtile);
           delta[0] = delta[1] = 0.0f;
           if (subtile.row_block() == Tile::kRowBlocks - 1) {
-            write_column_sums<Tile, T>(*this, column_sums, work, subtile, params.rows,
-                                       params.columns, params.partial);
+            write_column_sums<Tile>(*this, column_sums, work, subtile, params.rows, params.columns,
+                                    params.partial);
           }
         });
   }

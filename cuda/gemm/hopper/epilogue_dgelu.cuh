@@ -66,8 +66,8 @@ struct EpilogueDgelu : ColumnSumWarp<Tile, T> {
       });
       this->store_buffer(params.out, out, work, subtile);
       if (subtile.row_block() == Tile::kRowBlocks - 1) {
-        write_column_sums<Tile, T>(*this, column_sums, work, subtile, params.rows, params.columns,
-                                   params.partial);
+        write_column_sums<Tile>(*this, column_sums, work, subtile, params.rows, params.columns,
+                                params.partial);
       }
     });
   }

@@ -16,7 +16,7 @@ using Tile = GemmTile<192, 4, 2, 1, false, 2, 128>;
 template <typename T>
 cudaError_t Float8Dswiglu<T>::launch(cudaStream_t stream, const GemmShape& shape,
                                      __nv_fp8_e5m2* values, __nv_fp8_e5m2* transposed) const {
-  if (shape.rows % 16 != 0 || shape.columns % 16 != 0 || shape.depth > kMaxDswigluDepth) {
+  if (shape.rows % 16 != 0 || shape.columns % 16 != 0 || shape.depth > kWholeDepthOfFloat8) {
     return cudaErrorNotSupported;
   }
   using Loop = Float8Mainloop<Tile, __nv_fp8_e5m2, __nv_fp8_e4m3, T>;

@@ -10,17 +10,14 @@
 
 namespace jaxllm {
 
-// The tensor cores add up the whole depth, with some 14 bits: see float8_mainloop.cuh.
-inline constexpr int64_t kMaxDswigluDepth = 2048;
-
 // dout = scale_a scale_b a b^T: a (rows, depth), b (columns, depth), one scale each. h (rows, 2
 // columns): g, then u. Their gradients, divided by scale_out and rounded: values (rows, 2 columns)
 // and transposed (2 columns, rows). scale_out is that of a bound that is an eighth too large, or a
 // finite number may become an infinity beside one.
 //
 // cudaErrorNotSupported on other GPUs than Hopper's. Likewise where the depth, the rows or the
-// columns are no positive multiples of 16, where the depth is above kMaxDswigluDepth, and where a
-// pointer is not a multiple of 16 bytes.
+// columns are no positive multiples of 16, where the depth is above kWholeDepthOfFloat8, and where
+// a pointer is not a multiple of 16 bytes.
 template <typename T>
 struct Float8Dswiglu {
   const __nv_fp8_e5m2* a;

@@ -31,6 +31,8 @@
 namespace jaxllm::hopper {
 
 inline constexpr int64_t kWholeDepth = 1024;
+// Where the epilogue rounds to 8 bits they add up a depth up to this: its rounding hides more.
+inline constexpr int64_t kWholeDepthOfFloat8 = 2048;
 
 // A is (rows, depth) of type A, B (columns, depth) of type B. The epilogue rounds to Out.
 template <class Tile, typename A, typename B, typename Out>

@@ -14,7 +14,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import check_shape
 from jaxllm.ops.gemm import cuda, reference
-from jaxllm.ops.quantization.api_float8 import FLOAT8_SWIGLU
+from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU
 
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OUT = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -43,20 +43,28 @@ With ``parts`` 2 it is that of each half of the columns, and with 1 that of all.
 """
 
 
-def _dswiglu_parts(backend, a, b, scale_a, scale_b, h, scale, *, has_bias):
-    arrays, static = (a, b, scale_a, scale_b, None), {"out_dtype": h.dtype.name}
-    dout = dispatch(FLOAT8_MATMUL, Direction.INFERENCE, backend, *arrays, **static)
-    arrays = h, dout, scale
-    return dispatch(FLOAT8_SWIGLU, Direction.BACKWARD, backend, *arrays, has_bias=has_bias)
+def _with_derivative(name: str, activation: Op) -> Op:
+    """A float8 GEMM that multiplies by the derivative of an activation."""
+
+    def parts(backend, a, b, scale_a, scale_b, h, scale, *, has_bias):
+        arrays, static = (a, b, scale_a, scale_b, None), {"out_dtype": h.dtype.name}
+        dout = dispatch(FLOAT8_MATMUL, Direction.INFERENCE, backend, *arrays, **static)
+        arrays = h, dout, scale
+        return dispatch(activation, Direction.BACKWARD, backend, *arrays, has_bias=has_bias)
+
+    return Op(name, cuda=cuda, parts=parts)
 
 
-FLOAT8_MATMUL_DSWIGLU = Op("float8_matmul_dswiglu", cuda=cuda, parts=_dswiglu_parts)
-"""The gradient of ``h``, given that of SwiGLU of its halves as a float8 product.
+FLOAT8_MATMUL_DGELU = _with_derivative("float8_matmul_dgelu", FLOAT8_GELU)
+"""The gradient of ``h``, given that of GELU of it as a float8 product.
 
-``(a, b, scale_a, scale_b, h, scale)``: FLOAT8_SWIGLU's backward of ``h`` and the product, which has
+``(a, b, scale_a, scale_b, h, scale)``: FLOAT8_GELU's backward of ``h`` and the product, which has
 one scale of each operand. The kernel does not round the product. ``scale`` must be that of a bound
 which is an eighth too large, or a finite number may become an infinity beside one.
 """
+
+FLOAT8_MATMUL_DSWIGLU = _with_derivative("float8_matmul_dswiglu", FLOAT8_SWIGLU)
+"""Likewise of SwiGLU of its halves: FLOAT8_SWIGLU's backward."""
 
 
 def float8_matmul(

@@ -21,7 +21,8 @@ _MAX_SPLIT_WAVES = 2  # of more tiles only the last wave leaves SMs idle
 # mainloop of the other consumer, 6 clocks for each K. By that the kernel that it replaces, some
 # 12,000 clocks, is saved from a depth of 1600 on, and on an H100, with a slower memory, of less.
 _MIN_DSWIGLU_DEPTH = 1536
-_MAX_DSWIGLU_DEPTH = 2048  # as in cuda/gemm/hopper/float8_dswiglu.h
+_MAX_DERIVATIVE_DEPTH = 2048  # as in cuda/gemm/hopper/float8_mainloop.cuh
+_DGELU_ROWS = 128  # as in cuda/gemm/hopper/float8_dgelu.h
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
@@ -148,28 +149,59 @@ def float8_matmul_amax(a, b, scale_a, scale_b, bias, *, out_dtype, parts):
     return tuple(ffi.call("float8_matmul_amax", results, a, b, scale_a, scale_b, bias))
 
 
+def float8_matmul_dgelu_unsupported(a, b, scale_a, scale_b, h, scale, *, has_bias) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del scale_a, scale_b, scale, has_bias
+    return _derivative_unsupported(a, b, h)
+
+
+def float8_matmul_dgelu(a, b, scale_a, scale_b, h, scale, *, has_bias):
+    """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and its row sum.
+
+    The last one is not over ``scale``, and None without a bias.
+    """
+    rows, columns = h.shape
+    of_sums = ((columns,), (-(-rows // _DGELU_ROWS), columns)) if has_bias else ((0,), (0,))
+    sums = zip(of_sums, (h.dtype, jnp.float32), strict=True)
+    results = [*_both_layouts(h), *(jax.ShapeDtypeStruct(*each) for each in sums)]
+    arrays = a, b, scale_a, scale_b, h, scale
+    *rounded, dbias, _ = ffi.call("float8_matmul_dgelu", results, *arrays)
+    return *rounded, dbias if has_bias else None
+
+
 def float8_matmul_dswiglu_unsupported(a, b, scale_a, scale_b, h, scale, *, has_bias) -> str | None:
     """Why the kernel cannot serve a call; None if it can."""
     del scale_a, scale_b, scale
-    (rows, depth), columns = a.shape, b.shape[0]
     if has_bias:
         return "there is a bias, whose gradient the kernel does not sum"
-    if h.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"h has dtype {h.dtype}; the kernel takes bfloat16 and float16"
-    if rows % 16 or columns % 16 or rows == 0 or columns == 0:
-        return f"the product is {(rows, columns)}; both must be positive multiples of 16"
-    if not _MIN_DSWIGLU_DEPTH <= depth <= _MAX_DSWIGLU_DEPTH:
+    if a.shape[1] < _MIN_DSWIGLU_DEPTH:
         return (
-            f"a {a.shape} and b {b.shape} have a depth of {depth}; the kernel takes from "
-            f"{_MIN_DSWIGLU_DEPTH}, for its epilogue takes long, to {_MAX_DSWIGLU_DEPTH}, for the "
-            "tensor cores add up all of it"
+            f"a {a.shape} and b {b.shape} have a depth of {a.shape[1]}; the kernel takes them from "
+            f"{_MIN_DSWIGLU_DEPTH} on, for its epilogue takes long"
         )
-    return float8_matmul_unsupported(a, b)
+    return _derivative_unsupported(a, b, h)
 
 
 def float8_matmul_dswiglu(a, b, scale_a, scale_b, h, scale, *, has_bias):
     """Returns the gradient of ``h`` over ``scale`` in float8_e5m2, transposed, and None."""
     del has_bias
-    results = [jax.ShapeDtypeStruct(each, jnp.float8_e5m2) for each in (h.shape, h.shape[::-1])]
     arrays = a, b, scale_a, scale_b, h, scale
-    return *ffi.call("float8_matmul_dswiglu", results, *arrays), None
+    return *ffi.call("float8_matmul_dswiglu", _both_layouts(h), *arrays), None
+
+
+def _derivative_unsupported(a, b, h) -> str | None:
+    (rows, depth), columns = a.shape, b.shape[0]
+    if h.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"h has dtype {h.dtype}; the kernel takes bfloat16 and float16"
+    if rows % 16 or columns % 16 or rows == 0 or columns == 0:
+        return f"the product is {(rows, columns)}; both must be positive multiples of 16"
+    if depth > _MAX_DERIVATIVE_DEPTH:
+        return (
+            f"a {a.shape} and b {b.shape} have a depth of {depth}; the kernel takes them up to "
+            f"{_MAX_DERIVATIVE_DEPTH}, for the tensor cores add up all of it"
+        )
+    return float8_matmul_unsupported(a, b)
+
+
+def _both_layouts(h):
+    return [jax.ShapeDtypeStruct(shape, jnp.float8_e5m2) for shape in (h.shape, h.shape[::-1])]

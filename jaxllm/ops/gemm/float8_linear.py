@@ -151,7 +151,7 @@ def _gradients(recipe, backend, weight, counts, dout, dout8, dweight, dbias):
     dweight, dout8 = lax.optimization_barrier((dweight, dout8))  # as in gradients.wgrad
     if counts is not None:
         counts = _count_gradient(counts, dout, weight.ndim - 1, recipe)
-    dx, _ = input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)
+    dx = input_gradient(dout8, weight, recipe, backend, dtype=dout.dtype)
     return dx, dweight, dbias, counts
 
 

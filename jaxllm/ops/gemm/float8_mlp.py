@@ -11,10 +11,11 @@ activation, and :math:`x` the rounded result of the norm, as in :mod:`jaxllm.ops
 
     dW_1 = x^T dh \qquad dW_2 = y^T q(dout)
 
-The result of the activation and its gradient are never in memory in more than 8 bits: a kernel
-reads ``h`` and ``dy`` and writes the rounded result and its transpose. So a scale is known before
-its elements are. It follows from bounds, with the maxima that the GEMMs before it return. For
-GELU
+The result of the activation and its gradient are never in memory in more than 8 bits. A kernel
+reads ``h`` and writes the rounded result and its transpose. The GEMM that computes :math:`dy`
+multiplies by the derivative, and writes the rounded gradient and its transpose. So a scale is known
+before its elements are. It follows from bounds, with the maxima that the GEMM before it returns.
+For GELU
 
 .. math::
     |gelu(h)| \le \max |h| \qquad |dh| \le 1.13 \max |dy|
@@ -25,9 +26,8 @@ since :math:`|gelu'| < 1.13`; and for SwiGLU, with :math:`h = (g, u)`,
     |silu(g) \, u| \le \max |g| \max |u| \qquad
     |dh| \le \max |dy| \max(1.1 \max |u|, \max |g|)
 
-since :math:`|silu(g)| \le |g|` and :math:`|silu'| < 1.1`. There the GEMM that computes :math:`dy`
-also multiplies by the derivative. So the maximum of :math:`dy` follows from a bound too. Of
-:math:`D` columns of :math:`dout`
+since :math:`|silu(g)| \le |g|` and :math:`|silu'| < 1.1`. The maximum of :math:`dy` follows from a
+bound too. Of :math:`D` columns of :math:`dout`
 
 .. math::
     |dy| \le \sqrt D \, \max |dout| \, \max_j \|W_{2,j}\|
@@ -52,7 +52,7 @@ from jaxllm.core.dispatch import Direction, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
-from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_DSWIGLU
+from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_DGELU, FLOAT8_MATMUL_DSWIGLU
 from jaxllm.ops.gemm.float8_norm import (
     NormArrays,
     NormOptions,
@@ -177,16 +177,11 @@ def _backward(options, backend, residuals, dout, dresidual):
     ddown = weight_gradient(hidden8, transposed, 2, backend, dtype=dtype)
     ddown, dout8 = lax.optimization_barrier((ddown, dout8))  # as in gradients.wgrad
     has_bias = up_bias is not None
-    if options.activation == "swiglu":
-        arrays = h, dout8, down, amax
-        dh8, transposed, dup_bias = _swiglu_gradient(options, backend, *arrays, has_bias=has_bias)
-    else:
-        dhidden, of_dhidden = input_gradient(dout8, down, _RECIPE, backend, dtype=dtype, parts=1)
-        arrays = h, dhidden, of_dhidden
-        dh8, transposed, dup_bias = _gelu_gradient(options, backend, *arrays, has_bias=has_bias)
+    arrays = h, dout8, down, amax
+    dh8, transposed, dup_bias = _activation_gradient(options, backend, *arrays, has_bias=has_bias)
     dup = weight_gradient(x8, transposed, up.ndim, backend, dtype=dtype)
     dup, dh8 = lax.optimization_barrier((dup, dh8))
-    dx, _ = input_gradient(dh8, up, _RECIPE, backend, dtype=dtype)
+    dx = input_gradient(dh8, up, _RECIPE, backend, dtype=dtype)
     if counts is not None:
         of_dout = float8_counts.of_gradient(dout, tuple(range(dout.ndim)), _GRADIENT_DTYPE)
         of_dh = float8_counts.of_rounded_gradient(dh8[0])
@@ -215,62 +210,38 @@ def _activate_shard(options, backend, layout, h, scale):
     return found[0].reshape(*rows, columns), found[1].reshape(columns, *rows)
 
 
-def _gelu_gradient(
-    options, backend, h, dhidden, of_dhidden, *, has_bias
-) -> tuple[Float8, Float8, Array | None]:
-    """The gradient of ``h`` in both layouts, and that of the bias."""
-    scale = scale_of(of_dhidden[0] * _MAX_GELU_SLOPE, _GRADIENT_DTYPE)
-    arrays, names = (h, dhidden, scale), "... F,"
-    function = shards.Function(_gelu_gradient_shard, (options, backend, has_bias))
-    return _gradient(options, backend, function, names, arrays, has_bias)
-
-
-def _gelu_gradient_shard(options, backend, has_bias, h, dhidden, scale):
-    matrix, shapes = _matrix(options, h)
-    arrays = matrix, dhidden.reshape(matrix.shape), scale.reshape(1)
-    found = dispatch(FLOAT8_GELU, Direction.BACKWARD, backend, *arrays, has_bias=has_bias)
-    return _reshaped(found, shapes)
-
-
-def _swiglu_gradient(
+def _activation_gradient(
     options, backend, h, dout, down, amax, *, has_bias
 ) -> tuple[Float8, Float8, Array | None]:
-    """Likewise of SwiGLU, from the gradient of the MLP's result."""
+    """The gradient of ``h`` in both layouts and of the bias, given that of the MLP's result."""
     (dout, scale_a), (down8, scale_b) = dout, quantize_weight(down, "rows", _RECIPE, backend)
     of_dout = float(jnp.finfo(_GRADIENT_DTYPE).max) * scale_a
     bound = math.sqrt(dout.shape[-1]) * of_dout * largest_row_norm(down, scale_b)
-    slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
+    if options.activation == "gelu":
+        slope = _MAX_GELU_SLOPE
+    else:
+        slope = jnp.maximum(_MAX_SILU_SLOPE * amax[1], amax[0])
     scale = scale_of(_ROUNDED_NORM * bound * slope, _GRADIENT_DTYPE)
-    # The depth is whole: the derivative is multiplied by the sum of all products.
-    arrays, names = (h, dout, down8, scale_a, scale_b, scale), "... _, F _, , ,"
-    function = shards.Function(_swiglu_gradient_shard, (options, backend, has_bias))
-    return _gradient(options, backend, function, names, arrays, has_bias)
-
-
-def _swiglu_gradient_shard(options, backend, has_bias, h, dout, down, *scales):
-    matrix, shapes = _matrix(options, h)
-    scale_a, scale_b, scale = (each.reshape(1) for each in scales)
-    arrays = dout.reshape(len(matrix), dout.shape[-1]), down, scale_a, scale_b, matrix, scale
-    op, direction = FLOAT8_MATMUL_DSWIGLU, Direction.INFERENCE
-    return _reshaped(dispatch(op, direction, backend, *arrays, has_bias=has_bias), shapes)
-
-
-def _gradient(options, backend, function, names, arrays, has_bias):
-    columns, scale = options.columns, arrays[-1]
+    columns = options.columns
     sums = f", {columns} +..." if has_bias else ""
-    rule = ShardingRule(f"... {columns}, {names} -> ... {columns}, {columns} ...{sums}", "... F")
+    # The depth is whole: the derivative is multiplied by the sum of all products.
+    names = f"... {columns}, ... _, F _, , ,"
+    rule = ShardingRule(f"{names} -> ... {columns}, {columns} ...{sums}", "... F")
+    function = shards.Function(_activation_gradient_shard, (options, backend, has_bias))
+    arrays = h, dout, down8, scale_a, scale_b, scale
     rows, transposed, *dbias = _on_shards(options, function, rule, backend, *arrays)
     return (rows, scale), (transposed, scale), dbias[0] if has_bias else None
 
 
-def _matrix(options, h):
-    """``h`` as a matrix, and the shapes of its gradient, transposed too, and of its columns."""
+def _activation_gradient_shard(options, backend, has_bias, h, dout, down, *scales):
     axes = h.ndim - options.parts
     rows, columns = h.shape[:axes], h.shape[axes:]
-    return h.reshape(math.prod(rows), math.prod(columns)), (h.shape, (*columns, *rows), columns)
-
-
-def _reshaped(found, shapes):
+    matrix = h.reshape(math.prod(rows), math.prod(columns))
+    scale_a, scale_b, scale = (each.reshape(1) for each in scales)
+    arrays = dout.reshape(len(matrix), dout.shape[-1]), down, scale_a, scale_b, matrix, scale
+    op = FLOAT8_MATMUL_DGELU if options.activation == "gelu" else FLOAT8_MATMUL_DSWIGLU
+    found = dispatch(op, Direction.INFERENCE, backend, *arrays, has_bias=has_bias)
+    shapes = h.shape, (*columns, *rows), columns
     return tuple(x.reshape(shape) for x, shape in zip(found, shapes, strict=True) if x is not None)
 
 

@@ -198,21 +198,15 @@ def product(
 
 
 def input_gradient(
-    dout: Float8,
-    weight: Array,
-    recipe: Recipe,
-    backend: Backend,
-    *,
-    dtype: DTypeLike,
-    parts: int | None = None,
-) -> tuple[Array, Array | None]:
-    """The gradient of a layer's input, and with ``parts`` as :func:`multiply` its maxima."""
+    dout: Float8, weight: Array, recipe: Recipe, backend: Backend, *, dtype: DTypeLike
+) -> Array:
+    """The gradient of a layer's input."""
     columns = column_names(weight.ndim)
     weight8 = quantize_weight(weight, "rows", recipe, backend)
     scales = "..., D" if recipe == "row" else ", "
     rule = ShardingRule(f"... {columns}, D {columns}, {scales}, -> ... D +F", "... D F")
     kept = dout[0].ndim - weight.ndim + 1, 1
-    return multiply(rule, backend, dout, weight8, kept, dtype=dtype, parts=parts)
+    return multiply(rule, backend, dout, weight8, kept, dtype=dtype)[0]
 
 
 def quantize_weight(weight: Array, layout: str, recipe: Recipe, backend: Backend) -> Float8:
