@@ -186,6 +186,31 @@ struct Float8Warp : Warp {
   }
 };
 
+// ---- Column blocks in a loop.
+
+// All subtiles of a tile one after the other would be 75 KB of instructions, each of which runs
+// once a tile. In a loop over the column blocks GEMMs with the gradient of an activation took 2 to
+// 8% less time on H200s. Registers have no index: the accumulators of the next column block move to
+// where those of the first were. After the last block they move too, for nothing: else the compiler
+// would keep the first ones.
+template <class Tile>
+__device__ __forceinline__ void next_column_block(Accumulators<Tile>& accumulators, int index) {
+  static_assert(Tile::kColumnBlocks == 3);
+  constexpr int kCount = accumulator_index(1, 0, 0);  // of a column block
+#pragma unroll
+  for (auto& of_block : accumulators) {
+    if (index == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) of_block[i] = of_block[kCount + i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) of_block[i] = of_block[2 * kCount + i];
+    }
+  }
+}
+
+// ---- Scales.
+
 // The scales of the operands, one each, and of the result.
 struct Float8Scales {
   const float* a;

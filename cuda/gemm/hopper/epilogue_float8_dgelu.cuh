@@ -2,10 +2,7 @@
 // layouts. Where it is wanted, also partial sums of its columns before it is rounded: the gradient
 // of a bias.
 //
-// A warp visits the column blocks of its tile in a loop: all subtiles one after the other would be
-// 75 KB of instructions, each of which runs once a tile. Registers have no index, so the
-// accumulators of a column block move to where those of the first were. TMA loads the subtiles of h
-// a column block ahead, on into the warp's next tile.
+// TMA loads the subtiles of h a column block ahead, on into the warp's next tile.
 #pragma once
 
 #include "activation/gelu_each.cuh"
@@ -90,13 +87,7 @@ struct EpilogueFloat8Dgelu
       }
       phase ^= 1;
       block.column += kSwizzleColumns;
-      // After the last block too, for nothing: else the compiler would keep the first accumulators.
-      static_assert(Tile::kColumnBlocks == 3);
-      if (index == 0) {
-        move_to_front<1>(accumulators);
-      } else {
-        move_to_front<2>(accumulators);
-      }
+      next_column_block<Tile>(accumulators, index);
     }
   }
 
@@ -147,16 +138,6 @@ struct EpilogueFloat8Dgelu
       for (int i = 0; i < count; ++i) sums[i] += sums[i + count];
     }
     return sums[0];
-  }
-
-  template <int kColumnBlock>
-  __device__ __forceinline__ static void move_to_front(Accumulators<Tile>& accumulators) {
-    constexpr int kCount = accumulator_index(1, 0, 0);  // of a column block
-#pragma unroll
-    for (auto& of_block : accumulators) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) of_block[i] = of_block[kColumnBlock * kCount + i];
-    }
   }
 };
 

@@ -55,49 +55,69 @@ struct EpilogueFloat8Dswiglu
     // The product of the operands' scales alone may be too small for a float.
     const float factor =
         __ldg(params.scales.a) * (__ldg(params.scales.b) * __frcp_rn(__ldg(params.scales.out)));
-    for_each_subtile<Tile>([&](const Subtile<Tile>& subtile) {
-      this->begin_block(subtile);
-      this->loaded(0).wait(phase);
-      phase ^= 1;
-      SubtileBytes of_gate, of_up;
-      float sum = 0.0f;  // infinite or NaN where a result is
+    WorkTile block = work;  // a column block as a tile
+#pragma unroll 1
+    for (int index = 0; index < Tile::kColumnBlocks; ++index) {
+      const bool is_last = index + 1 == Tile::kColumnBlocks;
+      WorkTile later = block;
+      later.column += kSwizzleColumns;
+      if (is_last) later = next;
 #pragma unroll
-      for (int first = 0; first < 8; first += 2) {
-        uint32_t gates[4], ups[4];
-        ldmatrix(gates, this->matrix_row(this->buffer(0)) ^ 16 * first);
-        ldmatrix(ups, this->matrix_row(this->buffer(1)) ^ 16 * first);
-        float dout[kActivationElements], dgate[kActivationElements], dup[kActivationElements];
-        load_batch<Tile>(accumulators, subtile, first, dout);
-#pragma unroll
-        for (int i = 0; i < kActivationElements; ++i) {
-          const float2 gate = unpack_pair<T>(gates[i / 2]), up = unpack_pair<T>(ups[i / 2]);
-          float out[2];
-          SwigluBackward{}({i % 2 ? gate.y : gate.x, i % 2 ? up.y : up.x, dout[i] * factor}, out);
-          dgate[i] = out[0];
-          dup[i] = out[1];
-          sum += out[0] + out[1];
+      for (int row_block = 0; row_block < Tile::kRowBlocks; ++row_block) {
+        const Subtile<Tile> subtile{row_block};
+        this->loaded(0).wait(phase);
+        phase ^= 1;
+        SubtileBytes of_gate, of_up;
+        multiply(accumulators, subtile, factor, of_gate, of_up);
+        __syncwarp();  // all lanes have read the buffers
+        if (row_block + 1 < Tile::kRowBlocks) {
+          load_source(block, {row_block + 1});
+        } else if (!is_last || has_next) {
+          load_source(later, {0});
         }
-        of_gate.set_batch(first, dgate);
-        of_up.set_batch(first, dup);
-        end_basic_block(work.end_k_block);
+        // Not before the elements are computed: so the columns before these have time to leave.
+        this->begin_block(subtile);
+        this->put(of_gate, 0, params.out, block, subtile);
+        this->put(of_up, 1, params.out, block, subtile);
+        this->end_block(params.out, block, subtile);
       }
-      if (!isfinite(sum)) {
-        of_gate.restore_infinities();
-        of_up.restore_infinities();
-      }
-      __syncwarp();  // all lanes have read the buffers
-      if (subtile.index + 1 < Tile::kSubtiles) {
-        load_source(work, {subtile.index + 1});
-      } else if (has_next) {
-        load_source(next, {0});
-      }
-      this->put(of_gate, 0, params.out, work, subtile);
-      this->put(of_up, 1, params.out, work, subtile);
-      this->end_block(params.out, work, subtile);
-    });
+      block.column += kSwizzleColumns;
+      next_column_block<Tile>(accumulators, index);
+    }
   }
 
  private:
+  // The gradients of a subtile of the first column block.
+  __device__ __forceinline__ void multiply(const Accumulators<Tile>& accumulators,
+                                           const Subtile<Tile>& subtile, float factor,
+                                           SubtileBytes& of_gate, SubtileBytes& of_up) const {
+    float sum = 0.0f;  // infinite or NaN where a result is
+#pragma unroll
+    for (int first = 0; first < 8; first += 2) {
+      uint32_t gates[4], ups[4];
+      ldmatrix(gates, this->matrix_row(this->buffer(0)) ^ 16 * first);
+      ldmatrix(ups, this->matrix_row(this->buffer(1)) ^ 16 * first);
+      float dout[kActivationElements], dgate[kActivationElements], dup[kActivationElements];
+      load_batch<Tile>(accumulators, subtile, first, dout);
+#pragma unroll
+      for (int i = 0; i < kActivationElements; ++i) {
+        const float2 gate = unpack_pair<T>(gates[i / 2]), up = unpack_pair<T>(ups[i / 2]);
+        float out[2];
+        SwigluBackward{}({i % 2 ? gate.y : gate.x, i % 2 ? up.y : up.x, dout[i] * factor}, out);
+        dgate[i] = out[0];
+        dup[i] = out[1];
+        sum += out[0] + out[1];
+      }
+      of_gate.set_batch(first, dgate);
+      of_up.set_batch(first, dup);
+      end_basic_block(this->warp);
+    }
+    if (!isfinite(sum)) {
+      of_gate.restore_infinities();
+      of_up.restore_infinities();
+    }
+  }
+
   // Beyond the last column of g a subtile has some of u: what becomes of these is not stored.
   __device__ __forceinline__ void load_source(const WorkTile& work,
                                               const Subtile<Tile>& subtile) const {
