@@ -20,6 +20,8 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     + " --xla_cpu_parallel_codegen_split_count=1 --xla_gpu_autotune_level=0"
 )
+# Where in the source an operation comes from is not needed, and takes time in each lowering.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if jaxlib.version.__version__.startswith("0.10."):
     # XLA's older way to make code of a fusion takes half the time; newer versions have it no more.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
