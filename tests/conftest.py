@@ -1,5 +1,6 @@
 """Options, and what every test runs under."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -19,6 +20,8 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     + " --xla_cpu_parallel_codegen_split_count=1 --xla_gpu_autotune_level=0"
 )
+# Where in the source an operation comes from is not needed, and takes time in each lowering.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if jaxlib.version.__version__.startswith("0.10."):
     # XLA's older way to make code of a fusion takes half the time; newer versions have it no more.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
@@ -30,6 +33,18 @@ import tiers
 
 import jaxllm.core.ffi
 from jaxllm import training
+
+# JAX keeps what it traced and pytest its tests: millions of objects. The garbage collector took a
+# tenth of the CPU time to scan them again and again; frozen objects are scanned once.
+gc.set_threshold(50_000)
+
+
+def _freeze_survivors(phase, info):
+    if phase == "stop" and info["generation"] == 2:
+        gc.freeze()
+
+
+gc.callbacks.append(_freeze_survivors)
 
 # What the test processes tell the one that prints the summary.
 OUTPUT = pytest.StashKey[dict]()
