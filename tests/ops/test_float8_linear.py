@@ -388,4 +388,5 @@ def test_a_weight_is_rounded_once_for_both_passes():
     x, weight, bias, dout = arrays("bfloat16", rows=(64,), columns=(64,), depth=128)
     fn = functools.partial(values_and_gradients, layer("tensor", backend="cuda"))
     program = jax.jit(fn).lower(x, weight, bias, dout).compile().as_text()
-    assert program.count('custom_call_target="jaxllm_float8_scale_and_round"') == 3  # x, weight, dout
+    # x, the weight and dout.
+    assert program.count('custom_call_target="jaxllm_float8_scale_and_round"') == 3
