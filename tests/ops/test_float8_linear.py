@@ -387,6 +387,6 @@ def test_kernels_agree_with_xla(recipe, dtype, activation):
 def test_a_weight_is_rounded_once_for_both_passes():
     x, weight, bias, dout = arrays("bfloat16", rows=(64,), columns=(64,), depth=128)
     fn = functools.partial(values_and_gradients, layer("tensor", backend="cuda"))
-    program = jax.jit(fn).lower(x, weight, bias, dout).compile().as_text()
+    program = jax.jit(fn).lower(x, weight, bias, dout).compile().as_text() or ""
     # x, the weight and dout.
     assert program.count('custom_call_target="jaxllm_float8_scale_and_round"') == 3

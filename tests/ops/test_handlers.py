@@ -236,6 +236,7 @@ VALID_CHANGES = {
     "embed_backward": {("result", 0, -2), ("result", 1, -2)},
     "cross_entropy_forward": {("operand", 0, "dtype"), ("operand", 0, -1)},  # beyond vocab_size
     "nms": {("operand", 0, "dtype")},
+    "decode_block": {("operand", 11, -1)},  # how many pages a sequence may have
     # A bias may be float32, and sequences may share it.
     "flash_attention_bias_forward": {("operand", 3, "dtype"), ("operand", 3, -4)},
     "quantize": {("operand", 0, "dtype")},

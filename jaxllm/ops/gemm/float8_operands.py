@@ -145,7 +145,7 @@ def quantize_gradient(
     return (found[0], scale), (found[1], scale), found[2] if has_bias else None
 
 
-def _quantize(backend, split, x, **static):
+def _quantize(backend, split, x, **static) -> Any:
     """``(values, transposed, sums, scale)`` of an array of one device; None for what is not."""
     rows, columns = x.shape[:split], x.shape[split:]
     matrix = x.reshape(math.prod(rows), math.prod(columns))
