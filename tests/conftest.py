@@ -37,14 +37,23 @@ from jaxllm import training
 # JAX keeps what it traced and pytest its tests: millions of objects. The garbage collector took a
 # tenth of the CPU time to scan them again and again; frozen objects are scanned once.
 gc.set_threshold(50_000)
+_SURVIVORS = {"are_known": False}  # since a collection of all generations
 
 
-def _freeze_survivors(phase, info):
+def _note_survivors(phase, info):
     if phase == "stop" and info["generation"] == 2:
+        _SURVIVORS["are_known"] = True
+
+
+gc.callbacks.append(_note_survivors)
+
+
+def pytest_runtest_logfinish():
+    # Between tests: hypothesis looks for the referrers of an object, and frozen ones are not found.
+    if _SURVIVORS["are_known"]:
         gc.freeze()
+        _SURVIVORS["are_known"] = False
 
-
-gc.callbacks.append(_freeze_survivors)
 
 # What the test processes tell the one that prints the summary.
 OUTPUT = pytest.StashKey[dict]()

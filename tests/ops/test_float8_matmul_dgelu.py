@@ -33,7 +33,13 @@ SHAPES = (
     (2320, 1040, 1024),
     (4240, 3088, 64),
 )
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+
+
+def each_of(shapes):
+    return pytest.mark.parametrize("shape", shapes, ids=lambda shape: "x".join(map(str, shape)))
+
+
+each_shape = each_of(SHAPES)
 
 
 def gradient(*arrays, backend: Any = "cuda", has_bias=True):
@@ -105,7 +111,7 @@ def test_kernel_is_a_rounding_away_from_the_parts(shape, dtype):
 
 
 @each_dtype
-@each_shape
+@each_of(SHAPES[:4])  # the others have more tiles of the kernel
 def test_parts_compute_the_same(shape, dtype):
     *given, scale = inputs(shape, dtype)
     dh = exact(*given)
