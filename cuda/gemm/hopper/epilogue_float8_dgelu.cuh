@@ -50,16 +50,8 @@ struct EpilogueFloat8Dgelu
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& work,
                                         const WorkTile& next, bool has_next) {
-    // The product of the operands' scales alone may be too small for a float.
-    const float factor =
-        __ldg(params.scales.a) * (__ldg(params.scales.b) * __frcp_rn(__ldg(params.scales.out)));
-    WorkTile block = work;  // a column block as a tile
-#pragma unroll 1
-    for (int index = 0; index < Tile::kColumnBlocks; ++index) {
-      const bool is_last = index + 1 == Tile::kColumnBlocks;
-      WorkTile later = block;
-      later.column += kSwizzleColumns;
-      if (is_last) later = next;
+    const float factor = params.scales.factor();
+    const auto visit = [&](const WorkTile& block, const WorkTile& later, bool has_later) {
       float column_sums[16];
 #pragma unroll
       for (int row_block = 0; row_block < Tile::kRowBlocks; ++row_block) {
@@ -68,7 +60,7 @@ struct EpilogueFloat8Dgelu
         SubtileBytes bytes;
         multiply(accumulators, subtile, factor, bytes, column_sums);
         __syncwarp();  // all lanes have read the buffer
-        if (!is_last || has_next) load_source(later, row_block);
+        if (has_later) load_source(later, row_block);
         // Not before the elements are computed: so the columns before these have time to leave.
         this->begin_block(subtile);
         this->put(bytes, 0, params.out, block, subtile);
@@ -86,9 +78,8 @@ struct EpilogueFloat8Dgelu
         }
       }
       phase ^= 1;
-      block.column += kSwizzleColumns;
-      next_column_block<Tile>(accumulators, index);
-    }
+    };
+    for_each_column_block<Tile>(accumulators, work, next, has_next, visit);
   }
 
  private:

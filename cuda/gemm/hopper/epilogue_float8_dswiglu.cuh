@@ -52,16 +52,8 @@ struct EpilogueFloat8Dswiglu
 
   __device__ __forceinline__ void store(Accumulators<Tile>& accumulators, const WorkTile& work,
                                         const WorkTile& next, bool has_next) {
-    // The product of the operands' scales alone may be too small for a float.
-    const float factor =
-        __ldg(params.scales.a) * (__ldg(params.scales.b) * __frcp_rn(__ldg(params.scales.out)));
-    WorkTile block = work;  // a column block as a tile
-#pragma unroll 1
-    for (int index = 0; index < Tile::kColumnBlocks; ++index) {
-      const bool is_last = index + 1 == Tile::kColumnBlocks;
-      WorkTile later = block;
-      later.column += kSwizzleColumns;
-      if (is_last) later = next;
+    const float factor = params.scales.factor();
+    const auto visit = [&](const WorkTile& block, const WorkTile& later, bool has_later) {
 #pragma unroll
       for (int row_block = 0; row_block < Tile::kRowBlocks; ++row_block) {
         const Subtile<Tile> subtile{row_block};
@@ -72,7 +64,7 @@ struct EpilogueFloat8Dswiglu
         __syncwarp();  // all lanes have read the buffers
         if (row_block + 1 < Tile::kRowBlocks) {
           load_source(block, {row_block + 1});
-        } else if (!is_last || has_next) {
+        } else if (has_later) {
           load_source(later, {0});
         }
         // Not before the elements are computed: so the columns before these have time to leave.
@@ -81,9 +73,8 @@ struct EpilogueFloat8Dswiglu
         this->put(of_up, 1, params.out, block, subtile);
         this->end_block(params.out, block, subtile);
       }
-      block.column += kSwizzleColumns;
-      next_column_block<Tile>(accumulators, index);
-    }
+    };
+    for_each_column_block<Tile>(accumulators, work, next, has_next, visit);
   }
 
  private:
