@@ -93,9 +93,9 @@ ffi::Error Float8ScaleAndRoundImpl(cudaStream_t stream, Buffer x, Result values,
       const auto dtype = values->element_type();
       const int64_t partials = has_sums ? float8_partial_rows(rows) * columns : 0;
       ffi::Error error = check_buffers({
-          {"values", *values, dtype, has_values ? count(x) : 0},
-          {"transposed", *transposed, dtype, has_transposed ? count(x) : 0},
-          {"sums", *sums, dtype_of<T>(), has_sums ? calls * columns : 0},
+          {"values", *values, dtype, count(x), Elements::kExactlyOrNone},
+          {"transposed", *transposed, dtype, count(x), Elements::kExactlyOrNone},
+          {"sums", *sums, dtype_of<T>(), calls * columns, Elements::kExactlyOrNone},
           {"scale", *scale, ffi::F32, calls},
           {"partial", *partial, ffi::F32, calls * partials},
           {"maxima", *maxima, ffi::F32, calls * kFloat8Maxima},

@@ -1,6 +1,5 @@
 // Rounds a matrix to 8-bit floats, and transposes it. The matrix is read once, and each result is
 // written once.
-#include "common/column_sum.cuh"
 #include "common/dependent_launch.cuh"
 #include "quantization/float8_round.h"
 #include "quantization/float8_round_tile.cuh"
@@ -40,19 +39,11 @@ cudaError_t Float8Rounding<Float8, T>::launch(cudaStream_t stream, int64_t rows,
                          reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed),
                          partial);
   };
-  if (sums) {
-    if (!values || !transposed || !has_one_scale) return cudaErrorNotSupported;
-    JAXLLM_RETURN_IF_ERROR(run(Variant<true, true, true, true>{}));
-    const int64_t partials = Tile::partial_rows(rows);
-    return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
+  if (has_one_scale) {
+    return run_with_one_scale(stream, rows, columns, values, transposed, sums, partial, run);
   }
-  if (values && transposed) {
-    return has_one_scale ? run(Variant<true, true, true>{}) : cudaErrorNotSupported;
-  }
-  if (transposed) {
-    return has_one_scale ? run(Variant<false, true, true>{}) : run(Variant<false, true, false>{});
-  }
-  return has_one_scale ? run(Variant<true, false, true>{}) : run(Variant<true, false, false>{});
+  if (sums || (values && transposed)) return cudaErrorNotSupported;
+  return transposed ? run(Variant<false, true, false>{}) : run(Variant<true, false, false>{});
 }
 
 int64_t float8_partial_rows(int64_t rows) { return Tile::partial_rows(rows); }

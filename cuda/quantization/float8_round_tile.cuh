@@ -1,6 +1,7 @@
 // Rounds a tile to 8-bit floats, in the layouts that are wanted.
 #pragma once
 
+#include "common/column_sum.cuh"
 #include "quantization/float8_tile.cuh"
 
 namespace jaxllm::float8 {
@@ -12,6 +13,21 @@ struct Variant {
   static constexpr bool has_one_scale = kOneScale, has_sums = kSums;
   static_assert(kOneScale || kValues != kTransposed);
 };
+
+// Calls run() with the variant of the results of one scale that are wanted, and adds up the partial
+// sums. cudaErrorNotSupported where sums are wanted without both layouts.
+template <typename T, class Run>
+cudaError_t run_with_one_scale(cudaStream_t stream, int64_t rows, int64_t columns, bool has_values,
+                               bool has_transposed, T* sums, const float* partial, Run run) {
+  if (sums) {
+    if (!has_values || !has_transposed) return cudaErrorNotSupported;
+    JAXLLM_RETURN_IF_ERROR(run(Variant<true, true, true, true>{}));
+    const int64_t partials = Tile::partial_rows(rows);
+    return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
+  }
+  if (has_values && has_transposed) return run(Variant<true, true, true>{});
+  return has_transposed ? run(Variant<false, true, true>{}) : run(Variant<true, false, true>{});
+}
 
 // The inverse scales of the rows of a thread's results: its rows, or its columns.
 template <class V>

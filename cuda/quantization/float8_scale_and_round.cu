@@ -4,15 +4,12 @@
 //   float8_amax_kernel   the largest |x| of each CTA -> maxima
 //   ..._round_...        loads a tile | waits for the first | maxima -> scale | rounds, transposes
 //
-// It has the last tile first: what was read last is still in the L2 cache. One kernel with a
-// barrier of the grid between the two was slower in a step: in a CUDA graph a cooperative launch
-// delays the stream by more than ten microseconds.
+// It has the last tile first, which was read last. One kernel with a barrier of the grid between
+// the two was no faster in a training step, and its CTAs must all run at once.
 #include <algorithm>
 #include <cfloat>
 
-#include "common/column_sum.cuh"
 #include "common/dependent_launch.cuh"
-#include "quantization/float8_round.h"
 #include "quantization/float8_round_tile.cuh"
 #include "quantization/float8_scale_and_round.h"
 
@@ -125,15 +122,7 @@ cudaError_t Float8ScalingAndRounding<Float8, T>::launch(cudaStream_t stream, int
     JAXLLM_RETURN_IF_ERROR(run(Variant<true, false, true>{}));
     return sums ? column_sum(stream, partial, {sums}, 1, 0, 0, columns) : cudaSuccess;
   }
-  if (sums) {
-    if (!values || !transposed) return cudaErrorNotSupported;
-    JAXLLM_RETURN_IF_ERROR(run(Variant<true, true, true, true>{}));
-    const int64_t partials = float8_partial_rows(rows);
-    return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
-  }
-  if (values && transposed) return run(Variant<true, true, true>{});
-  if (transposed) return run(Variant<false, true, true>{});
-  return run(Variant<true, false, true>{});
+  return run_with_one_scale(stream, rows, columns, values, transposed, sums, partial, run);
 }
 
 #define JAXLLM_INSTANTIATE(Float8)                                 \
