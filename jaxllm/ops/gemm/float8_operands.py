@@ -212,8 +212,8 @@ def input_gradient(
 def quantize_weight(weight: Array, layout: str, recipe: Recipe, backend: Backend) -> Float8:
     """Rounds a weight, as it is, ``"rows"``, or ``"transposed"``.
 
-    On one device one op does both, in one pass: XLA keeps one of the equal calls of the forward and
-    the backward pass.
+    With one scale, on one device, one op does both: XLA keeps one of the equal calls of the forward
+    and the backward pass.
     """
     is_whole = recipe == "tensor" and not partition.is_wanted((weight,))
     layouts = ("rows", "transposed") if is_whole else (layout,)
