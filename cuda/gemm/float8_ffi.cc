@@ -4,8 +4,7 @@
 #include "common/ffi_float8.h"
 #include "common/launch.h"
 #include "gemm/gemm_ffi.h"
-#include "gemm/hopper/float8_dgelu.h"
-#include "gemm/hopper/float8_dswiglu.h"
+#include "gemm/hopper/float8_derivative.h"
 #include "gemm/hopper/float8_split.h"
 #include "handlers.h"
 
@@ -97,99 +96,72 @@ ffi::Error Float8MatmulAmaxImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer 
   return multiply(stream, a, b, scale_a, scale_b, bias, &out, &amax, nullptr);
 }
 
-// The sizes of a GEMM that multiplies by the derivative of an activation. jax.vmap gives every
-// buffer the same new leading axes: so many calls.
-struct DerivativeSizes {
-  int64_t calls;
-  GemmShape shape;
-
-  int64_t a() const { return shape.rows * shape.depth; }
-  int64_t b() const { return shape.columns * shape.depth; }
-  int64_t out() const { return shape.rows * shape.columns; }
-
-  ffi::Error read(const Buffer& a, const Buffer& b) {
-    const auto of_a = a.dimensions(), of_b = b.dimensions();
-    const size_t axes = of_a.size();
-    if (axes < 2 || of_b.size() != axes) {
-      return invalid("b", "has not the axes of a, or a is no matrix");
-    }
-    calls = count_matrices(a);
-    shape = {of_a[axes - 2], of_b[axes - 2], of_a[axes - 1]};
-    if (of_b[axes - 1] != shape.depth) return invalid("b", "has not the depth of a");
-    return ffi::Error::Success();
+// `Gemm` is Float8Dgelu or Float8Dswiglu, whose h has kParts parts. dbias and its workspace have no
+// elements where it is not wanted; they are nullptr for a GEMM that does not sum it. jax.vmap gives
+// every buffer the same new leading axes.
+template <template <typename> class Gemm, int kParts>
+ffi::Error multiply_by_derivative(cudaStream_t stream, const Buffer& a, const Buffer& b,
+                                  const Buffer& scale_a, const Buffer& scale_b, const Buffer& h,
+                                  const Buffer& scale, Result& values, Result& transposed,
+                                  Result* dbias = nullptr, Result* partial = nullptr) {
+  const auto of_a = a.dimensions(), of_b = b.dimensions();
+  const size_t axes = of_a.size();
+  if (axes < 2 || of_b.size() != axes) {
+    return invalid("b", "has not the axes of a, or a is no matrix");
   }
-};
-
-// One of the calls. `Gemm` is Float8Dgelu or Float8Dswiglu, and h has `size` elements.
-template <template <typename> class Gemm, class Call>
-Gemm<typename Call::Type> derivative_gemm(const Call& call, const DerivativeSizes& s,
-                                          const Buffer& a, const Buffer& b, const Buffer& scale_a,
-                                          const Buffer& scale_b, const Buffer& h, int64_t size,
-                                          const Buffer& scale) {
-  return {call.template at<__nv_fp8_e5m2>(a, s.a()),
-          call.template at<__nv_fp8_e4m3>(b, s.b()),
-          call.template at<float>(scale_a, 1),
-          call.template at<float>(scale_b, 1),
-          call.at(h, size),
-          call.template at<float>(scale, 1)};
+  const GemmShape shape{of_a[axes - 2], of_b[axes - 2], of_a[axes - 1]};
+  if (of_b[axes - 1] != shape.depth) return invalid("b", "has not the depth of a");
+  const int64_t calls = count_matrices(a), size = kParts * shape.rows * shape.columns;
+  const int64_t size_a = shape.rows * shape.depth, size_b = shape.columns * shape.depth;
+  const bool has_sums = dbias && count(**dbias) > 0;
+  const int64_t sums = has_sums ? shape.columns : 0;
+  const int64_t partials = divide_up(shape.rows, kFloat8DgeluRows) * sums;
+  return launch_calls(
+      h, "h", calls,
+      {
+          {"a", a, ffi::F8E5M2, calls * size_a},
+          {"b", b, ffi::F8E4M3FN, calls * size_b},
+          {"scale_a", scale_a, ffi::F32, calls},
+          {"scale_b", scale_b, ffi::F32, calls},
+          {"h", h, h.element_type(), calls * size},
+          {"scale", scale, ffi::F32, calls},
+          {"values", *values, ffi::F8E5M2, calls * size},
+          {"transposed", *transposed, ffi::F8E5M2, calls * size},
+          {"dbias", dbias ? **dbias : h, h.element_type(), calls * (dbias ? sums : size),
+           Elements::kExactlyOrNone},
+          {"partial", partial ? **partial : scale, ffi::F32, calls * (partial ? partials : 1)},
+      },
+      [&](auto call) {
+        using T = typename decltype(call)::Type;
+        const Gemm<T> gemm{
+            {call.template at<__nv_fp8_e5m2>(a, size_a), call.template at<__nv_fp8_e4m3>(b, size_b),
+             call.template at<float>(scale_a, 1), call.template at<float>(scale_b, 1),
+             call.at(h, size), call.template at<float>(scale, 1)}};
+        const auto launch = [&](auto... of_sums) {
+          return gemm.launch(stream, shape, call.template at<__nv_fp8_e5m2>(values, size),
+                             call.template at<__nv_fp8_e5m2>(transposed, size), of_sums...);
+        };
+        if constexpr (std::is_same_v<Gemm<T>, Float8Dgelu<T>>) {
+          return launch(has_sums ? call.at(*dbias, sums) : nullptr,
+                        call.template at<float>(*partial, partials));
+        } else {
+          return launch();
+        }
+      });
 }
 
-// dbias and its workspace have no elements where it is not wanted.
 ffi::Error Float8MatmulDgeluImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
                                  Buffer scale_b, Buffer h, Buffer scale, Result values,
                                  Result transposed, Result dbias, Result partial) {
-  DerivativeSizes s;
-  if (ffi::Error error = s.read(a, b); error.failure()) return error;
-  const int64_t size = s.out(), sums = count(*dbias) ? s.shape.columns : 0;
-  const int64_t partials = divide_up(s.shape.rows, kFloat8DgeluRows) * sums;
-  return launch_calls(
-      h, "h", s.calls,
-      {
-          {"a", a, ffi::F8E5M2, s.calls * s.a()},
-          {"b", b, ffi::F8E4M3FN, s.calls * s.b()},
-          {"scale_a", scale_a, ffi::F32, s.calls},
-          {"scale_b", scale_b, ffi::F32, s.calls},
-          {"h", h, h.element_type(), s.calls * size},
-          {"scale", scale, ffi::F32, s.calls},
-          {"values", *values, ffi::F8E5M2, s.calls * size},
-          {"transposed", *transposed, ffi::F8E5M2, s.calls * size},
-          {"dbias", *dbias, h.element_type(), s.calls * sums, Elements::kExactlyOrNone},
-          {"partial", *partial, ffi::F32, s.calls * partials},
-      },
-      [&](auto call) {
-        const auto gemm =
-            derivative_gemm<Float8Dgelu>(call, s, a, b, scale_a, scale_b, h, size, scale);
-        return gemm.launch(stream, s.shape, call.template at<__nv_fp8_e5m2>(values, size),
-                           call.template at<__nv_fp8_e5m2>(transposed, size),
-                           sums ? call.at(dbias, sums) : nullptr,
-                           call.template at<float>(partial, partials));
-      });
+  return multiply_by_derivative<Float8Dgelu, 1>(stream, a, b, scale_a, scale_b, h, scale, values,
+                                                transposed, &dbias, &partial);
 }
 
 ffi::Error Float8MatmulDswigluImpl(cudaStream_t stream, Buffer a, Buffer b, Buffer scale_a,
                                    Buffer scale_b, Buffer h, Buffer scale, Result values,
                                    Result transposed) {
-  DerivativeSizes s;
-  if (ffi::Error error = s.read(a, b); error.failure()) return error;
-  const int64_t size = 2 * s.out();
-  return launch_calls(
-      h, "h", s.calls,
-      {
-          {"a", a, ffi::F8E5M2, s.calls * s.a()},
-          {"b", b, ffi::F8E4M3FN, s.calls * s.b()},
-          {"scale_a", scale_a, ffi::F32, s.calls},
-          {"scale_b", scale_b, ffi::F32, s.calls},
-          {"h", h, h.element_type(), s.calls * size},
-          {"scale", scale, ffi::F32, s.calls},
-          {"values", *values, ffi::F8E5M2, s.calls * size},
-          {"transposed", *transposed, ffi::F8E5M2, s.calls * size},
-      },
-      [&](auto call) {
-        const auto gemm =
-            derivative_gemm<Float8Dswiglu>(call, s, a, b, scale_a, scale_b, h, size, scale);
-        return gemm.launch(stream, s.shape, call.template at<__nv_fp8_e5m2>(values, size),
-                           call.template at<__nv_fp8_e5m2>(transposed, size));
-      });
+  return multiply_by_derivative<Float8Dswiglu, 2>(stream, a, b, scale_a, scale_b, h, scale, values,
+                                                  transposed);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "common/column_sum.cuh"
 #include "gemm/hopper/epilogue_float8_dgelu.cuh"
-#include "gemm/hopper/float8_dgelu.h"
+#include "gemm/hopper/float8_derivative.h"
 #include "gemm/hopper/float8_mainloop.cuh"
 #include "gemm/hopper/kernel.cuh"
 
@@ -25,10 +25,11 @@ cudaError_t Float8Dgelu<T>::launch(cudaStream_t stream, const GemmShape& shape,
   using Loop = Float8Mainloop<Tile, __nv_fp8_e5m2, __nv_fp8_e4m3, T>;
   using Kernel = Gemm<Loop, PersistentScheduler, EpilogueFloat8Dgelu>;
   JAXLLM_RETURN_IF_ERROR((launch_gemm<Kernel, uint8_t>(
-      stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
+      stream, shape, reinterpret_cast<const uint8_t*>(this->a),
+      reinterpret_cast<const uint8_t*>(this->b),
       {{reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed)},
-       h,
-       {scale_a, scale_b, scale_out},
+       this->h,
+       {this->scale_a, this->scale_b, this->scale_out},
        dbias != nullptr ? partial : nullptr})));
   if (dbias == nullptr) return cudaSuccess;
   const int64_t row_tiles = divide_up(shape.rows, kFloat8DgeluRows);

@@ -1,5 +1,5 @@
 #include "gemm/hopper/epilogue_float8_dswiglu.cuh"
-#include "gemm/hopper/float8_dswiglu.h"
+#include "gemm/hopper/float8_derivative.h"
 #include "gemm/hopper/float8_mainloop.cuh"
 #include "gemm/hopper/kernel.cuh"
 
@@ -21,10 +21,11 @@ cudaError_t Float8Dswiglu<T>::launch(cudaStream_t stream, const GemmShape& shape
   }
   using Loop = Float8Mainloop<Tile, __nv_fp8_e5m2, __nv_fp8_e4m3, T>;
   return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueFloat8Dswiglu>, uint8_t>(
-      stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
+      stream, shape, reinterpret_cast<const uint8_t*>(this->a),
+      reinterpret_cast<const uint8_t*>(this->b),
       {{reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed)},
-       h,
-       {scale_a, scale_b, scale_out}});
+       this->h,
+       {this->scale_a, this->scale_b, this->scale_out}});
 }
 
 template struct Float8Dswiglu<__nv_bfloat16>;

@@ -22,7 +22,7 @@ _MAX_SPLIT_WAVES = 2  # of more tiles only the last wave leaves SMs idle
 # 12,000 clocks, is saved from a depth of 1600 on, and on an H100, with a slower memory, of less.
 _MIN_DSWIGLU_DEPTH = 1536
 _MAX_DERIVATIVE_DEPTH = 2048  # as in cuda/gemm/hopper/float8_mainloop.cuh
-_DGELU_ROWS = 128  # as in cuda/gemm/hopper/float8_dgelu.h
+_DGELU_ROWS = 128  # as in cuda/gemm/hopper/float8_derivative.h
 
 
 def matmul_unsupported(a, b, *_, **__) -> str | None:
