@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import energy, timing
 from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
@@ -322,10 +322,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         print(f"first step: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         value = trainer.run(_WARM_UP - 1)
         seconds = []
+        before = energy.joules_so_far()
         for _ in range(_GROUPS):
             start = time.perf_counter()
             value = trainer.run(options.steps)
             seconds.append((time.perf_counter() - start) / options.steps)
+        after = energy.joules_so_far()
         # Read before the profiled steps: XLA may run those without command buffers.
         peak = trainer.peak_bytes()
         table = ""
@@ -341,6 +343,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     flops = tokens * _module(options).flops_per_token(model, options.seq_len)
     mfu = training.model_flops_utilization(flops, median, trainer.origin["gpu"])
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
+    if before is not None and after is not None:
+        spread = f"{spread}; {(after - before) / (_GROUPS * options.steps):.1f} J a step"
     if options.accumulate > 1:
         spread = f"{options.accumulate} microbatches; {spread}"
     if any(options.documents):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import generate, ops, record, sharded, timing, train
+from benchmarks import energy, generate, ops, record, sharded, timing, train
 from jaxllm.models import llama3
 from jaxllm.models.common import merge_heads
 from jaxllm.ops import RopeScaling
@@ -373,3 +373,58 @@ def test_prefill_flops_count_causal_scores_and_one_lm_head_token():
     layer = 2 * T * factors + 2 * T * T * D
     head = 2 * config.padded_vocab_size * D
     assert generate.prefill_flops(config, T) == config.layers * layer + head
+
+
+# Energy
+
+
+class Nvml:
+    """The driver's library, as ctypes loads it, with a counter in millijoules."""
+
+    def __init__(self, gpus=1, millijoules=123_456, fails=""):
+        self.gpus, self.millijoules, self.fails, self.open = gpus, millijoules, fails, 0
+
+    def nvmlInit_v2(self):  # noqa: N802
+        self.open += self.fails != "nvmlInit_v2"
+        return self.fails == "nvmlInit_v2"
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count):  # noqa: N802
+        count._obj.value = self.gpus
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, gpu):  # noqa: N802
+        gpu._obj.value = 7 + index.value
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu, energy):  # noqa: N802
+        assert gpu.value == 7
+        energy._obj.value = self.millijoules
+        return self.fails == "nvmlDeviceGetTotalEnergyConsumption"
+
+
+@pytest.mark.parametrize(
+    ("nvml", "joules"),
+    [
+        (Nvml(), 123.456),
+        (Nvml(gpus=2), None),
+        (Nvml(fails="nvmlInit_v2"), None),
+        (Nvml(fails="nvmlDeviceGetTotalEnergyConsumption"), None),
+    ],
+    ids=["one", "several_gpus", "no_driver", "no_counter"],
+)
+def test_energy_is_that_of_the_only_gpu(monkeypatch, nvml, joules):
+    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
+    assert energy.joules_so_far() == joules
+    assert nvml.open == 0
+
+
+def test_there_is_no_energy_without_the_drivers_library(monkeypatch):
+    def load(name):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", load)
+    assert energy.joules_so_far() is None
