@@ -275,6 +275,19 @@ def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype,
     np.testing.assert_array_equal(alone.astype(jnp.float32), out.astype(jnp.float32))
 
 
+@each_backend
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("depth", [16, 1040, 2048])
+@pytest.mark.parametrize("rows", [1, 127, 250])
+def test_amax_has_no_part_of_rows_beyond_the_last(rows, depth, out_dtype, backend):
+    # A tile has more rows. There the product is 0, and the sum with the bias is the bias.
+    a, b = jnp.ones((rows, depth), FORMATS[0]), -jnp.ones((256, depth), FORMATS[1])
+    scale, bias = jnp.ones((), jnp.float32), jnp.zeros(256, out_dtype).at[:128].set(depth)
+    out, amax = with_amax((a, b, scale, scale), 2, backend, out_dtype, bias)
+    np.testing.assert_array_equal(amax, [0, depth])
+    assert (out == jnp.where(jnp.arange(256) < 128, 0, -depth)).all()
+
+
 @pytest.mark.hopper
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("one_scale", [False, True])

@@ -262,14 +262,16 @@ struct ScaledEpilogue : Warp {
 
   __device__ __forceinline__ static float rounded(float x) { return to_float(from_float<T>(x)); }
 
-  // Of a subtile that has infinities, or numbers that are rounded to one.
+  // Of a subtile that has infinities, or numbers that are rounded to one, or rows beyond the last:
+  // these are the bias. `rows` are those of the matrix from the lane's first one on.
   template <class Value>
-  __device__ __forceinline__ static float largest_finite(const Value& value) {
+  __device__ __forceinline__ static float largest_finite(const Value& value, int rows) {
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        if (8 * half >= rows) continue;
         const float2 pair = value(j, half);
         const float x = fabsf(pair.x), y = fabsf(pair.y);
         if (isfinite(rounded(x))) largest = fmaxf(largest, x);
@@ -309,7 +311,10 @@ struct ScaledEpilogue : Warp {
         write_rows(work, subtile, value);
       }
       if (!kAmax) return;
-      if (!isfinite(rounded(of_subtile))) of_subtile = largest_finite(value);
+      const int rows = params.rows - this->row(work, subtile);
+      if (!isfinite(rounded(of_subtile)) || rows < kSubtileRows) {
+        of_subtile = largest_finite(value, rows - this->lane / 4);
+      }
       const bool is_first = this->column(work, subtile) < params.columns_of_part;
       largest[0] = is_first ? fmaxf(largest[0], of_subtile) : largest[0];
       largest[1] = is_first ? largest[1] : fmaxf(largest[1], of_subtile);
