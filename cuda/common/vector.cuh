@@ -149,10 +149,14 @@ __device__ __forceinline__ void store_streaming(T* target, const Pack<T, kSize>&
   store_with([](auto* to, const auto& value) { __stcs(to, value); }, target, pack);
 }
 
-// Whether 16-byte loads may start at every one of these pointers.
+// Whether loads and stores of so many bytes may start at every one of these pointers.
+template <int kBytes, typename... Pointers>
+bool aligned(Pointers... pointers) {
+  return ((reinterpret_cast<std::uintptr_t>(pointers) % kBytes == 0) && ...);
+}
 template <typename... Pointers>
 bool aligned_16(Pointers... pointers) {
-  return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
+  return aligned<16>(pointers...);
 }
 
 }  // namespace jaxllm

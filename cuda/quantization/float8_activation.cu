@@ -84,7 +84,8 @@ template <class Op, int kParts, bool kBackward, bool kTransposed, bool kSums, ty
           typename T>
 cudaError_t launch(cudaStream_t stream, const T* h, const T* dout, const float* scale, int64_t rows,
                    int64_t width, Float8* values, Float8* transposed, float* partial) {
-  if (!serves(rows, width, kTransposed) || !aligned_16(h, dout, values, transposed)) {
+  if (!serves(rows, width, kTransposed) || !aligned<8>(values) ||
+      !aligned_16(h, dout, transposed)) {
     return cudaErrorNotSupported;
   }
   return launch_kernel(

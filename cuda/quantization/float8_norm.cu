@@ -341,8 +341,7 @@ template <typename T, typename W>
 cudaError_t Float8Norm<T, W>::forward(cudaStream_t stream) const {
   if (rows == 0 || width == 0) return cudaSuccess;
   if (width > kMaxWidth || !float8::serves(rows, width, transposed) ||
-      reinterpret_cast<std::uintptr_t>(values) % 8 != 0 ||
-      !aligned_16(x, residual, x_bias, scale, bias, transposed, h)) {
+      !aligned<8>(values) || !aligned_16(x, residual, x_bias, scale, bias, transposed, h)) {
     return cudaErrorNotSupported;
   }
   return bias ? launch<LayerNormFormula>(stream, *this) : launch<RmsNormFormula>(stream, *this);

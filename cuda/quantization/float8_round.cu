@@ -31,7 +31,7 @@ cudaError_t Float8Rounding<Float8, T>::launch(cudaStream_t stream, int64_t rows,
   if (columns == 0) return cudaSuccess;
   if (rows == 0) return sums ? column_sum(stream, partial, {sums}, 1, 0, 0, columns) : cudaSuccess;
   if (!serves(rows, columns, transposed)) return cudaErrorNotSupported;
-  if (!aligned_16(x, values, transposed)) return cudaErrorNotSupported;
+  if (!aligned<8>(values) || !aligned_16(x, transposed)) return cudaErrorNotSupported;
   const auto run = [&](auto variant) {
     using V = decltype(variant);
     return launch_kernel(stream, float8_round_kernel<V, Float8, T>,

@@ -16,7 +16,8 @@ namespace jaxllm {
 // are not wanted. `partial` is a workspace for them: (float8_partial_rows(rows), columns).
 //
 // cudaErrorNotSupported where the columns are no multiple of 8, where the transposed matrix is
-// wanted and the rows are no multiple of 16, and where a pointer is not a multiple of 16 bytes.
+// wanted and the rows are no multiple of 16, and where a pointer is not a multiple of 16 bytes, or
+// `values` of 8.
 template <typename Float8, typename T>
 struct Float8Rounding {
   const T* x;

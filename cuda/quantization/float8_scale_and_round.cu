@@ -98,7 +98,7 @@ cudaError_t Float8ScalingAndRounding<Float8, T>::launch(cudaStream_t stream, int
                                                         Float8* transposed, T* sums,
                                                         float* partial) const {
   if (!serves(rows, columns, transposed)) return cudaErrorNotSupported;
-  if (!aligned_16(x, values, transposed)) return cudaErrorNotSupported;
+  if (!aligned<8>(values) || !aligned_16(x, transposed)) return cudaErrorNotSupported;
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
   const int64_t packs = rows * columns / kPack, runs = divide_up(packs, kAmaxThreads * kAmaxPacks);

@@ -156,15 +156,18 @@ def test_nonfinite_elements_stay_visible_in_swiglu_and_finite_ones_do_not_overfl
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @each_op
-def test_vmap_matches_a_loop(op, backend):
-    given = [jnp.stack([x, -x / 3]) for x in inputs(op, (32, 48))]
+@pytest.mark.parametrize("shape", [(32, 48), (3, 24)], ids=str)
+def test_vmap_matches_a_loop(shape, op, backend):
+    given = [jnp.stack([x, -x / 3]) for x in inputs(op, shape)]
     scale = jnp.asarray([[0.5], [2.0]], jnp.float32)
-    for fn, arrays in (
-        (lambda x, s: forward(op, x, s, backend), (given[0], scale)),
+    calls = (
         (lambda x, s: forward(op, x, s, backend, "rows"), (given[0], scale)),
+        (lambda x, s: forward(op, x, s, backend), (given[0], scale)),
         (lambda x, y, s: backward(op, x, y, s, backend), (*given, scale)),
         (lambda x, y, s: backward(op, x, y, s, backend, has_bias=True), (*given, scale)),
-    ):
+    )
+    # Of an odd number of rows the second result starts at 8 bytes after a multiple of 16.
+    for fn, arrays in calls if shape[0] % 16 == 0 else calls[:1]:
         found = jax.tree.leaves(jax.vmap(fn)(*arrays))
         each = [jax.tree.leaves(fn(*one)) for one in zip(*arrays, strict=True)]
         for result, *expected in zip(found, *each, strict=True):

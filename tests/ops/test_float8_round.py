@@ -99,10 +99,13 @@ def test_gradient_of_a_bias_is_the_sum_of_unrounded_rows(shape, of_x, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_vmap_matches_a_loop(backend):
-    x = jnp.stack([heavy_tailed((32, 48), "bfloat16"), -heavy_tailed((32, 48), "bfloat16") / 3])
+@pytest.mark.parametrize("shape", [(32, 48), (3, 24)], ids=str)
+def test_vmap_matches_a_loop(shape, backend):
+    x = jnp.stack([heavy_tailed(shape, "bfloat16"), -heavy_tailed(shape, "bfloat16") / 3])
     scale = jnp.asarray([[0.5], [2.0]], jnp.float32)
-    for layout, more in (*((of, {}) for of in LAYOUTS), ("both", {"has_bias": True})):
+    calls = (*((of, {}) for of in LAYOUTS), ("both", {"has_bias": True}))
+    # Of an odd number of rows the second result starts at 8 bytes after a multiple of 16.
+    for layout, more in calls if shape[0] % 16 == 0 else [("rows", {})]:
 
         def of_one(x, scale, layout=layout, more=more):
             return rounded(x, scale, backend, layout=layout, **more)
