@@ -16,6 +16,7 @@ from jaxllm.ops import (
     ffn_block,
     gelu,
     linear,
+    matvec,
     mlp,
     quantize,
     residual,
@@ -174,6 +175,17 @@ def test_weight_forms_are_read_once_for_few_rows(rows, few):
 
     assert stems(Transposed(weight)) == ({"matvec"} if few else set())
     assert stems(quantized) == {"quantized_matvec" if few else "quantized_matmul"}
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("beyond 31 bits")
+@pytest.mark.parametrize(("rows", "width"), [(16, 2**27 + 8), (2, 2**30)])
+def test_rows_beyond_2_to_the_31_elements_are_multiplied(rows, width):
+    # In 16 bits: the first x has 2**31 elements and more, the second weight 2**31 bytes in a row.
+    x = jnp.zeros((rows, width), jnp.bfloat16).at[:, -1].set(jnp.arange(1, rows + 1))
+    weight = jnp.zeros((2, width), jnp.bfloat16).at[:, -1].set(jnp.array([3, -1]))
+    out = matvec(weight, x, backend="cuda")
+    assert out.tolist() == [[3 * i, -i] for i in range(1, rows + 1)]
 
 
 def test_mismatched_weight_forms_are_rejected():

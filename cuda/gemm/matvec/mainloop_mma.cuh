@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(32 * kMatvecMmaWarps, 2)
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
           if (f * 8 + r >= rows || column >= width) continue;
-          factors[half][f] = load<kPerLane>(x + (f * 8 + r) * width + column);
+          factors[half][f] = load<kPerLane>(x + int64_t{f * 8 + r} * width + column);
         }
       }
       const MatvecStage& stage = pipeline.next();

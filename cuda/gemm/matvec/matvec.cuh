@@ -41,8 +41,10 @@ cudaError_t matvec(cudaStream_t stream, const MatvecParams<T, W>& p, const Epilo
     constexpr int kPerLane = 16 / sizeof(W);
     DeviceLimits device;
     JAXLLM_RETURN_IF_ERROR(device.read());
-    const bool is_aligned =
-        aligned_16(p.x, p.weight, p.norm) && p.width % kPerLane == 0 && p.width > 0;
+    // The kernels with 16 bytes of a lane count the bytes of a row in an int, and some beyond it.
+    constexpr int64_t kMaxRowBytes = int64_t{1} << 30;
+    const bool is_aligned = aligned_16(p.x, p.weight, p.norm) && p.width % kPerLane == 0 &&
+                            p.width > 0 && p.width * int64_t{sizeof(W)} <= kMaxRowBytes;
     // The 16 bytes of a lane have one scale; on tensor cores those of four lanes have.
     const bool power_of_two = (p.group & (p.group - 1)) == 0;
     const bool simt_groups = sizeof(W) != 1 || (power_of_two && p.group >= kPerLane);
