@@ -1,9 +1,10 @@
 """The build backend: scikit-build-core's, with a CUDA compiler from PyPI where there is none.
 
-A build under isolation on a machine without nvcc asks for NVIDIA's compiler as wheels, about 104 MB
-(PEP 517's ``get_requires_for_build_wheel``), and shows it to CMake. It does so on Linux, unless
-kernels are switched off (``JAXLLM_CUDA=OFF``). Without isolation nothing is installed, but a
-compiler that is in the environment, as with ``jax[cuda13]`` and the wheels below, is found.
+A build under isolation on a machine without nvcc, or with one that is too old, asks for NVIDIA's
+compiler as wheels, about 104 MB (PEP 517's ``get_requires_for_build_wheel``), and shows it to
+CMake. It does so on Linux, unless kernels are switched off (``JAXLLM_CUDA=OFF``). Without isolation
+nothing is installed, but a compiler that is in the environment, as with ``jax[cuda13]`` and the
+wheels below, is found. So is that of a toolkit in its usual folder, where CMake does not look.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +51,7 @@ COMPILER = (
 )
 _PARTS = ("bin/nvcc", "nvvm/bin/cicc", "include/cuda_runtime.h", "lib/libcudart_static.a")
 _OF_TOOLKITS = Path("/usr/local/cuda/bin/nvcc")
+MIN_CUDA = (12, 3)  # JAXLLM_MIN_CUDA of CMakeLists.txt
 Settings = dict[str, Any] | None
 
 
@@ -79,7 +82,8 @@ def build_editable(
 
 
 def _compiler(settings: Settings) -> tuple[str, ...]:
-    return COMPILER if wants_kernels(settings) and not has_nvcc(settings) else ()
+    is_missing = not names_nvcc(settings) and find_nvcc() is None
+    return COMPILER if wants_kernels(settings) and is_missing else ()
 
 
 def wants_kernels(settings: Settings) -> bool:
@@ -88,12 +92,27 @@ def wants_kernels(settings: Settings) -> bool:
     return is_there and (_defined("JAXLLM_CUDA", settings) or "AUTO") != "OFF"
 
 
-def has_nvcc(settings: Settings) -> bool:
-    """Whether CMake finds a compiler without help."""
-    if os.environ.get("CUDACXX") or _defined("CMAKE_CUDA_COMPILER", settings):
-        return True
-    at_path = Path(os.environ.get("CUDA_PATH", "")) / "bin" / "nvcc"
-    return bool(shutil.which("nvcc")) or at_path.is_file() or _OF_TOOLKITS.is_file()
+def names_nvcc(settings: Settings) -> bool:
+    """Whether the user names a compiler: then CMake takes that one."""
+    return bool(os.environ.get("CUDACXX") or _defined("CMAKE_CUDA_COMPILER", settings))
+
+
+def find_nvcc() -> Path | None:
+    """The first nvcc of the machine that runs and is new enough; None without one."""
+    on_path, of_variable = shutil.which("nvcc"), os.environ.get("CUDA_PATH")
+    found = [Path(on_path)] if on_path else []
+    found += [Path(of_variable) / "bin" / "nvcc"] if of_variable else []
+    return next((nvcc for nvcc in (*found, _OF_TOOLKITS) if _version_of(nvcc) >= MIN_CUDA), None)
+
+
+def _version_of(nvcc: Path) -> tuple[int, ...]:
+    """As (13, 0); () for what does not run."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return (int(release[1]), int(release[2])) if release else ()
 
 
 def _defined(name: str, settings: Settings) -> str | None:
@@ -127,21 +146,23 @@ def find_compiler() -> Path | None:
 
 @contextlib.contextmanager
 def _compiler_in_environment(settings: Settings) -> Iterator[None]:
-    root = None
-    if wants_kernels(settings) and not has_nvcc(settings):
-        root = find_compiler()
+    shows_one = wants_kernels(settings) and not names_nvcc(settings)
+    nvcc = find_nvcc() if shows_one else None
+    root = find_compiler() if shows_one and nvcc is None else None
     forget_removed_compilers()
-    if root is None:
+    if nvcc is None and root is None:
         yield
         return
     before = dict(os.environ)
-    # The wheels have lib, where nvcc and the host's linker look in lib64.
-    libraries = str(root / "lib")
-    more = os.environ.get("LIBRARY_PATH")
-    os.environ["CUDACXX"] = str(root / "bin" / "nvcc")
-    os.environ["LIBRARY_PATH"] = os.pathsep.join([libraries, *([more] if more else [])])
-    os.environ["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -L{libraries}"
-    print(f"jaxllm: no nvcc found; building with {os.environ['CUDACXX']}", file=sys.stderr)
+    if root is not None:
+        nvcc = root / "bin" / "nvcc"
+        # The wheels have lib, where nvcc and the host's linker look in lib64.
+        libraries = str(root / "lib")
+        more = os.environ.get("LIBRARY_PATH")
+        os.environ["LIBRARY_PATH"] = os.pathsep.join([libraries, *([more] if more else [])])
+        os.environ["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -L{libraries}"
+        print(f"jaxllm: no nvcc found; building with {nvcc}", file=sys.stderr)
+    os.environ["CUDACXX"] = str(nvcc)
     try:
         yield
     finally:

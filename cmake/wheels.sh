@@ -33,6 +33,7 @@ for python in "${pythons[@]}"; do
     import tomllib
     with open("pyproject.toml", "rb") as file:
         print(*tomllib.load(file)["build-system"]["requires"], sep="\n")' >"$venv/requirements.txt"
+  "$venv/bin/python" -m pip install --quiet --upgrade pip  # Debian's does not know -C
   "$venv/bin/pip" install --quiet -r "$venv/requirements.txt"
   "$venv/bin/python" -c 'if True:
     import sys

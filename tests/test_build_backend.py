@@ -1,6 +1,7 @@
 """When a build brings its own CUDA compiler, and how CMake is shown it. Nothing is compiled."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def without_nvcc(monkeypatch, tmp_path):
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(build_backend, "_OF_TOOLKITS", tmp_path / "nvcc")
+    monkeypatch.setattr(build_backend, "_OF_TOOLKITS", tmp_path / "toolkit" / "nvcc")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(build_backend.platform, "machine", lambda: "x86_64")
     return tmp_path
@@ -74,16 +75,54 @@ def test_so_do_variables(without_nvcc, monkeypatch, name, value):
     assert not brings_compiler()
 
 
-@pytest.mark.parametrize("where", ["PATH", "CUDA_PATH", "toolkit"])
-def test_a_compiler_that_cmake_finds_is_used(without_nvcc, monkeypatch, where):
-    folder = without_nvcc / "bin" if where == "CUDA_PATH" else without_nvcc
-    folder.mkdir(exist_ok=True)
-    (folder / "nvcc").touch(0o755)
-    if where == "CUDA_PATH":
-        monkeypatch.setenv("CUDA_PATH", str(without_nvcc))
-    if where == "toolkit":
-        monkeypatch.setenv("PATH", "")
+def make_nvcc(path, release="13.0"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.1"\n')
+    path.chmod(0o755)
+    return path
+
+
+PLACES = {"PATH": "nvcc", "CUDA_PATH": "of_variable/bin/nvcc", "toolkit": "toolkit/nvcc"}
+
+
+@pytest.fixture(params=PLACES)
+def place(request, without_nvcc, monkeypatch):
+    """Where an nvcc may be."""
+    if request.param == "CUDA_PATH":
+        monkeypatch.setenv("CUDA_PATH", str(without_nvcc / "of_variable"))
+    return without_nvcc / PLACES[request.param]
+
+
+@pytest.mark.parametrize("release", ["12.3", "12.10", "13.0"])
+def test_a_compiler_of_the_machine_is_shown_to_cmake(place, release, monkeypatch):
+    make_nvcc(place, release)
     assert not brings_compiler()
+    seen = {}
+    monkeypatch.setattr(build_backend._build, "build_wheel", lambda *_: seen.update(os.environ))
+    before = dict(os.environ)
+    build_backend.build_wheel("out")
+    assert seen["CUDACXX"] == str(place) and "NVCC_APPEND_FLAGS" not in seen.keys() - before.keys()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("release", ["12.2", "9.9", "none"])
+def test_one_that_is_too_old_or_does_not_run_is_passed_over(place, without_nvcc, release):
+    make_nvcc(place, release)
+    assert brings_compiler()
+    newer = make_nvcc(without_nvcc / PLACES["toolkit"])
+    assert build_backend.find_nvcc() == newer and not brings_compiler()
+
+
+def test_a_file_that_is_no_program_is_no_compiler(place):
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch(0o755)
+    assert brings_compiler()
+
+
+def test_the_oldest_compiler_is_that_of_cmake():
+    text = (Path(__file__).parent.parent / "CMakeLists.txt").read_text()
+    (version,) = re.findall(r"set\(JAXLLM_MIN_CUDA ([\d.]+)\)", text)
+    assert tuple(map(int, version.split("."))) == build_backend.MIN_CUDA
 
 
 @pytest.mark.parametrize(("platform", "machine"), [("darwin", "arm64"), ("linux", "riscv64")])

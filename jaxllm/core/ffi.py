@@ -25,7 +25,8 @@ except ImportError as error:
     _cuda, _import_error = None, error
 
 _HOW_TO_BUILD = (
-    "reinstall jaxllm with nvcc >= 12.3 on the PATH (pip install --force-reinstall --no-deps .)"
+    "reinstall jaxllm with nvcc >= 12.3 and a C++ compiler on the PATH "
+    "(pip install --force-reinstall --no-deps .)"
 )
 
 
