@@ -239,7 +239,9 @@ def _choose(
         # "xla" has two implementations on a GPU: what JAX ships, then the reference.
         candidates = [name for name in op.preference if backend == "auto" or name == "xla"]
         if op.xla is not None:
-            candidates.insert(candidates.index("xla"), "xla-gpu")
+            # Before Pallas's kernels too: cuDNN's attention, the one that there is, is faster.
+            first = next(i for i, name in enumerate(candidates) if name != "cuda")
+            candidates.insert(first, "xla-gpu")
     else:
         candidates = [backend]
     rejected = []

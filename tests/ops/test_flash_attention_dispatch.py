@@ -1,4 +1,4 @@
-"""Which backend runs flash attention: cuDNN, the CUDA kernels or the reference."""
+"""Which implementation of flash attention runs: CUDA, cuDNN, Pallas or the reference."""
 
 import types
 
@@ -123,6 +123,28 @@ def test_auto_picks_cudnn_by_benchmark_and_cuda_kernels_where_cudnn_rejects(
         else:
             assert call.on_gpu == "xla-gpu"
             assert "benchmarks/results" in dict(call.rejected)["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "picked"),
+    [
+        ({}, {}, "xla-gpu"),
+        ({}, {"softcap": 3.0}, "pallas"),
+        ({}, {"segment_ids": np.zeros((2, 6), np.int32)}, "pallas"),
+        ({"dtype": "float32"}, {}, "pallas"),
+        ({"H": 264}, {}, "xla"),
+    ],
+)
+def test_without_the_extension_auto_picks_cudnn_and_then_pallas(
+    pretend_cudnn, shapes, options, picked, monkeypatch
+):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: "not built")
+    q, k, v = attention_arrays(**{"dtype": "bfloat16"} | shapes)
+    grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
+    calls = jaxllm.explain(grad, q, k, v).calls
+    assert [call.on_gpu for call in calls] == [picked, picked]
+    order = ["cuda", "xla-gpu", "pallas", "xla"]
+    assert [name for name, _ in calls[0].rejected] == order[: order.index(picked)]
 
 
 @pytest.mark.parametrize(

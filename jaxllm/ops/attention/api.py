@@ -32,9 +32,7 @@ from jaxllm.ops.window import Window
 
 
 def _op(name: str) -> Op:
-    # The Pallas kernels come last: no row of the benchmarks has measured them on a GPU yet.
-    preference: tuple[Backend, ...] = ("cuda", "xla", "pallas")
-    return Op(name, reference, xla=xla, pallas=pallas_flash, cuda=cuda, preference=preference)
+    return Op(name, reference, xla=xla, pallas=pallas_flash, cuda=cuda)
 
 
 FLASH_ATTENTION = _op("flash_attention")
