@@ -89,6 +89,23 @@ def test_scaling_changes_only_low_frequencies():
     assert (scaled[between] > angles[between] / 8).all()
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"factor": 0.0}, "factor is 0.0; it must be above 0, and finite"),
+        ({"factor": float("inf")}, "factor is inf; it must be above 0, and finite"),
+        ({"low": -1.0}, "low is -1.0; it must be above 0"),
+        ({"high": float("nan")}, "high is nan; it must be above 0"),
+        ({"low": 4.0}, "low is 4.0; it must be below high, which is 4.0"),
+        ({"original_length": 0}, "original_length is 0; it must be an integer, at least 1"),
+        ({"original_length": 8192.0}, "original_length is 8192.0; it must be an integer"),
+    ],
+)
+def test_invalid_scaling_is_rejected(changed, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**changed)
+
+
 def huggingface_rope(torch, transformers, positions, rope_scaling):
     """The cos and sin tables of Hugging Face's Llama, and the function that applies them."""
     from transformers.models.llama import modeling_llama

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 
 import jax.numpy as jnp
@@ -138,12 +139,26 @@ class RopeScaling:
         low: A frequency with at most this many periods in ``original_length`` positions is low.
         high: A frequency with at least this many periods is unchanged; those between are blended.
         original_length: The context length of pretraining.
+
+    Raises:
+        ValueError: ``factor``, ``low`` or ``high`` is not finite and above 0, ``low`` is not below
+            ``high``, or ``original_length`` is not an integer of at least 1.
     """
 
     factor: float = 8.0
     low: float = 1.0
     high: float = 4.0
     original_length: int = 8192
+
+    def __post_init__(self):
+        for name in ("factor", "low", "high"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
+        if not self.low < self.high:
+            raise ValueError(f"low is {self.low}; it must be below high, which is {self.high}")
+        length = self.original_length
+        if not isinstance(length, int | np.integer) or length < 1:
+            raise ValueError(f"original_length is {length!r}; it must be an integer, at least 1")
 
 
 def rope_table(
