@@ -223,12 +223,18 @@ _ROPE_KEYS = {
 
 
 def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """The RoPE base and scaling. Transformers 5 has both in one key, version 4 has two keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The RoPE base and scaling. Transformers 5 has both in one key, version 4 has two keys.
+
+    As in transformers 5, ``rope_scaling`` has precedence over ``rope_parameters``, the dict that
+    is not used has no effect, and its ``original_max_position_embeddings`` comes from the top
+    level first, then from the dict, and then from ``max_position_embeddings``.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(name) or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters or rope_scaling is {shown(rope)}; it must be an object")
+        raise ValueError(f"{name} is {shown(rope)}; it must be an object")
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise ValueError(f"rope_parameters has {shown(nested[0])}; it must be one for all layers")
+        raise ValueError(f"{name} has {shown(nested[0])}; it must be one for all layers")
     expect({**config, **rope}, "partial_rotary_factor", 1.0, None)
     theta = number({"rope_theta": 10_000.0, **config, **rope}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -236,15 +242,17 @@ def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
         return theta, None
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; it must be 'default' or 'llama3'")
-    factor, low, high = (number(rope, _ROPE_KEYS[name]) for name in ("factor", "low", "high"))
-    length = integer(rope, _ROPE_KEYS["original_length"])
-    if not (factor > 0 and 0 < low < high and length > 0):
-        raise ValueError(
-            f"the RoPE scaling has factor {factor}, low_freq_factor {low}, high_freq_factor "
-            f"{high} and original_max_position_embeddings {length}; they must be above 0, and "
-            "low_freq_factor below high_freq_factor"
-        )
-    return theta, RopeScaling(factor, low, high, length)
+    key = _ROPE_KEYS["original_length"]
+    lengths = {**rope, key: config[key]} if key in config else rope
+    if key not in lengths:
+        lengths = {key: integer(config, "max_position_embeddings")}
+    values = {field: number(rope, _ROPE_KEYS[field]) for field in ("factor", "low", "high")}
+    length = integer(lengths, key)
+    try:
+        return theta, RopeScaling(**values, original_length=length)
+    except ValueError as error:  # it has the names of fields, which differ from the keys
+        keys = ", ".join(f"{_ROPE_KEYS[field]} {value}" for field, value in values.items())
+        raise ValueError(f"{name} has {keys} and {key} {length}: {error}") from error
 
 
 # To config.json.

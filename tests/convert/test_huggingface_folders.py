@@ -406,8 +406,8 @@ def test_invalid_config_error_has_its_path(folder):
         huggingface.load(folder)
     for change, message in (
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
-        ({"rope_scaling": "llama3"}, "rope_parameters or rope_scaling is 'llama3'"),
-        ({"rope_scaling": [1]}, r"rope_parameters or rope_scaling is \[1\]"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
+        ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; it must be an object"),
         ({"vocab_size": 10**18}, "vocab_size is 1000000000000000000; it must be an integer below"),
         ({"vocab_size": 10**200}, r"vocab_size is 10+\.\.\. \(201 characters\); it must be an int"),
         (
@@ -415,8 +415,22 @@ def test_invalid_config_error_has_its_path(folder):
             r"rms_norm_eps is 10+\.\.\. \(401 characters\); it must be a f",
         ),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf; it must be a finite number"),
-        ({"rope_scaling": ROPE | {"factor": 0}}, "the RoPE scaling has factor 0.0, low_"),
-        ({"rope_scaling": ROPE | {"low_freq_factor": 4.0}}, "the RoPE scaling has factor 8.0"),
+        (
+            {"rope_scaling": None, "rope_parameters": [1]},
+            r"rope_parameters is \[1\]; it must be an object",
+        ),
+        (
+            {"rope_scaling": ROPE | {"factor": 0}},
+            "rope_scaling has factor 0.0, low_freq_factor 1.0, .*: factor is 0.0; it must be above",
+        ),
+        (
+            {"rope_scaling": ROPE | {"low_freq_factor": 4.0}},
+            "rope_scaling has factor 8.0, low_freq_factor 4.0, .*: low is 4.0; it must be below hi",
+        ),
+        (
+            {"rope_scaling": ROPE | {"original_max_position_embeddings": 0}},
+            "rope_scaling has .* original_max_position_embeddings 0: original_length is 0; it must",
+        ),
     ):
         path.write_text(json.dumps({**config, **change}))
         with pytest.raises(ValueError, match=f"^{path}: {message}"):

@@ -1,5 +1,6 @@
 """Mistral, Qwen2 and Qwen3, as the model of Llama 3 with options: against Hugging Face's."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -210,6 +211,40 @@ def test_folders_go_both_ways(request, name, tmp_path):
     back, found = huggingface.load(tmp_path / "theirs")
     assert found == config
     assert_equal(back, params)
+
+
+# The RoPE keys of config.json, of which transformers 4 and 5 have different ones.
+
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+NOWHERE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = NOWHERE | {"original_max_position_embeddings": 16}
+TOP = {"original_max_position_embeddings": 32}
+ROPES = {
+    "scaling_over_parameters": {"rope_scaling": SCALED, "rope_parameters": PLAIN},
+    "plain_over_scaled": {"rope_scaling": PLAIN, "rope_parameters": SCALED},
+    "over_an_unsupported_one": {"rope_scaling": SCALED, "rope_parameters": {"rope_type": "yarn"}},
+    "empty_scaling": {"rope_scaling": {}, "rope_parameters": SCALED | {"rope_theta": 50.0}},
+    "theta_of_the_top": {"rope_theta": 50.0, "rope_scaling": SCALED, "rope_parameters": PLAIN},
+    "theta_of_the_dict": {"rope_theta": 50.0, "rope_scaling": SCALED | {"rope_theta": 200.0}},
+    "length_of_the_top": {"rope_parameters": SCALED} | TOP,
+    "length_only_at_the_top": {"rope_scaling": NOWHERE} | TOP,
+    "length_of_the_model": {"rope_parameters": NOWHERE},
+    "length_without_scaling": {"rope_parameters": PLAIN} | TOP,
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_rope_keys_have_the_precedence_of_transformers(huggingface, rope):
+    torch, transformers = huggingface
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    contents = {k: v for k, v in config_to_dict(BASE).items() if not k.startswith("rope_")}
+    # transformers changes the dicts that it gets.
+    theirs = transformers.LlamaConfig(**copy.deepcopy(contents | rope))
+    expected = rotary(theirs)(torch.zeros(1), torch.arange(T)[None])
+    config = config_from_dict(contents | rope)
+    assert isinstance(config, Llama3Config)
+    for table, their_table in zip(llama3.rope_table(jnp.arange(T), config), expected, strict=True):
+        np.testing.assert_allclose(table, their_table[0, :, : table.shape[-1]], atol=1e-5)
 
 
 # The config.json of published models, without keys that do not affect the shape.
