@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxllm.convert.config_keys import expect
 from jaxllm.convert.huggingface_formats import (
     FORMATS,
     ID_KEYS,
@@ -77,6 +78,7 @@ def config_from_dict(config: Mapping[str, Any]) -> Config:
         raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
     if config.get("quantization_config"):
         raise ValueError("quantization_config is set; quantized checkpoints are not supported")
+    expect(config, "per_layer_config", None, {})
     ids = special_tokens_from_dict(config)
     return dataclasses.replace(FORMATS[kind].config_from_dict(config), special_tokens=ids)
 

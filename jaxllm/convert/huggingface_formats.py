@@ -118,7 +118,25 @@ def _gpt2_mapping(config: GPT2Config) -> dict[str, ParamSlice]:
     return mapping
 
 
+# The attribute_map of GPT2Config in transformers: other names for the same settings.
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
 def _gpt2_from_dict(config: Mapping[str, Any]) -> GPT2Config:
+    for alias, key in _GPT2_ALIASES.items():
+        value = config.get(alias, config.get(key))
+        if config.get(key, value) != value:
+            raise ValueError(
+                f"{key} is {shown(config[key])} and {alias} is {shown(value)}; the two are names "
+                "of one setting, and must be equal"
+            )
+    aliased = {key: config[alias] for alias, key in _GPT2_ALIASES.items() if alias in config}
+    config = {**aliased, **config}
     width = integer(config, "n_embd")
     expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
     expect(config, "layer_norm_epsilon", 1e-5)
@@ -126,6 +144,7 @@ def _gpt2_from_dict(config: Mapping[str, Any]) -> GPT2Config:
     expect(config, "scale_attn_weights", True)
     expect(config, "scale_attn_by_inverse_layer_idx", False)
     expect(config, "add_cross_attention", False)
+    expect(config, "is_causal", True)
     expect(config, "tie_word_embeddings", True)
     return GPT2Config(
         vocab_size=integer(config, "vocab_size"),

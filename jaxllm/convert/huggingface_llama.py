@@ -23,6 +23,7 @@ ARCHITECTURES = {
 }
 # What transformers takes for a key that is missing.
 _HEAD_DIMS = {"qwen3": 128}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _SLIDING_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _MANY_LAYERS = 10_000
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -117,15 +118,18 @@ def config_from_dict(model_type: str, config: Mapping[str, Any]) -> Llama3Config
     expect(config, "hidden_act", "silu")
     expect(config, "attention_bias", model_type == "qwen2")
     expect(config, "mlp_bias", False)
-    expect(config, "is_causal", True, None)
-    kv_heads = config.get("num_key_value_heads")
+    # Not null, which some attention implementations of transformers take for false.
+    expect(config, "is_causal", True)
+    kv_heads = {"num_key_value_heads": _KV_HEADS.get(model_type), **config}
+    if kv_heads["num_key_value_heads"] is None:
+        kv_heads["num_key_value_heads"] = heads
     theta, scaling = _rope_from_dict(config)
     return Llama3Config(
         vocab_size=integer(config, "vocab_size"),
         max_seq_len=integer(config, "max_position_embeddings"),
         layers=layers,
         heads=heads,
-        kv_heads=heads if kv_heads is None else integer(config, "num_key_value_heads"),
+        kv_heads=integer(kv_heads, "num_key_value_heads"),
         width=width,
         mlp_width=integer(config, "intermediate_size"),
         tied_head=bool(config.get("tie_word_embeddings", False)),

@@ -334,3 +334,32 @@ def test_missing_key_is_an_error():
             config_from_dict({k: v for k, v in LLAMA_3_2_1B.items() if k != key})
     with pytest.raises(ValueError, match="activation_function is 'relu'; it must be 'gelu_new'"):
         config_from_dict({**config_to_dict(GPT2), "activation_function": "relu"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"is_causal": False}, "is_causal is False; it must be True"),
+        ({"is_causal": None}, "is_causal is None; it must be True"),
+        ({"per_layer_config": {"0": {"n_head": 1}}}, "per_layer_config is .*; it must be None"),
+        ({"hidden_size": 64}, "n_embd is 32 and hidden_size is 64; the two are names of one"),
+        ({"num_attention_heads": 4}, "n_head is 2 and num_attention_heads is 4; the two are"),
+        ({"num_hidden_layers": None}, "n_layer is 3 and num_hidden_layers is None; the two are"),
+        ({"max_position_embeddings": 8}, "n_positions is 16 and max_position_embeddings is 8"),
+    ],
+)
+def test_unsupported_settings_of_gpt2_are_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict({**config_to_dict(GPT2), **changed})
+
+
+def test_gpt2_sizes_may_have_the_other_names_of_transformers():
+    names = {
+        "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+    }
+    contents = config_to_dict(GPT2)
+    renamed = {names.get(key, key): value for key, value in contents.items()}
+    assert config_from_dict(renamed) == config_from_dict(contents | renamed) == GPT2

@@ -380,6 +380,10 @@ def test_missing_keys_have_the_defaults_of_transformers():
     assert without(MISTRAL_7B, "sliding_window").window == 4096
     assert without(QWEN3_06B, "head_dim").head_width == 128
     assert without(NEMO, "head_dim").head_width == 160
+    for contents, kv_heads in ((MISTRAL_7B, 8), (QWEN25_05B, 32), (QWEN3_06B, 32)):
+        heads = contents | {"num_attention_heads": 64, "head_dim": 64}
+        assert without(heads, "num_key_value_heads").kv_heads == kv_heads
+        assert without(heads | {"num_key_value_heads": None}).kv_heads == 64
     assert without(QWEN25_05B, "use_sliding_window").window is None
     on = QWEN25_05B | {"use_sliding_window": True, "num_hidden_layers": 30}
     assert without(on, "sliding_window", "max_window_layers").window == (None,) * 28 + (4096,) * 2
@@ -441,6 +445,12 @@ FULL, SLIDING = ["full_attention"], ["sliding_attention"]
             "partial_rotary_factor is 0.5; it must be 1.0",
         ),
         (QWEN25_05B, {"is_causal": False}, "is_causal is False; it must be True"),
+        (QWEN25_05B, {"is_causal": None}, "is_causal is None; it must be True"),
+        (
+            QWEN3_06B,
+            {"per_layer_config": {"1": {"rms_norm_eps": 1.0}}},
+            r"per_layer_config is \{'1': .*; it must be None",
+        ),
         (
             QWEN25_05B,
             {"use_sliding_window": True, "num_hidden_layers": 2**30},
