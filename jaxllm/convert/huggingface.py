@@ -88,7 +88,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
     The options of a :class:`jaxllm.models.llama3.Llama3Config` choose the architecture:
     ``qkv_bias`` means Qwen2, ``qk_norm`` Qwen3, a window without either Mistral, and none of them
-    Llama.
+    Llama. A Llama whose ``width`` is not a multiple of ``heads`` is written as a Mistral without a
+    window, because ``transformers`` rejects it as a Llama.
 
     Raises:
         ValueError: No architecture has the options of the config.

@@ -33,8 +33,9 @@ def model_type_of(config: Llama3Config) -> str:
     """The ``model_type`` of the architecture that has the options of a config.
 
     A bias of queries, keys and values means Qwen2, their norms mean Qwen3, and a window without
-    either means Mistral. A Mistral without a window is a Llama, which has the same tensors and
-    results.
+    either means Mistral. A Mistral without a window has the tensors and results of a Llama. It is
+    written as a Llama, unless ``width`` is not a multiple of ``heads``: transformers rejects such a
+    Llama.
 
     Raises:
         ValueError: No architecture has these options.
@@ -47,7 +48,7 @@ def model_type_of(config: Llama3Config) -> str:
         return "qwen2"
     if config.qk_norm:
         return "qwen3"
-    return "mistral" if any(config.window_sizes) else "llama"
+    return "mistral" if any(config.window_sizes) or config.width % config.heads else "llama"
 
 
 # Tensors.
@@ -305,7 +306,7 @@ def config_to_dict(config: Llama3Config) -> dict[str, Any]:
 def _window_to_dict(model_type: str, config: Llama3Config) -> dict[str, Any]:
     """The keys of the sliding window."""
     sizes = config.window_sizes - {None}
-    if len(sizes) > 1 or (model_type == "mistral" and None in config.window_sizes):
+    if len(sizes) > 1 or (model_type == "mistral" and len(config.window_sizes) > 1):
         alike = "all layers" if model_type == "mistral" else "all layers that have one"
         raise ValueError(
             f"window is {shown(config.window)}; {ARCHITECTURES[model_type]} has one size for "

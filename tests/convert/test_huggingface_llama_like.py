@@ -36,6 +36,8 @@ TIED = {"tied_head": True}
 # The configs, and the model that each is in transformers.
 CONFIGS = {
     "nemo": (dataclasses.replace(BASE, head_dim=12), "llama"),
+    # transformers rejects a Llama whose width is not a multiple of its heads.
+    "narrow": (dataclasses.replace(BASE, width=30, head_dim=12), "mistral"),
     "mistral": (dataclasses.replace(BASE, window=WINDOW), "mistral"),
     "mistral_head_dim_tied": (dataclasses.replace(BASE, window=3, head_dim=12, **TIED), "mistral"),
     "qwen2": (QWEN2, "qwen2"),
@@ -105,7 +107,7 @@ def their_config(transformers, config):
     if config.head_dim is not None:
         options["head_dim"] = config.head_dim
     if not (config.qkv_bias or config.qk_norm):
-        if config.window is None:
+        if config.window is None and config.width % config.heads == 0:
             return transformers.LlamaConfig(**options)
         return transformers.MistralConfig(**options, sliding_window=config.window)
     if config.window is not None:
