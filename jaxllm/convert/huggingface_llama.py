@@ -178,8 +178,7 @@ def _window_from_dict(
         raise ValueError(
             f"layer_types is {shown(types)}; a mistral with sliding_window {size} has one type"
         )
-    windows = tuple(size if of_layer else None for of_layer in is_sliding)
-    return windows[0] if len(set(windows)) == 1 else windows
+    return tuple(size if of_layer else None for of_layer in is_sliding)
 
 
 def _sliding_window(model_type: str, config: Mapping[str, Any]) -> tuple[int | None, int]:

@@ -71,8 +71,9 @@ class Llama3Config:
         qkv_bias: Whether queries, keys and values have a bias, as in Qwen2.
         qk_norm: Whether an RMS norm of each query head and key head comes before the rotation, as
             in Qwen3.
-        window: The number of most recent keys that a query sees, its own included, as in Mistral; a
-            tuple has one for each layer; None for all keys.
+        window: The number of most recent keys that a query sees, its own included, as in Mistral;
+            None for all keys. A tuple has one for each layer, and becomes its entry if all are
+            equal.
         special_tokens: Those that begin, end and pad a text; not part of comparisons of configs.
 
     Raises:
@@ -126,6 +127,9 @@ class Llama3Config:
         for window in self.window_sizes:
             if window is not None and window < 1:
                 raise ValueError(f"window is {self.window}; it must be at least 1, or None")
+        if isinstance(self.window, tuple) and len(self.window_sizes) == 1:
+            # So that equal models have equal configs, and one compilation.
+            object.__setattr__(self, "window", self.window[0])
 
     @property
     def head_width(self) -> int:

@@ -50,6 +50,18 @@ CONFIGS = {
 }
 
 
+EQUAL_WINDOWS = [
+    dataclasses.replace(config, window=(window,) * 3)
+    for config in (BASE, QWEN2, QWEN3)
+    for window in (WINDOW, None)
+]
+
+
+@pytest.mark.parametrize("config", EQUAL_WINDOWS)
+def test_equal_windows_round_trip(config):
+    assert config_from_dict(config_to_dict(config)) == config
+
+
 @pytest.fixture(params=CONFIGS)
 def config(request):
     return CONFIGS[request.param][0]

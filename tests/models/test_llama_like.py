@@ -319,9 +319,17 @@ def test_a_head_width_need_not_divide_the_width():
     config = dataclasses.replace(PLAIN, width=40, heads=6, head_dim=8)
     assert config.head_width == 8 and config.qkv_widths == (48, 16, 16)
     assert dataclasses.replace(PLAIN, width=64).head_width == 16  # it follows the width
-    assert hash(dataclasses.replace(PLAIN, window=[5] * 3)) == hash(
-        dataclasses.replace(PLAIN, window=(5,) * 3)
-    )
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_equal_windows_are_one(window):
+    one = dataclasses.replace(PLAIN, window=window)
+    for windows in ((window,) * 3, [window] * 3):
+        config = dataclasses.replace(PLAIN, window=windows)
+        assert config == one and hash(config) == hash(one)
+        assert config.window == window and config.windows == (window,) * 3
+    with pytest.raises(ValueError, match="window has 2 entries"):
+        dataclasses.replace(PLAIN, window=(window,) * 2)
 
 
 def test_norms_of_heads_must_be_whole():
