@@ -146,6 +146,7 @@ def test_bare_names_and_old_buffers_are_accepted(case):
         "transformer.h.0.attn.bias": np.ones((1, 1, 16, 16), np.uint8),
         "transformer.h.2.attn.masked_bias": np.float32(-1e4),
         "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "model.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
     first = "transformer." if isinstance(config, gpt2.GPT2Config) else "model."
     state_dict = to_state_dict(params, config)
