@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,8 +79,8 @@ class Llama3Config:
 
     Raises:
         ValueError: A size or a window is below 1, a head's width is not even and whole,
-            ``kv_heads`` does not divide ``heads``, ``rope_theta`` or ``norm_eps`` is not above 0,
-            or ``window`` is a tuple of another length than ``layers``.
+            ``kv_heads`` does not divide ``heads``, ``rope_theta`` or ``norm_eps`` is not above 0
+            and finite, or ``window`` is a tuple of another length than ``layers``.
     """
 
     vocab_size: int = 128256
@@ -115,8 +116,8 @@ class Llama3Config:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
         if isinstance(self.window, list):  # a config is hashable
             object.__setattr__(self, "window", tuple(self.window))
         if isinstance(self.window, tuple) and len(self.window) != self.layers:

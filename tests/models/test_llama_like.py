@@ -305,6 +305,8 @@ def test_a_plan_counts_the_options():
     [
         ({"head_dim": 7}, "head_dim is 7; it must be even and at least 2"),
         ({"head_dim": 0}, "head_dim is 0; it must be even and at least 2"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; it must be above 0, and finite"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan; it must be above 0, and finite"),
         ({"window": 0}, "window is 0; it must be at least 1, or None"),
         ({"window": (None, 5)}, "window has 2 entries; it must have one for each of the 3 layers"),
         ({"window": (None, 5, -1)}, r"window is \(None, 5, -1\); it must be at least 1"),
