@@ -189,7 +189,12 @@ def test_a_bias_broadcasts_as_in_jax(shape):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [SERVED[3], ("grouped", {"query": "lengths", "key": "lengths", "is_causal": True})],
+    [
+        SERVED[3],
+        ("grouped", {"query": "lengths", "key": "lengths", "is_causal": True}),
+        ("grouped", {"is_causal": True, "return_residual": True}),
+        ("grouped", {"bias": True, "return_residual": True}),
+    ],
     ids=case_id,
 )
 def test_16_bits_match_jax(shape, options, dtype):

@@ -86,7 +86,7 @@ def dot_product_attention(
 
     Returns:
         What each query read, in the shape and dtype of ``query``; with ``return_residual`` a pair
-        of that and the logsumexp, (B, T, N) or (T, N).
+        of that and the logsumexp, (B, T, N) or (T, N), in the dtype of ``key``.
 
     Raises:
         TypeError: ``is_causal``, ``return_residual``, ``scale`` or ``local_window_size`` is of the
@@ -281,7 +281,7 @@ def _run_ours(call: _Call, flash: _Flash, backend: Backend) -> Any:
     options = {**flash.options, "segment_ids": segments, "backend": backend}
     if call.return_residual:
         out, lse = flash_attention(q, k, v, None, flash.bias, **options, return_lse=True)
-        lse = lax.stop_gradient(lse)  # as in jax.nn
+        lse = lax.stop_gradient(lse.astype(k.dtype))  # as in jax.nn
         return out.reshape(call.shape), lse.swapaxes(1, 2).reshape(call.shape[:-1])
     out = flash_attention(q, k, v, None, flash.bias, **options)
     if flash.is_empty is not None:
