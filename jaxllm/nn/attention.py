@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
@@ -256,13 +257,19 @@ def _segments(T: int, S: int, call: _Call) -> tuple[tuple[Array, Array] | None, 
     def of(n: int, lengths: Array | None, beyond: int) -> Array:
         if lengths is None:
             return jnp.full((B, n), _WITHIN, jnp.int32)
-        is_within = jnp.arange(n) < lengths[:, None]
+        is_within = _is_within(n, lengths)
         return jnp.where(is_within, jnp.int32(_WITHIN), jnp.int32(beyond))
 
     segments = of(T, lengths, _QUERIES_BEYOND), of(S, key_lengths, _KEYS_BEYOND)
     if key_lengths is None or is_certain(lambda: call.key.shape[1] == 0):
         return segments, None  # without any values jax.nn returns zeros too
     return segments, key_lengths <= 0
+
+
+def _is_within(n: int, lengths: Array) -> Array:
+    """Whether each of n positions is within its sequence, (B, n)."""
+    # The positions are of the dtype of the lengths with x64 too: strict promotion mixes no others.
+    return jnp.arange(n, dtype=lengths.dtype)[None] < lengths[:, None]
 
 
 def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
@@ -296,7 +303,7 @@ def _mean_of_values(call: _Call) -> Array:
     mean = jnp.repeat(mean, N // mean.shape[2], axis=2)
     if call.query_lengths is None:
         return mean
-    is_within = jnp.arange(T) < call.query_lengths[:, None]
+    is_within = _is_within(T, call.query_lengths)
     return jnp.where(is_within[:, :, None, None], mean, jnp.zeros_like(mean))
 
 
@@ -310,7 +317,8 @@ def _run_theirs(call: _Call, implementation: Any, rejected: tuple[tuple[str, str
         ]
         return Call(_NAME, " ".join(map(describe, arrays)), name, name, rejected)
 
-    with record(row, f"{_NAME}[{name}]"):
+    # jax.nn mixes bfloat16 with float32, which strict promotion forbids.
+    with promotion.defaults(), record(row, f"{_NAME}[{name}]"):
         found: Any = jax.nn.dot_product_attention(
             call.query,
             call.key,

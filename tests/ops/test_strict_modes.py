@@ -9,11 +9,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_contract import FIRST_CASES, differentiate, op_under, traced_under_each_backend
 
 import jaxllm
-from jaxllm import testing, training
+from jaxllm import nn, testing, training
 from jaxllm.core import dispatch
 from jaxllm.inference import generate, quantize
 from jaxllm.inference.cache import decode_step, init_cache, prefill
@@ -66,6 +67,57 @@ def test_strict_promotion_changes_no_program(case, backend, dtype):
     expected = program(everything(case, backend), *inputs)
     with strict():
         assert program(everything(case, backend), *inputs) == expected
+
+
+ROWS, SCALE, WEIGHT = jnp.ones((2, 3, 8)), jnp.ones(8), jnp.ones((8, 5))
+HEADS = jnp.ones((2, 6, 2, 8))
+LENGTHS = jnp.array([4, 0], jnp.int32)
+LABELS = jnp.array([[0, 1, -1], [2, 3, 4]])
+FUNCTIONS = {
+    "layer_norm": lambda: nn.layer_norm(ROWS.astype("bfloat16"), SCALE, SCALE),
+    "layer_norm_bias": lambda: nn.layer_norm(ROWS.astype("bfloat16"), None, SCALE),
+    "rms_norm": lambda: nn.rms_norm(ROWS.astype("bfloat16"), SCALE),
+    "swiglu": lambda: nn.swiglu(ROWS, ROWS),
+    "swiglu_packed": lambda: nn.swiglu(ROWS),
+    "loss": lambda: nn.linear_cross_entropy(
+        ROWS, WEIGHT, LABELS, where=jnp.array([True, False, True])
+    ),
+    "loss_of_long_labels": lambda: nn.linear_cross_entropy(
+        ROWS, WEIGHT, np.asarray(LABELS, "uint64"), where=np.ones((2, 1), bool)
+    ),
+} | {
+    f"attention_{name}": functools.partial(
+        nn.dot_product_attention, *[HEADS.astype("bfloat16")] * 3, **options
+    )
+    for name, options in {
+        "plain": {},
+        "causal": {"is_causal": True, "local_window_size": 2, "return_residual": True},
+        "query_lengths": {"query_seq_lengths": LENGTHS},
+        "key_lengths": {"key_value_seq_lengths": LENGTHS, "is_causal": True},
+        "both_lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+        "bias": {"bias": jnp.ones((2, 1, 6, 6)), "key_value_seq_lengths": LENGTHS},
+        "bias_and_residual": {"bias": jnp.ones((), "bfloat16"), "return_residual": True},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "xla", "pallas"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.covering(("name", "x64"), ("backend",))
+def test_strict_promotion_changes_no_result_of_nn(name, backend, x64):
+    with jaxllm.use_backend(backend):
+        expected = jax.eval_shape(FUNCTIONS[name])
+        with strict(), jax.enable_x64(x64):
+            assert jax.eval_shape(FUNCTIONS[name]) == expected
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_disable_jit_changes_no_result_of_nn(name):
+    with jaxllm.use_backend("xla"):
+        expected = FUNCTIONS[name]()
+        with jax.disable_jit(), strict():
+            testing.assert_close(FUNCTIONS[name](), expected, "bfloat16")
 
 
 def test_strict_promotion_changes_no_residual():
