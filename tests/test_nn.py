@@ -408,6 +408,10 @@ def test_calls_beyond_the_kernels_run_that_of_jax(with_kernels):
         ({"mask": jnp.ones((7, 7))}, "mask has dtype float32; it must be bool"),
         ({"query_seq_lengths": jnp.ones(2)}, "query_seq_lengths has dtype float32; .* int32"),
         ({"key_value_seq_lengths": jnp.ones(3, int)}, r"key_value_seq_lengths has shape \(3,\)"),
+        (
+            {"local_window_size": np.ones(3, int)},
+            r"local_window_size is array.*; it must be an int",
+        ),
         ({"local_window_size": (1, 2, 3)}, r"local_window_size is \(1, 2, 3\); it must be an int"),
     ],
 )
@@ -423,6 +427,7 @@ def test_misfits_are_errors_before_anything_runs(wrong, message):
     ("wrong", "message"),
     [
         ({"local_window_size": 1.5}, "local_window_size is 1.5; it must be an integer"),
+        ({"local_window_size": np.ones(2)}, "local_window_size is .*1.0.*; it must be an integer"),
         ({"scale": "big"}, "scale is 'big'; it must be a number"),
     ],
 )
@@ -432,7 +437,26 @@ def test_options_of_the_wrong_type_are_errors(wrong, message):
         nn.dot_product_attention(array, array, array, **wrong)
 
 
+@pytest.mark.parametrize("size", [np.array([2, 0]), jnp.array([2, 0]), [2, 0]], ids=type)
+def test_a_window_may_be_an_array(size):
+    arrays, options = arrays_and_options("grouped", {"is_causal": True})
+    with jaxllm.use_backend("xla"):
+        row = only_row(nn.dot_product_attention, arrays, options | {"local_window_size": size})
+        assert row.stem == "flash_attention_forward"
+        found, expected = (
+            nn.dot_product_attention(**arrays, **options, local_window_size=x)
+            for x in (size, (2, 0))
+        )
+    np.testing.assert_array_equal(found, expected)
+    traced = jax.jit(lambda x: nn.dot_product_attention(**arrays, **options, local_window_size=x))(
+        jnp.asarray(size)
+    )
+    np.testing.assert_allclose(traced, expected, atol=1e-6)
+
+
 # The other functions, against the formulas that models are written with.
+
+X, HEADS = np.ones((2, 3), "float32"), np.ones((1, 3, 2, 4), "float32")
 
 
 def plain_layer_norm(x, scale: Any = 1.0, bias: Any = 0.0, eps=1e-5):
@@ -579,6 +603,36 @@ def test_a_gpu_runs_the_kernels_of_the_ops(with_kernels):
 def test_other_misfits_are_errors(function, arrays, error, message):
     with pytest.raises(error, match=message):
         function(*arrays)
+
+
+NO_ARRAYS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (nn.layer_norm, {"x": X, "scale": X[0], "bias": X[0]}, ["x"]),
+    (nn.rms_norm, {"x": X, "scale": X[0]}, ["x"]),
+    (nn.swiglu, {"gate": X, "up": X}, ["gate"]),
+    (
+        nn.linear_cross_entropy,
+        {"hidden": X, "weight": X.T, "labels": np.zeros(2, int), "where": np.ones(2, bool)},
+        ["hidden", "weight", "labels"],
+    ),
+    (
+        nn.dot_product_attention,
+        {"query": HEADS, "key": HEADS, "value": HEADS, "bias": X[:1], "mask": X[:1] > 0}
+        | {"query_seq_lengths": np.ones(1, "int32"), "key_value_seq_lengths": np.ones(1, "int32")},
+        ["query", "key", "value"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "needed", "name"),
+    [(*case, name) for case in NO_ARRAYS for name in case[1]],
+)
+def test_errors_name_the_argument_that_is_no_array(function, arrays, needed, name):
+    for wrong, kind in ((None, "NoneType"), ("text", "str"), ([[1.0], [1.0, 2.0]], "list")):
+        if wrong is None and name not in needed:
+            continue
+        with pytest.raises(TypeError, match=f"^{name} has type {kind}; it must be an .*array"):
+            function(**arrays | {name: wrong})
 
 
 @pytest.mark.parametrize(

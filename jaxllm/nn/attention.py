@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -15,7 +16,7 @@ from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
-from jaxllm.ops.checks import as_bool, as_float, as_integer, check_shape, is_certain
+from jaxllm.ops.checks import as_array, as_bool, as_float, as_integer, check_shape, is_certain
 from jaxllm.ops.window import Window
 
 Implementation = Literal["jaxllm", "xla", "cudnn"]
@@ -78,7 +79,7 @@ def dot_product_attention(
         key_value_seq_lengths: How many keys of each sequence are real, int32, (B,). The others are
             seen by no query.
         local_window_size: ``(left, right)``: query t sees the keys from ``t - left`` to
-            ``t + right`` alone. An integer stands for both.
+            ``t + right`` alone; a pair or an array of two. An integer stands for both.
         implementation: None for flash attention where a kernel serves the call, and ``jax.nn``'s
             default otherwise. ``"jaxllm"`` for flash attention or an error. ``"xla"`` and
             ``"cudnn"`` for those of ``jax.nn``.
@@ -90,8 +91,8 @@ def dot_product_attention(
         of that and the logsumexp, (B, T, N) or (T, N), in the dtype of ``key``.
 
     Raises:
-        TypeError: ``is_causal``, ``return_residual``, ``scale`` or ``local_window_size`` is of the
-            wrong kind.
+        TypeError: What must be an array is none, or ``is_causal``, ``return_residual``, ``scale``
+            or ``local_window_size`` is of the wrong kind.
         ValueError: An array does not fit the others in shape or dtype, or ``implementation`` is
             unknown.
         BackendError: With ``"jaxllm"``, or where :func:`jaxllm.use_backend` asks for ``"cuda"`` or
@@ -352,7 +353,8 @@ def _checked(
     window: Any,
     return_residual: Any,
 ) -> _Call:
-    shape = jnp.shape(query)
+    query = as_array("query", query)
+    shape = query.shape
     q, k, v = (_with_batch(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     B, S, K, H = k.shape
     if (q.shape[0], q.shape[3]) != (B, H):
@@ -389,7 +391,7 @@ def _checked(
 
 
 def _with_batch(name: str, array: ArrayLike) -> Array:
-    found = jnp.asarray(array)
+    found = as_array(name, array)
     if found.ndim not in (3, 4):
         letters = ("T, N", "S, K")[name != "query"]
         raise ValueError(
@@ -400,7 +402,7 @@ def _with_batch(name: str, array: ArrayLike) -> Array:
 
 def _scores_like(name: str, array: ArrayLike, shape: tuple[int, ...]) -> Array:
     """An array that broadcasts to the scores, with their number of dimensions."""
-    found = jnp.asarray(array)
+    found = as_array(name, array)
     fits = found.ndim <= 4 and all(
         size in (1, whole) for size, whole in zip(found.shape[::-1], shape[::-1], strict=False)
     )
@@ -414,7 +416,7 @@ def _scores_like(name: str, array: ArrayLike, shape: tuple[int, ...]) -> Array:
 def _lengths(name: str, array: ArrayLike | None, B: int) -> Array | None:
     if array is None:
         return None
-    found = jnp.asarray(array)
+    found = as_array(name, array)
     check_shape(name, found, (B,), "one for each sequence")
     if found.dtype != jnp.int32:
         raise ValueError(f"{name} has dtype {found.dtype}; it must be int32")
@@ -422,7 +424,11 @@ def _lengths(name: str, array: ArrayLike | None, B: int) -> Array | None:
 
 
 def _window(window: Any) -> tuple[Any, Any]:
-    pair = window if isinstance(window, tuple | list) else (window, window)
+    pair = (window, window)
+    if isinstance(window, tuple | list):
+        pair = window
+    elif jnp.ndim(window):  # JAX would trace the elements of an array inside jit
+        pair = tuple(window if isinstance(window, Tracer) else np.asarray(window))
     if len(pair) != 2:
         raise ValueError(
             f"local_window_size is {window!r}; it must be an integer or a pair, (left, right)"

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.core.backend import Backend
-from jaxllm.ops.checks import check_floating, check_integer
+from jaxllm.ops.checks import as_array, check_floating, check_integer
 from jaxllm.ops.loss.labels import as_int32
 
 
@@ -54,8 +54,8 @@ def layer_norm(
         >>> x = jax.random.normal(jax.random.key(0), (8, 768), jnp.bfloat16)
         >>> out = jaxllm.nn.layer_norm(x, jnp.ones(768), jnp.zeros(768), eps=1e-6)
     """
-    x = jnp.asarray(x)
-    bias = None if bias is None else jnp.asarray(bias)
+    x = as_array("x", x)
+    bias = None if bias is None else as_array("bias", bias)
     scale = _scale(x, scale, None if bias is None else bias.dtype)
     return ops.layer_norm(x, scale, bias, eps=eps, backend=backend)
 
@@ -95,14 +95,14 @@ def rms_norm(
         >>> x = jax.random.normal(jax.random.key(0), (8, 768), jnp.bfloat16)
         >>> out = jaxllm.nn.rms_norm(x, jnp.ones(768), eps=1e-6)
     """
-    x = jnp.asarray(x)
+    x = as_array("x", x)
     return ops.rms_norm(x, _scale(x, scale, None), eps=eps, backend=backend)
 
 
 def _scale(x: Array, scale: ArrayLike | None, dtype: jnp.dtype | None) -> Array:
     """The scale, ones in ``dtype`` for None; without a dtype in that of ``x``."""
     if scale is not None:
-        return jnp.asarray(scale)
+        return as_array("scale", scale)
     check_floating(x=x)
     return jnp.ones(x.shape[-1:], dtype or x.dtype)
 
@@ -137,9 +137,9 @@ def swiglu(
         >>> out = jaxllm.nn.swiglu(x @ w_gate, x @ w_up)
         >>> same = jaxllm.nn.swiglu(x @ jnp.concatenate([w_gate, w_up], axis=1))
     """
-    gate = jnp.asarray(gate)
+    gate = as_array("gate", gate)
     if up is not None:
-        return ops.swiglu(gate, jnp.asarray(up), backend=backend)
+        return ops.swiglu(gate, as_array("up", up), backend=backend)
     check_floating(gate=gate)
     if gate.ndim == 0 or gate.shape[-1] % 2:
         raise ValueError(
@@ -196,14 +196,14 @@ def linear_cross_entropy(
         >>> labels = jnp.zeros((2, 1024), jnp.int32)
         >>> loss = jaxllm.nn.linear_cross_entropy(hidden, weight, labels, where=labels != 3)
     """
-    labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
+    labels = labels if hasattr(labels, "dtype") else as_array("labels", labels)
     check_integer(labels=labels)  # pyright: ignore[reportArgumentType]
     labels = as_int32(labels)
     if where is not None:
-        labels = _counted(labels, jnp.asarray(where))
+        labels = _counted(labels, as_array("where", where))
     return ops.linear_cross_entropy(
-        jnp.asarray(hidden),
-        jnp.asarray(weight),
+        as_array("hidden", hidden),
+        as_array("weight", weight),
         labels,
         transpose_weight=transpose_weight,
         label_smoothing=label_smoothing,

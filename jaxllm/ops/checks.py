@@ -37,6 +37,17 @@ def _check_kind(arrays: dict[str, jax.Array], kind: type, wanted: str) -> None:
             raise TypeError(f"{name} has {found}; it must be {wanted}")
 
 
+def as_array(name: str, value: Any) -> jax.Array:
+    """The array that an argument is, whatever its type; raises TypeError where it is none."""
+    try:
+        if value is None:  # older JAX makes NaN of it
+            raise TypeError("None is no array")
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name} has type {kind}; it must be an array of numbers") from error
+
+
 def as_float(name: str, value: Any) -> float:
     """The number that an option is, whatever its type; raises TypeError where it is none."""
     try:

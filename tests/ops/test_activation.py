@@ -134,6 +134,11 @@ def test_integers_are_rejected():
         swiglu(jnp.ones(3), jnp.arange(3))
 
 
+def test_traced_flags_are_rejected():
+    with pytest.raises(TypeError, match=r"by_parts has .*; it must be a bool, and no traced one"):
+        jax.jit(lambda by_parts: swiglu_packed(jnp.ones((2, 3)), by_parts=by_parts))(True)
+
+
 def test_mismatched_shapes_are_rejected():
     x = jnp.ones((2, 3))
     for fn in (bias_add, bias_gelu):

@@ -333,6 +333,34 @@ def test_out_of_range_lm_head_options_are_rejected(options, message):
 VOCAB, COLUMNS = 8500, 8512  # with 300 rows: enough tiles for the CUDA GEMM
 
 
+NOT_KNOWN = [np.array([1, 0]), "traced"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "value"),
+    [
+        (loss, "label_smoothing", x)
+        for loss in (cross_entropy, linear_cross_entropy)
+        for x in (None, "much", *NOT_KNOWN)
+    ]
+    + [
+        (loss, "vocab_size", x)
+        for loss in (cross_entropy, linear_cross_entropy)
+        for x in ("all", 2.5, *NOT_KNOWN)
+    ]
+    + [(linear_cross_entropy, "transpose_weight", x) for x in NOT_KNOWN],
+)
+def test_errors_of_options_name_the_option(loss, name, value):
+    arrays = [jnp.ones((2, 3)), jnp.ones((3, 3))] if loss is linear_cross_entropy else [jnp.eye(2)]
+
+    def run(value):
+        return loss(*arrays, jnp.zeros(2, jnp.int32), **{name: value})
+
+    is_traced = isinstance(value, str) and value == "traced"
+    with pytest.raises(TypeError, match=f"^{name} (is|has) .*; it must be "):
+        jax.jit(run)(1) if is_traced else run(value)
+
+
 def lm_head_arrays(scale=1.0, rows=300, width=64, dtype="bfloat16", transpose_weight=True):
     keys = jax.random.split(jax.random.key(6), 3)
     hidden = scale * jax.random.normal(keys[0], (rows, width))

@@ -120,6 +120,8 @@ def test_invalid_arguments_are_rejected():
         softmax(jnp.zeros(3), causal=True)
     with pytest.raises(TypeError, match="x has dtype int32; it must be a floating-point array"):
         softmax(jnp.zeros(3, jnp.int32))
+    with pytest.raises(TypeError, match=r"causal has .*; it must be a bool, and no traced one"):
+        jax.jit(lambda causal: softmax(jnp.zeros((3, 3)), causal=causal))(True)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "pallas"])

@@ -11,7 +11,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation import cuda, pallas, reference
-from jaxllm.ops.checks import check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import as_bool, check_floating, check_same_dtype, check_shape
 
 GELU = Op("gelu", reference=reference, pallas=pallas, cuda=cuda)
 BIAS_GELU = Op("bias_gelu", reference=reference, pallas=pallas, cuda=cuda)
@@ -175,7 +175,7 @@ def swiglu_packed(
     Source: As for :func:`swiglu`.
     """
     check_floating(x=x)
-    if by_parts:
+    if as_bool("by_parts", by_parts):
         if x.ndim < 2 or x.shape[-2] != 2:
             raise ValueError(f"x has shape {x.shape}; it must be (..., 2, F), as by_parts says")
         return _swiglu_by_parts(x, backend=resolve(backend))

@@ -11,7 +11,7 @@ from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas, reference
-from jaxllm.ops.checks import as_float, as_integer, check_floating
+from jaxllm.ops.checks import as_bool, as_float, as_integer, check_floating
 
 SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
 REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
@@ -58,11 +58,12 @@ def softmax(
         >>> p = jaxllm.ops.softmax(scores, scale=0.125, causal=True)
     """
     check_floating(x=x)
+    causal = as_bool("causal", causal)
     wanted = 2 if causal else 1
     if x.ndim < wanted:
         axes = "(..., T, S)" if causal else "(..., S)"
         raise ValueError(f"x has shape {x.shape}; it must be {axes}")
-    options = _SoftmaxOptions(as_float("scale", scale), bool(causal))
+    options = _SoftmaxOptions(as_float("scale", scale), causal)
     return _softmax(x, backend=resolve(backend), options=options)
 
 

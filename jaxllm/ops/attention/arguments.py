@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import (
+    as_bool,
     as_float,
     as_integer,
     check_floating,
@@ -177,8 +178,8 @@ def make_options(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be above 0")
     factor = width**-0.5 if scale is None else as_float("scale", scale)
-    causal, window = shortest(bool(causal), check_window(window))
-    return AttentionOptions(causal, factor, window, softcap, bool(interleaved))
+    causal, window = shortest(as_bool("causal", causal), check_window(window))
+    return AttentionOptions(causal, factor, window, softcap, as_bool("interleaved", interleaved))
 
 
 def check_packed(

@@ -77,7 +77,8 @@ def cross_entropy(
         The loss in float32: a scalar, or one per row where ``reduction`` is ``"none"``.
 
     Raises:
-        TypeError: ``logits`` is not floating-point or ``labels`` not of an integer dtype.
+        TypeError: ``logits`` is not floating-point, ``labels`` not of an integer dtype, or an
+            option no number that is known while the program is traced.
         ValueError: ``labels`` is not one per row of ``logits``, an option is out of its range, the
             backend is unknown, or a label is outside the vocabulary and not ignored while
             ``jax_debug_nans`` is set.
@@ -108,12 +109,12 @@ def cross_entropy(
 
 def check_options(width: int, what: str, label_smoothing: float, vocab_size: int | None) -> int:
     """Checks the options of both losses; returns ``vocab_size``, which None sets to the width."""
-    vocab_size = width if vocab_size is None else vocab_size
+    vocab_size = width if vocab_size is None else as_integer("vocab_size", vocab_size)
     if not 1 <= vocab_size <= width:
         raise ValueError(
             f"vocab_size is {vocab_size}; it must be from 1 to {width}, the columns of {what}"
         )
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= as_float("label_smoothing", label_smoothing) <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     return vocab_size
 

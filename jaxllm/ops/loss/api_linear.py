@@ -20,7 +20,7 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import as_integer, check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import as_bool, as_integer, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.loss import cuda, lm_head, vocabulary
 from jaxllm.ops.loss.api import (
     CROSS_ENTROPY_WITH_GRADIENT,
@@ -103,8 +103,8 @@ def linear_cross_entropy(
         The loss in float32, a scalar.
 
     Raises:
-        TypeError: ``hidden`` is not floating-point, ``weight`` differs from it in dtype, or
-            ``labels`` is not of an integer dtype.
+        TypeError: ``hidden`` is not floating-point, ``weight`` differs from it in dtype,
+            ``labels`` is not of an integer dtype, or an option is of the wrong kind.
         ValueError: ``weight`` or ``labels`` does not fit ``hidden`` in shape, or as in
             :func:`cross_entropy`.
         BackendError: The backend that was asked for cannot serve the call.
@@ -125,6 +125,7 @@ def linear_cross_entropy(
             "a matrix"
         )
     check_same_dtype("weight", weight, "hidden", hidden)
+    transpose_weight = as_bool("transpose_weight", transpose_weight)
     width = weight.shape[0 if transpose_weight else 1]
     shape = (hidden.shape[-1], width)
     wanted = shape[::-1] if transpose_weight else shape
