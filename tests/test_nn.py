@@ -169,6 +169,79 @@ def test_calls_with_a_bias_match_jax(shape, options, backend):
     assert (call.stem, call.on_gpu) == ("flash_attention_bias_forward", "pallas")
 
 
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+@pytest.mark.parametrize("hidden_by", [None, "is_causal", "key_value_seq_lengths", "window"])
+@pytest.mark.parametrize("bias", ["-inf", "lowest float32", "lowest bfloat16"])
+@pytest.mark.covering(("bias", "backend", "hidden_by"))
+def test_a_query_whose_keys_a_bias_hides(bias, hidden_by, backend):
+    """The differences that the docstring has; queries 2 to 4 have none."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 1, 8))
+    low = -jnp.inf if bias == "-inf" else jnp.finfo(bias.removeprefix("lowest ")).min
+    biases = jnp.where(jnp.arange(5)[:, None] < 2, low, 0).astype("float32")
+    options: dict[str, Any] = {
+        None: {},
+        "is_causal": {"is_causal": True},
+        "key_value_seq_lengths": {"key_value_seq_lengths": jnp.array([3], jnp.int32)},
+        "window": {"local_window_size": (1, 0)},
+    }[hidden_by]
+    rows, keys = np.arange(5)[:2, None], np.arange(5)
+    sees = {
+        None: keys >= 0 * rows,
+        "is_causal": keys <= rows,
+        "key_value_seq_lengths": keys < 3 + 0 * rows,
+        "window": (keys <= rows) & (keys >= rows - 1),
+    }[hidden_by]
+
+    def mean(which):
+        return np.stack([np.asarray(v[0, row, 0]).mean(0) for row in which])
+
+    with jaxllm.use_backend(backend):
+        found = nn.dot_product_attention(q, k, v, biases, **options)[0, :, 0]
+    theirs = jax.nn.dot_product_attention(q, k, v, biases, **options)[0, :, 0]
+    np.testing.assert_allclose(found[2:], theirs[2:], atol=1e-5)
+    is_zero = bias == "-inf" or backend == "pallas"
+    np.testing.assert_allclose(found[:2], 0 * mean(sees) if is_zero else mean(sees), atol=1e-5)
+    if hidden_by:
+        np.testing.assert_allclose(theirs[:2], mean(~sees), atol=1e-5)
+    elif bias == "-inf":
+        assert jnp.isnan(theirs[:2]).all()
+    else:
+        np.testing.assert_allclose(theirs[:2], mean(sees), atol=1e-5)
+    if hidden_by != "key_value_seq_lengths" and is_zero:
+        with jaxllm.use_backend(backend):
+            _, lse = nn.dot_product_attention(q, k, v, biases, **options, return_residual=True)
+        assert (lse[0, :2] == -jnp.inf).all() and jnp.isfinite(lse[0, 2:]).all()
+
+
+@pytest.mark.parametrize("name", ["dot_product_attention", "swiglu", "linear_cross_entropy"])
+def test_forward_mode_and_second_derivatives_need_xla(name):
+    if name == "dot_product_attention":
+        arrays, _ = arrays_and_options("self", {"bias": True})
+        x, way = arrays.pop("query"), "implementation"
+    else:
+        x, way = jnp.ones((2, 4)), "backend"
+        arrays = {"weight": x.T, "labels": jnp.array([0, 1])} if name != "swiglu" else {}
+
+    def loss(x, **options):
+        return jnp.square(getattr(nn, name)(x, **arrays, **options)).sum()
+
+    for run in (
+        lambda f: jax.jvp(f, (x,), (x,))[1],
+        lambda f: jax.grad(lambda x: jnp.square(jax.grad(f)(x)).sum())(x),
+    ):
+        with (
+            jaxllm.use_backend("pallas"),
+            pytest.raises(
+                jaxllm.BackendError,
+                match=r"backend 'xla' \(implementation='xla' of jaxllm\.nn\.dot",
+            ),
+        ):
+            run(loss)
+        found = run(functools.partial(loss, **{way: "xla"}))
+        with jaxllm.use_backend("xla"):
+            np.testing.assert_allclose(run(loss), found, rtol=1e-4, atol=1e-5)
+
+
 def test_a_bias_that_no_kernel_takes_runs_that_of_jax():
     arrays, options = arrays_and_options("self", {"bias": True})
     arrays = {name: x[..., :1].repeat(300, -1) for name, x in arrays.items() if name != "bias"} | {

@@ -34,6 +34,10 @@ Backend = Literal["auto", "cuda", "pallas", "xla"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
+# The end of the errors of forward mode and second derivatives, which XLA's implementations have.
+USE_XLA = "use backend 'xla' (implementation='xla' of jaxllm.nn.dot_product_attention)"
+
+
 class BackendError(RuntimeError):
     """The backend that was asked for cannot serve the call; the message says why."""
 

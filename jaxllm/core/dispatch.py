@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxllm.core import ffi, partition, promotion, shards, vma
-from jaxllm.core.backend import Backend, BackendError, Call, record, unrecorded
+from jaxllm.core.backend import USE_XLA, Backend, BackendError, Call, record, unrecorded
 from jaxllm.core.derivatives import without_derivative
 from jaxllm.core.layout import pack_like, unpack
 from jaxllm.core.sharding_rule import WHOLE, ShardingRule
@@ -399,10 +399,7 @@ def _differentiated_as(reference: Callable, fn: Callable) -> Callable:
 
 def _undifferentiable(fn: Callable, stem: str, backend: str) -> Callable:
     """A kernel's function, which raises an error where it is differentiated."""
-    why = (
-        f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; "
-        "use backend 'xla'"
-    )
+    why = f"backend {backend!r} cannot serve a derivative of {stem}: kernels have none; {USE_XLA}"
     return without_derivative(fn, why)
 
 

@@ -58,8 +58,16 @@ def dot_product_attention(
     * sequence lengths, without a window;
     * windows with T == S; with a causal mask or ``(left, 0)`` also T < S.
 
-    Where it serves a ``bias``, a query whose scores are all -inf by it gives zeros, and NaN in
-    ``jax.nn``.
+    Results differ from those of ``jax.nn`` where a ``bias`` hides each key that a query sees:
+
+    * With -inf they are zeros, and NaN in ``jax.nn``. Where ``is_causal``, a window or key lengths
+      hide keys from the query, ``jax.nn`` gives the mean of the values of those hidden keys.
+    * With the lowest float32 or bfloat16 the kernels give zeros too, and the logsumexp -inf: a bias
+      below -2.3e38 is -inf to them. Backend ``"xla"`` gives the mean of the values that the query
+      sees, and ``jax.nn`` the same, or again that of the hidden keys.
+
+    The kernels have a gradient, but no forward mode (``jax.jvp``) and no second derivative:
+    ``implementation="xla"`` has both.
 
     ``jax.nn.dot_product_attention`` runs for ``mask``, other masks, ``return_residual`` with
     sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel takes.

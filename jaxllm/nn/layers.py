@@ -38,7 +38,8 @@ def layer_norm(
             ``norm.weight``.
         bias: One offset per column, (D,), in the dtype of ``scale``; None for zeros.
         eps: Added to the variance.
-        backend: As in :func:`jaxllm.ops.layer_norm`.
+        backend: As in :func:`jaxllm.ops.layer_norm`. Forward mode (``jax.jvp``) and
+            second derivatives need ``"xla"``.
 
     Returns:
         The normalized rows, in the shape and dtype of ``x``.
@@ -119,7 +120,8 @@ def swiglu(
         gate: The gate projection, (..., F); without ``up`` one projection of both, (..., 2F), whose
             first F columns are the gate. That is faster: neither half is copied.
         up: The up projection, in the shape and dtype of ``gate``, or None.
-        backend: As in :func:`jaxllm.ops.swiglu`.
+        backend: As in :func:`jaxllm.ops.swiglu`. Forward mode (``jax.jvp``) and
+            second derivatives need ``"xla"``.
 
     Returns:
         The activations, (..., F), in the dtype of ``gate``.
@@ -178,7 +180,8 @@ def linear_cross_entropy(
         label_smoothing: The share of the target that is spread over the vocabulary, from 0 to 1.
         z_loss: The weight of the squared logsumexp.
         reduction: ``"mean"`` over the tokens that count (zero if none does), or ``"sum"``.
-        backend: As in :func:`jaxllm.ops.linear_cross_entropy`.
+        backend: As in :func:`jaxllm.ops.linear_cross_entropy`. Forward mode (``jax.jvp``) and
+            second derivatives need ``"xla"``.
 
     Returns:
         The loss in float32, a scalar.
