@@ -261,6 +261,17 @@ def test_no_sequences_are_no_error(model, config):
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_a_step_without_any_pages_is_that_without_any_slots(model, config, is_laid_out):
+    params = random_params(model, config)
+    params = for_decoding(params) if is_laid_out else params
+    step = jax.jit(functools.partial(decode_step, model, config=config))
+    out, _ = step(params, jnp.array([3, 8]), cache=init_paged_cache(config, [0, 0], 2, jnp.float32))
+    expected, _ = step(params, jnp.array([3, 8]), cache=init_cache(config, 2, 0, jnp.float32))
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
 def test_parameters_turned_before_are_taken(model, config):
     params = random_params(model, config)
     options = {"config": config, "max_new_tokens": 5, "temperature": 0}

@@ -306,6 +306,16 @@ def test_a_pool_without_pages_is_an_error_where_some_are_named():
         ops.decode_attention(q, k[..., :3], v, jnp.ones(3, int), block_table=table)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pool_without_pages_gives_zeros(backend):
+    q, k, v = inputs(S=4)
+    table = jnp.zeros((3, 0), int)
+    out = ops.decode_attention(
+        q, k[:0], v[:0], jnp.zeros(3, int), block_table=table, backend=backend
+    )
+    np.testing.assert_array_equal(out, jnp.zeros_like(q))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

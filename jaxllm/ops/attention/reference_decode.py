@@ -53,7 +53,8 @@ def decode_attention_paged(
 def _put_together(pages: Array, block_table: Array) -> Array:
     """(P, page, ...) -> (B, M * page, ...), by the pages of each sequence."""
     found = jnp.take(pages, block_table, axis=0, mode="clip")
-    return found.reshape(found.shape[0], -1, *pages.shape[2:])
+    B, M = block_table.shape
+    return found.reshape(B, M * pages.shape[1], *pages.shape[2:])
 
 
 def _widen(cache: Array, scales: Array | None, dtype) -> Array:

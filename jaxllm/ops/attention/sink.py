@@ -56,4 +56,5 @@ def gradient_by_delta(lse: Array, delta: Array, sinks: Array) -> Array:
 def _heads(x: Array, lse: Array) -> Array:
     """``out`` or its gradient as (B, T, N, H), in the dtype of ``lse``."""
     B, N, T = lse.shape
-    return x.reshape(B, T, N, math.prod(x.shape[2:]) // N).astype(lse.dtype)
+    # Without heads the width does not count: there are no elements.
+    return x.reshape(B, T, N, math.prod(x.shape[2:]) // max(N, 1)).astype(lse.dtype)
