@@ -16,7 +16,7 @@ from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
-from jaxllm.ops.checks import as_array, as_bool, as_float, as_integer, check_shape, is_certain
+from jaxllm.ops.checks import as_array, as_bool, as_finite, as_integer, check_shape, is_certain
 from jaxllm.ops.window import Window
 
 Implementation = Literal["jaxllm", "xla", "cudnn"]
@@ -101,8 +101,8 @@ def dot_product_attention(
     Raises:
         TypeError: What must be an array is none, or ``is_causal``, ``return_residual``, ``scale``
             or ``local_window_size`` is of the wrong kind.
-        ValueError: An array does not fit the others in shape or dtype, or ``implementation`` is
-            unknown.
+        ValueError: An array does not fit the others in shape or dtype, ``scale`` is not finite, or
+            ``implementation`` is unknown.
         BackendError: With ``"jaxllm"``, or where :func:`jaxllm.use_backend` asks for ``"cuda"`` or
             ``"pallas"``: no kernel serves the call, for the reason in the message.
 
@@ -222,7 +222,7 @@ def _number(scale: Any) -> float | None:
     """The number that a scale is; None where it is traced, or has dimensions."""
     if isinstance(scale, Tracer) or jnp.ndim(scale):
         return None
-    return as_float("scale", scale)
+    return as_finite("scale", scale)
 
 
 def _flash_mask(
@@ -385,8 +385,8 @@ def _checked(
     mask = None if mask is None else _scores_like("mask", mask, scores)
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"mask has dtype {mask.dtype}; it must be bool: see bias for numbers")
-    if scale is not None and not isinstance(scale, Array) and not jnp.ndim(scale):
-        scale = as_float("scale", scale)
+    if scale is not None and not isinstance(scale, Tracer) and not jnp.ndim(scale):
+        scale = as_finite("scale", scale)
     return _Call(
         q, k, v, bias, mask, scale,
         is_causal=as_bool("is_causal", is_causal),

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 def is_certain(condition: Callable[[], bool]) -> bool:
     """Whether a condition on sizes holds, whatever the values of symbolic ones."""
@@ -54,6 +56,14 @@ def as_float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {value!r}; it must be a number") from error
+
+
+def as_finite(name: str, value: Any) -> float:
+    """:func:`as_float`; raises ValueError where float32, the kernels' dtype, has no such number."""
+    number = as_float(name, value)
+    if not abs(number) <= _LARGEST:
+        raise ValueError(f"{name} is {number}; it must be finite in float32")
+    return number
 
 
 def as_integer(name: str, value: Any) -> int:

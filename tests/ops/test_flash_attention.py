@@ -4,9 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from op_helpers import FLASH_BACKENDS, attention_arrays, attention_by_hand, attention_gradients
+from op_helpers import (
+    FLASH_BACKENDS,
+    attention_arrays,
+    attention_by_hand,
+    attention_gradients,
+    packed_arrays,
+)
 
-from jaxllm.ops import flash_attention
+from jaxllm import ops
+from jaxllm.nn import dot_product_attention
+from jaxllm.ops import flash_attention, flash_attention_packed
 from jaxllm.ops.attention import reference
 from jaxllm.testing import error
 
@@ -79,6 +87,30 @@ def test_out_of_range_options_are_rejected():
         flash_attention(q, k, v, window=0)
     with pytest.raises(ValueError, match=r"softcap is 0\.0; it must be above 0"):
         flash_attention(q, k, v, softcap=0.0)
+    with pytest.raises(ValueError, match="softcap is 1e-40; it must be above 0, and normal in"):
+        flash_attention(q, k, v, softcap=1e-40)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e39])
+def test_options_that_are_not_finite_are_rejected(name, value):
+    q, k, v = attention_arrays(T=4)
+    (_, qkv), given = packed_arrays(4, 2), {name: value}
+    cache, lengths = jnp.ones((2, 5, 2, 8)), jnp.ones(2, int)
+    calls = [
+        lambda: flash_attention(q, k, v, **given),
+        lambda: flash_attention_packed(qkv, 4, 2, **given),
+    ]
+    if name == "scale":
+        calls += [
+            lambda: ops.decode_attention(jnp.ones((2, 4, 8)), cache, cache, lengths, **given),
+            lambda: ops.softmax(q, **given),
+            lambda: dot_product_attention(q, k, v, **given),
+            lambda: dot_product_attention(q, k, v, scale=jnp.float32(jnp.inf), implementation="xla"),
+        ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{name} is .*; it must be finite in float32"):
+            call()
 
 
 def test_mismatched_segment_ids_are_rejected():

@@ -157,8 +157,8 @@ def flash_attention(
         TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or
             ``sinks`` or ``bias`` is neither float32 nor in the dtype of ``q``.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
-            or a side of it below 0, ``softcap`` is not above 0, ``rope_table`` comes with T other
-            than S, or the backend is unknown.
+            or a side of it below 0, ``scale`` or ``softcap`` is not finite, ``softcap`` is not
+            above 0, ``rope_table`` comes with T other than S, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao, "FlashAttention-2" (arXiv:2307.08691); Ainslie et al., "GQA" (arXiv:2305.13245);

@@ -10,7 +10,13 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
 from jaxllm.ops.attention.arguments import check_sinks
-from jaxllm.ops.checks import as_float, check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_finite,
+    check_floating,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.pages import check_table
 from jaxllm.ops.window import Window, last_tokens
 
@@ -82,9 +88,9 @@ def decode_attention(
     Raises:
         TypeError: An array is of the wrong kind, a cache is neither int8 nor of the dtype of ``q``,
             scales are missing or not wanted, ``sinks`` are neither float32 nor of the dtype of
-            ``q``, or ``window`` is no integer and no pair of integers.
+            ``q``, ``scale`` is no number, or ``window`` is no integer and no pair of integers.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1,
-            or the backend is unknown.
+            ``scale`` is not finite, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Dao et al., "Flash-Decoding for long-context inference"; CUDA-Learn-Notes' split-KV
@@ -105,7 +111,7 @@ def decode_attention(
             check_floating(**{name: scales})
             check_shape(name, scales, k_cache.shape[:3], f"one a head of k_cache {k_cache.shape}")
     check_sinks(sinks, q.shape[1], q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else as_float("scale", scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else as_finite("scale", scale)
     options = {"scale": scale, "window": last_tokens(window)}
     arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales, sinks)
     direction = Direction.INFERENCE

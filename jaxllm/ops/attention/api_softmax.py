@@ -11,7 +11,7 @@ from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas, reference
-from jaxllm.ops.checks import as_bool, as_float, as_integer, check_floating
+from jaxllm.ops.checks import as_bool, as_finite, as_integer, check_floating
 
 SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
 REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
@@ -46,8 +46,8 @@ def softmax(
 
     Raises:
         TypeError: ``x`` is not floating-point.
-        ValueError: ``x`` has no last axis, or ``causal`` and no axis before it, or the backend is
-            unknown.
+        ValueError: ``x`` has no last axis, or ``causal`` and no axis before it, ``scale`` is not
+            finite, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867);
@@ -63,7 +63,7 @@ def softmax(
     if x.ndim < wanted:
         axes = "(..., T, S)" if causal else "(..., S)"
         raise ValueError(f"x has shape {x.shape}; it must be {axes}")
-    options = _SoftmaxOptions(as_float("scale", scale), causal)
+    options = _SoftmaxOptions(as_finite("scale", scale), causal)
     return _softmax(x, backend=resolve(backend), options=options)
 
 

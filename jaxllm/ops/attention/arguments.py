@@ -11,7 +11,7 @@ from jax import Array
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import (
     as_bool,
-    as_float,
+    as_finite,
     as_integer,
     check_floating,
     check_integer,
@@ -19,6 +19,8 @@ from jaxllm.ops.checks import (
     check_shape,
 )
 from jaxllm.ops.window import Window, check_window, shortest
+
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
 def check_arrays(q: Array, k: Array, v: Array) -> None:
@@ -174,10 +176,11 @@ def make_options(
     interleaved: bool,
 ) -> AttentionOptions:
     """The checked options of attention with heads of a width."""
-    softcap = None if softcap is None else as_float("softcap", softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it must be above 0")
-    factor = width**-0.5 if scale is None else as_float("scale", scale)
+    softcap = None if softcap is None else as_finite("softcap", softcap)
+    # A GPU may flush a subnormal softcap to zero, and a score of zero divided by it is no number.
+    if softcap is not None and not softcap >= _SMALLEST:
+        raise ValueError(f"softcap is {softcap}; it must be above 0, and normal in float32")
+    factor = width**-0.5 if scale is None else as_finite("scale", scale)
     causal, window = shortest(as_bool("causal", causal), check_window(window))
     return AttentionOptions(causal, factor, window, softcap, as_bool("interleaved", interleaved))
 
