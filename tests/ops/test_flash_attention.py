@@ -91,6 +91,31 @@ def test_out_of_range_options_are_rejected():
         flash_attention(q, k, v, softcap=1e-40)
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_bools_that_are_not_known_are_rejected(traced):
+    (q, k, v), qkv = packed_arrays(4, 2)
+    boxes, angles = jnp.ones((3, 4)), jnp.ones((6, 4))
+    calls = {
+        "causal": (
+            lambda x: flash_attention(q, k, v, causal=x),
+            lambda x: flash_attention_packed(qkv, 4, 2, causal=x),
+            lambda x: ops.softmax(q, causal=x),
+        ),
+        "interleaved": (
+            lambda x: flash_attention(q, k, v, interleaved=x),
+            lambda x: ops.rope(q, k, angles, angles, interleaved=x),
+        ),
+        "inclusive": (lambda x: ops.nms(boxes, boxes[:, 0], iou_threshold=0.5, inclusive=x),),
+        "transpose_a": (lambda x: ops.matmul(boxes, boxes, transpose_a=x),),
+        "transpose_b": (lambda x: ops.matmul(boxes, boxes, transpose_b=x),),
+    }
+    for name, given in calls.items():
+        for call in given:
+            call = jax.jit(call) if traced else call
+            with pytest.raises(TypeError, match=f"{name} has .*; it must be a bool"):
+                call(jnp.array(True) if traced else jnp.array([True, False]))
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e39])
 def test_options_that_are_not_finite_are_rejected(name, value):
@@ -106,7 +131,9 @@ def test_options_that_are_not_finite_are_rejected(name, value):
             lambda: ops.decode_attention(jnp.ones((2, 4, 8)), cache, cache, lengths, **given),
             lambda: ops.softmax(q, **given),
             lambda: dot_product_attention(q, k, v, **given),
-            lambda: dot_product_attention(q, k, v, scale=jnp.float32(jnp.inf), implementation="xla"),
+            lambda: dot_product_attention(
+                q, k, v, scale=jnp.float32(jnp.inf), implementation="xla"
+            ),
         ]
     for call in calls:
         with pytest.raises(ValueError, match=f"{name} is .*; it must be finite in float32"):
@@ -120,6 +147,8 @@ def test_mismatched_segment_ids_are_rejected():
         flash_attention(q, k, v, segment_ids=of_query)
     with pytest.raises(ValueError, match=r"segment_ids has shape \(2, 6\); it must be \(2, 4\)"):
         flash_attention(q, k, v, segment_ids=(of_key, of_query))
+    with pytest.raises(TypeError, match=r"segment_ids is a list; it must be .* or a tuple of the"):
+        flash_attention(q, k, v, segment_ids=[q, k])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="segment_ids is a tuple of 1"):
         flash_attention(q, k, v, segment_ids=(of_query,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="segment_ids of the keys has dtype float32"):

@@ -80,8 +80,11 @@ def test_mismatched_projections_and_rope_tables_are_rejected():
     with pytest.raises(TypeError, match="qkv has dtype int32"):
         flash_attention_packed(qkv.astype(jnp.int32), 4, 2)
     cos, sin = rope_table(jnp.arange(6), 8, theta=100.0)
-    with pytest.raises(ValueError, match="rope_table is no pair"):
-        flash_attention_packed(qkv, 4, 2, rope_table=cos)  # type: ignore[arg-type]
+    for table, found in ((cos, "is of type"), ([cos, sin], "is of type list"), ((cos,), "is a t")):
+        with pytest.raises(
+            ValueError, match=f"rope_table {found}.*; it must be a tuple of the cos"
+        ):
+            flash_attention_packed(qkv, 4, 2, rope_table=table)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"cos of rope_table has shape \(5, 4\); it must be \(6, R"
     ):

@@ -119,6 +119,18 @@ def test_out_of_range_options_are_rejected(options, message):
         cross_entropy(LOGITS, LABELS, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 7.5}, "vocab_size is 7.5; it must be an integer"),
+        ({"label_smoothing": "a"}, "label_smoothing is 'a'; it must be a number"),
+    ],
+)
+def test_options_of_other_types_are_rejected(options, message):
+    with pytest.raises(TypeError, match=message):
+        cross_entropy(LOGITS, LABELS, **options)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_loss_scale_prevents_float16_underflow(dtype, backend):

@@ -175,6 +175,10 @@ def test_mismatched_dtypes_are_rejected():
         rope(Q, K, COS, SIN.astype(jnp.bfloat16))
     with pytest.raises(TypeError, match="positions has dtype float32; it must be an integer array"):
         rope_table(jnp.arange(3.0), 8, theta=10.0)
+    with pytest.raises(TypeError, match=r"head_dim is 8\.0; it must be an integer"):
+        rope_table(jnp.arange(3), 8.0, theta=10.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="theta is 'a'; it must be a number"):
+        rope_table(jnp.arange(3), 8, theta="a")  # type: ignore[arg-type]
 
 
 def test_cuda_kernel_rejects_bfloat16_tables():

@@ -108,6 +108,7 @@ BOXES = jnp.ones((3, 4))
         (lambda: ops.nms(BOXES[:, :3], BOXES[:, 0], iou_threshold=0.5), ValueError, r"\(3, 3\)"),
         (lambda: ops.nms(BOXES, jnp.ones(2), iou_threshold=0.5), ValueError, "scores has shape"),
         (lambda: ops.nms(BOXES, BOXES[:, 0], iou_threshold=1.5), ValueError, "is 1.5; .* 0 to 1"),
+        (lambda: ops.nms(BOXES, BOXES[:, 0], iou_threshold="a"), TypeError, "is 'a'; .* a number"),
         (lambda: ops.nms(BOXES.astype(int), BOXES[:, 0], iou_threshold=0), TypeError, "boxes has"),
     ],
 )

@@ -139,7 +139,7 @@ def flash_attention(
             side without an end.
         softcap: Bounds each scaled product ``a`` smoothly to ``softcap * tanh(a / softcap)``.
         segment_ids: A query sees the keys of its own segment alone. One array for queries and keys
-            alike (T must equal S), or a pair, the queries' and the keys'; used as int32.
+            alike (T must equal S), or a tuple, the queries' and the keys'; used as int32.
         rope_table: Rotates ``q`` and ``k`` first, as :func:`jaxllm.ops.rope` does: the cosines and
             sines that :func:`jaxllm.ops.rope_table` makes, (T, R) or (B, T, R), float32 for the
             kernels. T must equal S. They are constants: their gradients are zero.
@@ -155,7 +155,8 @@ def flash_attention(
 
     Raises:
         TypeError: An array is of the wrong kind, ``k`` or ``v`` differs from ``q`` in dtype, or
-            ``sinks`` or ``bias`` is neither float32 nor in the dtype of ``q``.
+            ``sinks`` or ``bias`` is neither float32 nor in the dtype of ``q``, or an option is of
+            another type, or traced.
         ValueError: The shapes do not fit together, N is not a multiple of K, ``window`` is below 1
             or a side of it below 0, ``scale`` or ``softcap`` is not finite, ``softcap`` is not
             above 0, ``rope_table`` comes with T other than S, or the backend is unknown.

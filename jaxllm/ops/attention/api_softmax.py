@@ -45,7 +45,8 @@ def softmax(
         The probabilities, in the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is not floating-point.
+        TypeError: ``x`` is not floating-point, ``scale`` no number, or ``causal`` no bool that is
+            known while the program is traced.
         ValueError: ``x`` has no last axis, or ``causal`` and no axis before it, ``scale`` is not
             finite, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.

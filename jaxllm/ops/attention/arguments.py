@@ -77,6 +77,11 @@ def check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
     """Returns the segments of the queries and of the keys, or None."""
     if segment_ids is None:
         return None
+    if isinstance(segment_ids, list):
+        raise TypeError(
+            "segment_ids is a list; it must be an integer array, or a tuple of the queries' and "
+            "the keys'"
+        )
     if isinstance(segment_ids, tuple):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -124,7 +129,10 @@ def check_rope_table(q, k, rope_table) -> tuple[Array, Array] | None:
     if rope_table is None:
         return None
     if not isinstance(rope_table, tuple) or len(rope_table) != 2:
-        raise ValueError("rope_table is no pair; it must be the cosines and the sines")
+        found = f"is of type {type(rope_table).__name__}"
+        if isinstance(rope_table, tuple):
+            found = f"is a tuple of {len(rope_table)}"
+        raise ValueError(f"rope_table {found}; it must be a tuple of the cosines and the sines")
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"rope_table has one position for a query and its key, but q {q.shape} and k {k.shape} "

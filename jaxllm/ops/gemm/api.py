@@ -18,6 +18,7 @@ from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import gelu
 from jaxllm.ops.checks import (
+    as_bool,
     check_floating,
     check_layer,
     check_same_dtype,
@@ -90,7 +91,8 @@ def matmul(
         The product, ``(..., M, N)``.
 
     Raises:
-        TypeError: An argument is not floating-point, or differs from ``a`` in dtype.
+        TypeError: An argument is not floating-point, or differs from ``a`` in dtype, or
+            ``transpose_a`` or ``transpose_b`` is no bool that is known while the program is traced.
         ValueError: The factors do not fit together, ``bias`` is not as wide as the output, or the
             activation, the precision or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
@@ -103,6 +105,8 @@ def matmul(
     """
     check_floating(a=a, b=b)
     check_same_dtype("b", b, "a", a)
+    transpose_a = as_bool("transpose_a", transpose_a)
+    transpose_b = as_bool("transpose_b", transpose_b)
     if a.ndim == 0 or (transpose_a and a.ndim != 2):
         wanted = "(K, M), as transpose_a says" if transpose_a else "(..., K)"
         raise ValueError(f"a has shape {a.shape}; it must be {wanted}")
@@ -122,9 +126,7 @@ def matmul(
     dtype = jax.dtypes.canonicalize_dtype(a.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"out_dtype is {dtype}; it must be a floating dtype")
-    options = _MatmulOptions(
-        bool(transpose_a), bool(transpose_b), activation, dtype.name, precision
-    )
+    options = _MatmulOptions(transpose_a, transpose_b, activation, dtype.name, precision)
     flat = a if transpose_a else a.reshape(math.prod(rows), depth)
     out = _matmul(flat, b, bias, backend=resolve(backend), options=options)
     return out.reshape(*rows, columns)

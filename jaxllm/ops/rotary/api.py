@@ -14,7 +14,15 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_bool,
+    as_float,
+    as_integer,
+    check_floating,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.rotary import cuda, pallas, reference
 
 ROPE = Op("rope", reference=reference, pallas=pallas, cuda=cuda)
@@ -66,8 +74,9 @@ def rope(
         ``q`` and ``k``, rotated, in their shapes and dtypes; only ``q`` where ``k`` is None.
 
     Raises:
-        TypeError: An argument is not floating-point, or ``k`` differs from ``q``, or ``sin`` from
-            ``cos``, in dtype.
+        TypeError: An argument is not floating-point, ``k`` differs from ``q``, or ``sin`` from
+            ``cos``, in dtype, or ``interleaved`` is no bool that is known while the program is
+            traced.
         ValueError: ``q`` has fewer than three axes, ``k`` differs from it in another axis than the
             heads, ``cos`` does not fit it, ``sin`` differs from ``cos`` in shape, or the backend is
             unknown.
@@ -81,12 +90,12 @@ def rope(
         >>> q, k = jaxllm.ops.rope(q, k, cos, sin)
     """
     check_floating(q=q, cos=cos, sin=sin)
+    options = _Options(as_bool("interleaved", interleaved))
     if q.ndim < 3:
         raise ValueError(f"q has shape {q.shape}; it must be (*B, T, N, H)")
     if k is not None:
         _check_keys(q, k)
     _check_tables(q, cos, sin)
-    options = _Options(bool(interleaved))
     rotated_q, rotated_k = _rope(q, k, cos, sin, backend=resolve(backend), options=options)
     return rotated_q if k is None else (rotated_q, rotated_k)
 
@@ -183,12 +192,14 @@ def rope_table(
         ``(cos, sin)``, float32, with a last axis of ``head_dim / 2``.
 
     Raises:
-        TypeError: ``positions`` is not of an integer dtype.
+        TypeError: ``positions`` is not of an integer dtype, ``head_dim`` no integer, or ``theta``
+            no number.
         ValueError: ``head_dim`` is odd.
 
     Source: llama3.cuda's ``precompute_freqs_cis``; Hugging Face's ``rope_type`` "llama3".
     """
     check_integer(positions=positions)
+    head_dim, theta = as_integer("head_dim", head_dim), as_float("theta", theta)
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; it must be even, as columns rotate in pairs")
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)

@@ -9,7 +9,7 @@ from jaxllm.core import partition, shards
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import WHOLE
-from jaxllm.ops.checks import as_float, check_floating, check_shape
+from jaxllm.ops.checks import as_bool, as_float, check_floating, check_shape
 from jaxllm.ops.vision import cuda, pallas, reference
 
 NMS = Op("nms", reference=reference, pallas=pallas, cuda=cuda)
@@ -47,7 +47,8 @@ def nms(
         the indices.
 
     Raises:
-        TypeError: An argument is not floating-point.
+        TypeError: An argument is not floating-point, ``iou_threshold`` is no number, or
+            ``inclusive`` no bool that is known while the program is traced.
         ValueError: ``boxes`` is not (N, 4), ``scores`` is not as long, ``iou_threshold`` is not in
             its range, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
@@ -63,13 +64,15 @@ def nms(
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f"boxes has shape {boxes.shape}; it must be (N, 4)")
     check_shape("scores", scores, boxes.shape[:1], f"one for each row of boxes {boxes.shape}")
+    iou_threshold = as_float("iou_threshold", iou_threshold)
+    inclusive = as_bool("inclusive", inclusive)
     if not 0 <= iou_threshold <= 1:
         raise ValueError(f"iou_threshold is {iou_threshold}; it must be from 0 to 1")
     backend = resolve(backend)
     if boxes.shape[0] == 0:
         return jnp.zeros(0, bool)
     boxes, scores = jnp.asarray(boxes), jnp.asarray(scores)
-    static = backend, as_float("iou_threshold", iou_threshold), bool(inclusive)
+    static = backend, iou_threshold, inclusive
     suppress = shards.Function(_suppress, static)
     if partition.is_wanted((boxes, scores)):  # with the sort, so that it sees the shardings
         given = boxes, scores
