@@ -14,6 +14,7 @@ from jaxllm.convert.huggingface import to_state_dict
 from jaxllm.inference.cache import decode_step, init_cache, prefill
 from jaxllm.inference.generate import complete, stream
 from jaxllm.inference.paged_cache import init_paged_cache
+from jaxllm.inference.sampling import sample
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
@@ -280,9 +281,16 @@ def test_parameters_turned_before_are_taken(model, config):
     assert [x.tolist() for x in out] == [x.tolist() for x in expected]
 
 
-def test_top_p_keeps_the_fewest_likeliest():
-    from jaxllm.inference.sampling import sample
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 0.0])
+@pytest.mark.parametrize("options", [{"top_k": None}, {"top_k": 3}, {"top_k": None, "top_p": 0.9}])
+def test_a_tiny_temperature_gives_the_likeliest_token(temperature, options):
+    rows = jnp.array([[1.0, 3.0, 2.0, -jnp.inf], [-9.0, -7.0, -5.0, -6.0], [3e38, 0, -3e38, 0]])
+    rows = jnp.concatenate([rows, rows + 1])
+    out = sample(rows, jnp.float32(temperature), jax.random.key(0), **options)
+    assert out.tolist() == jnp.argmax(rows, axis=-1).tolist()
 
+
+def test_top_p_keeps_the_fewest_likeliest():
     probabilities = jnp.array([0.1, 0.4, 0.2, 0.3])
     rows = jnp.broadcast_to(jnp.log(probabilities), (4000, 4))
     options = {"temperature": jnp.float32(1.0), "key": jax.random.key(0), "top_k": None}

@@ -14,7 +14,8 @@ def sample(
 
     Args:
         logits: The logits, (B, V).
-        temperature: The divisor of the logits; above 0.
+        temperature: The divisor of the logits; above 0. One below the smallest normal float32
+            counts as that.
         key: The random key.
         top_k: Sample among the ``top_k`` most likely tokens; 1 for greedy decoding, at any
             temperature; None for all tokens.
@@ -29,16 +30,23 @@ def sample(
     logits = logits.astype(jnp.float32)
     top_k = None if top_k is None or top_k >= logits.shape[-1] else top_k
     if top_k is None and top_p is None:
-        return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+        return jax.random.categorical(key, _divide(logits, temperature)).astype(jnp.int32)
     # Sample among the sorted top k. A threshold on logits would admit more than k tokens on a tie.
     best, ids = jax.lax.top_k(logits, logits.shape[-1] if top_k is None else top_k)
-    best = best / temperature
+    best = _divide(best, temperature)
     if top_p is not None:
         probabilities = jax.nn.softmax(best, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         best = jnp.where((before < top_p) | (jnp.arange(best.shape[-1]) == 0), best, -jnp.inf)
     choice = jax.random.categorical(key, best)
     return jnp.take_along_axis(ids, choice[:, None], axis=1)[:, 0].astype(jnp.int32)
+
+
+def _divide(logits: Array, temperature: Array) -> Array:
+    """Logits by the temperature, each row less its largest logit: overflow gives -inf, not inf."""
+    largest = logits.max(axis=-1, keepdims=True)
+    shifted = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+    return shifted / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
 
 
 def check_sampling(
