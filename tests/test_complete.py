@@ -330,6 +330,53 @@ def test_refuses(wrong, message):
             stream(model, params, prompts[0], config=GPT2, **options)
 
 
+@functools.cache
+def empty_cache(config, *, in_pages, **changes):
+    config = dataclasses.replace(config, **changes)
+    if in_pages:
+        return init_paged_cache(config, [8, 8], 4, jnp.float32)
+    return init_cache(config, 2, 8, jnp.float32)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_a_step_refuses_tokens_and_caches_that_do_not_fit(model, config, in_pages, is_laid_out):
+    params = random_params(model, config)
+    params = for_decoding(params) if is_laid_out else params
+    cache = empty_cache(config, in_pages=in_pages)
+    for kind, message, tokens in (
+        (ValueError, r"tokens has shape \(1,\); it must be \(2,\), one for each", jnp.ones(1, int)),
+        (ValueError, r"tokens has shape \(3,\); it must be \(2,\)", jnp.ones(3, int)),
+        (ValueError, r"tokens has shape \(2, 1\); it must be \(2,\)", jnp.ones((2, 1), int)),
+        (TypeError, "tokens has dtype float32; it must be an integer array", jnp.ones(2)),
+        (TypeError, "tokens has type list; it must be an integer array", [1, 2]),
+    ):
+        with pytest.raises(kind, match=message):
+            decode_step(model, params, tokens, config, cache)
+
+
+@pytest.mark.parametrize(("model", "config"), MODELS)
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 3}, "cache.keys has 3 layers; it must have 2, those of config"),
+        ({"layers": 1}, "cache.keys has 1 layers; it must have 2, those of config"),
+        ({"heads": 8, "kv_heads": 8}, "cache.keys of layer 0 has shape .*, 8, .*; it must be .*"),
+        ({"width": 128}, "cache.keys of layer 0 has shape .*; it must be .*, by the key heads"),
+    ],
+)
+def test_caches_of_another_config_are_errors(model, config, changes, message, in_pages):
+    names = {field.name for field in dataclasses.fields(config)}
+    changes = {name: size for name, size in changes.items() if name in names}
+    params, cache = random_params(model, config), empty_cache(config, in_pages=in_pages, **changes)
+    with pytest.raises(ValueError, match=message):
+        decode_step(model, params, jnp.ones(2, int), config, cache)
+    with pytest.raises(ValueError, match=message):
+        prefill(model, params, jnp.ones((2, 3), int), jnp.ones(2, int), config, cache)
+
+
 @pytest.mark.parametrize(("model", "config"), MODELS)
 def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
     params, cache = random_params(model, config), init_cache(config, 2, 8, jnp.float32)
@@ -345,3 +392,6 @@ def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
     refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
     refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])
     refuse(r"lengths has shape \(3,\); it must be \(2,\)", ones((2, 4)), [4, 4, 4])
+    for lengths, found in ([4, 4], "type list"), (jnp.ones(2), "dtype float32"):
+        with pytest.raises(TypeError, match=f"lengths has {found}; it must be an integer array"):
+            prefill(model, params, ones((2, 4)), lengths, config, cache)

@@ -32,7 +32,7 @@ from jaxllm.models.common import (
     next_logits,
     window_within,
 )
-from jaxllm.ops.checks import is_certain
+from jaxllm.ops.checks import check_integer, check_shape, is_certain
 from jaxllm.ops.gemm.api import FEW_ROWS
 from jaxllm.ops.window import is_ring
 
@@ -153,10 +153,11 @@ def prefill(
         The logits of the token after each prompt, and the cache.
 
     Raises:
-        TypeError: ``tokens`` is not of an integer dtype.
+        TypeError: ``tokens`` or ``lengths`` is not an array of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache is of another
             number of sequences, or T is beyond the model's maximum, or that of a layer of the cache
-            without a window; or a layer of the cache has more slots than its window.
+            without a window; or a layer of the cache has more slots than its window; or the cache
+            has other layers or heads than ``config``.
     """
     _check_prompts(tokens, lengths, config, cache)
     # Attention reads the lengths, to store the last tokens of each prompt in a ring.
@@ -184,7 +185,15 @@ def decode_step(
 
     Returns:
         The logits of the token after each, and the cache with the tokens in it.
+
+    Raises:
+        TypeError: ``tokens`` is not an array of an integer dtype.
+        ValueError: ``tokens`` is not one token for each sequence of the cache, or the cache has
+            other layers or heads than ``config``, or a layer of it has more slots than its window.
     """
+    check_integer(tokens=tokens)
+    check_shape("tokens", tokens, cache.lengths.shape, "one for each sequence of the cache")
+    _check_cache(config, cache)
     few = is_certain(lambda: 1 <= tokens.shape[0] <= FEW_ROWS)
     is_by_block = model is llama3 and is_for_decoding(params)
     if few and is_by_block and not cache.quantized:
@@ -225,23 +234,58 @@ def _ring(cache: KVCache | PagedKVCache, layer: int, window: int | None) -> int 
     return window if is_ring(f"the cache of layer {layer}", slots, window) else None
 
 
+def _check_cache(config: Shape, cache: KVCache | PagedKVCache) -> None:
+    """Raises ValueError where a cache does not have the layers and heads of a config."""
+    sequences = cache.lengths.shape
+    if isinstance(cache, PagedKVCache) and cache.block_table.shape[:1] != sequences:
+        raise ValueError(
+            f"cache.block_table has shape {cache.block_table.shape}; it must be {(*sequences, 'M')}"
+        )
+    heads = (config.kv_heads, config.head_width)
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        arrays = getattr(cache, name)
+        of_scales = name.endswith("scales")
+        if of_scales and not cache.quantized:
+            continue
+        if len(arrays) != config.layers:
+            raise ValueError(
+                f"cache.{name} has {len(arrays)} layers; it must have {config.layers}, those of "
+                "config"
+            )
+        first = ("P", "page") if isinstance(cache, PagedKVCache) else (*sequences, "S")
+        wanted = (*first, *(heads[:1] if of_scales else heads))
+        for layer, array in enumerate(arrays):
+            fits = len(array.shape) == len(wanted) and all(
+                isinstance(size, str) or size == found
+                for size, found in zip(wanted, array.shape, strict=True)
+            )
+            if not fits:
+                raise ValueError(
+                    f"cache.{name} of layer {layer} has shape {array.shape}; it must be "
+                    f"({', '.join(map(str, wanted))}), by the key heads of config and their width"
+                )
+
+
 def _check_prompts(
     tokens: Array, lengths: Array, config: Any, cache: KVCache | PagedKVCache
 ) -> None:
     """Checks the arguments of :func:`prefill`.
 
     Raises:
-        TypeError: ``tokens`` is not of an integer dtype.
+        TypeError: ``tokens`` or ``lengths`` is not an array of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache not of B
-            sequences, or T is beyond the config's max_seq_len or the cache's max_length.
+            sequences, or T is beyond the config's max_seq_len or the cache's max_length, or the
+            cache is of another config.
     """
     check_tokens(tokens, config.max_seq_len)
+    check_integer(lengths=lengths)
     B, T = tokens.shape
     for name, shape in (("lengths", lengths.shape), ("cache.lengths", cache.lengths.shape)):
         if shape != (B,):
             raise ValueError(
                 f"{name} has shape {shape}; it must be ({B},), by the rows of tokens {tokens.shape}"
             )
+    _check_cache(config, cache)
     rings = [_ring(cache, layer, window) for layer, window in enumerate(_windows(config))]
     if None in rings and is_certain(lambda: cache.max_length < T):
         raise ValueError(

@@ -276,8 +276,7 @@ def check_tokens(tokens: Array, max_seq_len: int) -> None:
         TypeError: ``tokens`` is not of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``max_seq_len``.
     """
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
+    check_integer(tokens=tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens has shape {tokens.shape}; it must be (B, T)")
     if is_certain(lambda: tokens.shape[1] > max_seq_len):
