@@ -315,6 +315,13 @@ def test_top_p_keeps_the_fewest_likeliest():
         ({"temperature": 1.0}, "key is missing"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"stop_tokens": "</s>"}, "stop_tokens is '</s>'; it must be an integer or a list of them"),
+        ({"stop_tokens": [1, 2**31]}, "stop_tokens has 2147483648; it must be within int32"),
+        ({"stop_tokens": 2**40}, "stop_tokens has 1099511627776; it must be within int32"),
+        ({"stop_tokens": 2**70}, "stop_tokens has 1180591620717411303424; it must be within int32"),
+        (
+            {"key": jax.random.split(jax.random.key(0))},
+            r"key has shape \(2,\); it must be a single",
+        ),
         ({"stop_tokens": [[1]]}, r"stop_tokens is \[\[1\]\]; it must be an integer or a list"),
     ],
 )
@@ -375,6 +382,39 @@ def test_caches_of_another_config_are_errors(model, config, changes, message, in
         decode_step(model, params, jnp.ones(2, int), config, cache)
     with pytest.raises(ValueError, match=message):
         prefill(model, params, jnp.ones((2, 3), int), jnp.ones(2, int), config, cache)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0; it must be an integer"),
+        ({"max_length": 10.0}, "max_length is 10.0; it must be an integer"),
+        ({"top_k": 2.5}, "top_k is 2.5; it must be an integer"),
+        ({"temperature": "a"}, "temperature is 'a'; it must be a number"),
+        ({"top_p": "x"}, "top_p is 'x'; it must be a number"),
+        ({"key": 0}, "key has type int; it must be one of jax.random.key"),
+        ({"cache_dtype": jnp.float16}, "cache_dtype is float16; it must be int8, or float32 as"),
+        ({"cache_dtype": "half a byte"}, "cache_dtype is 'half a byte'; it must be int8, or"),
+    ],
+)
+def test_options_of_other_types_are_errors(wrong, message):
+    model: Any = gpt2
+    params = random_params(model, GPT2)
+    options = {"config": GPT2, "max_new_tokens": 3, "temperature": 0.0} | wrong
+    for run, prompts in ((complete, [[1]]), (stream, [1])):
+        with pytest.raises(TypeError, match=message):
+            run(model, params, prompts, **options)
+
+
+def test_numbers_of_jax_are_options():
+    model: Any = gpt2
+    params = random_params(model, GPT2)
+    options = {"config": GPT2, "max_new_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.5}
+    given = {name: x if name == "config" else jnp.asarray(x) for name, x in options.items()}
+    expected = complete(model, params, [[1]], **options, key=jax.random.key(0))[0].tolist()
+    found = complete(model, params, [[1]], **given, key=jax.random.key(0))[0]
+    assert found.tolist() == expected
+    assert list(stream(model, params, [1], **given, key=jax.random.key(0))) == expected
 
 
 @pytest.mark.parametrize(("model", "config"), MODELS)

@@ -143,6 +143,28 @@ def test_refuses(wrong, message):
         generate(count_forward, None, config=Toy(), **options)
 
 
+def test_numbers_of_jax_are_options():
+    options = {"max_new_tokens": jnp.int32(2), "top_k": jnp.int32(1), "temperature": np.float64(2)}
+    out = generate(count_forward, None, [1], config=Toy(), key=jax.random.PRNGKey(0), **options)
+    assert out.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_new_tokens": 2.0}, "max_new_tokens is 2.0; it must be an integer"),
+        ({"top_k": 2.5}, "top_k is 2.5; it must be an integer"),
+        ({"temperature": "a"}, "temperature is 'a'; it must be a number"),
+        ({"key": 0}, "key has type int; it must be one of jax.random.key"),
+        ({"key": jnp.zeros(2)}, "key has dtype float32; it must be one of jax.random.key"),
+    ],
+)
+def test_options_of_other_types_are_errors(wrong, message):
+    options = {"prompt_tokens": [1], "max_new_tokens": 1, "key": jax.random.key(0), **wrong}
+    with pytest.raises(TypeError, match=message):
+        generate(count_forward, None, config=Toy(), **options)
+
+
 @pytest.fixture
 def chat_folder(tmp_path):
     """A model whose parameters are zero: it writes token 0 until that ends the text."""

@@ -147,5 +147,9 @@ def test_refuses():
     params = llama3.init(jax.random.key(0), LLAMA3)
     with pytest.raises(ValueError, match=r"blocks.attention.qkv.weight has shape .* width 128"):
         quantize_params(params, group_size=48)
+    with pytest.raises(ValueError, match="group_size is 0; it must be at least 1"):
+        quantize_params(params, group_size=0)
+    with pytest.raises(TypeError, match=r"group_size is 32\.0; it must be an integer"):
+        quantize_params(params, group_size=32.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="int8 already"):
         quantize_params(quantize_params(params))

@@ -22,6 +22,7 @@ from jaxllm.inference.paged_cache import PagedKVCache, init_paged_cache
 from jaxllm.inference.sampling import check_sampling, sample
 from jaxllm.models.common import Params, for_decoding, is_for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
+from jaxllm.ops.checks import as_integer
 
 
 class Config(Protocol):
@@ -70,6 +71,8 @@ def generate(
         The prompt and the new tokens, int32, with the axes of ``prompt_tokens``.
 
     Raises:
+        TypeError: ``max_new_tokens`` or ``top_k`` is no integer, ``temperature`` no number, or
+            ``key`` no key of ``jax.random``.
         ValueError: The prompt is empty, not of one or two axes, or not of integers, or has a token
             that is not in the vocabulary; a number is out of range; or a key is needed and missing.
     """
@@ -82,9 +85,8 @@ def generate(
         raise ValueError(f"prompt_tokens has dtype {prompt.dtype}; it must be integers")
     if not isinstance(prompt, Tracer):
         _check_vocabulary("prompt_tokens", np.asarray(prompt), config)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    check_sampling(temperature, top_k, None, key)
+    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    temperature, top_k, _ = check_sampling(temperature, top_k, None, key)
     if key is None:
         key = jax.random.key(0)  # never drawn from
     tokens = _generate(
@@ -163,7 +165,7 @@ def complete(
         key: The source of randomness; equal keys give equal samples.
         max_length: The most tokens that the cache holds, the prompt included; None for as many as
             are needed.
-        cache_dtype: That of the cache, as ``jnp.int8``; None for that of ``params``.
+        cache_dtype: ``jnp.int8``, or the dtype of ``params``; None for the latter.
         page_size: Keeps the cache in pages of so many tokens: each text has room for its prompt and
             ``max_new_tokens``, and wastes less than a page, whatever the longest needs. The logits
             have the bits of a cache in one piece with as many slots as the longest text has in its
@@ -174,11 +176,15 @@ def complete(
         The new tokens of each prompt, int32, the token that stopped it included.
 
     Raises:
+        TypeError: An option is of another type than this; or ``cache_dtype`` is neither int8 nor
+            the dtype of ``params``.
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
-            the cache or the model; a number is out of range; ``stop_tokens`` are no integers; or a
-            key is needed and missing.
+            the cache or the model; a number is out of range; ``stop_tokens`` are no integers, or
+            beyond int32; or a key is needed and missing.
     """
-    check_sampling(temperature, top_k, top_p, key)
+    temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
+    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    stops = _stops(stop_tokens, config)
     tokens, lengths = _pad_prompts(prompts, config)
     cache = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
@@ -195,7 +201,7 @@ def complete(
         max_new_tokens=max_new_tokens,
         top_k=1 if temperature == 0 else top_k,
         top_p=top_p,
-        stop_tokens=_stops(stop_tokens, config),
+        stop_tokens=stops,
     )
     return [row[:count] for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
 
@@ -224,14 +230,16 @@ def stream(
         The new tokens.
 
     Raises:
+        TypeError: As in :func:`complete`.
         ValueError: As in :func:`complete`.
     """
-    check_sampling(temperature, top_k, top_p, key)
+    temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
+    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    stops = _stops(stop_tokens, config)
     tokens, lengths = _pad_prompts([prompt], config)
     cache: Any = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
     )
-    stops = _stops(stop_tokens, config)
     options = {
         "model": model,
         "config": config,
@@ -261,9 +269,14 @@ def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, .
     if stop_tokens is None:
         return getattr(config, "special_tokens", SpecialTokens()).eos
     ids = np.atleast_1d(np.asarray(stop_tokens))
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+    # Integers beyond 64 bits come as objects.
+    found = tuple(ids.tolist())
+    if ids.ndim != 1 or not all(type(id_) is int for id_ in found):
         raise ValueError(f"stop_tokens is {stop_tokens!r}; it must be an integer or a list of them")
-    return tuple(ids.tolist())
+    for id_ in found:
+        if not -(2**31) <= id_ < 2**31:
+            raise ValueError(f"stop_tokens has {id_}; it must be within int32, as tokens are")
+    return found
 
 
 def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -293,12 +306,18 @@ def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:
         )
 
 
+def _check_max_new_tokens(max_new_tokens: Any) -> int:
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+    return max_new_tokens
+
+
 def _check_max_length(
     lengths: np.ndarray, max_new_tokens: int, max_length: int | None, config: Any
 ) -> int:
     """The most tokens that the cache holds."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+    max_length = None if max_length is None else as_integer("max_length", max_length)
     needed = int(lengths.max()) + max_new_tokens
     for name, most in (("max_length", max_length), ("the model's max_seq_len", config.max_seq_len)):
         if most is not None and needed > most:
@@ -330,7 +349,21 @@ def _empty_cache(
 
 
 def _cache_dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
-    return params["wte"].dtype if dtype is None else dtype
+    """The dtype of the cache.
+
+    Raises:
+        TypeError: It is neither int8 nor that of the parameters, in which attention computes.
+    """
+    own = params["wte"].dtype
+    if dtype is None:
+        return own
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"cache_dtype is {dtype!r}; it must be int8, or {own}") from error
+    if found not in (jnp.int8, own):
+        raise TypeError(f"cache_dtype is {found}; it must be int8, or {own} as params are")
+    return found
 
 
 def _laid_out(params: Params) -> Params:

@@ -7,6 +7,7 @@ from jax import Array
 
 from jaxllm import ops
 from jaxllm.models.common import Params, in_usual_order, lm_head, map_weights
+from jaxllm.ops.checks import as_integer
 
 
 def quantize_params(params: Params, *, group_size: int = 64) -> Params:
@@ -27,9 +28,13 @@ def quantize_params(params: Params, *, group_size: int = 64) -> Params:
         ``lm_head``.
 
     Raises:
-        ValueError: A matrix's input width is not a multiple of ``group_size``, or the parameters
-            are int8 already.
+        TypeError: ``group_size`` is no integer.
+        ValueError: ``group_size`` is below 1, a matrix's input width is not a multiple of it, or
+            the parameters are int8 already.
     """
+    group_size = as_integer("group_size", group_size)
+    if group_size < 1:
+        raise ValueError(f"group_size is {group_size}; it must be at least 1")
     head = lm_head(params)
     if isinstance(head, ops.Quantized):
         raise ValueError("params are int8 already; lm_head is a Quantized")

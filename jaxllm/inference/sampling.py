@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from jaxllm.ops.checks import as_float, as_integer
 
 
 def sample(
@@ -50,9 +54,9 @@ def _divide(logits: Array, temperature: Array) -> Array:
 
 
 def check_sampling(
-    temperature: float, top_k: int | None, top_p: float | None, key: Array | None
-) -> None:
-    """Checks sampling options.
+    temperature: Any, top_k: Any, top_p: Any, key: Array | None
+) -> tuple[float, int | None, float | None]:
+    """Checks sampling options; returns all but the key as Python numbers.
 
     Args:
         temperature: The divisor of the logits; 0 for greedy decoding.
@@ -60,9 +64,17 @@ def check_sampling(
         top_p: As in :func:`sample`.
         key: The random key, which a temperature above 0 needs.
 
+    Returns:
+        ``(temperature, top_k, top_p)``.
+
     Raises:
-        ValueError: An option is out of range, or the key is missing.
+        TypeError: ``temperature`` or ``top_p`` is no number, ``top_k`` no integer, or ``key`` no
+            key of ``jax.random``.
+        ValueError: An option is out of range, or the key is missing or of the wrong shape.
     """
+    temperature = as_float("temperature", temperature)
+    top_k = None if top_k is None else as_integer("top_k", top_k)
+    top_p = None if top_p is None else as_float("top_p", top_p)
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
     if top_k is not None and top_k < 1:
@@ -71,3 +83,16 @@ def check_sampling(
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1, or None")
     if key is None and temperature > 0:
         raise ValueError("key is missing; a temperature above 0 needs one")
+    if key is not None:
+        _check_key(key)
+    return temperature, top_k, top_p
+
+
+def _check_key(key: Any) -> None:
+    dtype = getattr(key, "dtype", None)
+    is_typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if not is_typed and dtype != jnp.uint32:
+        found = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
+        raise TypeError(f"key has {found}; it must be one of jax.random.key")
+    if key.ndim != (0 if is_typed else 1):
+        raise ValueError(f"key has shape {key.shape}; it must be a single key")
