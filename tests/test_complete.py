@@ -338,7 +338,7 @@ def test_refuses(wrong, message):
 
 
 @functools.cache
-def empty_cache(config, *, in_pages, **changes):
+def empty_cache(config, *, in_pages, **changes) -> Any:
     config = dataclasses.replace(config, **changes)
     if in_pages:
         return init_paged_cache(config, [8, 8], 4, jnp.float32)

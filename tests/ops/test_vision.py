@@ -1,5 +1,7 @@
 """Non-maximum suppression: NaN, ties, thresholds, inclusive corners and errors."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from jaxllm import ops, testing
 
 BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
+NO_NUMBER: Any = "a"
 
 
 def greedy(boxes, scores, iou_threshold, pixel=0.0):
@@ -108,7 +111,11 @@ BOXES = jnp.ones((3, 4))
         (lambda: ops.nms(BOXES[:, :3], BOXES[:, 0], iou_threshold=0.5), ValueError, r"\(3, 3\)"),
         (lambda: ops.nms(BOXES, jnp.ones(2), iou_threshold=0.5), ValueError, "scores has shape"),
         (lambda: ops.nms(BOXES, BOXES[:, 0], iou_threshold=1.5), ValueError, "is 1.5; .* 0 to 1"),
-        (lambda: ops.nms(BOXES, BOXES[:, 0], iou_threshold="a"), TypeError, "is 'a'; .* a number"),
+        (
+            lambda: ops.nms(BOXES, BOXES[:, 0], iou_threshold=NO_NUMBER),
+            TypeError,
+            "is 'a'; .* a number",
+        ),
         (lambda: ops.nms(BOXES.astype(int), BOXES[:, 0], iou_threshold=0), TypeError, "boxes has"),
     ],
 )
