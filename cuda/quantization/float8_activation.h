@@ -22,8 +22,8 @@ struct Float8Swiglu {
 // h is (rows, kParts width). What is finite does not overflow.
 //
 // cudaErrorNotSupported where the width is no multiple of 8, where a transposed matrix is wanted
-// and the rows are no multiple of 16, and where a pointer is not a multiple of 16 bytes, or `values`
-// of 8.
+// and the rows are no multiple of 16, and where a pointer is not a multiple of 16 bytes, or
+// `values` of 8.
 template <class Activation, typename T>
 struct Float8Activation {
   const T* h;

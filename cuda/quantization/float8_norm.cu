@@ -340,8 +340,8 @@ cudaError_t launch(cudaStream_t stream, const Float8Norm<T, W>& call) {
 template <typename T, typename W>
 cudaError_t Float8Norm<T, W>::forward(cudaStream_t stream) const {
   if (rows == 0 || width == 0) return cudaSuccess;
-  if (width > kMaxWidth || !float8::serves(rows, width, transposed) ||
-      !aligned<8>(values) || !aligned_16(x, residual, x_bias, scale, bias, transposed, h)) {
+  if (width > kMaxWidth || !float8::serves(rows, width, transposed) || !aligned<8>(values) ||
+      !aligned_16(x, residual, x_bias, scale, bias, transposed, h)) {
     return cudaErrorNotSupported;
   }
   return bias ? launch<LayerNormFormula>(stream, *this) : launch<RmsNormFormula>(stream, *this);
