@@ -3,7 +3,9 @@ import gzip
 import os
 import subprocess
 import sys
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,6 +95,42 @@ def test_short_corpus_is_an_error(dataset):
 def test_batch_rejects_out_of_range_arguments(dataset, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         data.batch(dataset, **{"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0, **wrong})
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.array, jnp.int32])
+def test_batches_accept_integers_of_numpy_and_jax(dataset, integer):
+    step, batch_size = 2**20, 2**12  # together beyond int32
+    found = data.batch(dataset, integer(batch_size), 8, seed=integer(1), step=integer(step))
+    expected = data.batch(dataset, batch_size, 8, seed=1, step=step)
+    np.testing.assert_array_equal(found, expected)
+    ranks: dict[str, Any] = {"index": 2**31 - 1, "rank": 1, "ranks": 2}
+    found, expected = (
+        data.batch_in_order(dataset, 2, 8, **{name: of(value) for name, value in ranks.items()})
+        for of in (integer, int)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len", "seed", "step"])
+def test_batch_names_the_argument_that_is_not_an_integer(dataset, name):
+    right = {"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0}
+    with pytest.raises(TypeError, match=rf"{name} is 1\.5; it must be an integer"):
+        data.batch(dataset, **right | {name: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"index": 0.0}, TypeError, r"index is 0\.0; it must be an integer"),
+        ({"rank": 0.0}, TypeError, r"rank is 0\.0; it must be an integer"),
+        ({"ranks": "2"}, TypeError, "ranks is '2'; it must be an integer"),
+        ({"ranks": 0}, ValueError, "ranks is 0; it must be at least 1"),
+        ({"rank": 1}, ValueError, "rank is 1; it must be at least 0 and less than ranks, 1"),
+    ],
+)
+def test_batch_in_order_names_the_argument_that_does_not_fit(dataset, wrong, error, message):
+    with pytest.raises(error, match=message):
+        data.batch_in_order(dataset, 1, 8, **{"index": 0, **wrong})
 
 
 @pytest.fixture

@@ -82,6 +82,9 @@ def test_labels_of_the_next_document_get_the_ignored_index():
     found = data.ignore_next_document(tokens, labels, END, ignore_index=99)
     assert found.tolist() == [[END, 99, 99, 6]]
     assert labels.tolist() == [[END, END, 5, 6]]
+    for dtype in ("uint8", "uint16", "uint32"):
+        found = data.ignore_next_document(tokens, labels.astype(dtype), END)
+        assert found.tolist() == [[END, -1, -1, 6]] and found.dtype == "int32"
 
 
 def test_document_arguments_that_do_not_fit_are_rejected(dataset):

@@ -25,7 +25,7 @@ def llama_shard(tokens):
     ("kind", "build", "dtype", "tokens"),
     [
         ("gpt2", gpt2_shard, np.uint16, [0, 1, 50256, 65535]),
-        ("llama3", llama_shard, np.uint32, [0, 1, 128_000, 2**32 - 1]),
+        ("llama3", llama_shard, np.uint32, [0, 1, 128_000, 2**31 - 1]),
         ("gpt2", gpt2_shard, np.uint16, []),
         ("llama3", llama_shard, np.uint32, []),
     ],
@@ -46,7 +46,8 @@ def test_shards_round_trip(tmp_path, kind, build, dtype, tokens):
     [
         ("gpt2", [-1], "spans -1 to -1"),
         ("gpt2", [65536], "kind gpt2 holds ids 0 to 65535"),
-        ("llama3", [2**32], "kind llama3 holds ids 0 to 4294967295"),
+        ("llama3", [2**31], "kind llama3 holds ids 0 to 2147483647"),
+        ("gpt3", [1], "kind is 'gpt3'; it must be one of gpt2, llama3"),
         ("gpt2", [[1, 2]], r"shape \(1, 2\); it must have one axis"),
     ],
 )
@@ -54,6 +55,27 @@ def test_write_shard_rejects_invalid_tokens(tmp_path, kind, tokens, message):
     with pytest.raises(ValueError, match=message):
         write_shard(tmp_path / "shard.bin", tokens, kind=kind)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokens", [[1.0, 2.0], [1.7, np.nan], [True, False]])
+def test_write_shard_rejects_tokens_that_are_not_integers(tmp_path, tokens):
+    with pytest.raises(TypeError, match=r"tokens has dtype .*; it must be an integer array"):
+        write_shard(tmp_path / "shard.bin", tokens)
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_reject_tokens_beyond_int32(tmp_path):
+    (tmp_path / "a.bin").write_bytes(llama_shard([5, 6, 7, 2**31 + 3, 8]))
+    dataset = data.open_dataset([tmp_path / "a.bin"])
+    assert data.batch_in_order(dataset, 1, 2, index=0)[0].tolist() == [[5, 6]]
+    for read in (
+        lambda: data.batch(dataset, 1, 4, seed=0, step=0),
+        lambda: data.batch_in_order(dataset, 1, 4, index=0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a\.bin has token 2147483651; the largest in a batch"
+        ):
+            read()
 
 
 @pytest.mark.parametrize(

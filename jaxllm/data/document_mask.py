@@ -65,11 +65,13 @@ def ignore_next_document(
             not negative, so it should be negative.
 
     Returns:
-        A copy of ``labels``.
+        A copy of ``labels``; int32 for labels of an unsigned dtype, which has no negative ids.
 
     Raises:
         ValueError: ``end_of_text`` is negative.
     """
+    if np.issubdtype(labels.dtype, np.unsignedinteger):
+        labels = labels.astype(np.int32)
     ignored = np.asarray(ignore_index, labels.dtype)
     return np.where(_is_end(tokens, end_of_text), ignored, labels)
 

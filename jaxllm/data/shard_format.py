@@ -19,16 +19,18 @@ from jaxllm.data.llmc_header import HEADER_BYTES, check_size, header_of, read_he
 
 
 class Kind(NamedTuple):
-    """The magic number, version and dtype of a kind of shard."""
+    """The magic number, version, dtype and largest token id of a kind of shard."""
 
     magic: int
     version: int
     dtype: np.dtype
+    largest: int
 
 
 KINDS = {
-    "gpt2": Kind(20240520, 1, np.dtype("<u2")),
-    "llama3": Kind(20240801, 7, np.dtype("<u4")),
+    "gpt2": Kind(20240520, 1, np.dtype("<u2"), 2**16 - 1),
+    # Batches are int32, in which a larger id would be negative: an ignored label.
+    "llama3": Kind(20240801, 7, np.dtype("<u4"), 2**31 - 1),
 }
 
 
@@ -39,21 +41,25 @@ def write_shard(
 
     Args:
         path: The file; overwritten.
-        tokens: Token ids, one axis, fewer than 2**31.
-        kind: ``"gpt2"`` stores ids 0 to 65535 as uint16. ``"llama3"`` stores ids 0 to 2**32 - 1 as
+        tokens: Token ids of an integer dtype, one axis, fewer than 2**31.
+        kind: ``"gpt2"`` stores ids 0 to 65535 as uint16. ``"llama3"`` stores ids 0 to 2**31 - 1 as
             uint32.
 
     Raises:
-        ValueError: A token is out of range, there are too many tokens, or ``tokens`` has more than
-            one axis.
+        TypeError: ``tokens`` has no integer dtype.
+        ValueError: The kind is unknown, a token is out of range, there are too many tokens, or
+            ``tokens`` has more than one axis.
     """
-    magic, version, dtype = KINDS[kind]
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    magic, version, dtype, most = KINDS[kind]
     tokens = np.asarray(tokens)
+    if tokens.size and not np.issubdtype(tokens.dtype, np.integer):  # an empty list is float64
+        raise TypeError(f"tokens has dtype {tokens.dtype}; it must be an integer array")
     if tokens.ndim != 1:
         raise ValueError(f"tokens has shape {tokens.shape}; it must have one axis")
     if tokens.size >= 2**31:
         raise ValueError(f"tokens has {tokens.size} entries; a shard holds fewer than 2**31")
-    most = np.iinfo(dtype).max
     if tokens.size and (tokens.min() < 0 or tokens.max() > most):
         raise ValueError(
             f"tokens spans {tokens.min()} to {tokens.max()}; a shard of kind {kind} holds ids 0 to "

@@ -14,10 +14,12 @@ import codecs
 import dataclasses
 import functools
 import glob
+import operator
 import sysconfig
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -87,7 +89,12 @@ def num_windows(dataset: Dataset, seq_len: int) -> int:
     """The number of windows of ``seq_len`` tokens in an epoch.
 
     Windows do not overlap and do not cross shards. The remaining tokens of a shard are not used.
+
+    Raises:
+        TypeError: ``seq_len`` is not an integer.
+        ValueError: ``seq_len`` is below 1.
     """
+    (seq_len,) = _integers_at_least(seq_len=(seq_len, 1))
     return int(_windows_by_shard(dataset, seq_len).sum())
 
 
@@ -125,7 +132,7 @@ def batch(
     rows: range | None = None,
     end_of_text: int | None = None,
     ignore_next_document: bool = False,
-) -> tuple[Int32[np.ndarray, "B T"], ...]:
+) -> tuple[Int32[np.ndarray, "*B T"], ...]:
     """The batch of one training step, a pure function of the seed and the step.
 
     An epoch visits every window once. Each epoch has its own random order, from the seed. A batch
@@ -151,13 +158,14 @@ def batch(
         this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
-        ValueError: The data set is shorter than one window, an argument is out of range, or
-            ``ignore_next_document`` is true without ``end_of_text``.
+        TypeError: ``batch_size``, ``seq_len``, ``seed`` or ``step`` is not an integer.
+        ValueError: The data set is shorter than one window, an argument is out of range, a token is
+            above 2**31 - 1, or ``ignore_next_document`` is true without ``end_of_text``.
     """
-    rows = _check_rows(rows, batch_size)
-    _check_at_least(
+    batch_size, seq_len, seed, step = _integers_at_least(
         batch_size=(batch_size, 1), seq_len=(seq_len, 1), seed=(seed, 0), step=(step, 0)
     )
+    rows = _check_rows(rows, batch_size)
     counts = _windows_by_shard(dataset, seq_len)
     ends = np.cumsum(counts)
     windows = int(ends[-1]) if len(ends) else 0
@@ -173,6 +181,7 @@ def batch(
         shard = int(np.searchsorted(ends, window, side="right"))
         start = (window - int(ends[shard] - counts[shard])) * seq_len
         samples[i] = dataset.shards[shard][start : start + seq_len + 1]
+    _check_tokens(dataset, samples)
     return _with_documents(samples[:, :-1], samples[:, 1:], end_of_text, ignore_next_document)
 
 
@@ -187,7 +196,7 @@ def batch_in_order(
     rows: range | None = None,
     end_of_text: int | None = None,
     ignore_next_document: bool = False,
-) -> tuple[Int32[np.ndarray, "B T"], ...]:
+) -> tuple[Int32[np.ndarray, "*B T"], ...]:
     """A batch in llm.c's sequential order, without shuffling.
 
     Within a shard, batch i of rank r is the B*T + 1 tokens from ``(i * ranks + r) * B * T`` on. The
@@ -210,11 +219,18 @@ def batch_in_order(
         this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
+        TypeError: A size, ``index``, ``rank`` or ``ranks`` is not an integer.
         ValueError: No shard is long enough for a batch of all ranks, or as in :func:`batch`.
     """
-    _check_at_least(batch_size=(batch_size, 1), seq_len=(seq_len, 1), index=(index, 0))
+    batch_size, seq_len, index, rank, ranks = _integers_at_least(
+        batch_size=(batch_size, 1),
+        seq_len=(seq_len, 1),
+        index=(index, 0),
+        rank=(rank, 0),
+        ranks=(ranks, 1),
+    )
     rows = _check_rows(rows, batch_size)
-    if not 0 <= rank < ranks:
+    if rank >= ranks:
         raise ValueError(f"rank is {rank}; it must be at least 0 and less than ranks, {ranks}")
     # Python integers, because an offset may exceed 32 bits.
     together = ranks * batch_size * seq_len
@@ -229,6 +245,7 @@ def batch_in_order(
     first = ends[shard - 1] if shard else 0
     start = (position - first) * together + (rank * batch_size + rows.start) * seq_len
     tokens = dataset.shards[shard][start : start + len(rows) * seq_len + 1].astype(np.int32)
+    _check_tokens(dataset, tokens)
     shape = len(rows), seq_len
     tokens, labels = tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
     return _with_documents(tokens, labels, end_of_text, ignore_next_document)
@@ -261,11 +278,32 @@ def _longest(dataset: Dataset) -> int:
     return max(map(len, dataset.shards), default=0)
 
 
-def _check_at_least(**numbers: tuple[int, int]) -> None:
-    """Raises ValueError if an argument, given as ``(value, minimum)``, is below its minimum."""
+def _integers_at_least(**numbers: tuple[Any, int]) -> list[int]:
+    """The Python integers of arguments that are given as ``(value, minimum)``.
+
+    Offsets are computed from them, and would overflow in NumPy's int32.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: An argument is below its minimum.
+    """
+    found = []
     for name, (value, least) in numbers.items():
-        if value < least:
+        try:
+            found.append(operator.index(value))
+        except TypeError as error:
+            raise TypeError(f"{name} is {value!r}; it must be an integer") from error
+        if found[-1] < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return found
+
+
+def _check_tokens(dataset: Dataset, tokens: Int32[np.ndarray, "*B T"]) -> None:
+    """Raises ValueError if a token did not fit into int32, in which it became negative."""
+    if (least := int(tokens.min(initial=0))) < 0:
+        raise ValueError(
+            f"{dataset.name} has token {least % 2**32}; the largest in a batch is {2**31 - 1}"
+        )
 
 
 def standard_library() -> Path:
