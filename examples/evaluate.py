@@ -48,7 +48,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: by the device")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
     parser.add_argument("--smoke", action="store_true", help="a random model, a little text")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, least in (("batch_size", 1), ("seq_len", 1), ("batches", 0), ("group_size", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}, must be at least {least}")
+    return options
 
 
 def load(options: argparse.Namespace) -> tuple[Any, Any, data.Dataset]:

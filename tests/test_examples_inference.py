@@ -101,6 +101,15 @@ def test_evaluate_rejects_invalid_arguments():
         evaluate.main(["--model", "wide", "--data", "shards"])
 
 
+@pytest.mark.parametrize(
+    "flag", ["--seq-len=0", "--batch-size=0", "--batches=-1", "--group-size=0"]
+)
+def test_evaluate_rejects_sizes_out_of_range(capsys, flag):
+    with pytest.raises(SystemExit):
+        evaluate.parse([flag])
+    assert f"{flag.replace('=', ' is ')}, must be at least" in capsys.readouterr().err
+
+
 def test_generate_rejects_invalid_arguments(tmp_path):
     with pytest.raises(SystemExit, match="no model in runs; train one with `make demo`"):
         generate.main([])

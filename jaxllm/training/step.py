@@ -433,8 +433,9 @@ def mean_loss(
         dataset: Tokens that the model was not trained on.
         batch_size: B, the number of windows in a batch.
         seq_len: T, the number of tokens in a window.
-        batches: How many batches to read, the same ones on each call; None for all full batches. If
-            the data set has less than one full batch, some windows are read twice.
+        batches: How many full batches to read, the same ones on each call. None for all windows:
+            the last batch may be smaller, but with a sharding only full batches are read. If the
+            data set has less than one full batch, a full batch reads some windows twice.
         sharding: The sharding of the batches, of shape (B, T), for sharded parameters. See
             :func:`jaxllm.training.parallel.batch_sharding`.
         end_of_text: As in :func:`jaxllm.data.batch`. Then ``evaluate`` also gets the segment ids
@@ -455,14 +456,20 @@ def mean_loss(
         raise ValueError(
             f"batch_size is {batch_size} and seq_len {seq_len}; they must be at least 1"
         )
-    full = max(data.num_windows(dataset, seq_len) // batch_size, 1)
+    windows = data.num_windows(dataset, seq_len)
+    full = max(windows // batch_size, 1)
+    count = full if batches is None else min(batches, full)
+    is_whole = batches is None and sharding is None and windows > 0
+    if is_whole:
+        count = -(-windows // batch_size)
     documents: Any = {"end_of_text": end_of_text, "ignore_next_document": ignore_next_document}
     read_batch = functools.partial(data.batch, dataset, batch_size, seq_len, seed=0, **documents)
     losses, counts = [], []
-    for i in range(full if batches is None else min(batches, full)):
+    for i in range(count):
         read = functools.partial(read_batch, step=i)
         if sharding is None:
-            batch = read()
+            left = min(windows - i * batch_size, batch_size)
+            batch = read(rows=range(left) if is_whole else None)
             counts.append(np.count_nonzero(label_mask(batch[1])))
             losses.append(evaluate(params, *batch))
             continue
