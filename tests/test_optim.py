@@ -359,6 +359,30 @@ def test_python_scalars_and_numpy_arrays_are_parameters():
         )
 
 
+@OPTIMIZERS
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"learning_rate": np.nan}, ValueError, "learning_rate is nan; it must be finite"),
+        ({"learning_rate": jnp.inf}, ValueError, "learning_rate is inf; it must be finite"),
+        ({"learning_rate": "1e-2"}, TypeError, "learning_rate is '1e-2'; it must be a number"),
+        ({"b1": 2.0}, ValueError, r"b1 is 2\.0; it must have 0 <= b1 < 1"),
+        ({"b2": np.nan}, ValueError, "b2 is nan; it must have 0 <= b2 < 1"),
+        ({"eps": np.nan}, ValueError, "eps is nan; it must be finite and at least 0"),
+        (
+            {"weight_decay": -1},
+            ValueError,
+            r"weight_decay is -1\.0; it must be finite and at least",
+        ),
+        ({"weight_decay": np.nan}, ValueError, "weight_decay is nan; it must be finite and at"),
+        ({"max_grad_norm": np.nan}, ValueError, "max_grad_norm is nan; it must be above 0"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_rejected(make, wrong, error, message):
+    with pytest.raises(error, match=message):
+        make(**{"learning_rate": 0.1, **wrong})
+
+
 HYPER = {"learning_rate": 0.1, "b1": 0.8, "b2": 0.9, "eps": 1e-3, "weight_decay": 0.2}
 
 

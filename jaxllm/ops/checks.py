@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,6 +54,8 @@ def as_array(name: str, value: Any) -> jax.Array:
 def as_float(name: str, value: Any) -> float:
     """The number that an option is, whatever its type; raises TypeError where it is none."""
     try:
+        if isinstance(value, str | bytes):  # which float() would read
+            raise TypeError("a string")
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {value!r}; it must be a number") from error
@@ -89,6 +92,26 @@ def as_number(name: str, value: Any) -> Any:
             raise ValueError(f"{name} has shape {value.shape}; it must be a scalar")
         return value.astype(float)
     return as_float(name, value)
+
+
+def as_finite(name: str, value: Any, *, least: float = -math.inf) -> Any:
+    """:func:`as_number`; raises ValueError where one that is not traced is no finite number.
+
+    With ``least``, it must not be below that either.
+    """
+    number = as_number(name, value)
+    if isinstance(number, float) and not (math.isfinite(number) and number >= least):
+        wanted = "finite" if least == -math.inf else f"finite and at least {least:g}"
+        raise ValueError(f"{name} is {number}; it must be {wanted}")
+    return number
+
+
+def as_decay(name: str, value: Any) -> Any:
+    """:func:`as_number`, of a running mean: at least 0 and below 1 where it is not traced."""
+    number = as_number(name, value)
+    if isinstance(number, float) and not 0 <= number < 1:
+        raise ValueError(f"{name} is {number}; it must have 0 <= {name} < 1")
+    return number
 
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], why: str) -> None:

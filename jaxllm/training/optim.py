@@ -28,7 +28,15 @@ from jaxtyping import Array, Float, Int
 from jaxllm import ops
 from jaxllm.core import partition, promotion
 from jaxllm.core.precision import is_floating, wide_dtype
-from jaxllm.ops.checks import as_number, check_floating, leaf_names, leaves_like, mask_leaves
+from jaxllm.ops.checks import (
+    as_decay,
+    as_finite,
+    as_number,
+    check_floating,
+    leaf_names,
+    leaves_like,
+    mask_leaves,
+)
 
 Params = Any  # a nested dict of arrays, or any other pytree of them
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -45,20 +53,25 @@ class Optimizer(NamedTuple):
         step: ``step(grads, state, params, *, grad_scale=1, grad_norm=None, skip=False,
             copy_dtype=None) -> (params, state, grad_norm)``. The gradients are multiplied by the
             scalar ``grad_scale``. The returned norm is the one before clipping; pass ``grad_norm``
-            if it is known. If the bool scalar ``skip`` is true, parameters and moments do not
+            if it is known. If the bool scalar ``skip`` is true, parameters and state do not
             change. With a ``copy_dtype``, the new parameters in that dtype are a fourth result.
+        schedules: ``schedules(state) -> values``, what the schedules give for the next step, by
+            name. A training step with an anomaly detector halts if one is not finite. None for no
+            schedules.
     """
 
     init: Callable[[Params], Any]
     update: Callable[..., tuple[Any, Any]]
     step: Callable[..., tuple[Any, ...]]
+    schedules: Callable[[Any], dict[str, ArrayLike]] | None = None
 
 
 class AdamWState(NamedTuple):
     """The state of :func:`adamw`.
 
     Attributes:
-        count: The number of steps taken, an int32 scalar.
+        count: The number of steps taken, without skipped ones; an int32 scalar. Schedules and the
+            bias correction of the moments depend on it.
         master: float32 masters of the narrower parameters; None for the other parameters.
         m: The first moment, the running mean of the gradients. float32; float64 for float64
             parameters.
@@ -100,12 +113,13 @@ def adamw(
     accepts only a traced learning rate: name the other hyperparameters in ``static_args``.
 
     Args:
-        learning_rate: A rate, or a schedule: a function from the number of steps taken to the rate.
-        b1: The decay of the first moment.
-        b2: The decay of the second moment.
-        eps: Added to the square root of the second moment.
-        weight_decay: A step multiplies parameters by ``1 - rate * weight_decay``. A number, or a
-            schedule.
+        learning_rate: A finite rate, or a schedule: a function from the number of steps taken,
+            without skipped ones, to the rate.
+        b1: The decay of the first moment, from 0 to 1.
+        b2: The decay of the second moment, from 0 to 1.
+        eps: Added to the square root of the second moment; finite, at least 0.
+        weight_decay: A step multiplies parameters by ``1 - rate * weight_decay``. A finite number,
+            at least 0, or a schedule.
         mask: Which arrays decay: a tree of bools like the parameters, or a prefix of one; or a
             function from the parameters to such a tree. None for all arrays.
         max_grad_norm: The largest global gradient norm; larger gradients are scaled down. None for
@@ -114,9 +128,11 @@ def adamw(
             nearest.
 
     Raises:
-        TypeError: From ``update`` and ``step``: an array has no floating dtype.
-        ValueError: From ``update`` and ``step``: gradients, state or mask differ from the
-            parameters in structure or shapes; the message names the leaves.
+        TypeError: A hyperparameter is not a number; or from ``update`` and ``step``: an array has
+            no floating dtype.
+        ValueError: A hyperparameter is out of range (traced values are not checked); or from
+            ``update`` and ``step``: gradients, state or mask differ from the parameters in
+            structure or shapes; the message names the leaves.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
 
@@ -124,6 +140,7 @@ def adamw(
         >>> params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
         >>> optimizer = optax.chain(jaxllm.training.optim.adamw(6e-4))
     """
+    check_hyperparameters(learning_rate, b1, b2, eps, weight_decay, max_grad_norm)
 
     def init(params: Params) -> AdamWState:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide_dtype(p)), params)
@@ -161,7 +178,7 @@ def adamw(
             copy_dtype=copy_dtype,
             seed=seed,
         )
-        state = AdamWState(state.count + 1, master, m, v)
+        state = AdamWState(steps_taken(state.count, skip), master, m, v)
         return (params, state, norm) if copy_dtype is None else (params, state, norm, copy)
 
     def update(grads: Params, state: AdamWState, params: Params | None = None):
@@ -174,7 +191,54 @@ def adamw(
         updates = map(_difference, jax.tree.leaves(new), olds, structure.flatten_up_to(grads))
         return structure.unflatten(updates), state
 
-    return Optimizer(*map(promotion.by_default, (init, update, step)))
+    scheduled = at_step_of(lambda state: state.count, learning_rate, weight_decay)
+    return Optimizer(*map(promotion.by_default, (init, update, step)), scheduled)
+
+
+def check_hyperparameters(
+    learning_rate: ArrayLike | Schedule,
+    b1: ArrayLike,
+    b2: ArrayLike,
+    eps: ArrayLike,
+    weight_decay: ArrayLike | Schedule,
+    max_grad_norm: ArrayLike | None,
+) -> None:
+    """Checks the hyperparameters of AdamW that are neither schedules nor traced.
+
+    Raises:
+        TypeError: One is not a number.
+        ValueError: One is out of range.
+    """
+    if not callable(learning_rate):
+        as_finite("learning_rate", learning_rate)
+    as_decay("b1", b1)
+    as_decay("b2", b2)
+    as_finite("eps", eps, least=0)
+    if not callable(weight_decay):
+        as_finite("weight_decay", weight_decay, least=0)
+    _as_limit(max_grad_norm)
+
+
+def steps_taken(count: ArrayLike, skip: ArrayLike) -> ArrayLike:
+    """The number of steps taken after a step: moments of a skipped one need no correction."""
+    if isinstance(skip, bool):
+        return count if skip else count + 1
+    return count + jnp.where(skip, 0, 1).astype(jnp.result_type(count))
+
+
+def at_step_of(
+    count_of: Callable[[Any], ArrayLike],
+    learning_rate: ArrayLike | Schedule,
+    weight_decay: ArrayLike | Schedule,
+) -> Callable[[Any], dict[str, ArrayLike]] | None:
+    """The ``schedules`` of an :class:`Optimizer`; None if neither argument is one."""
+    of_names: Any = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    of_names = {name: value for name, value in of_names.items() if callable(value)}
+
+    def schedules(state: Any) -> dict[str, ArrayLike]:
+        return {name: _at_step(value, count_of(state)) for name, value in of_names.items()}
+
+    return schedules if of_names else None
 
 
 def update_in_place(
@@ -200,7 +264,7 @@ def update_in_place(
         master: The float32 masters of the narrow parameters; None for the others.
         m: The first moments.
         v: The second moments.
-        count: The number of steps taken before.
+        count: The number of steps taken before, without skipped ones.
         learning_rate: As in :func:`adamw`.
         weight_decay: As in :func:`adamw`.
         mask: As in :func:`adamw`.
@@ -282,12 +346,10 @@ def clipping(
         ``norm`` is the norm of the gradients times ``grad_scale``.
 
     Raises:
-        TypeError: A gradient has no floating dtype.
+        TypeError: A gradient has no floating dtype, or ``max_norm`` is not a number.
         ValueError: ``max_norm`` is not above 0. A traced value is not checked.
     """
-    limit = None if max_norm is None else as_number("max_grad_norm", max_norm)
-    if isinstance(limit, float) and not limit > 0:
-        raise ValueError(f"max_grad_norm is {max_norm}; it must be above 0, or None for no limit")
+    limit = _as_limit(max_norm)
     grads = jax.tree.map(jnp.asarray, grads)
     for name, leaf in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True):
         check_floating(**{f"grads/{name}": leaf})
@@ -297,6 +359,13 @@ def clipping(
         return scale, norm
     limit = jnp.asarray(limit, norm.dtype)
     return jnp.where(norm < limit, scale, scale * limit / norm), norm
+
+
+def _as_limit(max_norm: ArrayLike | None) -> Any:
+    limit = None if max_norm is None else as_number("max_grad_norm", max_norm)
+    if isinstance(limit, float) and not limit > 0:
+        raise ValueError(f"max_grad_norm is {max_norm}; it must be above 0, or None for no limit")
+    return limit
 
 
 def _at_step(value: ArrayLike | Schedule, count: ArrayLike) -> ArrayLike:

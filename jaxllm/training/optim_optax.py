@@ -17,7 +17,16 @@ except ImportError as error:
 from jaxllm.core import promotion
 from jaxllm.core.precision import widen
 from jaxllm.ops.checks import check_floating, check_shape, leaf_names, leaves_like
-from jaxllm.training.optim import Optimizer, Params, Schedule, clipping, update_in_place
+from jaxllm.training.optim import (
+    Optimizer,
+    Params,
+    Schedule,
+    at_step_of,
+    check_hyperparameters,
+    clipping,
+    steps_taken,
+    update_in_place,
+)
 
 
 def decay_mask(params: Params) -> Any:
@@ -77,23 +86,27 @@ def adamw(
     bfloat16 rounding step are lost. :func:`jaxllm.training.optim.adamw` has masters.
 
     Args:
-        learning_rate: A rate, or a schedule.
-        b1: The decay of the first moment.
-        b2: The decay of the second moment.
-        eps: Added to the square root of the second moment.
-        weight_decay: Applied to the arrays that :func:`decay_mask` selects. A number, or a
-            schedule.
+        learning_rate: A finite rate, or a schedule: a function from the number of steps taken,
+            without skipped ones, to the rate.
+        b1: The decay of the first moment, from 0 to 1.
+        b2: The decay of the second moment, from 0 to 1.
+        eps: Added to the square root of the second moment; finite, at least 0.
+        weight_decay: Applied to the arrays that :func:`decay_mask` selects. A finite number, at
+            least 0, or a schedule.
         max_grad_norm: The largest global gradient norm; larger gradients are scaled down. None for
             no limit.
 
     Raises:
-        TypeError: From ``update`` and ``step``: an array has no floating dtype.
-        ValueError: From ``update`` and ``step``: gradients or state differ from the parameters in
-            structure or shapes; the message names the leaves.
+        TypeError: A hyperparameter is not a number; or from ``update`` and ``step``: an array has
+            no floating dtype.
+        ValueError: A hyperparameter is out of range (traced values are not checked); or from
+            ``update`` and ``step``: gradients or state differ from the parameters in structure or
+            shapes; the message names the leaves.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
     llm.c's defaults.
     """
+    check_hyperparameters(learning_rate, b1, b2, eps, weight_decay, max_grad_norm)
     options: Any = {"b1": b1, "b2": b2, "eps": eps}
     chain = optax.adamw(learning_rate, **options, weight_decay=weight_decay, mask=decay_mask)  # pyright: ignore
     if max_grad_norm is not None:
@@ -157,12 +170,13 @@ def adamw(
             skip=skip,
             copy_dtype=copy_dtype,
         )
-        adam = optax.ScaleByAdamState(adam.count + 1, m, v)
+        adam = optax.ScaleByAdamState(steps_taken(adam.count, skip), m, v)
         # The other leaves of the state are step counts of schedules, equal to Adam's count.
         state = jax.tree.map(lambda x: adam if _is_adam(x) else adam.count, state, is_leaf=_is_adam)
         return (params, state, norm) if copy_dtype is None else (params, state, norm, copy)
 
-    return Optimizer(*map(promotion.by_default, (init, update, step)))
+    scheduled = at_step_of(lambda state: _adam_of(state).count, learning_rate, weight_decay)
+    return Optimizer(*map(promotion.by_default, (init, update, step)), scheduled)
 
 
 def _check_update(grads: Params, state: Any, params: Params) -> None:

@@ -456,6 +456,10 @@ def test_update_of_an_empty_tree_is_empty():
         ({"v": jnp.ones(3, jnp.float16)}, TypeError, "v has dtype float16; it must be float32"),
         ({"b1": 1.0}, ValueError, "b1 is 1.0; it must have 0 <= b1 < 1"),
         ({"b2": -0.1}, ValueError, "b2 is -0.1"),
+        ({"lr": np.nan}, ValueError, "lr is nan; it must be finite"),
+        ({"lr": "0.1"}, TypeError, r"lr is '0\.1'; it must be a number"),
+        ({"eps": -1e-8}, ValueError, "eps is -1e-08; it must be finite and at least 0"),
+        ({"weight_decay": np.inf}, ValueError, "weight_decay is inf; it must be finite and at"),
         ({"copy_dtype": "float32"}, TypeError, "copy_dtype is float32"),
         (
             {"param": jnp.ones(3, jnp.bfloat16), "copy_dtype": "bfloat16"},

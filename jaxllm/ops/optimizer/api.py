@@ -15,7 +15,8 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
-    as_number,
+    as_decay,
+    as_finite,
     check_floating,
     check_shape,
     leaf_names,
@@ -148,12 +149,12 @@ def adamw_update(
         m: The running mean of the gradients, float32.
         v: The running mean of their squares, float32.
         step: The number of this step, an integer scalar; the first is 1.
-        lr: The learning rate, a scalar.
+        lr: The learning rate, a finite scalar. The value of a traced one is not checked.
         b1: The decay of ``m``, from 0 to 1. If ``b1``, ``b2``, ``eps`` or ``weight_decay`` is
             traced, the CUDA kernel rejects the call, and the range is not checked.
         b2: The decay of ``v``, from 0 to 1.
-        eps: Added to the root of the mean square.
-        weight_decay: Multiplies ``lr * param`` in the update.
+        eps: Added to the root of the mean square; finite, at least 0.
+        weight_decay: Multiplies ``lr * param`` in the update; finite, at least 0.
         mask: Which arrays decay: a tree of bools like ``param``, or a prefix of one; None for all.
         grad_scale: A factor for all gradients, a scalar: clipping without another pass.
         skip: A bool scalar: True keeps ``param``, ``m`` and ``v``, whatever the gradients. The copy
@@ -170,8 +171,10 @@ def adamw_update(
 
     Raises:
         TypeError: An array has a dtype that its description does not allow, nothing is rounded to
-            bfloat16 although there is a seed, or the mask is traced.
-        ValueError: The trees differ in structure or shapes, or a decay is not in its range.
+            bfloat16 although there is a seed, the mask is traced, or ``lr``, ``b1``, ``b2``,
+            ``eps`` or ``weight_decay`` is not a number.
+        ValueError: The trees differ in structure or shapes, or one of these numbers is not in its
+            range.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101);
@@ -193,11 +196,10 @@ def adamw_update(
     for name, *arrays in zip(names, params, grads, ms, vs, strict=True):
         _check_arrays(name, *arrays)
         _check_rounding(name, arrays[0].dtype, copy_dtype, seed)
-    options: Any = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    options = {name: as_number(name, value) for name, value in options.items()}
-    for name in ("b1", "b2"):
-        if isinstance(options[name], float) and not 0 <= options[name] < 1:
-            raise ValueError(f"{name} is {options[name]}; it must have 0 <= {name} < 1")
+    lr = as_finite("lr", lr)
+    options: Any = {"b1": as_decay("b1", b1), "b2": as_decay("b2", b2)}
+    options["eps"] = as_finite("eps", eps, least=0)
+    options["weight_decay"] = as_finite("weight_decay", weight_decay, least=0)
 
     # The formula of optax, with its float32 roundings.
     corrections = [1 / (1 - options[name] ** jnp.asarray(step)) for name in ("b1", "b2")]
