@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -252,13 +253,7 @@ def parse(
             setattr(options, name, value)
     if options.mesh is not None and options.smoke and "batch_size" not in given:
         options.batch_size = max(options.batch_size, options.mesh.size)
-    for name in ("steps", "batch_size", "seq_len", "accumulate", "keep", "val_batches"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, must be above 0")
-    if options.keep_every is not None and options.keep_every < 1:
-        parser.error(f"--keep-every is {options.keep_every}, must be above 0")
-    if not options.max_grad_norm >= 0:
-        parser.error(f"--max-grad-norm is {options.max_grad_norm}, must be 0 or above")
+    check_ranges(options, parser)
     if not 0 <= options.seed < 2**63:
         parser.error(f"--seed is {options.seed}, must be from 0 to 2**63 - 1")
     options.warmup = min(options.warmup, options.steps)
@@ -295,6 +290,28 @@ def parse(
     return options
 
 
+_ABOVE_0 = ("steps", "batch_size", "seq_len", "accumulate", "keep", "keep_every", "val_batches")
+_ABOVE_0 += ("max_loss_z", "max_norm_z")
+_FROM_0 = ("max_grad_norm", "weight_decay", "warmup")
+_FROM_0 += ("val_every", "sample_every", "hellaswag_every", "checkpoint_every")
+
+
+def check_ranges(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Exits with a message if a number that is given is out of its range, or NaN."""
+    for name in (*_ABOVE_0, *_FROM_0, "max_underflow"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if name in _ABOVE_0 and not value > 0:
+            parser.error(f"{flag} is {value}, must be above 0")
+        if name in _FROM_0 and not value >= 0:
+            parser.error(f"{flag} is {value}, must be 0 or above")
+        if name == "max_underflow" and not 0 <= value <= 1:
+            parser.error(f"{flag} is {value}, must be from 0 to 1")
+    if math.isinf(options.weight_decay):
+        parser.error(f"--weight-decay is {options.weight_decay}, must be finite")
+
+
 def start_processes(options: argparse.Namespace) -> None:
     """Connects the processes of the run, before JAX looks for devices.
 
@@ -305,6 +322,8 @@ def start_processes(options: argparse.Namespace) -> None:
     named = (options.coordinator, options.processes, options.process)
     if options.distributed and any(x is not None for x in named):
         raise ValueError("pass --distributed, or --coordinator, --processes and --process")
+    if options.heartbeat_timeout < 1:
+        raise ValueError(f"--heartbeat-timeout is {options.heartbeat_timeout}, must be above 0")
     if any(x is not None for x in named) and None in named:
         raise ValueError("--coordinator, --processes and --process must be passed together")
     if not options.distributed and options.coordinator is None:
@@ -486,7 +505,11 @@ def read_precision(options: argparse.Namespace) -> ops.Precision:
     text = options.precision
     if text is not None and "=" in text:
         pairs = [part.partition("=") for part in text.split(",")]
-        precision: Any = {name.strip(): recipe.strip() for name, _, recipe in pairs}
+        precision: Any = {}
+        for name, _, recipe in pairs:
+            if name.strip() in precision:
+                raise ValueError(f"--precision is {text!r}; it names {name.strip()!r} twice")
+            precision[name.strip()] = recipe.strip()
     else:
         precision = text
     model, config = options.family.model, options.model_config
