@@ -121,6 +121,9 @@ def train(options: argparse.Namespace) -> None:
                 """Waits until a step is done; returns its record for the log."""
                 values = {name: float(value) for name, value in jax.device_get(metrics).items()}
                 if values.pop("halted_at"):
+                    rate = values["learning_rate"]
+                    if not math.isfinite(rate):
+                        raise SystemExit(f"\nstep {step}: learning rate {rate} is not finite")
                     if math.isfinite(values["loss"] + values["grad_norm"]):
                         count = values["float8_overflow"]
                         raise SystemExit(f"\nstep {step}: {count:.0f} float8 operands overflow")

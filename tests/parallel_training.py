@@ -84,8 +84,9 @@ def make_loss(model, config):
 
 
 def train(model, config, batches, state, shardings=None):
-    """The state and the losses after the steps of the batches."""
-
+    """The state and the losses after the steps of the batches, in float32 without a copy."""
+    state = state._replace(copy=None)
+    shardings = None if shardings is None else shardings._replace(copy=None)
     loss_fn = make_loss(model, config)
     options: dict[str, Any] = {"compute_dtype": "float32", "shardings": shardings}
     step = training.make_train_step(loss_fn, OPTIMIZER, learning_rate=1e-3, **options)
@@ -204,7 +205,8 @@ def main(case: str, folder: Path) -> None:
     params = jax.device_put(state.params, parallel.state_shardings(auto, state.params))
     found["sample"] = sample(model, config, params)
     if not is_explicit:
-        check_checkpoints(folder, state)
+        copy = jax.device_put(training.cast(state.params, "bfloat16"), shardings.copy)
+        check_checkpoints(folder, state._replace(copy=copy))
     batches = [[of.reshape(A, B, T) for of in read(step)] for step in range(STEPS)]
     state, losses = train(model, config, batches, first)
     one = {"losses": losses, **outputs(model, config, state.params)}

@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import optax
 import pytest
 
 from jaxllm import ops, training
+from jaxllm.training import optim
 from jaxllm.training.anomaly import WINDOW, detect_anomaly, init_anomaly_state
 
 V, T, D = 61, 16, 8
@@ -158,6 +160,37 @@ def test_step_reports_the_float8_counts_of_its_microbatches(accumulate, limits):
         assert bool(is_same) == is_skipped
     with pytest.raises(ValueError, match=r"max_underflow is 0\.1 and float8_counts False"):
         make(max_underflow=0.1)
+    with pytest.raises(ValueError, match=r"max_underflow is 0\.1 and float8_counts None"):
+        detect_anomaly(init_anomaly_state(), *jnp.ones(3), max_underflow=0.1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "message"),
+    [
+        ({"max_loss_z": np.nan}, ValueError, "max_loss_z is nan; it must be above 0, or None"),
+        ({"max_norm_z": -1}, ValueError, r"max_norm_z is -1\.0; it must be above 0, or None"),
+        ({"max_norm_z": "3"}, TypeError, "max_norm_z is '3'; it must be a number"),
+        ({"max_underflow": np.nan}, ValueError, "max_underflow is nan; it must be a share from 0"),
+        ({"max_underflow": 5}, ValueError, r"max_underflow is 5\.0; it must be a share from 0"),
+    ],
+)
+def test_limits_out_of_range_are_rejected(limit, error, message):
+    with pytest.raises(error, match=message):
+        training.make_train_step(toy_loss, optax.sgd(0.1), float8_counts=True, **limit)
+    with pytest.raises(error, match=message):
+        detect_anomaly(
+            init_anomaly_state(), *jnp.ones(3), float8_counts=ops.Float8Counts.zeros(), **limit
+        )
+
+
+@pytest.mark.parametrize("name", ["max_loss_z", "max_norm_z", "max_underflow"])
+def test_limits_need_a_detector(name):
+    optimizer = optax.sgd(0.1)
+    options: dict[str, Any] = {name: 0.5, "float8_counts": True}
+    step = training.make_train_step(toy_loss, optimizer, **options)
+    message = rf"{name} is 0\.5, .* no anomaly detector; .* init_state\(detect_anomalies=True\)"
+    with pytest.raises(ValueError, match=message):
+        step(training.init_state(toy_params(), optimizer), *next(batches()))
 
 
 def test_float8_counts_of_a_microbatch_without_labels_do_not_halt():
@@ -232,6 +265,73 @@ def test_explain_halt_names_nonfinite_parameters():
     assert "microbatch 0: loss nan" in report
     fine = training.explain_halt(toy_loss, toy_params(), tokens, labels, compute_dtype="float32")
     assert fine.startswith("each microbatch is finite by itself")
+
+
+def ends_at_two(value):
+    return lambda count: jnp.where(count < 2, value, jnp.nan)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (training.adamw, {"learning_rate": ends_at_two(1e-2)}),
+        (optim.adamw, {"learning_rate": 1e-2, "weight_decay": ends_at_two(0.1)}),
+        (optax.adamw, {"learning_rate": ends_at_two(1e-2)}),
+    ],
+    ids=["ours", "masters", "optax"],
+)
+def test_schedule_that_is_not_finite_halts_the_run(make, options):
+    optimizer, rate = make(**options), None
+    if make is optax.adamw:  # whose schedules are known only from the metrics
+        rate = options["learning_rate"]
+    step = training.make_train_step(
+        toy_loss, optimizer, compute_dtype="float32", learning_rate=rate
+    )
+    state = training.init_state(toy_params(), optimizer, detect_anomalies=True)
+    for _ in range(2):
+        state, metrics = step(state, *next(batches()))
+    assert metrics["halted_at"] == 0
+    before = jax.tree.map(np.array, state.params)
+    for _ in range(2):
+        state, metrics = step(state, *next(batches()))
+    assert metrics["halted_at"] == 3 and np.isfinite(metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+@pytest.mark.parametrize("make", [training.adamw, optim.adamw])
+@pytest.mark.parametrize("copy_dtype", [None, "bfloat16"])
+@pytest.mark.covering(("make",), ("copy_dtype",))
+def test_steps_after_skipped_ones_are_those_of_optax(make, copy_dtype):
+    """The bias correction and the schedule count the steps that were taken."""
+
+    def schedule(count):
+        return 1e-2 / (1 + count)
+
+    mask = training.decay_mask if make is training.adamw else None
+    ours = make(schedule, max_grad_norm=None)
+    theirs = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=mask)
+    dtype = copy_dtype or "float32"
+    results = []
+    for optimizer, skips in ((ours, 3), (theirs, 3), (theirs, 0)):
+        step = training.make_train_step(
+            toy_loss, optimizer, compute_dtype=dtype, max_norm_z=3.0, learning_rate=schedule
+        )
+        state = training.init_state(
+            toy_params(), optimizer, copy_dtype=copy_dtype, detect_anomalies=True
+        )
+        rates = []
+        for count in range(skips + 2):
+            anomaly = init_anomaly_state()
+            if count < skips:  # a full window of other norms, which makes this one an outlier
+                anomaly = anomaly._replace(norms=-jnp.ones(WINDOW), count=jnp.int32(WINDOW))
+            state, metrics = step(state._replace(anomaly=anomaly), *next(batches()))
+            assert bool(metrics["skipped"]) == (count < skips)
+            rates.append(float(metrics["learning_rate"]))
+        np.testing.assert_allclose(rates, [1e-2] * (skips + 1) + [5e-3])
+        results.append(state.params)
+    for found in results[1:]:
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, found, results[0])
 
 
 @OPTIMIZERS

@@ -319,6 +319,65 @@ def test_copy_of_the_parameters_does_not_change_steps(make, accumulate):
         jax.tree.map(assert_close, metrics, expected)
 
 
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (
+            (1, 4),
+            r"labels has shape \(4, 2, 16\); its first axis must have 1 microbatches, as that",
+        ),
+        ((2, 1), r"labels has shape \(1, 2, 16\); its first axis must have 2 microbatches"),
+        (
+            (2, 2, 2, 3),
+            r"more\[1\] has shape \(3, 2, 16\); its first axis must have 2 microbatches",
+        ),
+        ((0, 0), r"tokens has shape \(0, 2, 16\); its first axis must have at least 1 microbatch"),
+    ],
+)
+def test_step_rejects_arrays_of_other_microbatches(counts, message):
+    optimizer = optax.sgd(0.1)
+    step = training.make_train_step(
+        lambda params, *arrays: toy_loss(params, *arrays[:2]), optimizer
+    )
+    arrays = [tokens_and_labels(count, 2)[0] for count in counts]
+    with pytest.raises(ValueError, match=message):
+        step(fresh_state(optimizer), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("copy_dtype", "compute_dtype"), [("bfloat16", "float32"), ("float16", "bfloat16")]
+)
+def test_step_rejects_a_copy_that_has_not_the_compute_dtype(copy_dtype, compute_dtype):
+    optimizer = training.adamw(1e-2)
+    step = training.make_train_step(toy_loss, optimizer, compute_dtype=compute_dtype)
+    params = {"a": jnp.arange(3), **toy_params()}  # an integer array is in the copy as it is
+    state = jax.eval_shape(
+        lambda: training.init_state(params, optax.sgd(0.1), copy_dtype=copy_dtype)
+    )
+    message = f"state.copy has dtype {copy_dtype} and compute_dtype is {compute_dtype}"
+    with pytest.raises(ValueError, match=message):
+        step.lower(state, *tokens_and_labels(1, 2))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "float8_e4m3fn"])
+def test_copies_are_bfloat16_or_float16(dtype):
+    with pytest.raises(TypeError, match=f"copy_dtype is {dtype}; it must be bfloat16, float16 or"):
+        training.init_state(toy_params(), optax.sgd(0.1), copy_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"learning_rate": np.nan}, ValueError, "learning_rate is nan; it must be finite"),
+        ({"learning_rate": "1"}, TypeError, "learning_rate is '1'; it must be a number"),
+        ({"compute_dtype": "int32"}, TypeError, "compute_dtype is int32; it must be a floating"),
+    ],
+)
+def test_make_train_step_rejects_invalid_arguments(wrong, error, message):
+    with pytest.raises(error, match=message):
+        training.make_train_step(toy_loss, optax.sgd(0.1), **wrong)
+
+
 def test_mean_loss_reads_every_window_once():
     dataset = data.Dataset((np.arange(8 * 5 + 1), np.arange(100, 100 + 8 * 2 + 1)))
     read = []

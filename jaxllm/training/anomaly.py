@@ -3,8 +3,9 @@
 The decision is made on the device, inside the jitted step, so no step waits for the host.
 
 - A step whose loss or gradient norm is NaN or infinite halts the run, and so does one that rounds
-  such an element to float8. That step and all later ones leave the parameters unchanged. The host
-  reads ``halted_at`` one step later and finds the parameters as they were before the bad step.
+  such an element to float8, or whose learning rate or weight decay is such by a schedule. That step
+  and all later ones leave the parameters unchanged. The host reads ``halted_at`` one step later and
+  finds the parameters as they were before the bad step.
 - A step whose loss or gradient norm is an outlier is skipped, and the run continues. So is one in
   which float8 loses too large a share of the elements to zero.
 
@@ -17,7 +18,7 @@ Source: llm.c's ``outlier_detector.h``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from jaxllm import ops
 from jaxllm.core import promotion
 from jaxllm.core.precision import cast, default_compute_dtype
 from jaxllm.models.common import unstack
+from jaxllm.ops.checks import as_number
 
 WINDOW = 128
 
@@ -41,8 +43,8 @@ class AnomalyState(NamedTuple):
         losses: Ring buffer of the losses of the last W finite steps.
         norms: Ring buffer of the gradient norms of the same steps.
         count: The number of finite steps so far, an int32 scalar.
-        halted_at: The first step whose loss, norm or float8 operands were not finite, counted from
-            1; 0 if there was none.
+        halted_at: The first step whose loss, norm, float8 operands or scheduled hyperparameters
+            were not finite, counted from 1; 0 if there was none.
     """
 
     losses: Float[Array, " W"]
@@ -62,6 +64,29 @@ def init_anomaly_state() -> AnomalyState:
     )
 
 
+def check_limits(
+    *,
+    max_loss_z: float | None = None,
+    max_norm_z: float | None = None,
+    max_underflow: float | None = None,
+) -> None:
+    """Checks the limits of :func:`detect_anomaly` that are not traced.
+
+    Raises:
+        TypeError: A limit is not a number.
+        ValueError: A z-score is not above 0, or ``max_underflow`` is not from 0 to 1.
+    """
+    for name, limit in (("max_loss_z", max_loss_z), ("max_norm_z", max_norm_z)):
+        number = None if limit is None else as_number(name, limit)
+        if isinstance(number, float) and not number > 0:
+            raise ValueError(f"{name} is {number}; it must be above 0, or None for no limit")
+    share = None if max_underflow is None else as_number("max_underflow", max_underflow)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError(
+            f"max_underflow is {share}; it must be a share from 0 to 1, or None for no limit"
+        )
+
+
 @promotion.by_default
 def detect_anomaly(
     state: AnomalyState,
@@ -73,6 +98,7 @@ def detect_anomaly(
     max_norm_z: float | None = None,
     float8_counts: ops.Float8Counts | None = None,
     max_underflow: float | None = None,
+    hyperparameters: Sequence[ArrayLike] = (),
 ) -> tuple[AnomalyState, Bool[Array, ""], dict[str, Float[Array, ""]]]:
     """Decides whether a step may change the parameters.
 
@@ -81,22 +107,35 @@ def detect_anomaly(
         step: The number of the current step, counted from 1.
         loss: The loss of the current step.
         norm: The gradient norm of the current step.
-        max_loss_z: Skip the step if the z-score of its loss is larger; None disables the test. No
-            step is skipped before the window is full.
+        max_loss_z: Skip the step if the z-score of its loss is larger, above 0; None disables the
+            test. No step is skipped before the window is full.
         max_norm_z: The same for the gradient norm.
         float8_counts: Those of the step: one with an overflow is not finite. None without float8.
         max_underflow: Skip the step if a larger share of the elements that it rounds to float8
-            became zero, of inputs and weights or of gradients; None disables the test.
+            became zero, of inputs and weights or of gradients; None disables the test. Needs
+            ``float8_counts``.
+        hyperparameters: Scalars that schedules give for the step, such as the learning rate: a step
+            with one that is not finite halts the run.
 
     Returns:
         ``(state, skip, metrics)``: the state for the next step; whether to leave the parameters
         unchanged; and float32 scalars to log. The metrics are ``loss_z`` and ``norm_z`` (NaN until
         the window is full), ``skipped`` (1 for an outlier, else 0) and ``halted_at``, as in
         :class:`AnomalyState`.
+
+    Raises:
+        TypeError: A limit is not a number.
+        ValueError: A limit is out of range, or ``max_underflow`` is given without
+            ``float8_counts``.
     """
+    check_limits(max_loss_z=max_loss_z, max_norm_z=max_norm_z, max_underflow=max_underflow)
+    if max_underflow is not None and float8_counts is None:
+        raise ValueError(f"max_underflow is {max_underflow} and float8_counts None; it needs them")
     finite = jnp.isfinite(loss) & jnp.isfinite(norm) & (state.halted_at == 0)
     if float8_counts is not None:
         finite &= float8_counts.overflow.sum() == 0
+    for value in hyperparameters:
+        finite &= jnp.isfinite(value)
     slot, full = state.count % WINDOW, state.count >= WINDOW
     losses, norms = state.losses.at[slot].set(loss), state.norms.at[slot].set(norm)
     loss_z, norm_z = (
@@ -169,7 +208,7 @@ def explain_halt(
     if not lines:
         lines = [
             "each microbatch is finite by itself: the sum or the norm of the gradients is not, or "
-            "a float8 operand"
+            "a float8 operand, or what a schedule gave"
         ]
     return "\n".join(lines)
 

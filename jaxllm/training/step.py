@@ -24,8 +24,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
-from jaxllm.core.precision import cast, default_compute_dtype, widen
-from jaxllm.training.anomaly import AnomalyState, detect_anomaly, init_anomaly_state
+from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
+from jaxllm.ops.checks import as_finite
+from jaxllm.training.anomaly import (
+    AnomalyState,
+    check_limits,
+    detect_anomaly,
+    init_anomaly_state,
+)
 from jaxllm.training.loader import load_batch
 from jaxllm.training.optim import Optimizer
 from jaxllm.training.schedules import Schedule
@@ -95,9 +101,9 @@ def init_state(
     Args:
         params: The parameters. The first step donates them, so do not use them afterwards.
         optimizer: A jaxllm or optax optimizer, such as :func:`adamw`.
-        copy_dtype: Keep a copy of the parameters in this dtype (bfloat16 or float16). The optimizer
-            writes the copy together with the parameters, so a step need not cast them. None for no
-            copy.
+        copy_dtype: Keep a copy of the parameters in this dtype, bfloat16 or float16, which must be
+            the compute dtype of the step. The optimizer writes the copy together with the
+            parameters, so a step need not cast them. None for no copy.
         detect_anomalies: Leave the parameters unchanged in steps that are not finite or are
             outliers. See :mod:`jaxllm.training.anomaly`.
 
@@ -105,9 +111,12 @@ def init_state(
         The state, with ``step`` 0.
 
     Raises:
-        TypeError: The parameters are narrower than float32, and the optimizer accepts only
-            gradients of their dtype.
+        TypeError: ``copy_dtype`` is not bfloat16, float16 or None; or the parameters are narrower
+            than float32, and the optimizer accepts only gradients of their dtype.
     """
+    copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
+    if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
     copy = None if copy_dtype is None else cast(params, copy_dtype)
     anomaly = init_anomaly_state() if detect_anomalies else None
     is_narrow = jax.eval_shape(widen, params) != jax.eval_shape(lambda tree: tree, params)
@@ -195,22 +204,22 @@ def make_train_step(
             ids and positions of :func:`jaxllm.data.batch`.
         optimizer: A jaxllm or optax optimizer. An :class:`Optimizer` updates in place, and without
             accumulation takes gradients in the compute dtype.
-        learning_rate: The optimizer's rate or schedule, to report it in the metrics. (An optax
-            optimizer counts its own steps, without the skipped ones.)
-        compute_dtype: The dtype of the forward and backward pass; None for
-            :func:`default_compute_dtype`.
+        learning_rate: The optimizer's rate or schedule, to report it in the metrics. A schedule
+            gets the optimizer's count of steps, which is without the skipped ones.
+        compute_dtype: The dtype of the forward and backward pass, and of the state's copy of the
+            parameters if it has one; None for :func:`default_compute_dtype`.
         microbatch_weights: The weight of a microbatch. ``"labels"`` is the number of labels in
             :func:`label_mask`; a microbatch without labels adds nothing. ``"equal"`` weights all
             microbatches alike. For a loss that counts labels in another way, pass a function from
             labels, (B, T), to a scalar.
-        max_loss_z: Skip steps whose loss has a larger z-score. Needs a state made with
+        max_loss_z: Skip steps whose loss has a larger z-score, above 0. Needs a state made with
             ``detect_anomalies``. See :func:`jaxllm.training.anomaly.detect_anomaly`.
         max_norm_z: The same for the gradient norm.
         float8_counts: Counts what layers with a ``precision`` lose in rounding to float8, see
             :func:`jaxllm.ops.count_float8`. The counts are in the metrics, and the anomaly detector
             gets them. They take one more pass over what is rounded.
-        max_underflow: Skip steps in which float8 loses a larger share of the elements to zero.
-            Needs ``float8_counts`` and a state made with ``detect_anomalies``.
+        max_underflow: Skip steps in which float8 loses a larger share of the elements to zero, from
+            0 to 1. Needs ``float8_counts`` and a state made with ``detect_anomalies``.
         shardings: The shardings of the state, from
             :func:`jaxllm.training.parallel.state_shardings`. The returned state keeps them. None
             for training on one device, or to let XLA choose.
@@ -223,7 +232,9 @@ def make_train_step(
     Returns:
         ``step(state, tokens, labels, *more) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T), and in ``more`` arrays whose first axis is the microbatch. The input
-        state is donated.
+        state is donated. The step raises ValueError if the arrays differ in the number of
+        microbatches or have none, if the state's copy does not have the compute dtype, or if there
+        is a limit and the state has no anomaly detector.
 
         The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
         ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
@@ -233,22 +244,38 @@ def make_train_step(
         ``float8_overflow``, the number of all that are not finite.
 
     Raises:
-        ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function, or
-            ``max_underflow`` is given without ``float8_counts``.
+        TypeError: ``compute_dtype`` is not a floating dtype, or ``learning_rate`` or a limit is not
+            a number.
+        ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function,
+            ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
+            ``float8_counts``.
     """
+    limits: Any = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
+    limits |= {"max_underflow": max_underflow}
+    check_limits(**limits)
+    if learning_rate is not None and not callable(learning_rate):
+        as_finite("learning_rate", learning_rate)
     if max_underflow is not None and not float8_counts:
         raise ValueError(
             f"max_underflow is {max_underflow} and float8_counts False; it needs the counts"
         )
-    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    dtype = _compute_dtype(compute_dtype)
     weigh = _weigher(microbatch_weights)
 
     def train_step(state: TrainState, tokens: Array, labels: Array, *more: Array):
+        _check_microbatches(tokens, labels, *more)
+        copied_to = _copy_dtype(state, dtype)
+        if state.anomaly is None:
+            for name, limit in limits.items():
+                if limit is not None:
+                    raise ValueError(
+                        f"{name} is {limit}, and the state has no anomaly detector; make it with "
+                        "init_state(detect_anomalies=True)"
+                    )
         # Casting is linear, so the gradient with respect to the float32 parameters is the gradient
         # with respect to the cast ones.
         params = cast(state.params if state.copy is None else state.copy, dtype)
-        narrow = jax.tree.leaves(state.copy)
-        copy = {"copy_dtype": narrow[0].dtype} if narrow else {}
+        copy = {} if copied_to is None else {"copy_dtype": copied_to}
 
         def gradients(*microbatch: Array):
             counts = None
@@ -283,13 +310,17 @@ def make_train_step(
         (total_loss, grads), counts = total
         loss, scale = total_loss / len(tokens), 1 / len(tokens)
 
+        rate = learning_rate
+        if callable(learning_rate):
+            rate = learning_rate(_steps_taken(state))
         anomaly, verdict, detected = None, {}, {}
         if state.anomaly is not None:
             norm = ops.global_norm(grads) * scale
-            limits: Any = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
-            limits |= {"float8_counts": counts, "max_underflow": max_underflow}
+            found = {"float8_counts": counts, "hyperparameters": _scheduled(optimizer, state)}
+            if callable(learning_rate):
+                found["hyperparameters"] += (rate,)
             anomaly, skip, detected = detect_anomaly(
-                state.anomaly, state.step + 1, loss, norm, **limits
+                state.anomaly, state.step + 1, loss, norm, **limits, **found
             )
             verdict = {"grad_norm": norm, "skip": skip}
         if isinstance(optimizer, Optimizer):
@@ -300,7 +331,7 @@ def make_train_step(
             updated, opt_state, grad_norm = _optax_step(
                 optimizer, grads, state, scale, verdict.get("skip")
             )
-            copies = [cast(updated, narrow[0].dtype)] if narrow else []
+            copies = [] if copied_to is None else [cast(updated, copied_to)]
         metrics = {"loss": loss, "grad_norm": grad_norm, **detected}
         if counts is not None:
             of_operands, of_gradients = counts.underflow_share
@@ -310,7 +341,6 @@ def make_train_step(
                 "float8_overflow": counts.overflow.sum(),
             }
         if learning_rate is not None:
-            rate = learning_rate(state.step) if callable(learning_rate) else learning_rate
             metrics["learning_rate"] = jnp.asarray(rate, jnp.float32)
         copied = copies[0] if copies else None
         if shardings is not None:
@@ -326,6 +356,61 @@ def make_train_step(
     if all(sharding.is_fully_replicated for sharding in jax.tree.leaves(weights)):
         train_step = gathers.whole_weights()(train_step)
     return jax.jit(train_step, **options, out_shardings=(shardings, None))
+
+
+def _compute_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype:
+    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"compute_dtype is {dtype}; it must be a floating dtype")
+    return dtype
+
+
+def _check_microbatches(*arrays: Array) -> None:
+    """Raises ValueError if the arrays of a step do not have one first axis, of at least 1."""
+    names = ["tokens", "labels", *(f"more[{i}]" for i in range(len(arrays) - 2))]
+    shapes = [getattr(array, "shape", ()) for array in arrays]
+    for name, shape in zip(names, shapes, strict=True):
+        if not shape or shape[0] == 0:
+            raise ValueError(
+                f"{name} has shape {shape}; its first axis must have at least 1 microbatch"
+            )
+        if shape[0] != shapes[0][0]:
+            raise ValueError(
+                f"{name} has shape {shape}; its first axis must have {shapes[0][0]} microbatches, "
+                f"as that of tokens {shapes[0]}"
+            )
+
+
+def _copy_dtype(state: TrainState, compute_dtype: jnp.dtype) -> jnp.dtype | None:
+    """The dtype of the state's copy; None if there is none.
+
+    Raises:
+        ValueError: It is not the compute dtype, so the step would compute with rounded parameters.
+    """
+    dtype = next((x.dtype for x in jax.tree.leaves(state.copy) if is_floating(x)), None)
+    if dtype not in (None, compute_dtype):
+        raise ValueError(
+            f"state.copy has dtype {dtype} and compute_dtype is {compute_dtype}; they must be "
+            "equal: pass copy_dtype to init_state and compute_dtype to make_train_step"
+        )
+    return dtype
+
+
+def _scheduled(optimizer: Any, state: TrainState) -> tuple[ArrayLike, ...]:
+    """What the schedules of a jaxllm optimizer give for the next step; optax's are not known."""
+    schedules = optimizer.schedules if isinstance(optimizer, Optimizer) else None
+    return () if schedules is None else tuple(schedules(state.opt_state).values())
+
+
+def _steps_taken(state: TrainState) -> ArrayLike:
+    """The count of steps in the optimizer's state, which schedules get; else the state's step."""
+
+    def is_counter(node: Any) -> bool:
+        count = node.count if "count" in getattr(node, "_fields", ()) else None
+        return isinstance(count, jax.Array) and not count.shape and not is_floating(count)
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_counter)
+    return next((node.count for node in nodes if is_counter(node)), state.step)
 
 
 _ON_GPUS = {
@@ -402,8 +487,11 @@ def make_eval_step(
 
     Returns:
         ``evaluate(params, tokens, labels, *more) -> loss``, with tokens and labels of shape (B, T).
+
+    Raises:
+        TypeError: ``compute_dtype`` is not a floating dtype.
     """
-    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    dtype = _compute_dtype(compute_dtype)
 
     def evaluate(params: Params, tokens: Array, labels: Array, *more: Array) -> Array:
         return loss_fn(cast(params, dtype), tokens, labels, *more).astype(jnp.float32)
