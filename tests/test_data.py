@@ -104,18 +104,18 @@ def test_batches_accept_integers_of_numpy_and_jax(dataset, integer):
     expected = data.batch(dataset, batch_size, 8, seed=1, step=step)
     np.testing.assert_array_equal(found, expected)
     ranks: dict[str, Any] = {"index": 2**31 - 1, "rank": 1, "ranks": 2}
-    found, expected = (
-        data.batch_in_order(dataset, 2, 8, **{name: of(value) for name, value in ranks.items()})
-        for of in (integer, int)
-    )
+    converted: dict[str, Any] = {name: integer(value) for name, value in ranks.items()}
+    found = data.batch_in_order(dataset, 2, 8, **converted)
+    expected = data.batch_in_order(dataset, 2, 8, **ranks)
     np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seq_len", "seed", "step"])
 def test_batch_names_the_argument_that_is_not_an_integer(dataset, name):
-    right = {"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0}
+    right: dict[str, Any] = {"batch_size": 1, "seq_len": 8, "seed": 0, "step": 0}
+    right[name] = 1.5
     with pytest.raises(TypeError, match=rf"{name} is 1\.5; it must be an integer"):
-        data.batch(dataset, **right | {name: 1.5})
+        data.batch(dataset, **right)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def adamw(
         return structure.unflatten(updates), state
 
     scheduled = at_step_of(lambda state: state.count, learning_rate, weight_decay)
-    return Optimizer(*map(promotion.by_default, (init, update, step)), scheduled)
+    return Optimizer(*map(promotion.by_default, (init, update, step)), schedules=scheduled)
 
 
 def check_hyperparameters(

@@ -176,7 +176,7 @@ def adamw(
         return (params, state, norm) if copy_dtype is None else (params, state, norm, copy)
 
     scheduled = at_step_of(lambda state: _adam_of(state).count, learning_rate, weight_decay)
-    return Optimizer(*map(promotion.by_default, (init, update, step)), scheduled)
+    return Optimizer(*map(promotion.by_default, (init, update, step)), schedules=scheduled)
 
 
 def _check_update(grads: Params, state: Any, params: Params) -> None:

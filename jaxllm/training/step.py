@@ -368,7 +368,7 @@ def _compute_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype:
 def _check_microbatches(*arrays: Array) -> None:
     """Raises ValueError if the arrays of a step do not have one first axis, of at least 1."""
     names = ["tokens", "labels", *(f"more[{i}]" for i in range(len(arrays) - 2))]
-    shapes = [getattr(array, "shape", ()) for array in arrays]
+    shapes: list[Any] = [getattr(array, "shape", ()) for array in arrays]
     for name, shape in zip(names, shapes, strict=True):
         if not shape or shape[0] == 0:
             raise ValueError(
@@ -406,7 +406,7 @@ def _steps_taken(state: TrainState) -> ArrayLike:
     """The count of steps in the optimizer's state, which schedules get; else the state's step."""
 
     def is_counter(node: Any) -> bool:
-        count = node.count if "count" in getattr(node, "_fields", ()) else None
+        count: Any = node.count if "count" in getattr(node, "_fields", ()) else None
         return isinstance(count, jax.Array) and not count.shape and not is_floating(count)
 
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_counter)
