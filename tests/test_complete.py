@@ -352,13 +352,14 @@ def test_a_step_refuses_tokens_and_caches_that_do_not_fit(model, config, in_page
     params = random_params(model, config)
     params = for_decoding(params) if is_laid_out else params
     cache = empty_cache(config, in_pages=in_pages)
-    for kind, message, tokens in (
+    misfits: Any = (
         (ValueError, r"tokens has shape \(1,\); it must be \(2,\), one for each", jnp.ones(1, int)),
         (ValueError, r"tokens has shape \(3,\); it must be \(2,\)", jnp.ones(3, int)),
         (ValueError, r"tokens has shape \(2, 1\); it must be \(2,\)", jnp.ones((2, 1), int)),
         (TypeError, "tokens has dtype float32; it must be an integer array", jnp.ones(2)),
         (TypeError, "tokens has type list; it must be an integer array", [1, 2]),
-    ):
+    )
+    for kind, message, tokens in misfits:
         with pytest.raises(kind, match=message):
             decode_step(model, params, tokens, config, cache)
 
@@ -401,7 +402,8 @@ def test_options_of_other_types_are_errors(wrong, message):
     model: Any = gpt2
     params = random_params(model, GPT2)
     options = {"config": GPT2, "max_new_tokens": 3, "temperature": 0.0} | wrong
-    for run, prompts in ((complete, [[1]]), (stream, [1])):
+    calls: Any = (complete, [[1]]), (stream, [1])
+    for run, prompts in calls:
         with pytest.raises(TypeError, match=message):
             run(model, params, prompts, **options)
 
@@ -410,7 +412,7 @@ def test_numbers_of_jax_are_options():
     model: Any = gpt2
     params = random_params(model, GPT2)
     options = {"config": GPT2, "max_new_tokens": 3, "temperature": 0.5, "top_k": 5, "top_p": 0.5}
-    given = {name: x if name == "config" else jnp.asarray(x) for name, x in options.items()}
+    given: Any = {name: x if name == "config" else jnp.asarray(x) for name, x in options.items()}
     expected = complete(model, params, [[1]], **options, key=jax.random.key(0))[0].tolist()
     found = complete(model, params, [[1]], **given, key=jax.random.key(0))[0]
     assert found.tolist() == expected
@@ -432,6 +434,7 @@ def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
     refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
     refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])
     refuse(r"lengths has shape \(3,\); it must be \(2,\)", ones((2, 4)), [4, 4, 4])
-    for lengths, found in ([4, 4], "type list"), (jnp.ones(2), "dtype float32"):
+    misfits: Any = ([4, 4], "type list"), (jnp.ones(2), "dtype float32")
+    for lengths, found in misfits:
         with pytest.raises(TypeError, match=f"lengths has {found}; it must be an integer array"):
             prefill(model, params, ones((2, 4)), lengths, config, cache)

@@ -3,10 +3,12 @@
 import functools
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.core import Tracer
 from ops.test_contract import FIRST_CASES, LARGE_CASES, traced_with_gradients
 
 import jaxllm
@@ -92,3 +94,31 @@ def test_rows_are_the_custom_calls_of_prefill_and_decode(model, config, form, ba
         lambda p, t, n, c: prefill(model, p, t, n, config, c), params, tokens, each, cache
     )
     assert_explained(lambda p, t, c: decode_step(model, p, t, config, c), params, each, cache)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_arguments_that_are_no_arrays_are_static(is_jitted):
+    config = gpt2.GPT2Config(vocab_size=61, layers=1, heads=2, width=16, max_seq_len=8)
+    params = jax.eval_shape(lambda: gpt2.init(jax.random.key(0), config))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+    def forward(params, tokens, *, config, backend):
+        with jaxllm.use_backend(backend):
+            return gpt2.forward(params, tokens, config)
+
+    of_arrays: Any = forward
+    fn = jax.jit(of_arrays, static_argnames=("config", "backend")) if is_jitted else of_arrays
+    for backend in ("auto", "xla"):
+        static = {"config": config, "backend": backend}
+        expected = jaxllm.explain(functools.partial(of_arrays, **static), params, tokens)
+        assert expected.calls
+        assert str(jaxllm.explain(fn, params, tokens, **static)) == str(expected)
+
+
+def test_so_are_positional_arguments():
+    def norm(name, x, eps):
+        assert isinstance(eps, Tracer)  # a number is traced, as jit does
+        return getattr(jaxllm.ops, name)(x, jnp.ones(8)) + eps
+
+    explanation = jaxllm.explain(norm, "rms_norm", jax.ShapeDtypeStruct((2, 8), "float32"), 1e-6)
+    assert [call.stem for call in explanation.calls] == ["rms_norm_forward"]

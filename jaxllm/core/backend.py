@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -272,15 +273,22 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     sharded the program is compiled too, because only then XLA has chosen the shardings in between;
     the shapes of calls are those of whole arrays on Auto axes, of shards on Explicit ones.
 
+    Arguments that are no arrays, numbers or trees of them are static, as a model's config.
+    ``pallas`` names the implementation: a call of an empty array has no kernel of it, nor has a
+    derivative that is a product, which XLA computes.
+
     Example:
         >>> print(jaxllm.explain(jax.grad(loss), params, tokens))
     """
+    fn = functools.partial(fn, **{k: v for k, v in kwargs.items() if not _is_traceable(v)})
+    kwargs = {name: value for name, value in kwargs.items() if _is_traceable(value)}
+    static = tuple(i for i, value in enumerate(args) if not _is_traceable(value))
     calls = _Recorder()
     # A fresh recorder is a fresh jit cache key: every inner jit is traced anew, and seen.
     with _recorder(calls), _noting_gathers() as gathers:
-        jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
+        jaxpr = jax.make_jaxpr(fn, static_argnums=static)(*args, **kwargs)
         if any(map(_is_on_several_devices, jax.tree.leaves((args, kwargs)))):
-            jax.jit(fn).lower(*args, **kwargs).compile()
+            jax.jit(fn, static_argnums=static).lower(*args, **kwargs).compile()
     # A trace visits more than it keeps (a custom_vjp's primal beside its forward rule), so the
     # final program decides, without dead code: an op call is in it where one of its equations is.
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -293,6 +301,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             kernels[serials[-1]].append(target.removeprefix("jaxllm_"))
     listed = (dataclasses.replace(calls[i], kernels=tuple(of)) for i, of in kernels.items())
     return Explanation(tuple(listed), tuple(gathers))
+
+
+def _is_traceable(argument: Any) -> bool:
+    """Whether jit traces an argument: an array, a number or a tree of these."""
+    numbers = bool, int, float, complex
+    return all(hasattr(x, "dtype") or isinstance(x, numbers) for x in jax.tree.leaves(argument))
 
 
 class _Recorder(dict):

@@ -90,7 +90,7 @@ def check_sampling(
 
 def _check_key(key: Any) -> None:
     dtype = getattr(key, "dtype", None)
-    is_typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_typed and dtype != jnp.uint32:
         found = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
         raise TypeError(f"key has {found}; it must be one of jax.random.key")

@@ -64,9 +64,14 @@ def as_float(name: str, value: Any) -> float:
 def as_finite(name: str, value: Any) -> float:
     """:func:`as_float`; raises ValueError where float32, the kernels' dtype, has no such number."""
     number = as_float(name, value)
-    if not abs(number) <= _LARGEST:
-        raise ValueError(f"{name} is {number}; it must be finite in float32")
+    _check_finite(name, number)
     return number
+
+
+def _check_finite(name: str, number: float, least: float = -math.inf) -> None:
+    if not (abs(number) <= _LARGEST and number >= least):
+        wanted = "finite in float32" if least == -math.inf else f"finite and at least {least:g}"
+        raise ValueError(f"{name} is {number}; it must be {wanted}")
 
 
 def as_integer(name: str, value: Any) -> int:
@@ -94,15 +99,11 @@ def as_number(name: str, value: Any) -> Any:
     return as_float(name, value)
 
 
-def as_finite(name: str, value: Any, *, least: float = -math.inf) -> Any:
-    """:func:`as_number`; raises ValueError where one that is not traced is no finite number.
-
-    With ``least``, it must not be below that either.
-    """
+def as_finite_number(name: str, value: Any, *, least: float = -math.inf) -> Any:
+    """:func:`as_number`; raises ValueError for a known one that is not finite or is too low."""
     number = as_number(name, value)
-    if isinstance(number, float) and not (math.isfinite(number) and number >= least):
-        wanted = "finite" if least == -math.inf else f"finite and at least {least:g}"
-        raise ValueError(f"{name} is {number}; it must be {wanted}")
+    if isinstance(number, float):
+        _check_finite(name, number, least)
     return number
 
 

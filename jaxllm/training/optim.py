@@ -30,7 +30,7 @@ from jaxllm.core import partition, promotion
 from jaxllm.core.precision import is_floating, wide_dtype
 from jaxllm.ops.checks import (
     as_decay,
-    as_finite,
+    as_finite_number,
     as_number,
     check_floating,
     leaf_names,
@@ -210,16 +210,16 @@ def check_hyperparameters(
         ValueError: One is out of range.
     """
     if not callable(learning_rate):
-        as_finite("learning_rate", learning_rate)
+        as_finite_number("learning_rate", learning_rate)
     as_decay("b1", b1)
     as_decay("b2", b2)
-    as_finite("eps", eps, least=0)
+    as_finite_number("eps", eps, least=0)
     if not callable(weight_decay):
-        as_finite("weight_decay", weight_decay, least=0)
+        as_finite_number("weight_decay", weight_decay, least=0)
     _as_limit(max_grad_norm)
 
 
-def steps_taken(count: ArrayLike, skip: ArrayLike) -> ArrayLike:
+def steps_taken(count: Array, skip: ArrayLike) -> Array:
     """The number of steps taken after a step: moments of a skipped one need no correction."""
     if isinstance(skip, bool):
         return count if skip else count + 1

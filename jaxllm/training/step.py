@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
 from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
-from jaxllm.ops.checks import as_finite
+from jaxllm.ops.checks import as_finite_number
 from jaxllm.training.anomaly import (
     AnomalyState,
     check_limits,
@@ -254,7 +254,7 @@ def make_train_step(
     limits |= {"max_underflow": max_underflow}
     check_limits(**limits)
     if learning_rate is not None and not callable(learning_rate):
-        as_finite("learning_rate", learning_rate)
+        as_finite_number("learning_rate", learning_rate)
     if max_underflow is not None and not float8_counts:
         raise ValueError(
             f"max_underflow is {max_underflow} and float8_counts False; it needs the counts"

@@ -16,7 +16,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_decay,
-    as_finite,
+    as_finite_number,
     check_floating,
     check_shape,
     leaf_names,
@@ -196,10 +196,10 @@ def adamw_update(
     for name, *arrays in zip(names, params, grads, ms, vs, strict=True):
         _check_arrays(name, *arrays)
         _check_rounding(name, arrays[0].dtype, copy_dtype, seed)
-    lr = as_finite("lr", lr)
+    lr = as_finite_number("lr", lr)
     options: Any = {"b1": as_decay("b1", b1), "b2": as_decay("b2", b2)}
-    options["eps"] = as_finite("eps", eps, least=0)
-    options["weight_decay"] = as_finite("weight_decay", weight_decay, least=0)
+    options["eps"] = as_finite_number("eps", eps, least=0)
+    options["weight_decay"] = as_finite_number("weight_decay", weight_decay, least=0)
 
     # The formula of optax, with its float32 roundings.
     corrections = [1 / (1 - options[name] ** jnp.asarray(step)) for name in ("b1", "b2")]
