@@ -105,6 +105,18 @@ def train(model, config, batches, state, shardings=None):
     return state, losses
 
 
+def step_with_copy(model, config, batch, state, shardings):
+    """The state after a step in bfloat16, whose copy of the parameters has their shards."""
+    loss_fn = make_loss(model, config)
+    options: dict[str, Any] = {"compute_dtype": "bfloat16", "shardings": shardings}
+    step = training.make_train_step(loss_fn, OPTIMIZER, **options)
+    copy = jax.device_put(training.cast(state.params, "bfloat16"), shardings.copy)
+    state, _ = step(state._replace(copy=copy), *batch)
+    assert_equal(state.copy, training.cast(state.params, "bfloat16"))
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    return state
+
+
 def read(step, rows=None):
     return data.batch(DATASET, A * B, T, seed=0, step=step, rows=rows, **DOCUMENTS)
 
@@ -205,8 +217,8 @@ def main(case: str, folder: Path) -> None:
     params = jax.device_put(state.params, parallel.state_shardings(auto, state.params))
     found["sample"] = sample(model, config, params)
     if not is_explicit:
-        copy = jax.device_put(training.cast(state.params, "bfloat16"), shardings.copy)
-        check_checkpoints(folder, state._replace(copy=copy))
+        batch = sharded_batches(mesh)[0]
+        check_checkpoints(folder, step_with_copy(model, config, batch, state, shardings))
     batches = [[of.reshape(A, B, T) for of in read(step)] for step in range(STEPS)]
     state, losses = train(model, config, batches, first)
     one = {"losses": losses, **outputs(model, config, state.params)}

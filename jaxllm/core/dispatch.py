@@ -316,10 +316,12 @@ def predicate(
 def _slower(op: Op, stem: str, name: str, arrays: tuple, static: dict) -> str | None:
     """Why to leave a call to the implementations after this one.
 
-    Where JAX ships one of its own for a GPU, that is the one meant, and it must serve the call.
+    Of CUDA kernels, where JAX ships one of its own for a GPU: that is the one meant, and it must
+    serve the call.
     """
     check = predicate(_module(op, name), op, stem, "slower")
-    if check is None or (op.xla and _unsupported(op, stem, "xla-gpu", arrays, static)):
+    is_of_jax = name == "cuda" and op.xla is not None
+    if check is None or (is_of_jax and _unsupported(op, stem, "xla-gpu", arrays, static)):
         return None
     return check(*arrays, **static)
 

@@ -11,7 +11,7 @@ from op_helpers import attention_arrays
 import jaxllm
 from jaxllm.core import ffi
 from jaxllm.ops import flash_attention, flash_attention_packed
-from jaxllm.ops.attention import xla
+from jaxllm.ops.attention import pallas_flash, xla
 
 
 def cudnn_calls(fn, *args):
@@ -139,12 +139,37 @@ def test_without_the_extension_auto_picks_cudnn_and_then_pallas(
     pretend_cudnn, shapes, options, picked, monkeypatch
 ):
     monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: "not built")
+    monkeypatch.setattr(pallas_flash, "_is_on_hopper", lambda: True)
     q, k, v = attention_arrays(**{"dtype": "bfloat16"} | shapes)
     grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
     calls = jaxllm.explain(grad, q, k, v).calls
     assert [call.on_gpu for call in calls] == [picked, picked]
     order = ["cuda", "xla-gpu", "pallas", "xla"]
     assert [name for name, _ in calls[0].rejected] == order[: order.index(picked)]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "is_hopper"),
+    [(["9.0"], True), (["9.0", "9.0"], True), (["9.0", "8.0"], False), (["10.0"], False)],
+)
+def test_hopper_gpus_are_known_without_the_extension(capabilities, is_hopper, monkeypatch):
+    gpus = [types.SimpleNamespace(compute_capability=of) for of in capabilities]
+    monkeypatch.setattr(jax, "devices", lambda *_: gpus)
+    assert pallas_flash._is_on_hopper() == is_hopper
+
+
+@pytest.mark.no_gpu
+def test_auto_leaves_attention_to_pallas_on_hopper_gpus_alone(pretend_cudnn, monkeypatch):
+    monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: "not built")
+    q, k, v = attention_arrays(dtype="float32")
+    packed = jnp.zeros((2, 6, 3 * 4 * 8))
+    plain = jax.grad(lambda *qkv: flash_attention(*qkv).sum())
+    of_packed = jax.grad(lambda x: flash_attention_packed(x, 4, causal=True).sum())
+    calls = jaxllm.explain(plain, q, k, v).calls + jaxllm.explain(of_packed, packed).calls
+    assert [call.on_gpu for call in calls] == 4 * ["xla"]
+    assert all("has run on no others" in dict(call.rejected)["pallas"] for call in calls)
+    (call,) = jaxllm.explain(lambda q: flash_attention(q, k, v, backend="pallas"), q).calls
+    assert call.on_gpu == "pallas"
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,28 @@ def _unsupported(q, k, v, rope_table) -> str | None:
     return None
 
 
+def flash_attention_slower(*_, **__) -> str | None:
+    """Why ``auto`` leaves a call to the reference; None where it does not."""
+    if _is_on_hopper():
+        return None
+    return "its tiles are for the shared memory of Hopper GPUs, and it has run on no others"
+
+
+def _is_on_hopper() -> bool:
+    """Whether all GPUs of this process are Hopper's; the CUDA extension may be missing."""
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:  # there is no such backend
+        return False
+    return all(gpu.compute_capability == "9.0" for gpu in gpus)
+
+
+flash_attention_backward_slower = flash_attention_slower
+flash_attention_packed_slower = flash_attention_slower
+flash_attention_packed_backward_slower = flash_attention_slower
+self_attention_backward_slower = flash_attention_slower
+
+
 def flash_attention_forward(
     q, k, v, segment_ids, rope_table=None, sinks=None,
     *, causal, scale, window, softcap, interleaved=False, bias=None, interpret=False, tiles=None,
