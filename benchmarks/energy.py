@@ -10,7 +10,7 @@ import ctypes
 def joules_so_far() -> float | None:
     """What the machine's GPU has taken since the driver was loaded.
 
-    The counter is renewed some ten times a second, so only differences over seconds tell.
+    The counter is renewed now and then, so only differences over seconds tell.
 
     Returns:
         Joules; None without the driver's library, for a GPU without the counter, and where there
