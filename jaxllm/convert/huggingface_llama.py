@@ -247,7 +247,7 @@ def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; it must be 'default' or 'llama3'")
     key = _ROPE_KEYS["original_length"]
-    lengths = {**rope, key: config[key]} if key in config else rope
+    lengths = rope if config.get(key) is None else {**rope, key: config[key]}
     if key not in lengths:
         lengths = {key: integer(config, "max_position_embeddings")}
     values = {field: number(rope, _ROPE_KEYS[field]) for field in ("factor", "low", "high")}

@@ -261,6 +261,11 @@ def test_rope_keys_have_the_precedence_of_transformers(huggingface, rope):
         np.testing.assert_allclose(table, their_table[0, :, : table.shape[-1]], atol=1e-5)
 
 
+def test_a_null_length_at_the_top_counts_for_none():
+    contents = config_to_dict(BASE) | {"rope_parameters": SCALED}
+    assert config_from_dict(contents | dict.fromkeys(TOP)) == config_from_dict(contents)
+
+
 # The config.json of published models, without keys that do not affect the shape.
 
 MISTRAL_7B = {
