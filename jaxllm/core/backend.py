@@ -35,8 +35,10 @@ Backend = Literal["auto", "cuda", "pallas", "xla"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
-# The end of the errors of forward mode and second derivatives, which XLA's implementations have.
-USE_XLA = "use backend 'xla' (implementation='xla' of jaxllm.nn.dot_product_attention)"
+def use_xla(name: str) -> str:
+    """What has forward mode and second derivatives of an op or a stem: the end of an error."""
+    of_attention = " (implementation='xla' of jaxllm.nn.dot_product_attention)"
+    return f"use backend 'xla'{of_attention if name.startswith('flash_attention') else ''}"
 
 
 class BackendError(RuntimeError):

@@ -32,7 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxllm.core import promotion
-from jaxllm.core.backend import USE_XLA, BackendError
+from jaxllm.core.backend import BackendError, use_xla
 
 
 def custom_vjp(fn: Callable[..., Any]) -> Any:
@@ -267,7 +267,7 @@ def _watched_jvp(arrays, tangents, **call):
 def _refuse_forward_mode(*_, name, backend):
     raise BackendError(
         f"backend {backend!r} cannot serve forward mode (jax.jvp, jax.jacfwd, jax.linearize) of "
-        f"{name}, whose kernels have a derivative for reverse mode alone; {USE_XLA}"
+        f"{name}, whose kernels have a derivative for reverse mode alone; {use_xla(name)}"
     )
 
 

@@ -35,7 +35,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.core.backend import USE_XLA
+from jaxllm.core.backend import use_xla
 from jaxllm.core.derivatives import without_derivative
 from jaxllm.core.gathers import Saved, gather_again, warn_of_gathers
 from jaxllm.core.layout import is_packed
@@ -352,7 +352,7 @@ class _Problem:
 
         why = (
             f"{self.layout.call.name} on sharded arrays has no derivative of this kind (forward "
-            f"mode, or the derivative of a derivative); {USE_XLA}"
+            f"mode, or the derivative of a derivative); {use_xla(self.layout.call.name)}"
         )
         return without_derivative(batched, why)(*arrays)
 
