@@ -121,8 +121,8 @@ def config_from_dict(model_type: str, config: Mapping[str, Any]) -> Llama3Config
     expect(config, "mlp_bias", False)
     # Not null, which some attention implementations of transformers take for false.
     expect(config, "is_causal", True)
-    kv_heads = {"num_key_value_heads": _KV_HEADS.get(model_type), **config}
-    if kv_heads["num_key_value_heads"] is None:
+    kv_heads = {"num_key_value_heads": _KV_HEADS.get(model_type, heads), **config}
+    if kv_heads["num_key_value_heads"] is None:  # null, of every architecture
         kv_heads["num_key_value_heads"] = heads
     theta, scaling = _rope_from_dict(config)
     return Llama3Config(
@@ -229,9 +229,9 @@ _ROPE_KEYS = {
 def _rope_from_dict(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """The RoPE base and scaling. Transformers 5 has both in one key, version 4 has two keys.
 
-    As in transformers 5, ``rope_scaling`` has precedence over ``rope_parameters``, the dict that
-    is not used has no effect, and its ``original_max_position_embeddings`` comes from the top
-    level first, then from the dict, and then from ``max_position_embeddings``.
+    As in transformers 5, ``rope_scaling`` has precedence, and then ``rope_parameters`` has no
+    effect. The original length is ``original_max_position_embeddings`` of the top level, else of
+    the dict, else ``max_position_embeddings``.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}

@@ -237,7 +237,8 @@ def _ring(cache: KVCache | PagedKVCache, layer: int, window: int | None) -> int 
 def _check_cache(config: Shape, cache: KVCache | PagedKVCache) -> None:
     """Raises ValueError where a cache does not have the layers and heads of a config."""
     sequences = cache.lengths.shape
-    if isinstance(cache, PagedKVCache) and cache.block_table.shape[:1] != sequences:
+    is_paged = isinstance(cache, PagedKVCache)
+    if is_paged and cache.block_table.shape[:1] != sequences:
         raise ValueError(
             f"cache.block_table has shape {cache.block_table.shape}; it must be {(*sequences, 'M')}"
         )
@@ -252,17 +253,14 @@ def _check_cache(config: Shape, cache: KVCache | PagedKVCache) -> None:
                 f"cache.{name} has {len(arrays)} layers; it must have {config.layers}, those of "
                 "config"
             )
-        first = ("P", "page") if isinstance(cache, PagedKVCache) else (*sequences, "S")
-        wanted = (*first, *(heads[:1] if of_scales else heads))
+        first = ("P", "page") if is_paged else (*sequences, "S")
+        last = heads[:1] if of_scales else heads
         for layer, array in enumerate(arrays):
-            fits = len(array.shape) == len(wanted) and all(
-                isinstance(size, str) or size == found
-                for size, found in zip(wanted, array.shape, strict=True)
-            )
-            if not fits:
+            if array.shape[2:] != last or (not is_paged and array.shape[:1] != sequences):
                 raise ValueError(
                     f"cache.{name} of layer {layer} has shape {array.shape}; it must be "
-                    f"({', '.join(map(str, wanted))}), by the key heads of config and their width"
+                    f"({', '.join(map(str, (*first, *last)))}), by the key heads of config and "
+                    "their width"
                 )
 
 

@@ -250,8 +250,11 @@ def make_train_step(
             ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
             ``float8_counts``.
     """
-    limits: Any = {"max_loss_z": max_loss_z, "max_norm_z": max_norm_z}
-    limits |= {"max_underflow": max_underflow}
+    limits: Any = {
+        "max_loss_z": max_loss_z,
+        "max_norm_z": max_norm_z,
+        "max_underflow": max_underflow,
+    }
     check_limits(**limits)
     if learning_rate is not None and not callable(learning_rate):
         as_finite_number("learning_rate", learning_rate)
