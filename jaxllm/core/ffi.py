@@ -197,6 +197,14 @@ def devices() -> tuple[Device, ...]:
     return _survey()[0]
 
 
+def compute_capabilities() -> tuple[str, ...]:
+    """Those of the NVIDIA GPUs of this process, such as ``"9.0"``; they need no extension."""
+    try:
+        return tuple(gpu.compute_capability for gpu in jax.devices("cuda"))
+    except RuntimeError:  # there is no such backend
+        return ()
+
+
 def device() -> Device | None:
     """The GPU that a call is compiled for; None where this process has none, and nothing is known.
 

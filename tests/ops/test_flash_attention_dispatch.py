@@ -139,7 +139,7 @@ def test_without_the_extension_auto_picks_cudnn_and_then_pallas(
     pretend_cudnn, shapes, options, picked, monkeypatch
 ):
     monkeypatch.setattr("jaxllm.core.ffi.unavailable_reason", lambda *_: "not built")
-    monkeypatch.setattr(pallas_flash, "_is_on_hopper", lambda: True)
+    monkeypatch.setattr(ffi, "compute_capabilities", lambda: ("9.0",))
     q, k, v = attention_arrays(**{"dtype": "bfloat16"} | shapes)
     grad = jax.grad(lambda *qkv: flash_attention(*qkv, causal=True, **options).sum())
     calls = jaxllm.explain(grad, q, k, v).calls
@@ -155,7 +155,7 @@ def test_without_the_extension_auto_picks_cudnn_and_then_pallas(
 def test_hopper_gpus_are_known_without_the_extension(capabilities, is_hopper, monkeypatch):
     gpus = [types.SimpleNamespace(compute_capability=of) for of in capabilities]
     monkeypatch.setattr(jax, "devices", lambda *_: gpus)
-    assert pallas_flash._is_on_hopper() == is_hopper
+    assert (pallas_flash.flash_attention_slower() is None) == is_hopper
 
 
 @pytest.mark.no_gpu

@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxllm.core import ffi
 from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.attention.pallas_flash_blocks import (
     LN2,
@@ -87,18 +88,9 @@ def _unsupported(q, k, v, rope_table) -> str | None:
 
 def flash_attention_slower(*_, **__) -> str | None:
     """Why ``auto`` leaves a call to the reference; None where it does not."""
-    if _is_on_hopper():
+    if set(ffi.compute_capabilities()) == {"9.0"}:  # the CUDA extension may be missing
         return None
     return "its tiles are for the shared memory of Hopper GPUs, and it has run on no others"
-
-
-def _is_on_hopper() -> bool:
-    """Whether all GPUs of this process are Hopper's; the CUDA extension may be missing."""
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:  # there is no such backend
-        return False
-    return all(gpu.compute_capability == "9.0" for gpu in gpus)
 
 
 flash_attention_backward_slower = flash_attention_slower

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+from jaxllm.core import ffi
 from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 
@@ -78,11 +79,10 @@ def flash_attention_backward_unsupported(
 
 def _no_cudnn(width: int, value_width: int) -> str | None:
     """Why this process has no cuDNN to trace for; JAX asks for it as soon as it traces the call."""
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
+    capabilities = ffi.compute_capabilities()
+    if not capabilities:
         return "this process has no NVIDIA GPU, and JAX traces cuDNN's attention only beside one"
-    oldest = min(int(device.compute_capability.split(".")[0]) for device in devices)
+    oldest = min(int(capability.partition(".")[0]) for capability in capabilities)
     if oldest < 8:
         return "cuDNN's attention needs an Ampere GPU (compute capability 8.0) or a newer one"
     if oldest < 9 and width > MAX_HEAD_WIDTH_BEFORE_HOPPER:
