@@ -322,12 +322,12 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
         print(f"first step: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         value = trainer.run(_WARM_UP - 1)
         seconds = []
-        before = energy.joules_so_far()
+        joules_before = energy.joules_so_far()
         for _ in range(_GROUPS):
             start = time.perf_counter()
             value = trainer.run(options.steps)
             seconds.append((time.perf_counter() - start) / options.steps)
-        after = energy.joules_so_far()
+        joules_after = energy.joules_so_far()
         # Read before the profiled steps: XLA may run those without command buffers.
         peak = trainer.peak_bytes()
         table = ""
@@ -343,8 +343,9 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     flops = tokens * _module(options).flops_per_token(model, options.seq_len)
     mfu = training.model_flops_utilization(flops, median, trainer.origin["gpu"])
     spread = f"groups {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms"
-    if before is not None and after is not None:
-        spread = f"{spread}; {(after - before) / (_GROUPS * options.steps):.1f} J a step"
+    if joules_before is not None and joules_after is not None:
+        joules = (joules_after - joules_before) / (_GROUPS * options.steps)
+        spread = f"{spread}; {joules:.1f} J a step"
     if options.accumulate > 1:
         spread = f"{options.accumulate} microbatches; {spread}"
     if any(options.documents):
