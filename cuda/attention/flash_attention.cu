@@ -12,58 +12,71 @@ namespace jaxllm {
 namespace attention {
 namespace {
 
+// Without a rotation heads are copied as they are.
 RopeShape rope_shape(const FlashShape& shape, const FlashRope& rope) {
   return {shape.batch,    shape.queries, rope.tables, shape.heads,
           shape.kv_heads, shape.width,   rope.pairs};
 }
 
 // The query heads that stand apart in q and dq: those of one key head, where they are by parts.
-int group_of(const FlashShape& shape, const FlashRope& rope) {
-  return rope.by_parts ? static_cast<int>(shape.heads / shape.kv_heads) : 1;
+int group_of(const FlashShape& shape, const FlashOptions& options) {
+  return options.by_parts ? static_cast<int>(shape.heads / shape.kv_heads) : 1;
 }
 
-// The parts of the workspace of the rotation: keys, queries, and gradients of the queries.
+// The parts of the workspace `arranged`: keys, queries, and gradients of the queries.
 template <typename T>
-HeadRows<T> rotated_keys(const FlashShape& s, const FlashRope& rope) {
-  return {static_cast<T*>(rope.rotated), s.kv_heads * s.width};
+HeadRows<T> arranged_keys(const FlashShape& s, const FlashOptions& options) {
+  return {static_cast<T*>(options.arranged), s.kv_heads * s.width};
 }
 template <typename T>
-HeadRows<T> rotated_queries(const FlashShape& s, const FlashRope& rope) {
+HeadRows<T> arranged_queries(const FlashShape& s, const FlashOptions& options) {
   const int64_t keys = s.batch * s.keys * s.kv_heads * s.width;
-  return {static_cast<T*>(rope.rotated) + keys, s.heads * s.width};
+  return {static_cast<T*>(options.arranged) + keys, s.heads * s.width};
 }
 template <typename T>
-HeadRows<T> query_gradients(const FlashShape& s, const FlashRope& rope) {
-  const HeadRows<T> queries = rotated_queries<T>(s, rope);
+HeadRows<T> query_gradients(const FlashShape& s, const FlashOptions& options) {
+  const HeadRows<T> queries = arranged_queries<T>(s, options);
   return {queries.data + s.batch * s.queries * queries.row_stride, queries.row_stride};
 }
 
-// Rotates queries and keys of a call into the workspace, or the keys alone. Many CTAs read a key:
-// to rotate it in each of them would cost more than to write it once.
+// Whether heads pass through the workspace. The kernels for Hopper read and write queries by parts
+// where they stand.
+bool arranges(const FlashOptions& options, bool is_for_hopper) {
+  return options.rope.cos != nullptr || (options.by_parts && !is_for_hopper);
+}
+
+// Rotates queries and keys of a call into the workspace, or the keys alone, and puts queries into
+// the usual order. Many CTAs read a key: to rotate it in each of them would cost more than to write
+// it once.
 template <class Call>
-cudaError_t rotate_inputs(cudaStream_t stream, Call& call, bool with_queries) {
+cudaError_t arrange_inputs(cudaStream_t stream, Call& call, bool with_queries) {
   using T = std::remove_const_t<std::remove_pointer_t<decltype(call.q.data)>>;
   const FlashShape& shape = call.shape;
   const FlashRope& rope = call.options.rope;
-  if (rope.cos == nullptr) return cudaSuccess;
+  const bool rotates = rope.cos != nullptr;
   RopeShape sizes = rope_shape(shape, rope);
-  sizes.q_group = group_of(shape, rope);
-  const HeadRows<T> k = rotated_keys<T>(shape, rope), q = rotated_queries<T>(shape, rope);
+  sizes.q_group = group_of(shape, call.options);
+  const HeadRows<T> k = arranged_keys<T>(shape, call.options);
+  const HeadRows<T> q = arranged_queries<T>(shape, call.options);
   if (!with_queries) sizes.q_heads = 0;
+  if (!rotates) sizes.k_heads = 0;
   JAXLLM_RETURN_IF_ERROR(Rope<T>::rotate(stream, call.q, call.k, rope.cos, rope.sin, q, k,
                                          rope.interleaved, /*inverse=*/false, sizes));
-  call.k = {k.data, k.row_stride};
-  if (with_queries) call.q = {q.data, q.row_stride};
+  if (rotates) call.k = {k.data, k.row_stride};
+  if (with_queries) {
+    call.q = {q.data, q.row_stride};
+    call.options.by_parts = false;
+  }
   return cudaSuccess;
 }
 
 // Rotates gradients by the negative angles: dk in place, and dq from where the kernels wrote it.
 template <typename T>
-cudaError_t rotate_gradients(cudaStream_t stream, const FlashBackward<T>& call, HeadRows<T> dq) {
+cudaError_t arrange_gradients(cudaStream_t stream, const FlashBackward<T>& call, HeadRows<T> dq) {
   const FlashRope& rope = call.options.rope;
-  if (rope.cos == nullptr) return cudaSuccess;
   RopeShape sizes = rope_shape(call.shape, rope);
-  sizes.q_out_group = group_of(call.shape, rope);
+  sizes.q_out_group = group_of(call.shape, call.options);
+  if (rope.cos == nullptr) sizes.k_heads = 0;
   return Rope<T>::rotate(stream, {dq.data, dq.row_stride}, {call.dk.data, call.dk.row_stride},
                          rope.cos, rope.sin, call.dq, call.dk, rope.interleaved,
                          /*inverse=*/true, sizes);
@@ -96,7 +109,8 @@ bool is_served(const FlashShape& shape, const FlashOptions& options) {
          (!rotates ||
           (shape.queries == shape.keys && options.rope.tables > 0 &&
            shape.batch % options.rope.tables == 0 && 2 * options.rope.pairs <= shape.width)) &&
-         (rotates || !options.rope.by_parts) &&
+         (!options.by_parts ||
+          (shape.queries == shape.keys && !has_bias && options.score_bias.data == nullptr)) &&
          (!has_bias || (shape.queries == shape.keys && !rotates)) &&
          fits(shape, options.score_bias);
 }
@@ -124,10 +138,12 @@ cudaError_t flash_attention_forward(cudaStream_t stream, FlashForward<T, Stored>
   // long as the pass with 4096 causal tokens (4 x 32 heads of 128: 907 us and 909), and 4% longer
   // with 1024 (8 x 32 heads of 64).
   if constexpr (!kIsFloat8) {
-    const bool by_parts = options.rope.by_parts;
-    const bool with_queries = kIsFloat || is_for_hopper || by_parts;
-    JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, with_queries));
-    if (by_parts) call.options.rope.cos = nullptr;  // no kernel is to rotate them again
+    if (arranges(options, is_for_hopper)) {
+      const bool by_parts = options.by_parts;
+      const bool with_queries = kIsFloat || is_for_hopper || by_parts;
+      JAXLLM_RETURN_IF_ERROR(arrange_inputs(stream, call, with_queries));
+      if (by_parts) call.options.rope.cos = nullptr;  // no kernel is to rotate them again
+    }
   }
   if constexpr (kIsFloat) {
     return forward_by_float32(stream, call);
@@ -157,35 +173,38 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
   if (!is_served(shape, call.options)) return cudaErrorInvalidValue;
   if (call.dlse != nullptr && call.options.bias.gradient != nullptr) return cudaErrorInvalidValue;
   JAXLLM_RETURN_IF_ERROR(compute_segment_ranges(stream, shape, call.options));
-  JAXLLM_RETURN_IF_ERROR(rotate_inputs(stream, call, /*with_queries=*/true));
-  FlashBackward<T> unrotated = call;  // what the kernels compute
-  const bool by_parts = call.options.rope.by_parts;
-  if (by_parts) {
-    unrotated.dq = query_gradients<T>(shape, call.options.rope);
-    unrotated.options.rope.cos = nullptr;  // no kernel is to rotate gradients
-  }
   bool is_for_hopper = false;
   if constexpr (!std::is_same_v<T, float>) {
-    is_for_hopper = !has_score_bias && backward_is_for_hopper(unrotated);
+    is_for_hopper = !has_score_bias && backward_is_for_hopper(call);
   }
   if (shape.value_width != shape.width && !is_for_hopper) return cudaErrorNotSupported;
+  const bool is_arranged = arranges(call.options, is_for_hopper);
+  FlashBackward<T> arranged = call;  // what the kernels compute
+  if (is_arranged) {
+    JAXLLM_RETURN_IF_ERROR(arrange_inputs(stream, arranged, /*with_queries=*/true));
+    if (call.options.by_parts) {
+      arranged.dq = query_gradients<T>(shape, call.options);
+      arranged.options.rope.cos = nullptr;  // no kernel is to rotate gradients
+    }
+  }
+  const auto arrange_if = [&](bool is_left) {
+    return is_arranged && is_left ? arrange_gradients(stream, call, arranged.dq) : cudaSuccess;
+  };
   if constexpr (std::is_same_v<T, float>) {
-    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
-    JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, unrotated));
-    JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
+    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, arranged));
+    JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, arranged));
+    JAXLLM_RETURN_IF_ERROR(arrange_if(true));
   } else {
     if (is_for_hopper) {
-      JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, unrotated));
-      JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
+      JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, arranged));
+      JAXLLM_RETURN_IF_ERROR(arrange_if(true));
       return hopper_sums_bias(shape, call.options) ? cudaSuccess
                                                    : compute_bias_gradient(stream, call);
     }
-    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, unrotated));
-    JAXLLM_RETURN_IF_ERROR(has_score_bias ? biased_backward_by_mma(stream, unrotated)
-                                          : backward_by_mma(stream, unrotated));
-    if (by_parts || shape.width > kMmaMaxRotaryWidth) {
-      JAXLLM_RETURN_IF_ERROR(rotate_gradients(stream, call, unrotated.dq));
-    }
+    JAXLLM_RETURN_IF_ERROR(compute_delta(stream, arranged));
+    JAXLLM_RETURN_IF_ERROR(has_score_bias ? biased_backward_by_mma(stream, arranged)
+                                          : backward_by_mma(stream, arranged));
+    JAXLLM_RETURN_IF_ERROR(arrange_if(call.options.by_parts || shape.width > kMmaMaxRotaryWidth));
   }
   return compute_bias_gradient(stream, call);
 }

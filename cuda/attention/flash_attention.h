@@ -34,12 +34,6 @@ struct FlashRope {
   const float *cos, *sin;
   int64_t tables, pairs;
   bool interleaved;  // as in rotary/rope.h
-  // Whether the heads of q and dq are in parts: the first query of each key head, then the second
-  // of each, and so on. Only a call that rotates reads them so. Then there is no bias.
-  bool by_parts;
-  // A workspace of batch * queries * (heads + kv_heads) * width elements of q's type; of the
-  // backward by parts, for dq in the usual order, batch * queries * heads * width more.
-  void* rotated;
 };
 
 // An optional workspace. With enough bytes, 16-byte aligned, the kernels for Hopper serve the calls
@@ -105,6 +99,13 @@ struct FlashOptions {
   FlashSinks sinks;  // of the forward
   FlashScoreBias score_bias;
   FlashRope rope;
+  // Whether the heads of q and dq are in parts: the first query of each key head, then the second
+  // of each, and so on. Then there are as many keys as queries, and no bias of either kind.
+  bool by_parts;
+  // A workspace, where heads rotate or are in parts: for queries and keys, rotated and in the usual
+  // order, batch * queries * (heads + kv_heads) * width elements of q's type; of the backward by
+  // parts, for dq in the usual order, batch * queries * heads * width more.
+  void* arranged;
   FlashScratch scratch;
   FlashBias bias;  // of the backward
   FlashSums sums;  // likewise; with a bias

@@ -62,7 +62,7 @@ ffi::ErrorOr<FlashShape> packed_shape_of(const Buffer& qkv, ffi::Dictionary attr
 
 // Reads the tables of cosines and sines, the first two of `extras`.
 ffi::ErrorOr<FlashRope> rope_of(const FlashShape& shape, ffi::RemainingArgs extras,
-                                bool interleaved, bool by_parts, Result& rotated) {
+                                bool interleaved) {
   const auto cos = extras.get<Buffer>(0), sin = extras.get<Buffer>(1);
   if (!cos || !sin) return ffi::Unexpected(invalid("cos", "or sin is missing"));
   if (cos->dimensions().size() < 2) return ffi::Unexpected(invalid("cos", "has too few axes"));
@@ -76,13 +76,12 @@ ffi::ErrorOr<FlashRope> rope_of(const FlashShape& shape, ffi::RemainingArgs extr
       shape.batch % (elements / table) != 0 || 2 * pairs > shape.width) {
     return ffi::Unexpected(invalid("cos", "does not fit q"));
   }
-  return FlashRope{data<float>(*cos), data<float>(*sin), elements / table,       pairs,
-                   interleaved,       by_parts,          rotated->untyped_data()};
+  return FlashRope{data<float>(*cos), data<float>(*sin), elements / table, pairs, interleaved};
 }
 
 // The workspaces of either direction.
 struct FlashWorkspaces {
-  Result &segment_ranges, &rotated, &scratch;
+  Result &segment_ranges, &arranged, &scratch;
 };
 
 // q, k and v, or their gradients: three arrays, or a packed projection three times.
@@ -150,7 +149,9 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   options.scale = *scale;
   options.left = *left;
   options.right = *right;
-  if (*by_parts && !*rope) return ffi::Unexpected(invalid("by_parts", "is for calls that rotate"));
+  if (*by_parts && !qkv.is_packed) {
+    return ffi::Unexpected(invalid("by_parts", "is for packed projections"));
+  }
   options.softcap = *softcap;
   const size_t tables = *rope ? 2 : 0;
   const bool has_last = attributes.contains(direction.has_gradients ? "dlse" : "sinks");
@@ -161,16 +162,18 @@ ffi::ErrorOr<FlashCall> flash_call_of(const Qkv& qkv, ffi::RemainingArgs extras,
   const int64_t ranges = shape.batch * flash_segment_ranges(shape.queries, shape.keys);
   const int64_t of_gradients = *by_parts && direction.has_gradients ? shape.heads : 0;
   const int64_t heads = shape.heads + shape.kv_heads + of_gradients;
-  const int64_t rotated = shape.batch * shape.queries * heads * shape.width;
+  const int64_t arranged = shape.batch * shape.queries * heads * shape.width;
   const ffi::Error error = check_buffers(
       {{"segment_ranges", *workspaces.segment_ranges, ffi::S32, segments ? 2 * ranges : 0},
-       {"rotated", *workspaces.rotated, qkv.q.element_type(), *rope ? rotated : 0},
+       {"arranged", *workspaces.arranged, qkv.q.element_type(), *rope || *by_parts ? arranged : 0},
        {"scratch", *workspaces.scratch, ffi::F32, *hopper ? direction.scratch_size(shape) : 0}});
   if (error.failure()) return ffi::Unexpected(error);
   options.scratch = {workspaces.scratch->untyped_data(),
                      static_cast<int64_t>(workspaces.scratch->size_bytes())};
+  options.by_parts = *by_parts;
+  options.arranged = workspaces.arranged->untyped_data();
   if (*rope) {
-    const auto found = rope_of(shape, extras, *interleaved, *by_parts, workspaces.rotated);
+    const auto found = rope_of(shape, extras, *interleaved);
     if (found.has_error()) return ffi::Unexpected(found.error());
     options.rope = *found;
   }
@@ -284,38 +287,39 @@ ffi::Error launch_backward(cudaStream_t stream, const ffi::ErrorOr<FlashCall>& f
 
 ffi::Error FlashAttentionForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
                                      ffi::RemainingArgs extras, ffi::Dictionary attributes,
-                                     Result out, Result lse, Result segment_ranges, Result rotated,
+                                     Result out, Result lse, Result segment_ranges, Result arranged,
                                      Result scratch) {
   const auto call =
-      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kForward);
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, arranged, scratch}, kForward);
   return launch_forward(stream, call, out, lse);
 }
 
 ffi::Error FlashAttentionBackwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v, Buffer out,
                                       Buffer lse, Buffer dout, ffi::RemainingArgs extras,
                                       ffi::Dictionary attributes, Result dq, Result dk, Result dv,
-                                      Result delta, Result segment_ranges, Result rotated,
+                                      Result delta, Result segment_ranges, Result arranged,
                                       Result scratch) {
   const auto call =
-      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kBackward);
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, arranged, scratch}, kBackward);
   return launch_backward(stream, call, out, lse, dout, {*dq, *dk, *dv}, delta);
 }
 
 ffi::Error FlashAttentionPackedForwardImpl(cudaStream_t stream, Buffer qkv,
                                            ffi::RemainingArgs extras, ffi::Dictionary attributes,
                                            Result out, Result lse, Result segment_ranges,
-                                           Result rotated, Result scratch) {
+                                           Result arranged, Result scratch) {
   const auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                                  {segment_ranges, rotated, scratch}, kForward);
+                                  {segment_ranges, arranged, scratch}, kForward);
   return launch_forward(stream, call, out, lse);
 }
 
 ffi::Error FlashAttentionPackedBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out, Buffer lse,
                                             Buffer dout, ffi::RemainingArgs extras,
                                             ffi::Dictionary attributes, Result dqkv, Result delta,
-                                            Result segment_ranges, Result rotated, Result scratch) {
+                                            Result segment_ranges, Result arranged,
+                                            Result scratch) {
   const auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                                  {segment_ranges, rotated, scratch}, kBackward);
+                                  {segment_ranges, arranged, scratch}, kBackward);
   return launch_backward(stream, call, out, lse, dout, Qkv::packed(*dqkv), delta);
 }
 
@@ -332,9 +336,9 @@ ffi::Error add_score_bias(const Buffer& bias, ffi::ErrorOr<FlashCall>& call) {
 ffi::Error FlashAttentionBiasForwardImpl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
                                          Buffer bias, ffi::RemainingArgs extras,
                                          ffi::Dictionary attributes, Result out, Result lse,
-                                         Result segment_ranges, Result rotated, Result scratch) {
+                                         Result segment_ranges, Result arranged, Result scratch) {
   auto call =
-      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kForward);
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, arranged, scratch}, kForward);
   const ffi::Error error = add_score_bias(bias, call);
   if (error.failure()) return error;
   return launch_forward(stream, call, out, lse);
@@ -344,10 +348,10 @@ ffi::Error FlashAttentionBiasBackwardImpl(cudaStream_t stream, Buffer q, Buffer 
                                           Buffer bias, Buffer out, Buffer lse, Buffer dout,
                                           ffi::RemainingArgs extras, ffi::Dictionary attributes,
                                           Result dq, Result dk, Result dv, Result dbias,
-                                          Result delta, Result segment_ranges, Result rotated,
+                                          Result delta, Result segment_ranges, Result arranged,
                                           Result scratch) {
   auto call =
-      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch}, kBackward);
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, arranged, scratch}, kBackward);
   ffi::Error error = add_score_bias(bias, call);
   if (error.success()) {
     error = check_buffers({{"dbias", *dbias, bias.element_type(), count(bias)}});
@@ -395,11 +399,13 @@ ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out
                                      Buffer dout, Buffer known_delta, Buffer dout_sums,
                                      ffi::RemainingArgs extras, ffi::Dictionary attributes,
                                      Result dqkv, Result delta, Result segment_ranges,
-                                     Result rotated, Result scratch, Result dbias, Result partial) {
+                                     Result arranged, Result scratch, Result dbias,
+                                     Result partial) {
   auto call = flash_call_of(Qkv::packed(qkv), extras, attributes,
-                            {segment_ranges, rotated, scratch}, kBackward);
+                            {segment_ranges, arranged, scratch}, kBackward);
   if (call.has_error()) return call.error();
   if (call->dlse != nullptr) return invalid("dlse", "is not for self-attention");
+  if (call->options.by_parts) return invalid("by_parts", "is not for self-attention");
   const auto bias = bias_of(qkv, call->shape, *attributes.get<bool>("hopper"), dbias, partial);
   if (bias.has_error()) return bias.error();
   call->options.bias = *bias;
@@ -412,11 +418,12 @@ ffi::Error SelfAttentionBackwardImpl(cudaStream_t stream, Buffer qkv, Buffer out
 ffi::Error FlashAttentionFloat8Impl(cudaStream_t stream, Buffer q, Buffer k, Buffer v,
                                     Buffer q_scale, Buffer k_scale, Buffer v_scale,
                                     ffi::RemainingArgs extras, ffi::Dictionary attributes,
-                                    Result out, Result segment_ranges, Result rotated,
+                                    Result out, Result segment_ranges, Result arranged,
                                     Result scratch) {
   if (q.element_type() != ffi::F8E4M3FN) return invalid("q", "has not the dtype float8_e4m3fn");
-  const auto call = flash_call_of({q, k, v}, extras, attributes, {segment_ranges, rotated, scratch},
-                                  {[](const FlashShape&) { return int64_t{0}; }, false});
+  const auto call =
+      flash_call_of({q, k, v}, extras, attributes, {segment_ranges, arranged, scratch},
+                    {[](const FlashShape&) { return int64_t{0}; }, false});
   if (call.has_error()) return call.error();
   FlashForward<__nv_bfloat16, __nv_fp8_e4m3> part{call->shape, call->options};
   FlashShape& shape = part.shape;

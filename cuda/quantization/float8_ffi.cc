@@ -1,8 +1,12 @@
 // The FFI handlers of rounding to 8-bit floats, and of activations that do so, one for each layout
 // of the result.
+#include <algorithm>
+#include <climits>
+
 #include "common/ffi_float8.h"
 #include "handlers.h"
 #include "quantization/float8_activation.h"
+#include "quantization/float8_rope.h"
 #include "quantization/float8_round.h"
 #include "quantization/float8_scale_and_round.h"
 
@@ -112,6 +116,68 @@ ffi::Error Float8ScaleAndRoundImpl(cudaStream_t stream, Buffer x, Result values,
       }
       return ffi::Error::Success();
     });
+  });
+}
+
+// x is (..., length, columns), and the tables are (..., length, pairs). jax.vmap gives every buffer
+// the same new leading axes; the scale has one element otherwise. Sums that are not wanted, and
+// then `partial`, have no elements.
+ffi::Error Float8RopeBackwardImpl(cudaStream_t stream, Buffer x, Buffer cos, Buffer sin,
+                                  int64_t heads, int64_t head_dim, bool interleaved, Result values,
+                                  Result transposed, Result sums, Result scale, Result partial,
+                                  Result maxima) {
+  const auto of_x = x.dimensions(), of_table = cos.dimensions();
+  if (of_x.size() < 2) return invalid("x", "is no matrix");
+  if (of_table.size() < 2) return invalid("cos", "has too few axes");
+  const int64_t calls = count(*scale), length = of_x[of_x.size() - 2], columns = of_x.back();
+  if (calls == 0) return ffi::Error::Success();
+  const int64_t size = count(x) / calls, rows = columns == 0 ? 0 : size / columns;
+  const int64_t pairs = of_table.back(), table = length * pairs, of_call = count(cos) / calls;
+  if (heads < 0 || head_dim <= 0 || columns % head_dim != 0 || heads * head_dim > columns ||
+      2 * pairs > head_dim || head_dim > INT_MAX) {
+    return invalid("x", "does not fit the heads that rotate");
+  }
+  if (of_table[of_table.size() - 2] != length || (table != 0 && of_call % table != 0)) {
+    return invalid("cos", "does not fit x");
+  }
+  const int64_t tables = table == 0 ? 1 : of_call / table;
+  if (tables == 0 || rows % (tables * std::max<int64_t>(length, 1)) != 0) {
+    return invalid("cos", "has tables that do not divide the sequences of x");
+  }
+  const bool has_sums = count(*sums) > 0;
+  return dispatch_floating(x, "x", [&](auto type) {
+    using T = typename decltype(type)::type;
+    using Float8 = typename Float8RopeRounding<T>::Float8;
+    const int64_t partials = has_sums ? float8_partial_rows(rows) * columns : 0;
+    const ffi::Error error = check_buffers({
+        {"cos", cos, ffi::F32, calls * of_call},
+        {"sin", sin, ffi::F32, calls * of_call},
+        {"values", *values, ffi::F8E5M2, count(x)},
+        {"transposed", *transposed, ffi::F8E5M2, count(x)},
+        {"sums", *sums, dtype_of<T>(), calls * columns, Elements::kExactlyOrNone},
+        {"scale", *scale, ffi::F32, calls},
+        {"partial", *partial, ffi::F32, calls * partials},
+        {"maxima", *maxima, ffi::F32, calls * kFloat8RopeMaxima},
+    });
+    if (error.failure()) return error;
+    for (int64_t i = 0; i < calls; ++i) {
+      const RowRotation rotation{data<float>(cos) + i * of_call,
+                                 data<float>(sin) + i * of_call,
+                                 length,
+                                 rows / tables,
+                                 static_cast<int>(heads),
+                                 static_cast<int>(head_dim),
+                                 static_cast<int>(pairs),
+                                 interleaved};
+      const Float8RopeRounding<T> call{data<T>(x) + i * size, data<float>(scale) + i,
+                                       data<float>(maxima) + i * kFloat8RopeMaxima};
+      const cudaError_t status = call.launch(
+          stream, rows, columns, rotation, data<Float8>(values) + i * size,
+          data<Float8>(transposed) + i * size, has_sums ? data<T>(sums) + i * columns : nullptr,
+          data<float>(partial) + i * partials);
+      if (status != cudaSuccess) return to_ffi_error(status);
+    }
+    return ffi::Error::Success();
   });
 }
 
@@ -234,6 +300,7 @@ JAXLLM_HANDLER(Float8SwigluForward, Float8SwigluForwardImpl);
 JAXLLM_HANDLER(Float8SwigluForwardBoth, Float8SwigluForwardBothImpl);
 JAXLLM_HANDLER(Float8SwigluBackward, Float8SwigluBackwardImpl);
 JAXLLM_HANDLER(Float8ScaleAndRound, Float8ScaleAndRoundImpl);
+JAXLLM_HANDLER(Float8RopeBackward, Float8RopeBackwardImpl, "heads", "head_dim", "interleaved");
 JAXLLM_HANDLER(Float8Round, Float8RoundImpl);
 JAXLLM_HANDLER(Float8RoundTransposed, Float8RoundTransposedImpl);
 JAXLLM_HANDLER(Float8RoundBoth, Float8RoundBothImpl);

@@ -7,10 +7,10 @@
 // It has the last tile first, which was read last. One kernel with a barrier of the grid between
 // the two was no faster in a training step, and its CTAs must all run at once.
 #include <algorithm>
-#include <cfloat>
 
 #include "common/dependent_launch.cuh"
 #include "quantization/float8_round_tile.cuh"
+#include "quantization/float8_scale.cuh"
 #include "quantization/float8_scale_and_round.h"
 
 namespace jaxllm {
@@ -19,37 +19,6 @@ namespace {
 using namespace float8;
 
 constexpr int kAmaxThreads = 512, kAmaxPacks = 4;
-static_assert(kFloat8Maxima <= kThreads);
-
-template <typename Float8>
-constexpr float kLargest = std::is_same_v<Float8, __nv_fp8_e5m2> ? 57344.0f : 448.0f;
-
-template <typename T, int kCount>
-__device__ __forceinline__ float largest_finite(const Pack<T, kPack> (&packs)[kCount]) {
-  float largest = 0.0f;  // fmaxf skips NaN
-#pragma unroll
-  for (const auto& pack : packs) {
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) largest = fmaxf(largest, fabsf(pack[j]));
-  }
-  if (!isinf(largest)) return largest;
-  largest = 0.0f;
-#pragma unroll
-  for (const auto& pack : packs) {
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      if (isfinite(pack[j])) largest = fmaxf(largest, fabsf(pack[j]));
-    }
-  }
-  return largest;
-}
-
-// As scale_of() of ops/rounding.py: XLA divides by a constant so too.
-template <typename Float8>
-__device__ __forceinline__ float scale_of(float largest) {
-  constexpr float kInverse = 1.0f / kLargest<Float8>;
-  return largest == 0.0f ? 1.0f : fmaxf(largest * kInverse, FLT_MIN);
-}
 
 // CTA i reads every gridDim.x-th run of kRun packs.
 template <typename T>
@@ -84,8 +53,7 @@ __global__ void __launch_bounds__(kThreads)
   Pack<T, kPack> packs[kRowsOfThread];
   tile.load(x, columns, packs);  // which the kernel before only reads
   wait_on_dependent_grids();
-  const float largest = threadIdx.x < count ? maxima[threadIdx.x] : 0.0f;
-  const float of_all = scale_of<Float8>(max_over_cta(largest, scratch));
+  const float of_all = scale_of_maxima<Float8>(maxima, count, scratch);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = of_all;
   round_tile<V, Float8>(tile, packs, InverseScales<V>(of_all), shared, values, transposed, partial);
 }

@@ -75,8 +75,66 @@ ffi::Error RopeBackwardImpl(cudaStream_t stream, Buffer dq_out, Buffer dk_out, B
   return rotate(stream, dq_out, dk_out, cos, sin, interleaved, /*inverse=*/true, dq, dk);
 }
 
+// Rotates the first `heads` heads of each row of a projection (..., length, columns). XLA gives the
+// result the buffer of qkv; the other heads are copied where it does not.
+ffi::Error rotate_packed(cudaStream_t stream, const Buffer& qkv, const Buffer& cos,
+                         const Buffer& sin, int64_t heads, int64_t head_dim, bool interleaved,
+                         bool inverse, Result& out) {
+  const auto axes = qkv.dimensions(), table_axes = cos.dimensions();
+  if (axes.size() < 2) return invalid("qkv", "has too few axes");
+  if (table_axes.size() < 2) return invalid("cos", "has too few axes");
+  RopeShape shape{};
+  shape.length = axes[axes.size() - 2];
+  shape.q_heads = heads;
+  shape.width = head_dim;
+  shape.pairs = table_axes.back();
+  shape.sequences = shape.tables = 1;
+  for (size_t i = 0; i + 2 < axes.size(); ++i) shape.sequences *= axes[i];
+  for (size_t i = 0; i + 2 < table_axes.size(); ++i) shape.tables *= table_axes[i];
+  const int64_t columns = axes.back(), of_table = shape.tables * shape.length * shape.pairs;
+  if (heads < 0 || head_dim <= 0 || head_dim > std::numeric_limits<int32_t>::max() ||
+      columns % head_dim != 0 || heads * head_dim > columns) {
+    return invalid("qkv", "does not fit the heads that rotate");
+  }
+  if (2 * shape.pairs > head_dim || (shape.tables != 0 && shape.sequences % shape.tables != 0)) {
+    return invalid("cos", "does not fit qkv");
+  }
+  return dispatch_floating(qkv, "qkv", [&](auto type) {
+    using T = typename decltype(type)::type;
+    const HeadRows<T> rows{data<T>(out), columns}, none{nullptr, columns};
+    return check_and_launch(
+        {
+            {"cos", cos, ffi::F32, of_table},
+            {"sin", sin, ffi::F32, of_table},
+            {"out", *out, dtype_of<T>(), count(qkv)},
+        },
+        [&] {
+          if (rows.data != data<T>(qkv)) {
+            const size_t bytes = qkv.size_bytes();
+            JAXLLM_RETURN_IF_ERROR(
+                cudaMemcpyAsync(rows.data, data<T>(qkv), bytes, cudaMemcpyDeviceToDevice, stream));
+          }
+          return Rope<T>::rotate(stream, {rows.data, columns}, {nullptr, columns}, data<float>(cos),
+                                 data<float>(sin), rows, none, interleaved, inverse, shape);
+        });
+  });
+}
+
+ffi::Error RopePackedForwardImpl(cudaStream_t stream, Buffer qkv, Buffer cos, Buffer sin,
+                                 int64_t heads, int64_t head_dim, bool interleaved, Result out) {
+  return rotate_packed(stream, qkv, cos, sin, heads, head_dim, interleaved, /*inverse=*/false, out);
+}
+
+ffi::Error RopePackedBackwardImpl(cudaStream_t stream, Buffer dqkv_out, Buffer cos, Buffer sin,
+                                  int64_t heads, int64_t head_dim, bool interleaved, Result dqkv) {
+  return rotate_packed(stream, dqkv_out, cos, sin, heads, head_dim, interleaved, /*inverse=*/true,
+                       dqkv);
+}
+
 }  // namespace
 
+JAXLLM_HANDLER(RopePackedForward, RopePackedForwardImpl, "heads", "head_dim", "interleaved");
+JAXLLM_HANDLER(RopePackedBackward, RopePackedBackwardImpl, "heads", "head_dim", "interleaved");
 JAXLLM_HANDLER(RopeForward, RopeForwardImpl, "interleaved");
 JAXLLM_HANDLER(RopeBackward, RopeBackwardImpl, "interleaved");
 

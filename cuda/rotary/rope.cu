@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/dependent_launch.cuh"
+#include "common/head_order.cuh"
 #include "common/launch.h"
 #include "common/vector.cuh"
 #include "rotary/rope.h"
@@ -14,25 +15,18 @@ struct Heads {
   HeadRows<const T> q, k;
   HeadRows<T> q_out, k_out;
   int64_t q_heads, k_heads;
-  int q_group, q_out_group;
+  HeadOrder q_order, q_out_order;
 
   __device__ __forceinline__ int64_t count() const { return q_heads + k_heads; }
 
   __device__ __forceinline__ const T* source(int64_t row, int64_t head, int64_t width) const {
-    return head < q_heads ? q.data + row * q.row_stride + place(head, q_group) * width
+    return head < q_heads ? q.data + row * q.row_stride + q_order.place(head) * width
                           : k.data + row * k.row_stride + (head - q_heads) * width;
   }
 
   __device__ __forceinline__ T* target(int64_t row, int64_t head, int64_t width) const {
-    return head < q_heads ? q_out.data + row * q_out.row_stride + place(head, q_out_group) * width
+    return head < q_heads ? q_out.data + row * q_out.row_stride + q_out_order.place(head) * width
                           : k_out.data + row * k_out.row_stride + (head - q_heads) * width;
-  }
-
-  // Where a query head stands (see RopeShape).
-  __device__ __forceinline__ int64_t place(int64_t head, int group) const {
-    if (group == 1) return head;
-    const int n = static_cast<int>(head), key_head = n / group;
-    return (n - key_head * group) * (static_cast<int>(q_heads) / group) + key_head;
   }
 };
 
@@ -159,8 +153,17 @@ cudaError_t Rope<T>::rotate(cudaStream_t stream, HeadRows<const T> q, HeadRows<c
   constexpr int kUnroll = 4;
   const int64_t count = shape.q_heads + shape.k_heads;
   if (shape.sequences * shape.length * count * shape.width == 0) return cudaSuccess;
-  const Heads<T> heads{
-      q, k, q_out, k_out, shape.q_heads, shape.k_heads, shape.q_group, shape.q_out_group};
+  const auto order_of = [&](int group) {
+    return HeadOrder{group, static_cast<int>(shape.q_heads / group)};
+  };
+  const Heads<T> heads{q,
+                       k,
+                       q_out,
+                       k_out,
+                       shape.q_heads,
+                       shape.k_heads,
+                       order_of(shape.q_group),
+                       order_of(shape.q_out_group)};
   const float sign = inverse ? -1.0f : 1.0f;
 
   // A CTA for each position and sequence; CTAs loop over sequences where a grid does not hold all.

@@ -36,7 +36,7 @@ def differentiable(
     op: Op,
     *,
     saves: Callable[..., Any],
-    sharding: ShardingRule,
+    sharding: ShardingRule | Callable[[Any], ShardingRule],
     outputs: int = 1,
     primal: dict[str, Any] | None = None,
     arrange: Callable[..., tuple] | None = None,
@@ -53,7 +53,7 @@ def differentiable(
         op: The op. Its backward gets what ``saves`` returns, and then the cotangents.
         saves: ``saves(*arrays, *results) -> residuals``, a tuple, where ``results`` are what the
             forward implementation returns.
-        sharding: How the op may be sharded.
+        sharding: How the op may be sharded, or a function of the options.
         outputs: How many of the results the op returns. The others are for ``saves`` alone.
         primal: Options of the forward where nothing is differentiated, such as to leave out
             results that only the backward needs.

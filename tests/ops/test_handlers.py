@@ -29,10 +29,12 @@ from jaxllm.ops.gemm.api_float8 import (
 from jaxllm.ops.quantization.api_float8 import (
     FLOAT8_GELU,
     FLOAT8_NORM,
+    FLOAT8_ROPE_BACKWARD,
     FLOAT8_ROUND,
     FLOAT8_SCALE_AND_ROUND,
     FLOAT8_SWIGLU,
 )
+from jaxllm.ops.rotary.packed import ROPE_PACKED
 
 INFERENCE = Direction.INFERENCE
 STEMS = list(kernel_table.handlers())
@@ -92,6 +94,18 @@ def programs():
             functools.partial(dispatch, FLOAT8_SCALE_AND_ROUND, INFERENCE, "cuda", **static),
             given[:1],
         )
+        # A projection with rotated queries and keys.
+        qkv, *table = (
+            jax.ShapeDtypeStruct(shape, of)
+            for shape, of in (((3, 16, 96), dtype), ((16, 8), jnp.float32), ((16, 8), jnp.float32))
+        )
+        static = {"heads": 2, "kv_heads": 2, "interleaved": False}
+        for direction in (Direction.FORWARD, Direction.BACKWARD):
+            call = functools.partial(dispatch, ROPE_PACKED, direction, "cuda", **static)
+            yield call, (qkv, *table)
+        static |= {"has_bias": True}
+        call = functools.partial(dispatch, FLOAT8_ROPE_BACKWARD, INFERENCE, "cuda", **static)
+        yield call, (qkv, *table)
     # Nor these, which MLPs with float8 operands call.
     for dtype in (jnp.bfloat16, jnp.float32):
         one, dout = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((48, 72), dtype)

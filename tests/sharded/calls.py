@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import ops, testing
 from jaxllm.core import shards
 from jaxllm.ops.block import attention, ffn
+from jaxllm.ops.rotary.packed import PackedRotation, rope_packed
 from jaxllm.testing import Boxes, Integers, Normal
 
 SHAPE = {"a": 2, "b": 4}
@@ -195,6 +196,12 @@ def _self_attention(arrays, backend, heads=2):
     x, weight, bias, segments = arrays.values()
     options = {"causal": True, "segment_ids": segments}
     return ops.self_attention(x, weight, bias, heads, **options, backend=backend)
+
+
+def _rope_packed(*, by_parts):
+    heads, kv_heads = (2 * SIZES["N"], SIZES["N"]) if by_parts else (4, 1)
+    options = PackedRotation(heads, kv_heads, interleaved=False, by_parts=by_parts)
+    return lambda arrays, backend: rope_packed(*arrays.values(), backend=backend, options=options)
 
 
 def _block(arrays, first):
@@ -612,6 +619,12 @@ CALLS = [
          "B T N", kinds={"cos": constant, "sin": constant}, undeclared=("q", "H")),
     Call("rope", _of("rope"), {"q": "B T N H", "k": "B T N H", "cos": "B T G", "sin": "B T G"},
          "B T N", kinds={"cos": constant, "sin": constant}, name="position_ids"),
+    Call("rope_packed", _rope_packed(by_parts=False),
+         {"qkv": "B T P", "cos": "T G", "sin": "T G"}, "B T",
+         kinds={"cos": constant, "sin": constant}, undeclared=("qkv", "P")),
+    Call("rope_packed", _rope_packed(by_parts=True),
+         {"qkv": "B T C N H", "cos": "B T G", "sin": "B T G"}, "B T N",
+         kinds={"cos": constant, "sin": constant}, undeclared=("qkv", "H"), name="by_parts"),
     Call("nms", _of("nms", iou_threshold=0.5), {"boxes": "M C", "scores": "M"}, "",
          kinds={"boxes": lambda shape: Boxes(shape, 20.0, 20.0)}, undeclared=("boxes", "M"),
          has_backward=False),

@@ -102,6 +102,7 @@ INSIDE = {
         "float8_matmul_dgelu",
         "float8_matmul_dswiglu",
         "float8_norm",
+        "float8_rope_backward",
         "float8_scale_and_round",
         "float8_round",
         "float8_gelu",

@@ -3,6 +3,7 @@
 
 #include "attention/hopper/segments.cuh"
 #include "attention/hopper/softmax.cuh"
+#include "common/head_order.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
@@ -140,7 +141,8 @@ struct BackwardSmem {
 struct BackwardParams {
   LocalMask mask;
   int heads, kv_heads;
-  int width;  // of v; and, unless a kernel of its own computes dq, of q
+  HeadOrder q_order;  // of q and dq
+  int width;          // of v; and, unless a kernel of its own computes dq, of q
   // Of the gradients, and of the scores; with a softcap, of their tanh: the softcap.
   float scale, score_scale;
   Softcap softcap;

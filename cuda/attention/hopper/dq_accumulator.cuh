@@ -226,8 +226,9 @@ __device__ __forceinline__ void store_dq(BackwardSmem<T, Traits>& smem,
     smem.dq_store_pipeline.consumer_wait(state);
     state.advance();
     if (store_thread == 0) {
-      tma_store_4d(dq_map, smem.dq_store,
-                   {0, tile.head, tile.query_tile * Traits::kBlockM, tile.sequence});
+      tma_store_4d(
+          dq_map, smem.dq_store,
+          {0, params.q_order.place(tile.head), tile.query_tile * Traits::kBlockM, tile.sequence});
       tma_store_commit();
     }
     if (tile.rank > 0) discard_dq_accum<T, Traits>(params, tile, store_thread);

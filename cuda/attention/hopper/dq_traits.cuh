@@ -49,6 +49,7 @@ struct DqSmem {
 struct DqParams {
   LocalMask mask;
   int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
+  HeadOrder q_order;   // of q and dq
   int padded_queries;  // of lse and delta
   // As in BackwardParams.
   float scale, score_scale;

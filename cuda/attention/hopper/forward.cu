@@ -56,6 +56,7 @@ cudaError_t launch(cudaStream_t stream, const FlashForward<T>& call) {
       static_cast<int>(query_tiles),
       static_cast<int>(tiles),
       query_heads_at_a_time(shape, sizeof(T)),
+      order_of_queries(shape, options),
       kSoftcap ? options.softcap : options.scale,
       Softcap::of(options.scale, options.softcap),
       Sinks::of_groups(options.sinks.data, options.sinks.groups, shape.batch, shape.heads),

@@ -4,6 +4,7 @@
 #include "attention/hopper/segments.cuh"
 #include "attention/hopper/softmax.cuh"
 #include "attention/sinks.cuh"
+#include "common/head_order.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
@@ -86,6 +87,7 @@ struct ForwardSmem {
 struct ForwardParams {
   LocalMask mask;
   int batch, heads, kv_heads, query_tiles, tiles, heads_at_a_time;
+  HeadOrder q_order;
   float scale;  // of the scores; with a softcap, of their tanh: the softcap
   Softcap softcap;
   attention::Sinks sinks;

@@ -11,6 +11,7 @@
 
 #include "attention/flash_kernels.h"
 #include "attention/mask.cuh"
+#include "common/head_order.cuh"
 #include "common/hopper_launch.h"
 #include "common/tensor_map.h"
 
@@ -28,6 +29,12 @@ inline int query_heads_at_a_time(const FlashShape& shape, int64_t element_bytes)
   const int64_t groups = std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(bytes_of_group, 1), 1,
                                              shape.batch * shape.kv_heads);
   return static_cast<int>(groups * (shape.heads / shape.kv_heads));
+}
+
+// The order of the heads of q and dq.
+inline HeadOrder order_of_queries(const FlashShape& shape, const FlashOptions& options) {
+  const int64_t group = options.by_parts ? shape.heads / shape.kv_heads : 1;
+  return {static_cast<int>(group), static_cast<int>(shape.kv_heads)};
 }
 
 template <typename T>

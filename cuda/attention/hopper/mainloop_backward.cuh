@@ -73,7 +73,8 @@ struct BackwardProducer {
       for (int i = tile.query_tiles.begin; i < tile.query_tiles.end; ++i) {
         const int query = i * Traits::kBlockM;
         load_query_tile(smem.q_pipeline, q_state, smem.q, smem.lse, q_map,
-                        params.lse + rows + query, tile.sequence, head, query);
+                        params.lse + rows + query, tile.sequence, params.q_order.place(head),
+                        query);
         load_query_tile(smem.dout_pipeline, dout_state, smem.dout, smem.delta, dout_map,
                         params.delta + rows + query, tile.sequence, head, query);
         if (!has_v) load_v();

@@ -43,17 +43,18 @@ struct DqProducer {
     state.advance();
   }
 
-  // Both consumers' rows of Q or dout, of which `full` expects the bytes.
+  // Both consumers' rows of Q or dout, where the head stands at `place`, of which `full` expects
+  // the bytes.
   template <int kSize>
   __device__ __forceinline__ static void load_queries(T (*rows)[kSize], const CUtensorMap& map,
-                                                      const ForwardWorkTile& work,
+                                                      const ForwardWorkTile& work, int place,
                                                       const Barrier& full) {
 #pragma unroll 1
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
 #pragma unroll 1
       for (int block = 0; block < kSize / (64 * kSwizzleColumns); ++block) {
         tma_load_4d(rows[consumer] + block * 64 * kSwizzleColumns, map,
-                    {block * kSwizzleColumns, work.head,
+                    {block * kSwizzleColumns, place,
                      work.query_tile * Traits::kBlockM + consumer * 64, work.sequence},
                     full);
       }
@@ -63,20 +64,20 @@ struct DqProducer {
   // Loads what a work tile needs, in the order in which the tile before releases it: Q last, whose
   // place dq takes.
   __device__ __forceinline__ void load(const ForwardWorkTile& work, const TileRange& key_tiles,
-                                       int kv_head) {
+                                       int kv_head, int q_place) {
     const auto load_key_tile = [&](int tile) {
       load_kv(smem.k_pipeline, k_state, smem.k, k_map, kv_head, tile, work.sequence);
       load_kv(smem.v_pipeline, v_state, smem.v, v_map, kv_head, tile, work.sequence);
     };
     if (key_tiles.size() > 0) load_key_tile(key_tiles.end - 1);
-    load_queries(smem.dout, dout_map, work,
+    load_queries(smem.dout, dout_map, work, work.head,
                  smem.dout_pipeline.producer_acquire(dout_state, sizeof(smem.dout)));
     dout_state.advance();
     smem.q_pipeline.producer_acquire(q_state);
     smem.work = work;
     smem.key_tiles = key_tiles;
     smem.q_pipeline.full[0].arrive_and_expect(sizeof(smem.q));
-    load_queries(smem.q, q_map, work, smem.q_pipeline.full[0]);
+    load_queries(smem.q, q_map, work, q_place, smem.q_pipeline.full[0]);
     q_state.advance();
 #pragma unroll 1
     for (int tile = key_tiles.end - 2; tile >= key_tiles.begin; --tile) load_key_tile(tile);
@@ -254,8 +255,9 @@ __device__ __forceinline__ void store_dq_rows(DqSmem<T, Traits>& smem, const DqP
   if (is_first) {
     if (first_query < params.mask.queries) {
       for (int block = 0; block < Traits::kColumnBlocks; ++block) {
-        tma_store_4d(dq_map, smem.q[consumer] + block * 64 * kSwizzleColumns,
-                     {block * kSwizzleColumns, work.head, first_query, work.sequence});
+        tma_store_4d(
+            dq_map, smem.q[consumer] + block * 64 * kSwizzleColumns,
+            {block * kSwizzleColumns, params.q_order.place(work.head), first_query, work.sequence});
       }
       tma_store_commit();
     }

@@ -37,7 +37,8 @@ struct ForwardProducer {
     state.advance();
   }
 
-  __device__ __forceinline__ void load_q(const ForwardWorkTile& work, const TileRange& key_tiles) {
+  __device__ __forceinline__ void load_q(const ForwardWorkTile& work, const TileRange& key_tiles,
+                                         int q_place) {
     smem.q_pipeline.producer_acquire(q_state);
     smem.work = work;
     smem.key_tiles = key_tiles;
@@ -46,7 +47,7 @@ struct ForwardProducer {
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       for (int block = 0; block < Traits::kColumnBlocks; ++block) {
         tma_load_4d(smem.q[consumer] + block * 64 * kSwizzleColumns, q_map,
-                    {block * kSwizzleColumns, work.head,
+                    {block * kSwizzleColumns, q_place,
                      work.query_tile * Traits::kBlockM + consumer * 64, work.sequence},
                     full);
       }
@@ -55,9 +56,9 @@ struct ForwardProducer {
   }
 
   // Loads what a work tile needs, in the order in which consumers use it: the scores are a tile
-  // ahead.
+  // ahead. q_place is where its head stands in Q.
   __device__ __forceinline__ void load(const ForwardWorkTile& work, const TileRange& key_tiles,
-                                       int kv_head) {
+                                       int kv_head, int q_place) {
     const auto load_k = [&](int tile) {
       load_kv(smem.k_pipeline, k_state, smem.k, k_map, kv_head, tile, work.sequence);
     };
@@ -65,7 +66,7 @@ struct ForwardProducer {
       load_kv(smem.v_pipeline, v_state, smem.v, v_map, kv_head, tile, work.sequence);
     };
     if (key_tiles.size() > 0) load_k(key_tiles.end - 1);
-    load_q(work, key_tiles);
+    load_q(work, key_tiles, q_place);
 #pragma unroll 1
     for (int left = key_tiles.size(); left > 0; --left) {
       if (left > 1) load_k(key_tiles.begin + left - 2);

@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(kRowThreads)
       if (query < queries && has_column &&
           visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), tile).size() ==
               0) {
-        store(dq.data + (sequence * queries + query) * dq.row_stride + column, Pack<T>{});
+        const int64_t first = params.q_order.place(static_cast<int>(head)) * params.width;
+        store(dq.data + (sequence * queries + query) * dq.row_stride + first + of_head, Pack<T>{});
       }
     }
   }
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
   const TiledMask<Traits::kBlockM, Traits::kBlockN> mask(params.mask);
   const int query_tile = blockIdx.x;
   const int64_t head = blockIdx.y, sequence = blockIdx.z;
+  const int64_t place = params.q_order.place(blockIdx.y);
   const auto keys =
       visible_key_tiles<kSegments>(params, mask, static_cast<int>(sequence), query_tile);
   if (keys.size() == 0) return;
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kRowThreads) flash_attention_backward_hopper_p
       const int query = query_tile * Traits::kBlockM + row + 8 * r;
       if (query < mask.queries && column < params.width) {
         const auto rounded = Pack<T>::of(values[r]);
-        store(dq.data + (sequence * mask.queries + query) * dq.row_stride + head * params.width +
+        store(dq.data + (sequence * mask.queries + query) * dq.row_stride + place * params.width +
                   column,
               rounded);
         if constexpr (kBias) {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void produce_query_tiles(Producer& producer, const Pa
     const TileRange key_tiles =
         kSegments ? params.segments.key_tiles[work.sequence * params.query_tiles + work.query_tile]
                   : mask.visible_key_tiles(work.query_tile);
-    producer.load(work, key_tiles, kv_head);
+    producer.load(work, key_tiles, kv_head, params.q_order.place(work.head));
     scheduler.advance();
   }
   producer.load_tail();

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Direction, Op, dispatch
+from jaxllm.core.dispatch import Direction, Op, choose, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, with_lse, xla
 from jaxllm.ops.attention.arguments import (
     AttentionOptions,
+    PackedOptions,
     check_arrays,
     check_bias,
     check_packed,
@@ -28,6 +29,7 @@ from jaxllm.ops.attention.arguments import (
 )
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.checks import as_bool, check_shape
+from jaxllm.ops.rotary.packed import PackedRotation, rope_packed
 from jaxllm.ops.window import Window
 
 
@@ -237,8 +239,8 @@ def flash_attention_packed(
         qkv: For each token the N queries, then the K keys, then the K values, each of width H;
             float32, bfloat16 or float16 for the kernels. Or in N/K + 2 parts of K heads: the first
             query of each key head, the second of each, ..., the keys, the values; it can be sharded
-            along K. Where N is not K, the kernels read it in parts only as they rotate queries; in
-            other calls XLA copies the queries first.
+            along K. The kernels for Hopper read queries in parts where they stand; those for other
+            GPUs copy them first.
         heads: N.
         kv_heads: K, which divides N; None for N.
         causal: As in :func:`flash_attention`, as are the arguments that follow.
@@ -246,7 +248,8 @@ def flash_attention_packed(
         window: How many keys a query sees, or how many on each side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
-        rope_table: Cosines and sines that rotate queries and keys first.
+        rope_table: Cosines and sines that rotate queries and keys first. Before the kernels for
+            Hopper one writes them over ``qkv``, and the backward pass does not rotate them again.
         interleaved: Whether the columns that rotate as a pair are neighbours.
         sinks: As in :func:`flash_attention`, in the order of the heads of the output.
         bias: As in :func:`flash_attention`, likewise; XLA copies queries, keys and values first.
@@ -275,24 +278,48 @@ def flash_attention_packed(
     )  # fmt: skip
     H = head_width(qkv, options)
     q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, H), qkv.dtype)
-    arrays = (qkv, segments, check_rope_table(q, q, rope_table))
+    rope_table, backend = check_rope_table(q, q, rope_table), resolve(backend)
     return_lse = as_bool("return_lse", return_lse)
     check_sinks(sinks, options.heads, qkv.dtype)
     if bias is not None:
         given = dataclasses.asdict(options)
         parts = packing.split(qkv, given.pop("heads"), given.pop("kv_heads"))
         results = _attend_with_bias(
-            *parts, *arrays[1:], sinks, bias, resolve(backend), AttentionOptions(**given)
+            *parts, segments, rope_table, sinks, bias, backend, AttentionOptions(**given)
         )
         out, lse = packing.rows(results[0]), results[1]
         return (out, lse) if return_lse else out
-    by_parts = is_by_parts(qkv)
+    if rope_table is not None and takes_rotated(qkv, segments, options, backend):
+        qkv = rope_packed(qkv, *rope_table, backend=backend, options=rotation_of(qkv, options))
+        rope_table = None
+    arrays, by_parts = (qkv, segments, rope_table), is_by_parts(qkv)
     if sinks is None and not return_lse:
         attend = _flash_attention_by_parts if by_parts else _flash_attention_packed
-        return attend(*arrays, backend=resolve(backend), options=options)
+        return attend(*arrays, backend=backend, options=options)
     attend = _flash_attention_by_parts_with_lse if by_parts else _flash_attention_packed_with_lse
-    results = attend(*arrays, sinks, backend=resolve(backend), options=options)
+    results = attend(*arrays, sinks, backend=backend, options=options)
     return results if return_lse else results[0]
+
+
+def takes_rotated(qkv: Any, segments: Any, options: PackedOptions, backend: Backend) -> bool:
+    """Whether attention of a projection runs on kernels that read it rotated.
+
+    Args:
+        qkv: The projection, or what has its shape and dtype.
+        segments: Those of queries and keys, or None.
+        options: As :func:`check_packed` returns them.
+        backend: A resolved backend.
+    """
+    static = dataclasses.asdict(options)
+    arrays = (qkv, segments, None)
+    found, _ = choose(FLASH_ATTENTION_PACKED, Direction.FORWARD, backend, *arrays, **static)
+    return found == "cuda" and cuda.reads_rotated(qkv, options.heads, options.kv_heads)
+
+
+def rotation_of(qkv: Any, options: PackedOptions) -> PackedRotation:
+    """How a projection rotates."""
+    heads = options.heads, options.kv_heads
+    return PackedRotation(*heads, options.interleaved, by_parts=is_by_parts(qkv))
 
 
 def flash_attention_float8(

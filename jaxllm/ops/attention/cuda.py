@@ -263,14 +263,10 @@ def flash_attention_packed_forward(
     q, k = _unpacked(qkv, heads, kv_heads)
     B, T, N, H = q.shape
     options = _flash_options(q, k, causal, scale, window, softcap, rope_table, interleaved)
-    options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": _has_apart(qkv)}
-    if options["by_parts"] and rope_table is None:
-        return _split_forward(
-            qkv, segment_ids, None, sinks, heads=heads, kv_heads=kv_heads,
-            causal=causal, scale=scale, window=window, softcap=softcap,
-        )  # fmt: skip
+    by_parts = _has_apart(qkv)
+    options |= {"heads": N, "kv_heads": k.shape[2], "by_parts": by_parts}
     out = jax.ShapeDtypeStruct((B, T, N * H), qkv.dtype)
-    workspaces = _workspaces(q, k, segment_ids, rope_table)
+    workspaces = _workspaces(q, k, segment_ids, rope_table, by_parts=by_parts)
     results = (out, _query_statistic(q), *workspaces, _forward_scratch(q, k))
     extras = _extras(segment_ids, rope_table, _wide(sinks))
     options |= _last_option(sinks=sinks)
@@ -286,8 +282,6 @@ def flash_attention_packed_backward(
     ``dlse`` is the gradient of ``lse``, None where it has none.
     """
     arrays, more = (qkv, out, lse, dout), (segment_ids, rope_table, dlse)
-    if _has_apart(qkv) and rope_table is None:
-        return _split_backward(*arrays, *more, sinks, **options)
     stem = "flash_attention_packed_backward"
     dqkv, delta, *_ = _packed_backward(stem, (), arrays, *more, **options)
     return dqkv if sinks is None else (dqkv, *_sinks_gradient(lse, delta, sinks))
@@ -322,8 +316,6 @@ def flash_attention_float8(
     return ffi.call("flash_attention_float8", results, *arrays, **options)[0]
 
 
-_split_forward = packing.forward(flash_attention_forward)
-_split_backward = packing.backward(flash_attention_backward)
 _with_bias = packing.backward_with_bias(flash_attention_packed_backward)
 
 
@@ -363,7 +355,9 @@ def _packed_backward(
     qkv, *others = arrays
     q, k = _unpacked(qkv, heads, kv_heads)
     by_parts = _has_apart(qkv)
-    workspaces = _workspaces(q, k, segment_ids, rope_table, has_gradients=by_parts)
+    workspaces = _workspaces(
+        q, k, segment_ids, rope_table, by_parts=by_parts, has_gradients=by_parts
+    )
     extras = _extras(segment_ids, rope_table, dlse)
     options = _flash_options(q, k, causal, scale, window, softcap, rope_table, interleaved)
     options |= {"heads": q.shape[2], "kv_heads": k.shape[2], "by_parts": by_parts}
@@ -376,7 +370,7 @@ def _packed_backward(
 
 
 def _has_apart(qkv: jax.Array) -> bool:
-    """Whether the queries of a key head stand apart; the kernels read them so as they rotate."""
+    """Whether the queries of a key head stand apart."""
     return packing.is_by_parts(qkv) and qkv.shape[2] > 3
 
 
@@ -432,20 +426,21 @@ def _query_statistic(q: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _workspaces(
-    q, k, segment_ids, rope_table, *, has_gradients: bool = False
+    q, k, segment_ids, rope_table, *, by_parts: bool = False, has_gradients: bool = False
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The least and largest segment of every few queries and keys, and the rotated heads.
+    """The least and largest segment of every few queries and keys, and the arranged heads.
 
-    With ``has_gradients`` also the gradients of the queries, before they rotate.
+    Those are rotated and, of queries by parts, in the usual order. With ``has_gradients`` also the
+    gradients of the queries, before they rotate.
     """
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     lengths = (T, S) if segment_ids is not None else ()
     granules = sum(-(-length // _SEGMENT_GRANULE) for length in lengths)
-    rotated = 0 if rope_table is None else N + K + has_gradients * N
+    arranged = N + K + has_gradients * N if by_parts or rope_table is not None else 0
     return (
         jax.ShapeDtypeStruct((B, granules, 2), jnp.int32),
-        jax.ShapeDtypeStruct((B, T, rotated, H), q.dtype),
+        jax.ShapeDtypeStruct((B, T, arranged, H), q.dtype),
     )
 
 
@@ -499,6 +494,15 @@ def _hopper_columns(width: int) -> int:
 
 def _scratch(q: jax.Array, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((q.shape[0], size), jnp.float32)
+
+
+def reads_rotated(qkv: Any, heads: int, kv_heads: int) -> bool:
+    """Whether the kernels read a rotated projection where it stands.
+
+    Those for Hopper do. Others rotate queries on load, and save a pass over them.
+    """
+    q, k = _unpacked(qkv, heads, kv_heads)
+    return _is_for_hopper(q, k)
 
 
 def _is_for_hopper(q: jax.Array, v: jax.Array) -> bool:

@@ -25,8 +25,15 @@ from jaxllm.ops.attention.api import (
     FLASH_ATTENTION_PACKED,
     SELF_ATTENTION,
     flash_attention_packed,
+    rotation_of,
+    takes_rotated,
 )
-from jaxllm.ops.attention.arguments import PackedOptions, check_packed, head_width
+from jaxllm.ops.attention.arguments import (
+    PackedOptions,
+    check_packed,
+    check_rope_table,
+    head_width,
+)
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
 from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import (
@@ -46,7 +53,7 @@ from jaxllm.ops.checks import (
 )
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.gemm.float8_norm import float8_norm_linear
-from jaxllm.ops.gemm.float8_operands import Recipe
+from jaxllm.ops.gemm.float8_operands import Recipe, Rotation, checked_weight
 from jaxllm.ops.gemm.fused import (
     Normalized,
     fold_norm,
@@ -183,7 +190,12 @@ def _unfused(
     is_plain = is_plain and head_norms is None and rope_table is None
     if of_qkv == "tensor":
         arrays, layer = norm_arrays(h, norm), (qkv["weight"], qkv.get("bias"))
-        packed, x = float8_norm_linear(arrays, *layer, eps=h.eps, backend=backend)
+        rotation = None  # of the layer's result
+        if attend is None and head_norms is None and rope_table is not None:
+            rotation = _rotation(h.x, qkv, rope_table, heads, kv_heads, **options)
+        static = {"eps": h.eps, "backend": backend, "rotation": rotation}
+        packed, x = float8_norm_linear(arrays, *layer, **static)
+        rope_table = rope_table if rotation is None else None
         h = carry(h, x)
     else:
         x, h = pre_norm(h, norm, backend)
@@ -202,6 +214,23 @@ def _unfused(
             q, k = rope(q, k, *rope_table, backend=backend)
         attended = rows(attend(q, k, v))
     return leave_to_next_norm(h, attended, "out", out, of_out, backend)
+
+
+def _rotation(
+    x: Array, layer: Layer, rope_table: Any, heads: int, kv_heads: int,
+    *, segment_ids, backend: Backend, **options: Any,
+) -> Rotation | None:  # fmt: skip
+    """The rotation that a layer applies to its projection; None where attention rotates."""
+    weight, bias = layer["weight"], layer.get("bias")
+    columns = checked_weight(x, weight, bias, "tensor", backend).shape[1:]
+    qkv: Any = jax.ShapeDtypeStruct((*x.shape[:-1], *columns), x.dtype)
+    static = {"softcap": None, "interleaved": False, **options}
+    segments, packed = check_packed(qkv, heads, kv_heads, segment_ids, **static)
+    q = jax.ShapeDtypeStruct((*x.shape[:2], packed.heads, head_width(qkv, packed)), x.dtype)
+    table = check_rope_table(q, q, rope_table)
+    if table is None or not takes_rotated(qkv, segments, packed, backend):
+        return None
+    return Rotation(*table, rotation_of(qkv, packed))
 
 
 def _normalize_heads(

@@ -40,6 +40,7 @@ from jaxllm.ops.gemm.float8_operands import (
     OPERAND_DTYPE,
     Float8,
     Recipe,
+    Rotation,
     bias_gradient,
     checked_weight,
     input_gradient,
@@ -130,6 +131,7 @@ def tensor_gradients(
     bias: Array | None,
     counts: float8_counts.Float8Counts | None,
     dout: Array,
+    rotation: Rotation | None = None,
 ) -> tuple:
     """The gradients of a layer's input, weight and bias with ``"tensor"``, and the counts.
 
@@ -140,9 +142,12 @@ def tensor_gradients(
         bias: The bias, or None.
         counts: Those of the forward pass, or None.
         dout: The gradient of the layer's result.
+        rotation: How the result was rotated, as a projection; None for not at all.
     """
-    has_bias = bias is not None
-    dout8, transposed, dbias = quantize_gradient(dout, weight.ndim, backend, has_bias=has_bias)
+    if rotation is not None and counts is not None:  # of which elements are counted
+        dout, rotation = rotation.back(backend, dout), None
+    static = {"has_bias": bias is not None, "rotation": rotation}
+    dout8, transposed, dbias = quantize_gradient(dout, weight.ndim, backend, **static)
     dweight = weight_gradient(x, transposed, weight.ndim, backend, dtype=dout.dtype)
     return _gradients("tensor", backend, weight, counts, dout, dout8, dweight, dbias)
 

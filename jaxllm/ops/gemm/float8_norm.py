@@ -30,9 +30,16 @@ from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.gemm import float8_counts
 from jaxllm.ops.gemm.float8_linear import tensor_gradients
-from jaxllm.ops.gemm.float8_operands import OPERAND_DTYPE, Float8, checked_weight, product
+from jaxllm.ops.gemm.float8_operands import (
+    OPERAND_DTYPE,
+    Float8,
+    Rotation,
+    checked_weight,
+    product,
+)
 from jaxllm.ops.norm.api import ADD_LAYER_NORM, ADD_RMS_NORM, add_layer_norm, add_rms_norm
 from jaxllm.ops.quantization.api_float8 import FLOAT8_NORM
+from jaxllm.ops.rotary.packed import PackedRotation
 from jaxllm.ops.rounding import amax, scale_of
 from jaxllm.ops.weights import Weight
 
@@ -163,6 +170,7 @@ def float8_norm_linear(
     *,
     eps: float,
     backend: Backend,
+    rotation: Rotation | None = None,
 ) -> tuple[Array, Array]:
     """A norm and a linear layer with the precision ``"tensor"``, with a resolved backend.
 
@@ -172,13 +180,27 @@ def float8_norm_linear(
         bias: Of the layer, or None.
         eps: That of the norm.
         backend: A resolved backend.
+        rotation: How the result, a projection, is rotated; None for not at all. Then its gradient
+            is rotated back as it is rounded.
 
     Returns:
         The result of the layer, and the new residual.
     """
     weight = checked_weight(norm.x, weight, bias, "tensor", backend)
-    arrays = *norm, weight, bias, float8_counts.active_probe()
-    return _norm_linear(*arrays, backend=backend, options=norm_options(norm, eps))
+    table, rotates = (None, None) if rotation is None else (rotation[:2], rotation.options)
+    arrays = *norm, weight, bias, table, float8_counts.active_probe()
+    options = _Options(norm_options(norm, eps), rotates)
+    return _norm_linear(*arrays, backend=backend, options=options)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    norm: NormOptions
+    rotation: PackedRotation | None
+
+    def rotation_by(self, table: tuple[Array, Array] | None) -> Rotation | None:
+        """The rotation of the result, or None."""
+        return None if table is None or self.rotation is None else Rotation(*table, self.rotation)
 
 
 def norm_options(norm: NormArrays, eps: float) -> NormOptions:
@@ -188,37 +210,48 @@ def norm_options(norm: NormArrays, eps: float) -> NormOptions:
 
 
 def _without_backward(options, backend, *arrays):
-    *norm, weight, bias, _ = arrays
-    (x8,), h, _ = normalize(options, backend, NormArrays(*norm), ("rows",))
-    return product(x8, weight, "tensor", backend, dtype=h.dtype, bias=bias)[0], h
+    *norm, weight, bias, table, _ = arrays
+    (x8,), h, _ = normalize(options.norm, backend, NormArrays(*norm), ("rows",))
+    return _layer(backend, x8, weight, bias, options.rotation_by(table), h.dtype), h
+
+
+def _layer(backend, x8, weight, bias, rotation, dtype):
+    out, _ = product(x8, weight, "tensor", backend, dtype=dtype, bias=bias)
+    return out if rotation is None else checkpoint_name(rotation.forward(backend, out), "rope")
 
 
 def _forward(options, backend, *arrays):
-    *norm, weight, bias, probe = arrays
+    *norm, weight, bias, table, probe = arrays
     layouts = "rows", "transposed"
-    (x8, transposed), h, saved = normalize(options, backend, NormArrays(*norm), layouts)
-    out, _ = product(x8, weight, "tensor", backend, dtype=h.dtype, bias=bias)
+    (x8, transposed), h, saved = normalize(options.norm, backend, NormArrays(*norm), layouts)
+    out = _layer(backend, x8, weight, bias, options.rotation_by(table), h.dtype)
     counts = None
     if probe is not None:
         of_weight = float8_counts.of_operand(weight, tuple(range(weight.ndim)), OPERAND_DTYPE)
         counts = float8_counts.total(float8_counts.of_rounded_operand(x8[0]), of_weight)
-    return (out, h), (saved, transposed, weight, bias, counts)
+    return (out, h), (saved, transposed, weight, bias, table, counts)
 
 
 def _backward(options, backend, residuals, dout, dh):
-    saved, x8, weight, bias, counts = residuals
-    dx, *others = tensor_gradients(backend, x8, weight, bias, counts, dout)
-    return *gradients(options, backend, saved, dx, dh), *others
+    saved, x8, weight, bias, table, counts = residuals
+    rotation = options.rotation_by(table)
+    dx, dweight, dbias, counts = tensor_gradients(
+        backend, x8, weight, bias, counts, dout, rotation
+    )
+    of_norm = gradients(options.norm, backend, saved, dx, dh)
+    return *of_norm, dweight, dbias, None, counts
 
 
 def _unrounded(_):
     """The norm and the layer without rounding, which forward mode differentiates."""
 
     def norm_linear(static: Any, *arrays: Any) -> tuple[Array, Array]:
-        *norm, weight, bias, _ = arrays
-        x, h = unrounded(static.options, NormArrays(*norm))
+        *norm, weight, bias, table, _ = arrays
+        x, h = unrounded(static.options.norm, NormArrays(*norm))
         out = jnp.tensordot(x, weight, 1)
-        return out if bias is None else out + bias, h
+        out = out if bias is None else out + bias
+        rotation = static.options.rotation_by(table)
+        return out if rotation is None else rotation.forward("xla", out), h
 
     return norm_linear
 

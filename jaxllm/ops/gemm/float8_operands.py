@@ -8,7 +8,7 @@ sharded.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,18 @@ from jax.typing import DTypeLike
 
 from jaxllm.core import ffi, partition, shards
 from jaxllm.core.backend import Backend, BackendError
-from jaxllm.core.dispatch import Direction, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import BIAS_ADD
 from jaxllm.ops.checks import check_layer
 from jaxllm.ops.gemm.api_float8 import FLOAT8_MATMUL_AMAX, float8_matmul
 from jaxllm.ops.gemm.linear import column_names
-from jaxllm.ops.quantization.api_float8 import FLOAT8_ROUND, FLOAT8_SCALE_AND_ROUND
+from jaxllm.ops.quantization.api_float8 import (
+    FLOAT8_ROPE_BACKWARD,
+    FLOAT8_ROUND,
+    FLOAT8_SCALE_AND_ROUND,
+)
+from jaxllm.ops.rotary.packed import ROPE_PACKED, PackedRotation
 from jaxllm.ops.rounding import amax, current_scale
 from jaxllm.ops.weights import Quantized, Transposed, Weight
 
@@ -117,8 +122,38 @@ def quantize(
     return [(each, scale) for each in (values if layout == "both" else (values,))]
 
 
+class Rotation(NamedTuple):
+    """The rotation of a projection's queries and keys, as a part of the layer that computes it."""
+
+    cos: Array
+    sin: Array
+    options: PackedRotation
+
+    def forward(self, backend: Backend, qkv: Array) -> Array:
+        """The rotated projection."""
+        return self._run(ROPE_PACKED, Direction.FORWARD, backend, qkv)
+
+    def back(self, backend: Backend, dqkv: Array) -> Array:
+        """The gradient of the projection, of that of the rotated one."""
+        return self._run(ROPE_PACKED, Direction.BACKWARD, backend, dqkv)
+
+    def back_and_round(self, backend: Backend, dqkv: Array, *, has_bias: bool) -> Any:
+        """``(values, transposed, sums, scale)`` of it, as matrices."""
+        static, direction = {"has_bias": has_bias}, Direction.INFERENCE
+        return self._run(FLOAT8_ROPE_BACKWARD, direction, backend, dqkv, **static)
+
+    def _run(self, op: Op, direction: Direction, backend: Backend, x: Array, **static: Any) -> Any:
+        arrays, static = (x, self.cos, self.sin), self.options.static | static
+        return dispatch(op, direction, backend, *arrays, **static)
+
+
 def quantize_gradient(
-    dout: Array, weight_ndim: int, backend: Backend, *, has_bias: bool
+    dout: Array,
+    weight_ndim: int,
+    backend: Backend,
+    *,
+    has_bias: bool,
+    rotation: Rotation | None = None,
 ) -> tuple[Float8, Float8, Array | None]:
     """Rounds the gradient of a layer's result with one scale.
 
@@ -127,6 +162,7 @@ def quantize_gradient(
         weight_ndim: The axes of the weight.
         backend: A resolved backend.
         has_bias: Whether the layer has a bias.
+        rotation: Of the result, which the gradient is rotated back by first; or None.
 
     Returns:
         The rounded matrix, the transposed one, and the gradient of the bias, the sum of the
@@ -135,6 +171,11 @@ def quantize_gradient(
     columns, dtype = column_names(weight_ndim), GRADIENT_DTYPES["tensor"]
     static = {"dtype": jnp.dtype(dtype).name, "layout": "both", "has_bias": has_bias}
     split = 1 - weight_ndim
+    if rotation is not None and not partition.is_wanted((dout, *rotation[:2])):
+        found = rotation.back_and_round(backend, dout, has_bias=has_bias)
+        values, transposed, sums, scale = _in_axes(dout, split, *found)
+        return (values, scale), (transposed, scale), sums
+    dout = dout if rotation is None else rotation.back(backend, dout)
     if not partition.is_wanted((dout,)):
         values, transposed, sums, scale = _quantize(backend, split, dout, **static)
         return (values, scale), (transposed, scale), sums
@@ -149,7 +190,14 @@ def _quantize(backend, split, x, **static) -> Any:
     """``(values, transposed, sums, scale)`` of an array of one device; None for what is not."""
     rows, columns = x.shape[:split], x.shape[split:]
     matrix = x.reshape(math.prod(rows), math.prod(columns))
-    *found, scale = dispatch(FLOAT8_SCALE_AND_ROUND, Direction.INFERENCE, backend, matrix, **static)
+    found = dispatch(FLOAT8_SCALE_AND_ROUND, Direction.INFERENCE, backend, matrix, **static)
+    return _in_axes(x, split, *found)
+
+
+def _in_axes(x, split, *found_and_scale):
+    """Rounded matrices, sums and scale of ``x`` in its axes."""
+    rows, columns = x.shape[:split], x.shape[split:]
+    *found, scale = found_and_scale
     shapes = x.shape, (*columns, *rows), columns
     pairs = zip(found, shapes, strict=True)
     results = (None if each is None else each.reshape(shape) for each, shape in pairs)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxllm.core.dispatch import Op
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.ops.checks import check_floating
 from jaxllm.ops.quantization import cuda, reference
+from jaxllm.ops.rotary.packed import ROPE_PACKED
 from jaxllm.ops.rounding import current_scale, round_to_float8
 
 _DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -35,6 +38,21 @@ FLOAT8_SCALE_AND_ROUND = Op("float8_scale_and_round", reference=reference, cuda=
 ``(x,)`` with ``dtype``, ``layout`` and ``has_bias`` as there. Returns ``(values, transposed, sums,
 scale)``, with None for what is not wanted; the scale is ``(1,)``. For arrays on one device: the
 scale of a sharded one is of all shards.
+"""
+
+
+def _rotate_back_and_round(backend, dqkv, cos, sin, *, has_bias, **rotation):
+    dqkv = dispatch(ROPE_PACKED, Direction.BACKWARD, backend, dqkv, cos, sin, **rotation)
+    matrix = dqkv.reshape(math.prod(dqkv.shape[:2]), math.prod(dqkv.shape[2:]))
+    static = {"dtype": "float8_e5m2", "layout": "both", "has_bias": has_bias}
+    return dispatch(FLOAT8_SCALE_AND_ROUND, Direction.INFERENCE, backend, matrix, **static)
+
+
+FLOAT8_ROPE_BACKWARD = Op("float8_rope_backward", cuda=cuda, parts=_rotate_back_and_round)
+"""The gradient of a rotated projection, rotated back and rounded: ROPE_PACKED's backward, and
+FLOAT8_SCALE_AND_ROUND of its rows in float8_e5m2 and both layouts.
+
+``(dqkv, cos, sin)`` with the options of ROPE_PACKED, and ``has_bias``.
 """
 
 

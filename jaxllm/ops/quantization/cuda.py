@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.core import ffi
+from jaxllm.ops.rotary.cuda import rotated_heads
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _TILE_ROWS = 128  # of float8_tile.cuh
 _FLOAT8_MAXIMA = 256  # kFloat8Maxima of float8_scale_and_round.h
+_FLOAT8_ROPE_MAXIMA = 1024  # kFloat8RopeMaxima of float8_rope.h
+_MAX_ROPE_SIDE = 2**31 - 1
 
 
 def _dtype_reason(name, array) -> str | None:
@@ -123,6 +128,43 @@ def float8_scale_and_round(x, *, dtype, layout, has_bias=False):
     return tuple(
         array if is_wanted else None for array, is_wanted in zip(found, wanted, strict=True)
     )
+
+
+def float8_rope_backward_unsupported(
+    dqkv, cos, sin, *, heads, kv_heads, interleaved, has_bias=False
+) -> str | None:
+    """Why the kernel cannot serve a call; None if it can."""
+    del sin, has_bias
+    shape = math.prod(dqkv.shape[:2]), math.prod(dqkv.shape[2:])
+    matrix = jax.ShapeDtypeStruct(shape, dqkv.dtype)
+    if reason := _tile_reason("dqkv", matrix, matrix.shape[1], "both"):
+        return reason
+    if cos.dtype != jnp.float32:
+        return f"cos has dtype {cos.dtype}; the kernel takes float32"
+    if max(shape) > _MAX_ROPE_SIDE:
+        return f"dqkv is a matrix {shape}; the kernel takes at most {_MAX_ROPE_SIDE} of either"
+    width, pairs = rotated_heads(dqkv, heads, kv_heads)["head_dim"], cos.shape[-1]
+    of_pack = 4 if interleaved else 8  # pairs that 8 neighbouring columns have a side of
+    if width % 8 or pairs % of_pack:
+        return (
+            f"heads are {width} wide, and {pairs} pairs of columns rotate; the kernel takes "
+            f"multiples of 8 and of {of_pack}"
+        )
+    return None
+
+
+def float8_rope_backward(dqkv, cos, sin, *, heads, kv_heads, interleaved, has_bias=False):
+    """Returns ``(values, transposed, sums, scale)``, with None for no sums."""
+    flat = lax.collapse(dqkv, 2)
+    rows, columns = math.prod(flat.shape[:2]), flat.shape[2]
+    matrix = jax.ShapeDtypeStruct((rows, columns), flat.dtype)
+    sums, partial = _sums(matrix, has_bias)
+    scale, maxima = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (1, _FLOAT8_ROPE_MAXIMA))
+    results = [*_float8_results(matrix.shape, jnp.float8_e5m2), sums, scale, partial, maxima]
+    static = {**rotated_heads(dqkv, heads, kv_heads), "interleaved": interleaved}
+    found = ffi.call("float8_rope_backward", results, flat, cos, sin, **static)
+    values, transposed, sums, scale = found[:4]
+    return values, transposed, sums if has_bias else None, scale
 
 
 def _float8_results(shape, dtype):
