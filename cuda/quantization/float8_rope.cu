@@ -1,8 +1,13 @@
 // The gradient of a rotated projection: its current scale, and the gradient rotated back, rounded
 // and transposed, by two kernels as in float8_scale_and_round.cu. Both rotate on load.
 //
-// Neighbouring tiles of a row of tiles are of heads that rotate by the same angles. A CTA takes
-// kTilesAtOnce of them, so that it loads the angles of a row once.
+// A CTA has a group of kTiles neighbouring tiles, and a thread kPacks packs of each of its rows:
+// both sides of pairs of columns, of heads that rotate by the same angles. With heads of 64
+// columns:
+//
+//   a row of the group     |0 1 2 3 4 5 6 7|8 . . .      packs
+//   thread 0                *       *                    side a and side b of pairs 0 to 7, and
+//                                                        those of the head two further
 #include <algorithm>
 #include <climits>
 
@@ -16,167 +21,244 @@ namespace {
 
 using namespace float8;
 
-constexpr int kTilesAtOnce = 4;
+constexpr int kTiles = 4, kPacks = 4;
+constexpr int kGroupColumns = kTiles * kTileColumns;
+constexpr int kPacksOfGroup = kGroupColumns / kPack;
 constexpr int kAmaxCtasOfSm = 4;
 
-// How a pack of a row rotates, and where the other sides of its pairs are.
-template <bool kInterleaved>
-struct PackRotation {
-  int first_pair = -1;  // none: it does not rotate
-  int to_partner = 0;   // columns to the pack with the other sides; interleaved has them itself
+// Which packs of a row of its group a thread has: `first`, and those that differ in one bit of
+// their place or in two. `side` is the bit of the other side of a pair; neighbours that rotate as a
+// pair are in one pack.
+struct ThreadPacks {
+  int first, side, other;
 
-  PackRotation() = default;
-  __device__ __forceinline__ PackRotation(const RowRotation& rotation, int column) {
-    const int head = column / rotation.width, of_head = column - head * rotation.width;
-    if (head >= rotation.heads || of_head >= 2 * rotation.pairs) return;
-    if constexpr (kInterleaved) {
-      first_pair = of_head / 2;
-    } else {
-      const bool is_second = of_head >= rotation.pairs;
-      to_partner = is_second ? -rotation.pairs : rotation.pairs;
-      first_pair = of_head - is_second * rotation.pairs;
-    }
+  template <bool kInterleaved>
+  __device__ __forceinline__ static ThreadPacks of(const RowRotation& rotation) {
+    const int thread = threadIdx.x % kPacksOfRow;
+    const int side = kInterleaved ? kPacksOfRow : rotation.pairs / kPack;
+    if (side > kPacksOfRow) return {thread, side, kPacksOfRow};
+    // The places without the bit of the side.
+    const int below = thread & (side - 1);
+    return {below | (thread - below) << 1, side, kPacksOfGroup / 2};
   }
 
-  __device__ __forceinline__ bool rotates() const { return first_pair >= 0; }
+  __device__ __forceinline__ int at(int k) const {
+    return first | (k % 2 ? side : 0) | (k / 2 ? other : 0);
+  }
+};
 
+// A group of tiles, and the part of one thread.
+template <bool kInterleaved>
+struct TileGroup {
   // The angles of the pairs of a pack.
   static constexpr int kPairs = kInterleaved ? kPack / 2 : kPack;
   struct Angles {
     Pack<float, kPairs> cos, sin;
   };
 
-  template <typename T>
-  __device__ __forceinline__ Pack<T, kPack> rotate_back(const Pack<T, kPack>& pack,
-                                                        const Pack<T, kPack>& partner,
-                                                        const Angles& angles) const {
-    float values[kPack];
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      const int pair = kInterleaved ? j / 2 : j;
-      const bool is_second = kInterleaved ? j % 2 == 1 : to_partner < 0;
-      const float other = kInterleaved ? pack[j ^ 1] : partner[j];
-      const float sine = is_second ? -angles.sin[pair] : angles.sin[pair];
-      values[j] = pack[j] * angles.cos[pair] + other * sine;
-    }
-    return Pack<T, kPack>::of(values);
-  }
-};
-
-// The kTilesAtOnce tiles that begin with one of a row of tiles.
-struct TileGroup {
-  Tile first;
-  unsigned index;  // of the first tile
-  int count;       // fewer at the end of a row
+  const RowRotation& rotation;
+  int64_t rows, columns;
+  int64_t first_row, first_column;
+  ThreadPacks packs;
 
   __host__ __device__ static int64_t groups_of_row(int64_t columns) {
-    return (Tile::tiles_of_row(columns) + kTilesAtOnce - 1) / kTilesAtOnce;
+    return (columns + kGroupColumns - 1) / kGroupColumns;
   }
-  static int64_t groups(int64_t rows, int64_t columns) {
+  static int64_t count(int64_t rows, int64_t columns) {
     return Tile::partial_rows(rows) * groups_of_row(columns);
   }
-  __device__ __forceinline__ static TileGroup at(int64_t rows, int64_t columns, unsigned group) {
-    const unsigned of_row = Tile::tiles_of_row(columns), groups = groups_of_row(columns);
-    const unsigned row = group / groups, place = (group - row * groups) * kTilesAtOnce;
-    const unsigned index = row * of_row + place;
-    return {Tile(rows, columns, index), index,
-            static_cast<int>(min(of_row - place, unsigned{kTilesAtOnce}))};
+
+  __device__ __forceinline__ TileGroup(const RowRotation& rotation, int64_t rows, int64_t columns,
+                                       unsigned index)
+      : rotation(rotation),
+        rows(rows),
+        columns(columns),
+        packs(ThreadPacks::of<kInterleaved>(rotation)) {
+    const unsigned of_row = groups_of_row(columns);
+    first_row = int64_t{index / of_row} * kTileRows;
+    first_column = int64_t{index % of_row} * kGroupColumns;
+  }
+
+  __device__ __forceinline__ int64_t row(int i) const {
+    return first_row + threadIdx.x / kPacksOfRow * kRowsOfThread + i;
+  }
+  __device__ __forceinline__ int64_t column(int k) const {
+    return first_column + packs.at(k) * kPack;
+  }
+  // The tile with the thread's k-th packs, as if they were its own.
+  __device__ __forceinline__ Tile tile(int k) const {
+    Tile tile(rows, columns, 0);
+    tile.first_row = first_row;
+    tile.first_column = first_column + packs.at(k) / kPacksOfRow * kTileColumns;
+    tile.pack = packs.at(k) % kPacksOfRow;
+    return tile;
+  }
+
+  // The thread's packs of its i-th row, rotated back; zeros beyond the matrix.
+  template <typename T>
+  __device__ __forceinline__ void load(const T* x, int i, Pack<T, kPack> (&of_row)[kPacks]) const {
+    const T* const from = x + row(i) * columns;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const bool is_inside = row(i) < rows && column(k) < columns;
+      of_row[k] = is_inside ? jaxllm::load<kPack>(from + column(k)) : Pack<T, kPack>{};
+    }
+    if (row(i) >= rows) return;
+    const float* const cos = rotation.cos + angles_at(row(i));
+    const float* const sin = rotation.sin + angles_at(row(i));
+    Angles angles;
+    int loaded = -1;
+    // A pack with both sides of its pairs, or two that have a side each.
+    constexpr int kStep = kInterleaved ? 1 : 2;
+#pragma unroll
+    for (int k = 0; k < kPacks; k += kStep) {
+      const int at = static_cast<int>(column(k)), head = at / rotation.width;
+      const int of_head = at - head * rotation.width, pair = kInterleaved ? of_head / 2 : of_head;
+      if (head >= rotation.heads || pair >= rotation.pairs) continue;
+      if (pair != loaded) {
+        angles.cos = load_cached<kPairs>(cos + pair);
+        angles.sin = load_cached<kPairs>(sin + pair);
+        loaded = pair;
+      }
+      rotate_back(angles, of_row[k], of_row[k + kStep - 1]);
+    }
+  }
+
+ private:
+  // Where the angles of a row are.
+  __device__ __forceinline__ int64_t angles_at(int64_t row) const {
+    const unsigned index = static_cast<unsigned>(row), length = rotation.length;
+    const unsigned table = index / static_cast<unsigned>(rotation.rows_of_table);
+    return (int64_t{table} * length + index % length) * rotation.pairs;
+  }
+
+  // Rotates by the negative angles; interleaved, both packs are one.
+  template <typename T>
+  __device__ __forceinline__ static void rotate_back(const Angles& angles, Pack<T, kPack>& first,
+                                                     Pack<T, kPack>& second) {
+    float of_first[kPack], of_second[kPack];
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const float a = kInterleaved ? first[2 * j] : first[j];
+      const float b = kInterleaved ? first[2 * j + 1] : second[j];
+      float& out_a = kInterleaved ? of_first[2 * j] : of_first[j];
+      float& out_b = kInterleaved ? of_first[2 * j + 1] : of_second[j];
+      out_a = a * angles.cos[j] + b * angles.sin[j];
+      out_b = b * angles.cos[j] - a * angles.sin[j];
+    }
+    first = Pack<T, kPack>::of(of_first);
+    if constexpr (!kInterleaved) second = Pack<T, kPack>::of(of_second);
   }
 };
 
-// Loads a thread's rows of a group of tiles, and rotates them back.
+// CTA i takes every gridDim.x-th group.
 template <bool kInterleaved, typename T>
-__device__ __forceinline__ void load_rotated(const T* x, const TileGroup& group,
-                                             const RowRotation& rotation,
-                                             Pack<T, kPack> (&packs)[kTilesAtOnce][kRowsOfThread]) {
-  using Rotation = PackRotation<kInterleaved>;
-  const int64_t rows = group.first.rows, columns = group.first.columns;
-  const int64_t first_column = group.first.column();
-  Rotation rotations[kTilesAtOnce];
-#pragma unroll
-  for (int g = 0; g < kTilesAtOnce; ++g) {
-    const int64_t column = first_column + g * kTileColumns;
-    if (column < columns) rotations[g] = Rotation(rotation, static_cast<int>(column));
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsOfThread; ++i) {
-    const int64_t row = group.first.row() + i;
-    const T* const from = x + row * columns + first_column;
-    Pack<T, kPack> partners[kTilesAtOnce];
-#pragma unroll
-    for (int g = 0; g < kTilesAtOnce; ++g) {
-      const bool is_inside = row < rows && first_column + g * kTileColumns < columns;
-      const T* const at = from + g * kTileColumns;
-      packs[g][i] = is_inside ? load<kPack>(at) : Pack<T, kPack>{};
-      const bool has_partner = !kInterleaved && is_inside && rotations[g].rotates();
-      partners[g] = has_partner ? load<kPack>(at + rotations[g].to_partner) : Pack<T, kPack>{};
-    }
-    if (row >= rows) continue;
-    const unsigned of_row = static_cast<unsigned>(row);
-    const unsigned length = rotation.length, rows_of_table = rotation.rows_of_table;
-    const int64_t angles_at =
-        (int64_t{of_row / rows_of_table} * length + of_row % length) * rotation.pairs;
-    typename Rotation::Angles angles;
-    int loaded = -1;
-#pragma unroll
-    for (int g = 0; g < kTilesAtOnce; ++g) {
-      if (!rotations[g].rotates()) continue;
-      if (rotations[g].first_pair != loaded) {
-        loaded = rotations[g].first_pair;
-        angles.cos = load_cached<Rotation::kPairs>(rotation.cos + angles_at + loaded);
-        angles.sin = load_cached<Rotation::kPairs>(rotation.sin + angles_at + loaded);
-      }
-      packs[g][i] = rotations[g].rotate_back(packs[g][i], partners[g], angles);
-    }
-  }
-}
-
-// CTA i takes every gridDim.x-th group of tiles.
-template <bool kInterleaved, typename T>
-__global__ void __launch_bounds__(kThreads)
-    float8_rope_amax_kernel(const T* x, int64_t rows, int64_t columns, RowRotation rotation,
-                            unsigned groups, float* maxima) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? kAmaxCtasOfSm : 2)
+    float8_rope_amax_kernel(const T* x, int64_t rows, int64_t columns,
+                            const __grid_constant__ RowRotation rotation, unsigned groups,
+                            float* maxima) {
   launch_dependent_grids();
   float largest = 0.0f;
   for (unsigned i = blockIdx.x; i < groups; i += gridDim.x) {
-    Pack<T, kPack> packs[kTilesAtOnce][kRowsOfThread];
-    load_rotated<kInterleaved>(x, TileGroup::at(rows, columns, i), rotation, packs);
+    const TileGroup<kInterleaved> group(rotation, rows, columns, i);
 #pragma unroll
-    for (const auto& of_tile : packs) largest = fmaxf(largest, largest_finite(of_tile));
+    for (int of_thread = 0; of_thread < kRowsOfThread; ++of_thread) {
+      Pack<T, kPack> packs[kPacks];
+      group.load(x, of_thread, packs);
+      largest = fmaxf(largest, largest_finite(packs));
+    }
   }
   __shared__ float scratch[32];
   largest = max_over_cta(largest, scratch);
   if (threadIdx.x == 0) maxima[blockIdx.x] = largest;
 }
 
-// A CTA for each group of tiles, the last one first.
-template <class V, bool kInterleaved, typename Float8, typename T>
-__global__ void __launch_bounds__(kThreads)
-    float8_rope_round_kernel(const T* x, int64_t rows, int64_t columns, RowRotation rotation,
-                             const float* maxima, int count, uint8_t* values, uint8_t* transposed,
-                             float* partial, float* scale) {
-  __shared__ RoundingStorage<V> shared;
-  __shared__ float scratch[32];
-  const TileGroup group = TileGroup::at(rows, columns, gridDim.x - 1 - blockIdx.x);
-  Pack<T, kPack> packs[kTilesAtOnce][kRowsOfThread];
-  load_rotated<kInterleaved>(x, group, rotation, packs);  // which the kernel before only reads
+template <bool kSums>
+struct GroupStorage {
+  // A warp stores packs of two tiles at once, with heads of 64: they are 16 banks apart.
+  alignas(16) uint32_t words[kTiles][kSharedWords + 16];
+  float sums[kSums ? kThreads / 32 : 1][kGroupColumns];
+  float scratch[32];
+};
+
+// A CTA for each group, the last one first.
+template <bool kSums, bool kInterleaved, typename Float8, typename T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
+                                            : kSums        ? 2
+                                                           : 3)
+    float8_rope_round_kernel(const T* x, int64_t rows, int64_t columns,
+                             const __grid_constant__ RowRotation rotation, const float* maxima,
+                             int count, uint8_t* values, uint8_t* transposed, float* partial,
+                             float* scale) {
+  __shared__ GroupStorage<kSums> shared;
+  const TileGroup<kInterleaved> group(rotation, rows, columns, gridDim.x - 1 - blockIdx.x);
   wait_on_dependent_grids();
-  const float of_all = scale_of_maxima<Float8>(maxima, count, scratch);
+  const float of_all = scale_of_maxima<Float8>(maxima, count, shared.scratch);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = of_all;
-  const InverseScales<V> inverse(of_all);
+  const float inverse = __frcp_rn(of_all);
+
+  Words words[kPacks];
+  [[maybe_unused]] float sums[kPacks][kPack] = {};
 #pragma unroll
-  for (int g = 0; g < kTilesAtOnce; ++g) {
-    if (g >= group.count) break;
-    if (g > 0) __syncthreads();  // the storage is that of the tile before
-    round_tile<V, Float8>(Tile(rows, columns, group.index + g), packs[g], inverse, shared, values,
-                          transposed, partial);
+  for (int i = 0; i < kRowsOfThread; ++i) {
+    Pack<T, kPack> packs[kPacks];
+    group.load(x, i, packs);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      float quotients[kPack];
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        if constexpr (kSums) sums[k][j] += packs[k][j];
+        quotients[j] = packs[k][j] * inverse;
+      }
+      words[k].template set_row<Float8>(i, quotients);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const Tile tile = group.tile(k);
+    tile.store(words[k], values, columns);
+    tile.stage_transposed(words[k], shared.words[group.packs.at(k) / kPacksOfRow]);
+    if constexpr (kSums) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        // The lanes of a warp that have the same columns add theirs; then, below, the warps.
+        float sum = sums[k][j];
+#pragma unroll
+        for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
+          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+        }
+        if (threadIdx.x % 32 < kPacksOfRow) {
+          shared.sums[threadIdx.x / 32][group.packs.at(k) * kPack + j] = sum;
+        }
+      }
+    }
+  }
+  __syncthreads();
+  Tile tile(rows, columns, 0);
+  tile.first_row = group.first_row;
+#pragma unroll
+  for (int g = 0; g < kTiles; ++g) {
+    tile.first_column = group.first_column + g * kTileColumns;
+    tile.store_transposed(shared.words[g], transposed);
+  }
+  if constexpr (kSums) {
+    const int64_t column = group.first_column + threadIdx.x;
+    static_assert(kThreads == kGroupColumns);
+    if (column >= columns) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kThreads / 32; ++warp) sum += shared.sums[warp][threadIdx.x];
+    partial[group.first_row / kTileRows * columns + column] = sum;
   }
 }
 
-// Whether a pack rotates as a whole.
-bool rotates_packs(const RowRotation& rotation) {
-  return rotation.width % kPack == 0 &&
-         (rotation.interleaved ? 2 : 1) * rotation.pairs % kPack == 0;
+// Whether a thread has both sides of its pairs.
+bool has_pairs(const RowRotation& rotation) {
+  if (rotation.interleaved) return rotation.width % kPack == 0 && 2 * rotation.pairs % kPack == 0;
+  const int packs = rotation.pairs / kPack;
+  return rotation.width == 2 * rotation.pairs && rotation.pairs == packs * kPack && packs > 0 &&
+         packs <= kPacksOfGroup / 2 && (packs & (packs - 1)) == 0;
 }
 
 }  // namespace
@@ -185,7 +267,7 @@ template <typename T>
 cudaError_t Float8RopeRounding<T>::launch(cudaStream_t stream, int64_t rows, int64_t columns,
                                           const RowRotation& rotation, Float8* values,
                                           Float8* transposed, T* sums, float* partial) const {
-  if (!serves(rows, columns, /*transposed=*/true) || !rotates_packs(rotation) || rows > INT_MAX ||
+  if (!serves(rows, columns, /*transposed=*/true) || !has_pairs(rotation) || rows > INT_MAX ||
       columns > INT_MAX) {
     return cudaErrorNotSupported;
   }
@@ -194,32 +276,30 @@ cudaError_t Float8RopeRounding<T>::launch(cudaStream_t stream, int64_t rows, int
   }
   DeviceLimits limits;
   JAXLLM_RETURN_IF_ERROR(limits.read());
-  const int64_t groups = TileGroup::groups(rows, columns);
-  const int64_t ctas = std::min({groups, kAmaxCtasOfSm * int64_t{limits.sms}, kFloat8RopeMaxima});
   const auto with = [&](auto interleaved) {
     constexpr bool kInterleaved = interleaved;
+    const int64_t groups = TileGroup<kInterleaved>::count(rows, columns);
+    const int64_t ctas = std::min({groups, kAmaxCtasOfSm * int64_t{limits.sms}, kFloat8RopeMaxima});
     if (ctas > 0) {
       JAXLLM_RETURN_IF_ERROR(launch_kernel(stream, float8_rope_amax_kernel<kInterleaved, T>,
                                            {dim3(ctas), kThreads}, x, rows, columns, rotation,
                                            static_cast<unsigned>(groups), maxima));
     }
-    const auto run = [&](auto variant) {
+    const auto run = [&](auto has_sums) {
       Launch launch;
       launch.grid = dim3(std::max<int64_t>(groups, 1));  // no elements have a scale too
       launch.block = dim3(kThreads);
       launch.pdl = ctas > 0;
       return launch_kernel(stream,
-                           float8_rope_round_kernel<decltype(variant), kInterleaved, Float8, T>,
+                           float8_rope_round_kernel<has_sums.value, kInterleaved, Float8, T>,
                            launch, x, rows, columns, rotation, maxima, static_cast<int>(ctas),
                            reinterpret_cast<uint8_t*>(values),
                            reinterpret_cast<uint8_t*>(transposed), partial, scale);
     };
-    if (sums) {
-      JAXLLM_RETURN_IF_ERROR(run(Variant<true, true, true, true>{}));
-      const int64_t partials = Tile::partial_rows(rows);
-      return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
-    }
-    return run(Variant<true, true, true>{});
+    if (sums == nullptr) return run(std::false_type{});
+    JAXLLM_RETURN_IF_ERROR(run(std::true_type{}));
+    const int64_t partials = Tile::partial_rows(rows);
+    return column_sum(stream, partial, {sums}, 1, partials, partials, columns);
   };
   return rotation.interleaved ? with(std::true_type{}) : with(std::false_type{});
 }

@@ -24,8 +24,8 @@ struct RowRotation {
 // sums: nullptr where they are not wanted. partial: a workspace as Float8Rounding's. maxima: one of
 // kFloat8RopeMaxima floats.
 //
-// cudaErrorNotSupported as Float8Rounding, and where a pack of 8 columns is not of one head, or
-// half-split has both sides of a pair or columns that do not rotate.
+// cudaErrorNotSupported as Float8Rounding, for heads that are not 16, 32, 64, 128 or 256 columns of
+// pairs; interleaved, for heads that are no multiple of 8, or pairs of 4.
 template <typename T>
 struct Float8RopeRounding {
   using Float8 = __nv_fp8_e5m2;

@@ -213,8 +213,13 @@ def test_queries_in_parts_have_the_bits_of_the_usual_order(width, dtype, name, r
     if rotates:
         options["rope_table"] = size.table()
     found, expected = in_parts_and_usual(size, dtype, **options)
+    # Kernels that are not Hopper's rotate queries in the usual order on load, without rounding.
+    rounds_alike = not rotates or width != 20 or dtype == "float32"
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        if rounds_alike:
+            np.testing.assert_array_equal(one, other)
+        testing.assert_close(one, other, dtype)
     assert np.asarray(found[1], np.float32).any()
 
 
@@ -244,14 +249,15 @@ def test_rotated_attention_is_that_of_rotated_heads(width, by_parts, return_lse)
 
 
 ROUNDED = [
-    Projection(T=24, H=8),
     Projection(T=24, H=8, interleaved=True),
+    Projection(T=168, H=16, heads=5, kv_heads=1, table_per_sequence=True),
+    Projection(T=24, H=32, heads=3, kv_heads=3, by_parts=True),
     Projection(T=168, H=64, by_parts=True),
-    Projection(T=168, H=64, pairs=8, heads=3, kv_heads=1),
+    Projection(T=8, H=64, heads=32, kv_heads=8, table_per_sequence=True),
     Projection(T=168, H=64, table_per_sequence=True, interleaved=True, pairs=12),
-    Projection(T=136, H=96, by_parts=True, table_per_sequence=True),
+    Projection(B=3, T=80, H=40, heads=7, kv_heads=7, interleaved=True),
     Projection(T=200, H=128, heads=5, kv_heads=5),
-    Projection(B=3, T=80, H=40, pairs=16),
+    Projection(T=136, H=256, heads=3, kv_heads=1, by_parts=True),
     Projection(B=0, T=16, H=16),
 ]
 
@@ -273,9 +279,9 @@ def assert_rounded_alike(found, expected, dtype):
         np.asarray(x.astype(jnp.float32)) * np.asarray(s)
         for x, s in ((values, scale), (of_parts, other_scale))
     )
-    smallest = 2.0**-16 * np.asarray(scale)  # of e5m2
+    smallest = 2.0**-16 * np.asarray(scale)  # of e5m2, whose mantissa has two bits
     assert (np.abs(one - other) <= 0.26 * np.maximum(np.abs(one), np.abs(other)) + smallest).all()
-    assert np.mean(one != other) <= (0.0 if dtype == "float32" else 1.0)
+    assert (one != other).sum() <= (0.001 if dtype == "float32" else 0.1) * one.size
     if sums is not None:
         testing.assert_close(sums, other_sums, dtype)
 
@@ -332,8 +338,9 @@ def test_vmap_of_rounding_matches_a_loop(maps_table):
 @pytest.mark.parametrize(
     ("size", "reason"),
     [
-        (Projection(T=8, H=12), "heads are 12 wide, and 6 pairs"),
-        (Projection(T=8, H=16, pairs=4), "4 pairs of columns rotate; .* multiples of 8 and of 8"),
+        (Projection(T=8, H=12), "heads are 12 wide, and 6 pairs .* 16, 32, 64, 128 or 256"),
+        (Projection(T=8, H=48), "heads are 48 wide, and 24 pairs .* 16, 32, 64, 128 or 256"),
+        (Projection(T=8, H=16, pairs=4), "4 pairs of columns rotate; .*, all in pairs"),
         (Projection(T=8, H=16, pairs=6, interleaved=True), "6 pairs .* of 8 and of 4"),
         (Projection(T=5, H=16), "10 rows"),
     ],

@@ -16,6 +16,7 @@ _TILE_ROWS = 128  # of float8_tile.cuh
 _FLOAT8_MAXIMA = 256  # kFloat8Maxima of float8_scale_and_round.h
 _FLOAT8_ROPE_MAXIMA = 1024  # kFloat8RopeMaxima of float8_rope.h
 _MAX_ROPE_SIDE = 2**31 - 1
+_ROPE_WIDTHS = (16, 32, 64, 128, 256)  # of float8_rope.cu, half-split
 
 
 def _dtype_reason(name, array) -> str | None:
@@ -144,12 +145,11 @@ def float8_rope_backward_unsupported(
     if max(shape) > _MAX_ROPE_SIDE:
         return f"dqkv is a matrix {shape}; the kernel takes at most {_MAX_ROPE_SIDE} of either"
     width, pairs = rotated_heads(dqkv, heads, kv_heads)["head_dim"], cos.shape[-1]
-    of_pack = 4 if interleaved else 8  # pairs that 8 neighbouring columns have a side of
-    if width % 8 or pairs % of_pack:
-        return (
-            f"heads are {width} wide, and {pairs} pairs of columns rotate; the kernel takes "
-            f"multiples of 8 and of {of_pack}"
-        )
+    given = f"heads are {width} wide, and {pairs} pairs of columns rotate"
+    if interleaved and (width % 8 or pairs % 4):
+        return f"{given}; interleaved, the kernel takes multiples of 8 and of 4"
+    if not interleaved and (width not in _ROPE_WIDTHS or 2 * pairs != width):
+        return f"{given}; the kernel takes 16, 32, 64, 128 or 256 columns, all in pairs"
     return None
 
 
