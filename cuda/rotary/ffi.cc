@@ -110,9 +110,9 @@ ffi::Error rotate_packed(cudaStream_t stream, const Buffer& qkv, const Buffer& c
         },
         [&] {
           if (rows.data != data<T>(qkv)) {
-            const size_t bytes = qkv.size_bytes();
-            JAXLLM_RETURN_IF_ERROR(
-                cudaMemcpyAsync(rows.data, data<T>(qkv), bytes, cudaMemcpyDeviceToDevice, stream));
+            const cudaError_t status = cudaMemcpyAsync(rows.data, data<T>(qkv), qkv.size_bytes(),
+                                                       cudaMemcpyDeviceToDevice, stream);
+            if (status != cudaSuccess) return status;
           }
           return Rope<T>::rotate(stream, {rows.data, columns}, {nullptr, columns}, data<float>(cos),
                                  data<float>(sin), rows, none, interleaved, inverse, shape);

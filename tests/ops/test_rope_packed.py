@@ -281,7 +281,9 @@ def assert_rounded_alike(found, expected, dtype):
     )
     smallest = 2.0**-16 * np.asarray(scale)  # of e5m2, whose mantissa has two bits
     assert (np.abs(one - other) <= 0.26 * np.maximum(np.abs(one), np.abs(other)) + smallest).all()
-    assert (one != other).sum() <= (0.001 if dtype == "float32" else 0.1) * one.size
+    # A scale in float32 may differ in its last bit; an element that is a unit apart, by an eighth.
+    is_apart = np.abs(one - other) > 0.02 * np.abs(one)
+    assert is_apart.sum() <= (0.001 if dtype == "float32" else 0.1) * one.size
     if sums is not None:
         testing.assert_close(sums, other_sums, dtype)
 
