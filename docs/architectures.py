@@ -70,6 +70,7 @@ EXAMPLES = {
 def on(gpu: ffi.Device | None) -> Iterator[None]:
     """Traces programs for a GPU that this machine may lack, with cuDNN available."""
     takes_wide_heads = gpu is not None and gpu.capability >= 90
+    capabilities = () if gpu is None else (f"{gpu.capability // 10}.{gpu.capability % 10}",)
 
     def no_cudnn(width: int, value_width: int) -> str | None:
         del value_width
@@ -79,6 +80,7 @@ def on(gpu: ffi.Device | None) -> Iterator[None]:
     with (
         mock.patch.object(ffi, "device", lambda: gpu),
         mock.patch.object(ffi, "devices", lambda: () if gpu is None else (gpu,)),
+        mock.patch.object(ffi, "compute_capabilities", lambda: capabilities),
         mock.patch.object(cudnn_attention, "_no_cudnn", no_cudnn),
         mock.patch.object(cudnn_attention.cudnn, "check_cudnn_version", lambda: 91000),
         mock.patch.object(cudnn_attention.cudnn, "check_compute_capability", lambda _: True),
@@ -229,6 +231,7 @@ ROWS: tuple[tuple[str, Case, str], ...] = (
     ("heads of 96", _heads(1, 2048, 16, 96), "bfloat16"),
     ("heads of 256", _heads(1, 2048, 8, 256), "bfloat16"),
     ("heads of 256", _heads(1, 2048, 8, 256), "float32"),
+    ("T5 base, with a bias", _case("flash_attention", "t5_base"), "bfloat16"),
     ("Llama 3 8B", _case("decode_attention", "llama3_8b"), "bfloat16"),
     ("Llama 3 1B", _case("decode_block", "llama3_1b"), "bfloat16"),
     ("4096 cubed", _case("matmul", "square_4096"), "bfloat16"),

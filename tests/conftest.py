@@ -212,7 +212,13 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture
-def on_hopper(monkeypatch):
+def with_hopper_gpus(monkeypatch):
+    """Traces as a process does whose GPUs are Hopper's; it may lack the CUDA extension."""
+    monkeypatch.setattr(jaxllm.core.ffi, "compute_capabilities", lambda: ("9.0",))
+
+
+@pytest.fixture
+def on_hopper(with_hopper_gpus, monkeypatch):
     """As on a machine whose GPUs are Hopper's: the program is made, and not run."""
     if not jaxllm.core.ffi.is_available():
         pytest.skip(str(jaxllm.core.ffi.unavailable_reason()))

@@ -25,7 +25,7 @@ MODELS = [pytest.param(gpt2, GPT2, id="gpt2"), pytest.param(llama3, LLAMA3, id="
 
 
 @pytest.fixture(autouse=True)
-def on_a_hopper_gpu(with_kernels, monkeypatch):
+def on_a_hopper_gpu(with_kernels, with_hopper_gpus, monkeypatch):
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
 
 

@@ -162,7 +162,7 @@ def test_served_calls_match_jax(shape, options):
 @pytest.mark.parametrize("backend", ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("shape", "options"), WITH_BIAS, ids=case_id)
 @pytest.mark.covering(("shape",), ("options",), ("backend",))
-def test_calls_with_a_bias_match_jax(shape, options, backend):
+def test_calls_with_a_bias_match_jax(shape, options, backend, with_hopper_gpus):
     arrays, options = arrays_and_options(shape, options)
     assert_as_exact(arrays, options, "float32", backend)
     call = only_row(nn.dot_product_attention, arrays, options)

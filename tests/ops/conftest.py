@@ -16,7 +16,7 @@ def pretend_cudnn(monkeypatch):
 
 
 @pytest.fixture
-def on_hopper(with_kernels, monkeypatch):
+def on_hopper(with_kernels, with_hopper_gpus, monkeypatch):
     """Traces as a process does that has the CUDA extension and an H100; needs neither."""
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
 

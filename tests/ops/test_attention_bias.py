@@ -231,7 +231,7 @@ def test_vmap_of_a_bias_matches_a_loop(shared, backend):
     assert_close(jax.vmap(fn)(biases), looped, "float32")
 
 
-def test_explain_says_what_runs():
+def test_explain_says_what_runs(with_hopper_gpus):
     q, k, v = attention_arrays(T=9)
     (call,) = jaxllm.explain(attend, q, k, v, draw_bias(1, 4)).calls
     assert (call.stem, call.on_gpu) == ("flash_attention_bias_forward", "pallas")

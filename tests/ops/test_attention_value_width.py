@@ -152,19 +152,24 @@ def test_program_for_hopper_has_a_symbolic_batch(on_hopper):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "options", "reason"),
+    ("shapes", "options", "picked", "reason"),
     [
-        ({"Hv": 64}, {}, "192 wide and values 64; of widths that differ the kernels take 192 and"),
-        ({"H": 128, "Hv": 192}, {}, "128 wide and values 192; of widths that differ"),
-        ({"dtype": "float32"}, {}, "the kernels for that take bfloat16 and float16"),
-        ({}, {"softcap": 3.0}, "the kernels for that take no softcap"),
-        ({}, {"scale": -0.5}, "scale is -0.5; the kernels for values of another width"),
-        ({"B": 65536}, {}, "it may have 65535 sequences and heads here"),
+        (
+            {"Hv": 64},
+            {},
+            "pallas",
+            "192 wide and values 64; of widths that differ the kernels take 192 and",
+        ),
+        ({"H": 128, "Hv": 192}, {}, "pallas", "128 wide and values 192; of widths that differ"),
+        ({"dtype": "float32"}, {}, "pallas", "the kernels for that take bfloat16 and float16"),
+        ({}, {"softcap": 3.0}, "pallas", "the kernels for that take no softcap"),
+        ({}, {"scale": -0.5}, "pallas", "scale is -0.5; the kernels for values of another width"),
+        ({"B": 65536}, {}, "xla-gpu", "it may have 65535 sequences and heads here"),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_calls_that_the_cuda_kernels_reject_run_elsewhere(
-    shapes, options, reason, backward, on_hopper
+    shapes, options, picked, reason, backward, pretend_cudnn, on_hopper
 ):
     arrays = functools.partial(
         attention_arrays, **{"H": 192, "Hv": 128, "dtype": "bfloat16"} | shapes
@@ -172,7 +177,7 @@ def test_calls_that_the_cuda_kernels_reject_run_elsewhere(
     q, k, v = jax.eval_shape(arrays)
     fn = lambda *qkv: flash_attention(*qkv, **options).sum()  # noqa: E731
     call = jaxllm.explain(jax.grad(fn) if backward else fn, q, k, v).calls[-1]
-    assert call.on_gpu in XLA
+    assert call.on_gpu == picked
     assert reason in dict(call.rejected)["cuda"]
     with pytest.raises(BackendError, match="backend 'cuda' cannot serve flash_attention"):
         jax.eval_shape(functools.partial(flash_attention, **options, backend="cuda"), q, k, v)

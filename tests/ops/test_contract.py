@@ -441,7 +441,7 @@ def test_gradients_repeat_bit_for_bit(case, dtype, backend):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_auto_on_hopper_has_the_output_types_of_the_reference(case, monkeypatch):
+def test_auto_on_hopper_has_the_output_types_of_the_reference(case, with_hopper_gpus, monkeypatch):
     # Hopper kernels and the reference must have outputs and residuals of the same types.
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
     inputs = testing.input_types(case, "bfloat16")

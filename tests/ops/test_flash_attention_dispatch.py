@@ -1,5 +1,6 @@
 """Which implementation of flash attention runs: CUDA, cuDNN, Pallas or the reference."""
 
+import dataclasses
 import types
 
 import jax
@@ -12,6 +13,7 @@ import jaxllm
 from jaxllm.core import ffi
 from jaxllm.ops import flash_attention, flash_attention_packed
 from jaxllm.ops.attention import pallas_flash, xla
+from jaxllm.testing import lower_for_cuda
 
 
 def cudnn_calls(fn, *args):
@@ -170,6 +172,59 @@ def test_auto_leaves_attention_to_pallas_on_hopper_gpus_alone(pretend_cudnn, mon
     assert all("has run on no others" in dict(call.rejected)["pallas"] for call in calls)
     (call,) = jaxllm.explain(lambda q: flash_attention(q, k, v, backend="pallas"), q).calls
     assert call.on_gpu == "pallas"
+
+
+def gradients_with_a_bias(q, k, v, bias):
+    total = lambda q, k, v, bias: flash_attention(q, k, v, None, bias).sum()  # noqa: E731
+    return jax.grad(total, argnums=(0, 1, 2, 3))(q, k, v, bias)
+
+
+def arrays_with_a_bias(dtype="bfloat16"):
+    return *attention_arrays(dtype=dtype), jnp.zeros((1, 4, 6, 6))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_auto_picks_pallas_for_a_bias_on_hopper_gpus(dtype, on_hopper):
+    calls = jaxllm.explain(gradients_with_a_bias, *arrays_with_a_bias(dtype)).calls
+    assert [(call.stem, call.on_gpu, call.rejected) for call in calls] == [
+        ("flash_attention_bias_forward", "pallas", ()),
+        ("flash_attention_bias_backward", "pallas", ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    "capabilities", [["8.0"], ["8.6"], ["10.0"], ["12.0"], ["9.0", "8.0"], []], ids=str
+)
+def test_auto_picks_cuda_for_a_bias_on_other_gpus(capabilities, with_kernels, monkeypatch):
+    least = min((int(of.replace(".", "")) for of in capabilities), default=None)
+    gpu = least and dataclasses.replace(ffi.H100, capability=least, has_sm90a=False)
+    monkeypatch.setattr(ffi, "device", lambda: gpu)
+    monkeypatch.setattr(ffi, "compute_capabilities", lambda: tuple(capabilities))
+    arrays = arrays_with_a_bias()
+    explanation = jaxllm.explain(gradients_with_a_bias, *arrays)
+    why = "its tiles are for the shared memory of Hopper GPUs, and it has run on no others"
+    assert [(call.stem, call.on_gpu, call.rejected) for call in explanation.calls] == [
+        ("flash_attention_bias_forward", "cuda", (("pallas", why),)),
+        ("flash_attention_bias_backward", "cuda", (("pallas", why),)),
+    ]
+    assert why in str(explanation)
+    program = lower_for_cuda(gradients_with_a_bias, *arrays)
+    for direction in ("forward", "backward"):
+        assert program.count(f"@jaxllm_flash_attention_bias_{direction}(") == 1
+    assert "triton" not in program
+
+
+@pytest.mark.parametrize(("capability", "picked"), [("9.0", "pallas"), ("8.0", "xla")])
+def test_without_the_extension_auto_picks_pallas_for_a_bias_on_hopper_gpus_alone(
+    capability, picked, monkeypatch
+):
+    monkeypatch.setattr(ffi, "unavailable_reason", lambda *_: "not built")
+    monkeypatch.setattr(ffi, "compute_capabilities", lambda: (capability,))
+    calls = jaxllm.explain(gradients_with_a_bias, *arrays_with_a_bias()).calls
+    assert [call.on_gpu for call in calls] == [picked, picked]
+    order = ["pallas", "cuda", "xla"]
+    for call in calls:
+        assert [name for name, _ in call.rejected] == order[: order.index(picked)]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MOVES = r"= (.*) (all-gather|all-to-all|collective-permute)(?:-start)?\("
 
 
 @pytest.fixture
-def on_hopper(with_kernels, monkeypatch):
+def on_hopper(with_kernels, with_hopper_gpus, monkeypatch):
     """Fuses blocks of any size."""
     monkeypatch.setattr(ffi, "device", lambda: ffi.H100)
     monkeypatch.setattr(cuda_fused, "_MIN_TILES_OF_SM", 0)

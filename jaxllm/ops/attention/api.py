@@ -39,8 +39,8 @@ def _op(name: str) -> Op:
 
 FLASH_ATTENTION = _op("flash_attention")
 FLASH_ATTENTION_PACKED = _op("flash_attention_packed")
-# With a bias on the scores. The CUDA kernels, for every GPU, come after Pallas's, which take half
-# of their time on an H100.
+# With a bias on the scores. Pallas's kernels take half the time of the CUDA kernels on an H100. On
+# other GPUs flash_attention_bias_slower rejects them, and the CUDA kernels run.
 FLASH_ATTENTION_BIAS = Op(
     "flash_attention_bias",
     reference,
@@ -131,8 +131,9 @@ def flash_attention(
         bias: Added to the scores after ``scale`` and ``softcap``, as by ALiBi and T5; (B, N, T, S),
             where B and N may be 1 for all sequences or heads, float32 or in the dtype of ``q``. A
             key with the bias -inf is not seen. Its gradient is summed in float32. ``"auto"``
-            runs Pallas's kernels on a GPU. ``"cuda"`` runs its kernels for every GPU, not those for
-            Hopper. Both hold a block of the scores at a time, and ``"xla"`` all of them.
+            runs Pallas's kernels on Hopper GPUs, and the CUDA kernels on others. ``"cuda"`` runs
+            its kernels for every GPU, not those for Hopper. Both hold a block of the scores at a
+            time, and ``"xla"`` all of them.
         causal: Query t sees the keys ``s <= p`` alone.
         scale: Multiplies the scores; None for ``1/sqrt(H)``.
         window: Query t sees the keys ``|p - s| < window`` alone: with ``causal`` the ``window``

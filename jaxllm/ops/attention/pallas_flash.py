@@ -87,7 +87,7 @@ def _unsupported(q, k, v, rope_table) -> str | None:
 
 
 def flash_attention_slower(*_, **__) -> str | None:
-    """Why ``auto`` leaves a call to the reference; None where it does not."""
+    """Why ``auto`` leaves a call to other implementations; None where it does not."""
     if set(ffi.compute_capabilities()) == {"9.0"}:  # the CUDA extension may be missing
         return None
     return "its tiles are for the shared memory of Hopper GPUs, and it has run on no others"
@@ -96,6 +96,8 @@ def flash_attention_slower(*_, **__) -> str | None:
 flash_attention_backward_slower = flash_attention_slower
 flash_attention_packed_slower = flash_attention_slower
 flash_attention_packed_backward_slower = flash_attention_slower
+flash_attention_bias_slower = flash_attention_slower
+flash_attention_bias_backward_slower = flash_attention_slower
 self_attention_backward_slower = flash_attention_slower
 
 
