@@ -235,9 +235,7 @@ def _forward(options, backend, *arrays):
 def _backward(options, backend, residuals, dout, dh):
     saved, x8, weight, bias, table, counts = residuals
     rotation = options.rotation_by(table)
-    dx, dweight, dbias, counts = tensor_gradients(
-        backend, x8, weight, bias, counts, dout, rotation
-    )
+    dx, dweight, dbias, counts = tensor_gradients(backend, x8, weight, bias, counts, dout, rotation)
     of_norm = gradients(options.norm, backend, saved, dx, dh)
     return *of_norm, dweight, dbias, None, counts
 

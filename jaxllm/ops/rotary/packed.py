@@ -49,8 +49,9 @@ ROPE_PACKED = Op(
     cuda=cuda,
     sharding=lambda qkv, *_, **__: _sharding(by_parts=qkv.ndim == 5),
 )
-"""``(qkv, cos, sin)``: a projection, in either shape of ``flash_attention_packed``, with queries and
-keys rotated as by ``rope``."""
+"""``(qkv, cos, sin)``: a projection in either shape of ``flash_attention_packed``, with queries and
+keys rotated as by ``rope``.
+"""
 
 rope_packed = differentiable(
     ROPE_PACKED,
