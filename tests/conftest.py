@@ -1,5 +1,6 @@
 """Options, and what every test runs under."""
 
+import collections
 import gc
 import os
 import shutil
@@ -31,6 +32,7 @@ import jax
 import kernel_table
 import pytest
 import tiers
+from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 import jaxllm.core.ffi
@@ -157,13 +159,46 @@ def _share_contexts():
     mlir.make_ir_context = make_ir_context
 
 
+def _keep_in_memory(folder):
+    """Keeps the 2000 programs last used in memory, rather than as files in the cache folder.
+
+    Writing and reading the files took 4% of the CPU time.
+    """
+    read, write = (
+        compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+    )  # fmt: skip
+    programs = collections.OrderedDict()
+
+    def is_used():  # A test may set another folder.
+        return jax.config.values["jax_compilation_cache_dir"] == folder
+
+    def get_executable_and_time(key, options, backend, devices, *host_callbacks):
+        if not is_used():
+            return read(key, options, backend, devices, *host_callbacks)
+        if key not in programs or any(host_callbacks):
+            return None, None
+        programs.move_to_end(key)
+        return programs[key]
+
+    def put_executable_and_time(key, name, executable, backend, seconds):
+        if not is_used():
+            write(key, name, executable, backend, seconds)
+            return
+        programs[key] = executable, seconds
+        if len(programs) > 2000:
+            programs.popitem(last=False)
+
+    compilation_cache.get_executable_and_time = get_executable_and_time
+    compilation_cache.put_executable_and_time = put_executable_and_time
+
+
 def pytest_configure(config):
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
     shared = config.getoption("--compiled")
     # On a GPU only where it is asked for: nobody has seen yet that all tests stand it.
     if shared is not None or jax.default_backend() == "cpu":
-        # Many programs are compiled by several tests: those that need one later find it here. Each
+        # Many programs are compiled by several tests: those that need one later find it. Each
         # process has its folder: JAX writes without a lock, and another could read half a file.
         compiled = tempfile.TemporaryDirectory(prefix="jaxllm-tests-")
         config.add_cleanup(compiled.cleanup)
@@ -173,6 +208,8 @@ def pytest_configure(config):
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
             _link_programs(shared, Path(compiled.name))
             config.add_cleanup(lambda: _add_programs(Path(compiled.name), shared))
+        else:
+            _keep_in_memory(compiled.name)
     # With several devices XLA's compiler segfaults on a program whose context is shared.
     is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
     if is_one_cpu and jax.__version__.startswith("0.10."):
