@@ -40,7 +40,7 @@ from jaxllm import training
 
 # JAX keeps what it traced and pytest its tests: millions of objects. The garbage collector took a
 # tenth of the CPU time to scan them again and again; frozen objects are scanned once.
-gc.set_threshold(50_000)
+gc.set_threshold(200_000)
 _SURVIVORS = {"are_known": False}  # since a collection of all generations
 
 
