@@ -172,7 +172,7 @@ def quantize_gradient(
     static = {"dtype": jnp.dtype(dtype).name, "layout": "both", "has_bias": has_bias}
     split = 1 - weight_ndim
     if rotation is not None and not partition.is_wanted((dout, *rotation[:2])):
-        found = rotation.back_and_round(backend, dout, has_bias=has_bias)
+        found: Any = rotation.back_and_round(backend, dout, has_bias=has_bias)
         values, transposed, sums, scale = _in_axes(dout, split, *found)
         return (values, scale), (transposed, scale), sums
     dout = dout if rotation is None else rotation.back(backend, dout)
@@ -194,7 +194,7 @@ def _quantize(backend, split, x, **static) -> Any:
     return _in_axes(x, split, *found)
 
 
-def _in_axes(x, split, *found_and_scale):
+def _in_axes(x, split, *found_and_scale) -> Any:
     """Rounded matrices, sums and scale of ``x`` in its axes."""
     rows, columns = x.shape[:split], x.shape[split:]
     *found, scale = found_and_scale
