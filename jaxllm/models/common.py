@@ -20,7 +20,8 @@ Attend = Callable[[int, Array, Array, Array], Array]
 Policy = Callable[..., bool]  # one of jax.checkpoint_policies
 
 # Saves the results of GEMMs and attention, and recomputes norms, rotations and activations: less
-# memory for little time. The names are those that the ops give their outputs.
+# memory for little time. The names are those that the ops give their outputs. A projection that is
+# rotated over itself is saved rotated.
 SAVE_GEMMS = jax.checkpoint_policies.save_only_these_names("linear", "flash_attention")
 # Saves attention's output and recomputes the rest of a block: for long sequences, where attention
 # takes most of the time.

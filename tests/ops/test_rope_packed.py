@@ -13,11 +13,12 @@ import jaxllm
 from jaxllm import testing
 from jaxllm.core import ffi
 from jaxllm.core.dispatch import Direction, dispatch
-from jaxllm.models.common import merge_heads
+from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS, merge_heads
 from jaxllm.ops import (
     attention_block,
     flash_attention,
     flash_attention_packed,
+    linear,
     residual,
     rope,
     rope_table,
@@ -28,6 +29,7 @@ from jaxllm.ops.gemm.float8_operands import Rotation
 from jaxllm.ops.quantization import cuda
 from jaxllm.ops.quantization.api_float8 import FLOAT8_ROPE_BACKWARD
 from jaxllm.ops.rotary.packed import PackedRotation, rope_packed
+from jaxllm.testing import lower_for_cuda
 
 BACKENDS = ["xla", pytest.param("cuda", marks=pytest.mark.gpu)]
 INFERENCE = Direction.INFERENCE
@@ -162,6 +164,41 @@ def test_attention_on_hopper_takes_a_rotated_projection(on_hopper):
         ("flash_attention_packed_backward", "cuda"),
         ("rope_packed_backward", "cuda"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"), [(SAVE_GEMMS, [1, 1]), (SAVE_ATTENTION, [2, 1]), (None, [2, 2])]
+)
+@pytest.mark.parametrize("precision", [None, "tensor"])
+def test_remat_keeps_a_rotated_projection(on_hopper, policy, forwards, precision):
+    gradient, arrays = block(Projection(T=64, H=64).table(), precision, policy=policy, remat=True)
+    program = lower_for_cuda(gradient, arrays)
+    stems = ("rope_packed_forward", "flash_attention_packed_forward")
+    assert [program.count(f"@jaxllm_{stem}(") for stem in stems] == forwards
+
+
+def test_a_policy_that_keeps_gemms_keeps_a_projection_once():
+    size, layers = Projection(by_parts=True), 3
+    projection = size.draw("float32").shape
+    shapes = (size.B, size.T, 32), (layers, 32, *projection[2:]), (layers, 32, 32)
+
+    def step(x, weights):
+        qkv = linear(x, weights[0])
+        qkv = rope_packed(qkv, *size.table(), backend="xla", options=size.options)
+        out = flash_attention_packed(qkv, size.heads, size.kv_heads, causal=True)
+        return jnp.sin(x + out @ weights[1]), None
+
+    def total(x, *weights):
+        of_layer = jax.checkpoint(step, policy=SAVE_GEMMS, prevent_cse=False)
+        return jax.lax.scan(of_layer, x, weights)[0].sum()
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = jax.jit(jax.grad(total, argnums=(1, 2))).lower(*arrays).compile().as_text()
+    kept = f"f32[{','.join(map(str, (layers, *projection)))}]"
+    carried = [
+        line.split(" while(")[0].count(kept) for line in program.splitlines() if " while(" in line
+    ]
+    assert max(carried) == 1
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
@@ -397,8 +434,8 @@ def test_forward_mode_of_a_layer_that_rotates():
     testing.assert_close(tangents[0], tangents[1], "float32")
 
 
-def block(rope_table, precision, *, bias=True, H=64, T=64):
-    """The gradient of an attention block's sum."""
+def block(rope_table, precision, *, bias=True, H=64, T=64, policy=None, remat=False):
+    """An attention block's sum, with its gradient."""
     D, parts, K = 32, 4, 2
     shapes = {"weight": (D, parts, K, H), "bias": (parts, K, H), "out": (2 * K * H, D)}
     arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
@@ -411,9 +448,9 @@ def block(rope_table, precision, *, bias=True, H=64, T=64):
         norm = {"scale": jnp.ones(D, "bfloat16")}
         options = {"heads": 4, "kv_heads": 2, "causal": True, "rope_table": rope_table}
         h = attention_block(h, norm, weights, **options, precision=precision)
-        return h.x.astype(jnp.float32).sum()
+        return jnp.sin(h.x.astype(jnp.float32)).sum()
 
-    return jax.grad(total), arrays
+    return jax.value_and_grad(jax.checkpoint(total, policy=policy) if remat else total), arrays
 
 
 def test_a_float8_block_rounds_what_it_rotates_back(on_hopper):

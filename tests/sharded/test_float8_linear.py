@@ -3,14 +3,17 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import ALL, make_mesh, on_one_device, put
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.ops import Float8Counts, count_float8, linear
+from jaxllm.ops import Float8Counts, count_float8, linear, rope_table
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
 from jaxllm.ops.gemm.float8_norm import NormArrays, float8_norm_linear
+from jaxllm.ops.gemm.float8_operands import Rotation
+from jaxllm.ops.rotary.packed import PackedRotation
 
 SHARDINGS = {
     "rows": {"x": P(ALL)},
@@ -91,15 +94,15 @@ BLOCK_SHARDINGS = {
 def block_arrays(kind):
     """Rows and columns of the shards are of different magnitudes: each would have its own scale."""
     generator = np.random.default_rng(0)
-    columns = (32,) if kind == "gelu" else (2, 32)
-    of_dout = (8, 4, *columns) if kind == "linear" else (8, 4, 16)
+    columns = {"gelu": (32,), "rotated": (4, 8, 4)}.get(kind, (2, 32))
+    of_dout = (8, 4, *columns) if kind in ("linear", "rotated") else (8, 4, 16)
     shapes = {"x": (8, 4, 16), "residual": (8, 4, 16), "x_bias": (16,), "scale": (16,)}
     shapes |= {"norm_bias": (16,), "up": (16, *columns), "bias": columns}
     shapes |= {"down": (32, 16), "dout": of_dout, "dh": (8, 4, 16)}
     drawn = {name: generator.standard_normal(shape).astype("f") for name, shape in shapes.items()}
     drawn["x"] *= np.linspace(0.1, 1, 8, dtype="f")[:, None, None]
-    drawn["up"] *= np.linspace(0.05, 0.5, 32, dtype="f")
-    if kind == "linear":
+    drawn["up"] *= np.linspace(0.05, 0.5, columns[-1], dtype="f")
+    if kind in ("linear", "rotated"):
         del drawn["down"]
     return drawn
 
@@ -109,11 +112,14 @@ def block_with_gradients(kind, backend, arrays):
         names = ("x", "residual", "x_bias", "scale", "norm_bias")
         norm = NormArrays(*(given[name] for name in names))
         static = {"eps": 1e-5, "backend": backend}
-        if kind == "linear":
+        if kind in ("linear", "rotated"):
+            static["rotation"] = rotation if kind == "rotated" else None
             return float8_norm_linear(norm, given["up"], given["bias"], **static)
         layers = given["up"], given["bias"], given["down"]
         return float8_mlp(norm, *layers, activation=kind, **static)
 
+    options = PackedRotation(16, 8, interleaved=False, by_parts=True)
+    rotation = Rotation(*rope_table(jnp.arange(4), 4, theta=10.0), options)
     given = {name: x for name, x in arrays.items() if name not in ("dout", "dh")}
     outputs, pull = jax.vjp(fn, given)
     cotangents = []
@@ -125,7 +131,7 @@ def block_with_gradients(kind, backend, arrays):
     return {"out": outputs[0], "h": outputs[1], **pull(tuple(cotangents))[0]}
 
 
-@pytest.mark.parametrize("block", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize("block", ["linear", "rotated", "gelu", "swiglu"])
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("sharding", BLOCK_SHARDINGS)

@@ -217,7 +217,7 @@ def _without_backward(options, backend, *arrays):
 
 def _layer(backend, x8, weight, bias, rotation, dtype):
     out, _ = product(x8, weight, "tensor", backend, dtype=dtype, bias=bias)
-    return out if rotation is None else checkpoint_name(rotation.forward(backend, out), "rope")
+    return out if rotation is None else checkpoint_name(rotation.forward(backend, out), "linear")
 
 
 def _forward(options, backend, *arrays):

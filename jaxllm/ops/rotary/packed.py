@@ -58,5 +58,6 @@ rope_packed = differentiable(
     saves=lambda qkv, cos, sin, _: (cos, sin),
     sharding=lambda options: _sharding(by_parts=options.by_parts),
     arrange=lambda cos, sin, dqkv: (dqkv, cos, sin),
-    name="rope",
+    # A remat policy that keeps the projection keeps it rotated: that is what attention saves.
+    name="linear",
 )
