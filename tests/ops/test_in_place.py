@@ -27,8 +27,11 @@ from jaxllm.ops.gemm import cuda_fused
 from jaxllm.ops.loss import cuda as loss_cuda
 from jaxllm.ops.loss import pallas as loss_pallas
 from jaxllm.ops.loss import reference as loss_reference
+from jaxllm.ops.rotary import cuda as rotary_cuda
+from jaxllm.ops.rotary import reference as rotary_reference
 
 EMBEDDING = {"xla": embedding_reference, "pallas": embedding_pallas, "cuda": embedding_cuda}
+ROTARY = {"xla": rotary_reference, "cuda": rotary_cuda}
 LOSS = {"xla": loss_reference, "pallas": loss_pallas, "cuda": loss_cuda}
 
 
@@ -126,6 +129,15 @@ def matmul_norm_backward(backend, dtype):
     return InPlace(cuda_fused.matmul_norm_backward, arguments, {4: 0}, dtype)
 
 
+def rope_packed(backend, dtype, name):
+    options = {"heads": 2, "kv_heads": 1, "interleaved": False}
+    function = implementation(ROTARY[backend], name, backend, **options)
+    table = normal((16, 8)), normal((16, 8), seed=1)
+    return InPlace(
+        lambda *arrays: (function(*arrays),), (normal((2, 16, 64), dtype, 2), *table), {0: 0}, dtype
+    )
+
+
 CALLS = {
     "adamw_update": adamw,
     "adamw_update-copy": adamw_with_copy,
@@ -139,6 +151,8 @@ CALLS = {
     "decode_block-head_norms": functools.partial(decode_block, name="head_norms"),
     "decode_block-ring": functools.partial(decode_block, name="ring"),
     "matmul_norm_backward": matmul_norm_backward,
+    "rope_packed_forward": functools.partial(rope_packed, name="rope_packed_forward"),
+    "rope_packed_backward": functools.partial(rope_packed, name="rope_packed_backward"),
 }
 # Only the cuda backend has separate kernels by dtype.
 KERNELS = [("xla", "float32"), ("pallas", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")]
@@ -147,6 +161,7 @@ ALL = [
     for name in CALLS
     if name != "matmul_norm_backward"
     for backend, dtype in KERNELS
+    if backend != "pallas" or not name.startswith("rope_packed")
 ] + [pytest.param("matmul_norm_backward", "cuda", "bfloat16", marks=pytest.mark.hopper)]
 
 
@@ -315,6 +330,7 @@ ALIASING = {
     ("embedding/cuda.py", "embed_backward"): "embed_backward",
     ("block/cuda.py", "decode_block"): "decode_block",
     ("gemm/cuda_fused.py", "matmul_norm_backward"): "matmul_norm_backward",
+    ("rotary/cuda.py", "_call_packed"): "rope_packed_forward",
 }
 
 

@@ -623,7 +623,7 @@ CALLS = [
          {"qkv": "B T P", "cos": "T G", "sin": "T G"}, "B T",
          kinds={"cos": constant, "sin": constant}, undeclared=("qkv", "P")),
     Call("rope_packed", _rope_packed(by_parts=True),
-         {"qkv": "B T C N H", "cos": "B T G", "sin": "B T G"}, "B T N",
+         {"qkv": "B T C N 2H", "cos": "B T G", "sin": "B T G"}, "B T N",
          kinds={"cos": constant, "sin": constant}, undeclared=("qkv", "H"), name="by_parts"),
     Call("nms", _of("nms", iou_threshold=0.5), {"boxes": "M C", "scores": "M"}, "",
          kinds={"boxes": lambda shape: Boxes(shape, 20.0, 20.0)}, undeclared=("boxes", "M"),

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from jaxllm.core.backend import Backend, resolve
-from jaxllm.core.dispatch import Direction, Op, choose, dispatch
+from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference, with_lse, xla
 from jaxllm.ops.attention.arguments import (
     AttentionOptions,
-    PackedOptions,
     check_arrays,
     check_bias,
     check_packed,
@@ -28,8 +27,9 @@ from jaxllm.ops.attention.arguments import (
     make_options,
 )
 from jaxllm.ops.attention.packing import is_by_parts
+from jaxllm.ops.attention.rotated import rotation_of, takes_rotated
 from jaxllm.ops.checks import as_bool, check_shape
-from jaxllm.ops.rotary.packed import PackedRotation, rope_packed
+from jaxllm.ops.rotary.packed import rope_packed
 from jaxllm.ops.window import Window
 
 
@@ -290,7 +290,9 @@ def flash_attention_packed(
         )
         out, lse = packing.rows(results[0]), results[1]
         return (out, lse) if return_lse else out
-    if rope_table is not None and takes_rotated(qkv, segments, options, backend):
+    if rope_table is not None and takes_rotated(
+        FLASH_ATTENTION_PACKED, qkv, segments, options, backend
+    ):
         qkv = rope_packed(qkv, *rope_table, backend=backend, options=rotation_of(qkv, options))
         rope_table = None
     arrays, by_parts = (qkv, segments, rope_table), is_by_parts(qkv)
@@ -300,27 +302,6 @@ def flash_attention_packed(
     attend = _flash_attention_by_parts_with_lse if by_parts else _flash_attention_packed_with_lse
     results = attend(*arrays, sinks, backend=backend, options=options)
     return results if return_lse else results[0]
-
-
-def takes_rotated(qkv: Any, segments: Any, options: PackedOptions, backend: Backend) -> bool:
-    """Whether attention of a projection runs on kernels that read it rotated.
-
-    Args:
-        qkv: The projection, or what has its shape and dtype.
-        segments: Those of queries and keys, or None.
-        options: As :func:`check_packed` returns them.
-        backend: A resolved backend.
-    """
-    static = dataclasses.asdict(options)
-    arrays = (qkv, segments, None)
-    found, _ = choose(FLASH_ATTENTION_PACKED, Direction.FORWARD, backend, *arrays, **static)
-    return found == "cuda" and cuda.reads_rotated(qkv, options.heads, options.kv_heads)
-
-
-def rotation_of(qkv: Any, options: PackedOptions) -> PackedRotation:
-    """How a projection rotates."""
-    heads = options.heads, options.kv_heads
-    return PackedRotation(*heads, options.interleaved, by_parts=is_by_parts(qkv))
 
 
 def flash_attention_float8(

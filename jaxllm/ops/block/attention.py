@@ -25,8 +25,6 @@ from jaxllm.ops.attention.api import (
     FLASH_ATTENTION_PACKED,
     SELF_ATTENTION,
     flash_attention_packed,
-    rotation_of,
-    takes_rotated,
 )
 from jaxllm.ops.attention.arguments import (
     PackedOptions,
@@ -35,6 +33,7 @@ from jaxllm.ops.attention.arguments import (
     head_width,
 )
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
+from jaxllm.ops.attention.rotated import rotation_of, takes_rotated
 from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import (
     Residual,
@@ -228,7 +227,8 @@ def _rotation(
     segments, packed = check_packed(qkv, heads, kv_heads, segment_ids, **static)
     q = jax.ShapeDtypeStruct((*x.shape[:2], packed.heads, head_width(qkv, packed)), x.dtype)
     table = check_rope_table(q, q, rope_table)
-    if table is None or not takes_rotated(qkv, segments, packed, backend):
+    arrays = (qkv, segments, packed, backend)
+    if table is None or not takes_rotated(FLASH_ATTENTION_PACKED, *arrays):
         return None
     return Rotation(*table, rotation_of(qkv, packed))
 
