@@ -220,18 +220,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1
     tile.store(words[k], values, columns);
     tile.stage_transposed(words[k], shared.words[group.packs.at(k) / kPacksOfRow]);
     if constexpr (kSums) {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        // The lanes of a warp that have the same columns add theirs; then, below, the warps.
-        float sum = sums[k][j];
-#pragma unroll
-        for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
-          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
-        }
-        if (threadIdx.x % 32 < kPacksOfRow) {
-          shared.sums[threadIdx.x / 32][group.packs.at(k) * kPack + j] = sum;
-        }
-      }
+      store_sums_of_warp(sums[k], &shared.sums[threadIdx.x / 32][group.packs.at(k) * kPack]);
     }
   }
   __syncthreads();

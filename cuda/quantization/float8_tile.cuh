@@ -58,6 +58,19 @@ struct Words {
   }
 };
 
+// Adds the sums of the lanes of a warp that have the same columns, kPacksOfRow lanes apart.
+__device__ __forceinline__ void store_sums_of_warp(const float (&sums)[kPack], float* to) {
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    float sum = sums[j];
+#pragma unroll
+    for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+    }
+    if (threadIdx.x % 32 < kPacksOfRow) to[j] = sum;
+  }
+}
+
 // A tile of a matrix that has tiles_of_row(columns) of them in a row, and the part of one thread.
 // Tile `index` follows the one before in its row.
 struct Tile {
@@ -117,17 +130,7 @@ struct Tile {
       float* partial) const {
 #pragma unroll
     for (int k = 0; k < kResults; ++k) {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        float sum = sums[k][j];
-#pragma unroll
-        for (int lanes = kPacksOfRow; lanes < 32; lanes *= 2) {
-          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
-        }
-        if (threadIdx.x % 32 < kPacksOfRow) {
-          shared[threadIdx.x / 32][k * kTileColumns + pack * kPack + j] = sum;
-        }
-      }
+      store_sums_of_warp(sums[k], &shared[threadIdx.x / 32][k * kTileColumns + pack * kPack]);
     }
     __syncthreads();
     partial += first_row / kTileRows * kResults * columns;
