@@ -35,16 +35,10 @@ def rope_backward(dq, dk, cos, sin, *, interleaved) -> tuple[Array, Any]:
     return rope_forward(dq, dk, cos, -sin, interleaved=interleaved)
 
 
-def rope_packed(qkv, cos, sin, *, heads, kv_heads, interleaved):
-    """``rope_packed`` for JAX to differentiate, without a hand-written gradient."""
-    static = {"heads": heads, "kv_heads": kv_heads, "interleaved": interleaved}
-    return rope_packed_forward(qkv, cos, sin, **static)
-
-
 def rope_packed_forward(qkv, cos, sin, *, heads, kv_heads, interleaved) -> Array:
     """Returns the projection with queries and keys rotated."""
     cos, sin = lax.stop_gradient((cos, sin))  # forward mode differentiates this function
-    rotated, values = split_values(qkv, heads, kv_heads)
+    rotated, values = _split_values(qkv, heads, kv_heads)
     rotated = _rotate(rotated, cos, sin, interleaved)
     return jnp.concatenate([rotated, values], axis=-2).reshape(qkv.shape)
 
@@ -55,7 +49,7 @@ def rope_packed_backward(dqkv, cos, sin, *, heads, kv_heads, interleaved) -> Arr
     return rope_packed_forward(dqkv, cos, -sin, **static)
 
 
-def split_values(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array]:
+def _split_values(qkv: Array, heads: int, kv_heads: int) -> tuple[Array, Array]:
     """The heads (B, T, ..., H) of a projection that rotate, and those of the values.
 
     The values are last in both shapes of a projection. One by parts may be a shard.
