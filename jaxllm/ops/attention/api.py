@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
@@ -20,10 +19,10 @@ from jaxllm.ops.attention.arguments import (
     check_arrays,
     check_bias,
     check_packed,
+    check_packed_table,
     check_rope_table,
     check_segment_ids,
     check_sinks,
-    head_width,
     make_options,
 )
 from jaxllm.ops.attention.packing import is_by_parts
@@ -249,8 +248,9 @@ def flash_attention_packed(
         window: How many keys a query sees, or how many on each side of it.
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
-        rope_table: Cosines and sines that rotate queries and keys first. Before the kernels for
-            Hopper one writes them over ``qkv``, and the backward pass does not rotate them again.
+        rope_table: Cosines and sines that rotate queries and keys first. On a Hopper GPU a kernel
+            writes them over ``qkv``, which XLA copies first where it is still needed, and the
+            backward pass does not rotate them again.
         interleaved: Whether the columns that rotate as a pair are neighbours.
         sinks: As in :func:`flash_attention`, in the order of the heads of the output.
         bias: As in :func:`flash_attention`, likewise; XLA copies queries, keys and values first.
@@ -277,9 +277,7 @@ def flash_attention_packed(
         qkv, heads, kv_heads, segment_ids,
         causal=causal, scale=scale, window=window, softcap=softcap, interleaved=interleaved,
     )  # fmt: skip
-    H = head_width(qkv, options)
-    q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, H), qkv.dtype)
-    rope_table, backend = check_rope_table(q, q, rope_table), resolve(backend)
+    rope_table, backend = check_packed_table(qkv, options, rope_table), resolve(backend)
     return_lse = as_bool("return_lse", return_lse)
     check_sinks(sinks, options.heads, qkv.dtype)
     if bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -230,6 +231,14 @@ def check_packed(
     if scale is None:
         packed = dataclasses.replace(packed, scale=head_width(qkv, packed) ** -0.5)
     return segments, packed
+
+
+def check_packed_table(
+    qkv: Any, options: PackedOptions, rope_table: Any
+) -> tuple[Array, Array] | None:
+    """:func:`check_rope_table` of a projection that is checked."""
+    q = jax.ShapeDtypeStruct((*qkv.shape[:2], options.heads, head_width(qkv, options)), qkv.dtype)
+    return check_rope_table(q, q, rope_table)
 
 
 def head_width(qkv: Any, options: PackedOptions) -> int:

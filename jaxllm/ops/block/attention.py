@@ -29,7 +29,7 @@ from jaxllm.ops.attention.api import (
 from jaxllm.ops.attention.arguments import (
     PackedOptions,
     check_packed,
-    check_rope_table,
+    check_packed_table,
     head_width,
 )
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
@@ -225,8 +225,7 @@ def _rotation(
     qkv: Any = jax.ShapeDtypeStruct((*x.shape[:-1], *columns), x.dtype)
     static = {"softcap": None, "interleaved": False, **options}
     segments, packed = check_packed(qkv, heads, kv_heads, segment_ids, **static)
-    q = jax.ShapeDtypeStruct((*x.shape[:2], packed.heads, head_width(qkv, packed)), x.dtype)
-    table = check_rope_table(q, q, rope_table)
+    table = check_packed_table(qkv, packed, rope_table)
     arrays = (qkv, segments, packed, backend)
     if table is None or not takes_rotated(FLASH_ATTENTION_PACKED, *arrays):
         return None
