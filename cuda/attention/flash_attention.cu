@@ -12,7 +12,7 @@ namespace jaxllm {
 namespace attention {
 namespace {
 
-// Without a rotation heads are copied as they are.
+// Without a rotation no pair of columns rotates, and heads are copied.
 RopeShape rope_shape(const FlashShape& shape, const FlashRope& rope) {
   return {shape.batch,    shape.queries, rope.tables, shape.heads,
           shape.kv_heads, shape.width,   rope.pairs};
@@ -70,7 +70,8 @@ cudaError_t arrange_inputs(cudaStream_t stream, Call& call, bool with_queries) {
   return cudaSuccess;
 }
 
-// Rotates gradients by the negative angles: dk in place, and dq from where the kernels wrote it.
+// Rotates gradients by the negative angles, dk in place and dq from where the kernels wrote it; and
+// puts dq into parts where it is by parts.
 template <typename T>
 cudaError_t arrange_gradients(cudaStream_t stream, const FlashBackward<T>& call, HeadRows<T> dq) {
   const FlashRope& rope = call.options.rope;
@@ -187,24 +188,27 @@ cudaError_t flash_attention_backward(cudaStream_t stream, FlashBackward<T> call)
       arranged.options.rope.cos = nullptr;  // no kernel is to rotate gradients
     }
   }
-  const auto arrange_if = [&](bool is_left) {
-    return is_arranged && is_left ? arrange_gradients(stream, call, arranged.dq) : cudaSuccess;
+  const auto arrange_back = [&] {
+    return is_arranged ? arrange_gradients(stream, call, arranged.dq) : cudaSuccess;
   };
   if constexpr (std::is_same_v<T, float>) {
     JAXLLM_RETURN_IF_ERROR(compute_delta(stream, arranged));
     JAXLLM_RETURN_IF_ERROR(backward_by_float32(stream, arranged));
-    JAXLLM_RETURN_IF_ERROR(arrange_if(true));
+    JAXLLM_RETURN_IF_ERROR(arrange_back());
   } else {
     if (is_for_hopper) {
       JAXLLM_RETURN_IF_ERROR(backward_by_hopper(stream, arranged));
-      JAXLLM_RETURN_IF_ERROR(arrange_if(true));
+      JAXLLM_RETURN_IF_ERROR(arrange_back());
       return hopper_sums_bias(shape, call.options) ? cudaSuccess
                                                    : compute_bias_gradient(stream, call);
     }
     JAXLLM_RETURN_IF_ERROR(compute_delta(stream, arranged));
     JAXLLM_RETURN_IF_ERROR(has_score_bias ? biased_backward_by_mma(stream, arranged)
                                           : backward_by_mma(stream, arranged));
-    JAXLLM_RETURN_IF_ERROR(arrange_if(call.options.by_parts || shape.width > kMmaMaxRotaryWidth));
+    // Other gradients are rotated by the kernels.
+    if (call.options.by_parts || shape.width > kMmaMaxRotaryWidth) {
+      JAXLLM_RETURN_IF_ERROR(arrange_back());
+    }
   }
   return compute_bias_gradient(stream, call);
 }
