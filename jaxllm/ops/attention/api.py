@@ -249,8 +249,8 @@ def flash_attention_packed(
         softcap: A bound on the scores.
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys first. On a Hopper GPU a kernel
-            writes them over ``qkv``, which XLA copies first where it is still needed, and the
-            backward pass does not rotate them again.
+            writes the rotated heads over ``qkv``, which XLA copies first where it is still needed.
+            The backward pass does not rotate queries and keys again.
         interleaved: Whether the columns that rotate as a pair are neighbours.
         sinks: As in :func:`flash_attention`, in the order of the heads of the output.
         bias: As in :func:`flash_attention`, likewise; XLA copies queries, keys and values first.
