@@ -135,10 +135,34 @@ class ForwardConsumer {
         params_.segments, mask, work.sequence, first_query);
     float s[kBlockN / 2];
     uint32_t p[kBlockN / 4];
-    const auto cap_and_mask = [&](int key_tile) {
-      if constexpr (kSoftcap) cap_scores(s, params_.softcap);
-      score_mask.apply(s, key_tile, key_tile * kBlockN);
+    // Of a tile of scores the softmax takes the maxima while the wgmma of the output still read p of
+    // the tile before. What a softcap needs takes as long as these wgmma. So then the weights are
+    // computed beside them too, in the place of the scores, and rounded to p when they are done.
+    [[maybe_unused]] const bool is_bounded = kKeepsMax && params_.softcap.is_bounded;
+    const auto start_softmax = [&](int key_tile, auto is_first_tile) {
+      const int first_key = key_tile * kBlockN;
+      if constexpr (!kSoftcap) {
+        score_mask.apply(s, key_tile, first_key);
+        if (!kKeepsMax || is_first_tile) softmax.update_max(s, scale_log2_);
+      } else {
+        const Softcap& softcap = params_.softcap;
+        const bool are_within = are_within_limit(s, softcap);
+        // A hidden score, -inf, is none for the polynomial.
+        if (is_bounded && are_within &&
+            score_mask.template hides_none<kBlockN>(key_tile, first_key)) {
+          softmax.exponentiate_in_place(s, [&](float s, int) {
+            return fmaf(s, polynomial_of_square(s, softcap.log2_coefficients), softcap.offset);
+          });
+        } else {
+          cap_scores(s, softcap, are_within);
+          score_mask.apply(s, key_tile, first_key);
+          if (!is_bounded) softmax.update_max(s, scale_log2_);
+          softmax.exponentiate_in_place(
+              s, [&](float s, int row) { return fmaf(s, scale_log2_, -softmax.scaled_max[row]); });
+        }
+      }
     };
+    if (kSoftcap && is_bounded) softmax.keep_offset(params_.softcap.offset, scale_log2_);
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
 
@@ -151,15 +175,17 @@ class ForwardConsumer {
       start_scores(k_state, s);
       warpgroup_wait<0>(s);
       release_k(k_state);
-      cap_and_mask(key_tile);
-      softmax.update_max(s, scale_log2_);
+      start_softmax(key_tile, std::true_type{});
       // The loop ends between the maxima and the wait for the wgmma beside them: within one basic
       // block the assembler would put the wait first.
       bool is_first = true;
       for (;;) {
         warpgroup_wait<0>(o, s);
         if (key_tile < own.end - 1) release_v(v_state);
-        if (!kKeepsMax) {
+        if constexpr (kSoftcap) {
+          if (!is_bounded) softmax.rescale_output(o);
+          Softmax::pack(s, p);
+        } else if (!kKeepsMax) {
           softmax.next(s, scale_log2_, p, o);
         } else if (is_first) {
           softmax.template exponentiate<false>(s, scale_log2_, p, o, softmax.row_sum);
@@ -176,8 +202,7 @@ class ForwardConsumer {
         order_barrier_arrive();
         warpgroup_wait<1>(s);
         release_k(k_state);
-        cap_and_mask(key_tile);
-        if (!kKeepsMax) softmax.update_max(s, scale_log2_);
+        start_softmax(key_tile, std::false_type{});
         warpgroup_fence_operand(s);
       }
       release_q();

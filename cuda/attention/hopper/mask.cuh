@@ -51,6 +51,15 @@ class ScoreMask {
     }
   }
 
+  // Whether all 64 rows see all kColumns columns from `first_column` on, in tile `column_tile`.
+  template <int kColumns>
+  __device__ __forceinline__ bool hides_none(int column_tile, int first_column) const {
+    static_assert(kQueryRows);
+    if (!unmasked_.contains(column_tile)) return false;
+    if constexpr (!kSegments) return true;
+    return are_one_segment(row_range_, columns_.range<kColumns>(first_column));
+  }
+
   // Sets the scores that do not count to -inf. The columns begin at `first_column`, in tile
   // `column_tile`.
   template <int kSize>

@@ -1,12 +1,92 @@
 // The online softmax of the forward, and the softmax of the backward, on wgmma accumulators.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "common/fast_math.cuh"
 #include "common/wgmma.cuh"
 
 namespace jaxllm::hopper {
+
+// What a softcap multiplies: tanh(factor s) of a score s = q k^T.
+//
+// By exponentials the tanh takes about as long as the products of heads of 128. So a warp whose
+// scores are all within half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
+//
+//   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
+//
+// A softcap c bounds the exponents of the weights, to base 2, by b = c log2(e). Where b is small the
+// online softmax in bfloat16, which has the exponents of float32, needs no maxima: it adds one
+// offset to all exponents. The largest weight is then 1, unless the smallest, 2^(-2 b), would be
+// below 2^kLeast: then that is the smallest, and the largest, up to 2^36, leaves room for the sums
+// of weights times values.
+struct Softcap {
+  static constexpr double kMaxBound = 76.0, kLeast = -116.0;
+
+  float factor;
+  float limit;  // of |s|, for the polynomial
+  float coefficients[4];
+  float log2_coefficients[4];  // times c log2(e), for the exponent
+  bool is_bounded;
+  float offset;  // of the exponents, where they are bounded
+
+  static Softcap of(float scale, float softcap) {
+    if (softcap == 0.0f) return {};
+    // Those of the least largest relative error of tanh(x) for |x| <= 1/2.
+    constexpr double kTanh[4] = {0.9999994558, -0.3332631793, 0.1319029655, -0.0444022248};
+    const double factor = static_cast<double>(scale) / softcap, bound = softcap * M_LOG2E;
+    Softcap result{};
+    result.factor = static_cast<float>(factor);
+    result.limit = static_cast<float>(0.5 / std::abs(factor));
+    result.is_bounded = bound <= kMaxBound;
+    result.offset = static_cast<float>(std::max(-bound, kLeast + bound));
+    double power = factor;
+    for (int i = 0; i < 4; ++i, power *= factor * factor) {
+      result.coefficients[i] = static_cast<float>(kTanh[i] * power);
+      result.log2_coefficients[i] = static_cast<float>(kTanh[i] * power * bound);
+      // Of some factors float32 does not hold the seventh power.
+      const bool fits =
+          std::isnormal(result.coefficients[i]) && std::isnormal(result.log2_coefficients[i]);
+      if (!fits) result.limit = -1.0f;
+    }
+    return result;
+  }
+};
+
+// c0 + c1 s^2 + c2 s^4 + c3 s^6
+__device__ __forceinline__ float polynomial_of_square(float s, const float (&c)[4]) {
+  const float square = s * s;
+  return fmaf(square, fmaf(square, fmaf(square, c[3], c[2]), c[1]), c[0]);
+}
+
+// Whether the polynomial serves all scores of the warp. A NaN counts for nothing: it stays a NaN
+// either way.
+template <int kSize>
+__device__ __forceinline__ bool are_within_limit(const float (&s)[kSize], const Softcap& softcap) {
+  float highest[4] = {};  // in parts, so that no maximum waits for the last
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) highest[i % 4] = fmaxf(highest[i % 4], fabsf(s[i]));
+  const float of_thread = fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3]));
+  return __all_sync(0xffffffff, of_thread <= softcap.limit);
+}
+
+template <int kSize>
+__device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap,
+                                           bool are_within) {
+  if (are_within) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] *= polynomial_of_square(s[i], softcap.coefficients);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * softcap.factor);
+  }
+}
+
+template <int kSize>
+__device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap) {
+  cap_scores(s, softcap, are_within_limit(s, softcap));
+}
 
 // The running softmax of a thread's two rows:
 //
@@ -113,57 +193,48 @@ struct OnlineSoftmax {
       row_sum[1] += sums[1];
     }
   }
-};
 
-// What a softcap multiplies: tanh(factor s) of a score s = q k^T.
-//
-// By exponentials the tanh takes about as long as the products of heads of 128. So a warp whose
-// scores are all within half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
-//
-//   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
-struct Softcap {
-  float factor;
-  float limit;  // of |s|, for the polynomial
-  float coefficients[4];
+  // ---- With a softcap.
 
-  static Softcap of(float scale, float softcap) {
-    if (softcap == 0.0f) return {};
-    // Those of the least largest relative error of tanh(x) for |x| <= 1/2.
-    constexpr double kTanh[4] = {0.9999994558, -0.3332631793, 0.1319029655, -0.0444022248};
-    const double factor = static_cast<double>(scale) / softcap, size = std::abs(factor);
-    // Of other factors float32 does not hold the seventh power.
-    const bool is_ordinary = size > 1e-5 && size < 1e5;
-    Softcap result{
-        static_cast<float>(factor), is_ordinary ? static_cast<float>(0.5 / size) : -1.0f, {}};
-    double power = factor;
-    for (int i = 0; i < 4; ++i, power *= factor * factor) {
-      result.coefficients[i] = static_cast<float>(kTanh[i] * power);
+  // Instead of any update_max, where the softcap bounds the exponents: all weights are relative to
+  // 2^-offset.
+  __device__ __forceinline__ void keep_offset(float offset, float scale_log2) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      row_max[row] = -offset / scale_log2;
+      scaled_max[row] = -offset;
+      rescale[row] = 1.0f;
     }
-    return result;
+  }
+
+  // Puts the weights in the place of the scores. exponent(score, row) is to base 2.
+  template <class Exponent>
+  __device__ __forceinline__ void exponentiate_in_place(float (&s)[kBlockN / 2],
+                                                        const Exponent& exponent) {
+    float sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; ++i) {
+      const int row = i / 2 % 2;
+      s[i] = exp2_fast(exponent(s[i], row));
+      sum[row][i % 2] += s[i];
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      row_sum[row] = fmaf(row_sum[row], rescale[row], sum[row][0] + sum[row][1]);
+    }
+  }
+
+  // Rounds the weights to p.
+  __device__ __forceinline__ static void pack(const float (&weights)[kBlockN / 2],
+                                              uint32_t (&p)[kBlockN / 4]) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; i += 2) p[i / 2] = pack_pair<T>(weights[i], weights[i + 1]);
+  }
+  __device__ __forceinline__ void rescale_output(float (&o)[kValueDim / 2]) const {
+#pragma unroll
+    for (int k = 0; k < kValueDim / 2; ++k) o[k] *= rescale[k / 2 % 2];
   }
 };
-
-template <int kSize>
-__device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap) {
-  // In parts, so that no maximum waits for the last. A NaN counts for nothing, and either way stays
-  // a NaN.
-  float highest[4] = {};
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) highest[i % 4] = fmaxf(highest[i % 4], fabsf(s[i]));
-  const float of_thread = fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3]));
-  if (__all_sync(0xffffffff, of_thread <= softcap.limit)) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const float square = s[i] * s[i];
-      float ratio = fmaf(square, softcap.coefficients[3], softcap.coefficients[2]);
-      ratio = fmaf(square, ratio, softcap.coefficients[1]);
-      s[i] *= fmaf(square, ratio, softcap.coefficients[0]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) s[i] = tanh_fast(s[i] * softcap.factor);
-  }
-}
 
 // ---- The backward, with keys as rows. A column is a query, with an lse and a delta in shared
 // memory; `lse` and `delta` begin with those of the first column.
