@@ -143,7 +143,7 @@ class ForwardConsumer {
       const int first_key = key_tile * kBlockN;
       if constexpr (!kSoftcap) {
         score_mask.apply(s, key_tile, first_key);
-        if (!kKeepsMax || is_first_tile) softmax.update_max(s, scale_log2_);
+        if (!kKeepsMax || decltype(is_first_tile)::value) softmax.update_max(s, scale_log2_);
       } else {
         const Softcap& softcap = params_.softcap;
         const bool are_within = are_within_limit(s, softcap);
