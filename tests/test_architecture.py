@@ -13,7 +13,7 @@ MODULES = sorted((ROOT / "jaxllm").rglob("*.py"))
 # Each module of the core, and each family of ops, may import those before it.
 CORE = (
     "backend", "promotion", "precision", "derivatives", "vma", "ffi", "layout", "meshes",
-    "sharding_rule", "shards", "gathers", "partition", "dispatch", "op",
+    "sharding_rule", "shards", "gathers", "partition", "dispatch", "op", "hoisting",
 )  # fmt: skip
 FAMILIES = (
     "activation", "norm", "rotary", "embedding", "reduction", "optimizer", "vision",

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
+from jaxllm.core.hoisting import hoist_rounding
 from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
 from jaxllm.ops.checks import as_finite_number
 from jaxllm.training.anomaly import (
@@ -280,7 +281,7 @@ def make_train_step(
         params = cast(state.params if state.copy is None else state.copy, dtype)
         copy = {} if copied_to is None else {"copy_dtype": copied_to}
 
-        def gradients(*microbatch: Array):
+        def gradients(params: Params, *microbatch: Array):
             counts = None
             if float8_counts:
                 counted = jax.value_and_grad(ops.count_float8(loss_fn), argnums=(0, 1))
@@ -292,24 +293,26 @@ def make_train_step(
                 grads = meshes.placed(grads, shardings.params)
             return (loss.astype(jnp.float32), grads), counts
 
-        def weighted(weight: Array, *microbatch: Array):
-            found, counts = gradients(*microbatch)
+        def weighted(params: Params, weight: Array, *microbatch: Array):
+            found, counts = gradients(params, *microbatch)
             scaled = jax.tree.map(lambda x: weight.astype(x.dtype) * x, widen(found))
             return jax.tree.map(
                 lambda x: jnp.where(weight == 0, jnp.zeros_like(x), x), (scaled, counts)
             )
 
-        def accumulate(total, microbatch):
-            return jax.tree.map(jnp.add, total, weighted(*microbatch)), None
-
         # The first microbatch starts the sum, so that without accumulation there is no second
         # copy of the gradients.
         if len(tokens) == 1:
-            total = gradients(*(x[0] for x in (tokens, labels, *more)))
+            total = gradients(params, *(x[0] for x in (tokens, labels, *more)))
         else:
             microbatches = (weigh(labels), tokens, labels, *more)
             first, rest = ([x[i] for x in microbatches] for i in (0, slice(1, None)))
-            total, _ = jax.lax.scan(accumulate, weighted(*first), rest)
+            of_microbatch = hoist_rounding(weighted, params, *first)
+
+            def accumulate(total, microbatch):
+                return jax.tree.map(jnp.add, total, of_microbatch(*microbatch)), None
+
+            total, _ = jax.lax.scan(accumulate, of_microbatch(*first), rest)
         (total_loss, grads), counts = total
         loss, scale = total_loss / len(tokens), 1 / len(tokens)
 

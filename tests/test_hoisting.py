@@ -1,0 +1,137 @@
+"""A step that accumulates gradients rounds its weights to float8 once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import training
+from jaxllm.core.hoisting import hoist_rounding
+from jaxllm.models import llama3
+from jaxllm.models.common import unstack
+from jaxllm.training import step as training_step
+
+F8 = "float8_e4m3fn"
+CONFIG = llama3.Llama3Config(
+    vocab_size=64, max_seq_len=32, layers=2, heads=2, kv_heads=1, width=48, mlp_width=80
+)
+
+
+def nested(jaxpr):
+    """The equations of a jaxpr and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from nested(getattr(inner, "jaxpr", inner))
+
+
+def is_jaxpr(x):
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+def rounded(jaxpr):
+    """The shapes of what equations convert to float8."""
+    return [
+        eqn.outvars[0].aval.shape
+        for eqn in nested(jaxpr)
+        if eqn.primitive.name == "convert_element_type" and "float8" in str(eqn.params["new_dtype"])
+    ]
+
+
+def in_loop(function, *args):
+    """The same of the bodies of its loops."""
+    found = jax.make_jaxpr(function)(*args)
+    loops = [eqn.params["jaxpr"] for eqn in nested(found.jaxpr) if eqn.primitive.name == "scan"]
+    assert loops
+    return [shape for loop in loops for shape in rounded(getattr(loop, "jaxpr", loop))]
+
+
+def total(step, xs):
+    return jax.lax.scan(lambda sum, x: (sum + step(x), None), jnp.zeros((4, 5)), xs)[0]
+
+
+def test_what_is_rounded_of_fixed_arguments_is_rounded_before_the_loop():
+    def product(weights, x):
+        w = weights["w"].T
+        scale = jnp.abs(w).max() / 448
+        x8, w8 = (x / 3).astype(F8), (w / scale).astype(F8)
+        return x8.astype(jnp.float32) @ w8.astype(jnp.float32).T * scale
+
+    key = jax.random.key(0)
+    weights = {"w": jax.random.normal(key, (6, 5))}
+    xs = jax.random.normal(key, (3, 4, 6))
+
+    def as_written(weights, xs):
+        return total(lambda x: product(weights, x), xs)
+
+    def hoisted(weights, xs):
+        return total(hoist_rounding(product, weights, xs[0]), xs)
+
+    assert sorted(in_loop(as_written, weights, xs)) == [(4, 6), (5, 6)]
+    assert in_loop(hoisted, weights, xs) == [(4, 6)]
+    for run in (hoisted, jax.jit(hoisted)):
+        np.testing.assert_array_equal(run(weights, xs), jax.jit(as_written)(weights, xs))
+
+
+def test_without_float8_the_function_stays_as_it_is():
+    def function(weights, x):
+        return (jnp.sin(weights).sum() * x).sum()
+
+    weights = x = jnp.ones(3)
+    found = jax.make_jaxpr(lambda x: hoist_rounding(function, weights, x)(x))(x)
+    primitives = [eqn.primitive.name for eqn in found.jaxpr.eqns]
+    assert primitives == [
+        eqn.primitive.name for eqn in jax.make_jaxpr(lambda x: function(weights, x))(x).jaxpr.eqns
+    ]
+
+
+def test_effects_stay_in_the_loop(capfd):
+    def function(weights, x):
+        jax.debug.print("weights {}", weights[0].astype(int), ordered=True)
+        return weights.astype(F8).astype(jnp.float32) * x
+
+    weights, xs = jnp.full(4, 3.0), jnp.ones((2, 4))
+
+    @jax.jit
+    def run(weights, xs):
+        step = hoist_rounding(function, weights, xs[0])
+        return jax.lax.map(step, xs)
+
+    np.testing.assert_array_equal(run(weights, xs), jnp.full((2, 4), 3.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "weights 3\n" * 2
+
+
+def take_step(precision, counts, hoist, monkeypatch):
+    if not hoist:
+        monkeypatch.setattr(
+            training_step, "hoist_rounding", lambda f, fixed, *_: lambda *args: f(fixed, *args)
+        )
+    optimizer = training.adamw(1e-3, max_grad_norm=1.0)
+    state = training.init_state(
+        unstack(llama3.init(jax.random.key(0), CONFIG)), optimizer, copy_dtype="bfloat16"
+    )
+    step = training.make_train_step(
+        lambda *args: llama3.loss(*args, CONFIG, precision=precision),
+        optimizer,
+        compute_dtype="bfloat16",
+        float8_counts=counts,
+    )
+    tokens = jax.random.randint(jax.random.key(1), (3, 2, 17), 0, CONFIG.vocab_size)
+    batch = tokens[..., :-1], tokens[..., 1:].at[0, 0].set(-1)
+    return in_loop(step, state, *batch), *step(state, *batch)
+
+
+@pytest.mark.parametrize("precision", ["row", "tensor"])
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_step_rounds_each_weight_once(precision, counts, monkeypatch):
+    hoisted, state, metrics = take_step(precision, counts, True, monkeypatch)
+    as_written, other_state, other_metrics = take_step(precision, counts, False, monkeypatch)
+    tokens = 2 * 16
+    assert all(tokens in shape or shape[:2] == (2, 16) for shape in hoisted)
+    of_weights = [shape for shape in as_written if tokens not in shape and shape[:2] != (2, 16)]
+    # Forward and backward, of each layer: the projection, its output, and two of the MLP.
+    assert len(of_weights) >= 2 * 4 * CONFIG.layers
+    assert len(hoisted) == len(as_written) - len(of_weights)
+    jax.tree.map(np.testing.assert_array_equal, (state, metrics), (other_state, other_metrics))
