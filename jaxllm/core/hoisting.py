@@ -38,19 +38,18 @@ def hoist_rounding(function: Callable[..., Any], fixed: Any, *varying: Any) -> C
     given |= dict(zip(jaxpr.invars, leaves, strict=False))
     later = jaxpr.invars[len(leaves) :]
 
-    early, rest = _split(jaxpr.eqns, given)
-    read = _variables(v for eqn in rest for v in eqn.invars) | _variables(jaxpr.outvars)
-    results = (v for eqn in early for v in eqn.outvars if v in read)
-    kept = [v for v in results if _is_float8(v) or v.aval.size <= _SMALL]
+    early = _following(jaxpr.eqns, given)
+    can_stay = [v for eqn in early for v in eqn.outvars if _is_float8(v) or v.aval.size <= _SMALL]
+    late = _needed(jaxpr.eqns, jaxpr.outvars, can_stay)
+    read = _variables([*jaxpr.outvars, *(v for eqn in late for v in eqn.invars)])
+    kept = [v for v in can_stay if v in read]
     if not any(map(_is_float8, kept)):
         return lambda *varying: function(fixed, *varying)
     before = jaxpr.replace(
         constvars=[], invars=[*given], outvars=kept, eqns=_needed(early, kept, ())
     )
     given |= dict(zip(kept, eval_jaxpr(before, (), *given.values()), strict=True))
-    after = jaxpr.replace(
-        constvars=[], invars=[*given, *later], eqns=_needed(jaxpr.eqns, jaxpr.outvars, kept)
-    )
+    after = jaxpr.replace(constvars=[], invars=[*given, *later], eqns=late)
 
     def run(*varying: Any) -> Any:
         found = eval_jaxpr(after, (), *given.values(), *jax.tree.leaves(varying))
@@ -68,16 +67,14 @@ def _is_float8(variable: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
-def _split(eqns: list[Any], given: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Equations that follow from given variables alone, and the others."""
-    known, early, rest = set(given), [], []
+def _following(eqns: list[Any], given: Iterable[Any]) -> list[Any]:
+    """The equations without effects that follow from given variables alone."""
+    known, found = set(given), []
     for eqn in eqns:
         if not eqn.effects and _variables(eqn.invars) <= known:
             known.update(eqn.outvars)
-            early.append(eqn)
-        else:
-            rest.append(eqn)
-    return early, rest
+            found.append(eqn)
+    return found
 
 
 def _needed(eqns: list[Any], wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:

@@ -221,11 +221,45 @@ def check_scores_that_rise(dtype, H, Hv, causal, rise):
 @pytest.mark.parametrize("H", [64, 128, 256])
 # The scores are within the softcap, in some warps beyond it, and in all warps. Warps of the Hopper
 # kernels compute the tanh in one way or the other.
-@pytest.mark.parametrize("softcap", [30.0, 2.5, 0.3])
+# And of the larger two, one in bfloat16 is computed with a row's maxima, and the other without.
+@pytest.mark.parametrize("softcap", [500.0, 50.0, 30.0, 2.5, 0.3])
 @pytest.mark.parametrize("scale", [None, -0.1])
 def test_softcap_is_exact_for_scores_within_and_beyond_it(dtype, H, softcap, scale):
     q, k, v = attention_arrays(T=300, N=2, K=2, H=H, dtype=dtype)
     check_cuda_kernels(q, k, v, causal=True, softcap=softcap, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [50.0, 30.0, 80.0])
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**40])
+def test_softcap_serves_rows_at_both_ends_of_its_range(H, softcap, size):
+    T = 300
+    q, k, v = attention_arrays(T=T, N=3, K=3, H=H, dtype="float32")
+    # Of three heads the scores are near -softcap, near softcap, and rise from the one to the other.
+    towards = jnp.stack([-jnp.ones(T), jnp.ones(T), jnp.linspace(-1, 1, T)], axis=1)
+    k = k.at[..., 0].set(towards * softcap * 3 * H**0.5)
+    q = q.at[..., 0].set(1.0)
+    q, k, v = (x.astype("bfloat16") for x in (q, k, v * size))
+    found = flash_attention(q, k, v, softcap=softcap, backend="cuda")
+    expected = reference.flash_attention(
+        *(x.astype("float32") for x in (q, k, v)),
+        causal=False, scale=H**-0.5, window=None, softcap=softcap,
+    )  # fmt: skip
+    assert error(found / size, expected / size) < tolerance("bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_without_keys_have_the_lse_of_their_sink_under_a_softcap(dtype):
+    q, k, v = attention_arrays(T=150, S=90, N=2, K=2, H=64, dtype=dtype)
+    sinks = jnp.array([-300.0, 2.0])
+    out, lse = flash_attention(
+        q, k, v, causal=True, softcap=50.0, sinks=sinks, return_lse=True, backend="cuda"
+    )
+    assert not out[:, :60].any()
+    rows = jnp.broadcast_to(sinks[:, None], lse[:, :, :60].shape)
+    np.testing.assert_allclose(lse[:, :, :60], rows, rtol=1e-6)
 
 
 @pytest.mark.gpu

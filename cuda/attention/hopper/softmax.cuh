@@ -16,13 +16,12 @@ namespace jaxllm::hopper {
 //
 //   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
 //
-// A softcap c bounds the exponents of the weights, to base 2, by b = c log2(e). Where b is small the
-// online softmax in bfloat16, which has the exponents of float32, needs no maxima: it adds one
-// offset to all exponents. The largest weight is then 1, unless the smallest, 2^(-2 b), would be
-// below 2^kLeast: then that is the smallest, and the largest, up to 2^36, leaves room for the sums
-// of weights times values.
+// A softcap c bounds the exponents of the weights, to base 2, by b = c log2(e). Where b is at most
+// kMaxBound the online softmax in bfloat16, which has the exponents of float32, needs no maxima: it
+// adds one offset to all exponents, so that ordinary weights are near 1. The extreme ones, 2^60 and
+// 2^-92, leave room for the sums of weights times values.
 struct Softcap {
-  static constexpr double kMaxBound = 76.0, kLeast = -116.0;
+  static constexpr double kMaxBound = 76.0, kMostOffset = 16.0;
 
   float factor;
   float limit;  // of |s|, for the polynomial
@@ -40,7 +39,7 @@ struct Softcap {
     result.factor = static_cast<float>(factor);
     result.limit = static_cast<float>(0.5 / std::abs(factor));
     result.is_bounded = bound <= kMaxBound;
-    result.offset = static_cast<float>(std::max(-bound, kLeast + bound));
+    result.offset = static_cast<float>(-std::min(bound, kMostOffset));
     double power = factor;
     for (int i = 0; i < 4; ++i, power *= factor * factor) {
       result.coefficients[i] = static_cast<float>(kTanh[i] * power);
