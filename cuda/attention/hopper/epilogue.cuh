@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_output(ForwardSmem<T, Traits>& smem,
     float total = softmax.row_sum[r];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    // A row of which a softcap bounds the scores has a maximum without keys too.
+    // Where a softcap bounds the scores, a row without keys has a maximum too.
     const float largest = total == 0.0f ? -INFINITY : softmax.row_max[r] * (params.scale * kLog2E);
     const attention::SoftmaxEnd end = attention::end_softmax(largest, total, sink);
     factor[r] = end.factor;

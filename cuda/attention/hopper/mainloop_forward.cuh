@@ -146,23 +146,25 @@ class ForwardConsumer {
         if (!kKeepsMax || decltype(is_first_tile)::value) softmax.update_max(s, scale_log2_);
       } else {
         const Softcap& softcap = params_.softcap;
+        constexpr bool kIsFirst = decltype(is_first_tile)::value;
         const bool are_within = are_within_limit(s, softcap);
         // A hidden score, -inf, is none for the polynomial.
-        if (is_bounded && are_within &&
+        if (!kIsFirst && is_bounded && are_within &&
             score_mask.template hides_none<kBlockN>(key_tile, first_key)) {
-          softmax.exponentiate_in_place(s, [&](float s, int) {
-            return fmaf(s, polynomial_of_square(s, softcap.log2_coefficients), softcap.offset);
+          softmax.exponentiate_in_place(s, [&](float s, int row) {
+            const float factor = polynomial_of_square(s, softcap.log2_coefficients);
+            return fmaf(s, factor, -softmax.scaled_max[row]);
           });
-        } else {
-          cap_scores(s, softcap, are_within);
-          score_mask.apply(s, key_tile, first_key);
-          if (!is_bounded) softmax.update_max(s, scale_log2_);
-          softmax.exponentiate_in_place(
-              s, [&](float s, int row) { return fmaf(s, scale_log2_, -softmax.scaled_max[row]); });
+          return;
         }
+        cap_scores(s, softcap, are_within);
+        score_mask.apply(s, key_tile, first_key);
+        if (kIsFirst || !is_bounded) softmax.update_max(s, scale_log2_);
+        if (kIsFirst && is_bounded) softmax.keep_max(softcap.least_max, scale_log2_);
+        softmax.exponentiate_in_place(
+            s, [&](float s, int row) { return fmaf(s, scale_log2_, -softmax.scaled_max[row]); });
       }
     };
-    if (kSoftcap && is_bounded) softmax.keep_offset(params_.softcap.offset, scale_log2_);
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
 

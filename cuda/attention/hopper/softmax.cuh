@@ -17,18 +17,18 @@ namespace jaxllm::hopper {
 //   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
 //
 // A softcap c bounds the exponents of the weights, to base 2, by b = c log2(e). Where b is at most
-// kMaxBound the online softmax in bfloat16, which has the exponents of float32, needs no maxima: it
-// adds one offset to all exponents, so that ordinary weights are near 1. The extreme ones, 2^60 and
-// 2^-92, leave room for the sums of weights times values.
+// kMaxBound the online softmax in bfloat16, which has the exponents of float32, keeps the maxima of
+// the first tile, but none below b - kMostAbove. So no weight is above 2^kMostAbove, which leaves
+// room for the sums of weights times values.
 struct Softcap {
-  static constexpr double kMaxBound = 76.0, kMostOffset = 16.0;
+  static constexpr double kMaxBound = 76.0, kMostAbove = 88.0;
 
   float factor;
   float limit;  // of |s|, for the polynomial
   float coefficients[4];
   float log2_coefficients[4];  // times c log2(e), for the exponent
   bool is_bounded;
-  float offset;  // of the exponents, where they are bounded
+  float least_max;  // where they are bounded; as the maxima of tanh, not yet scaled
 
   static Softcap of(float scale, float softcap) {
     if (softcap == 0.0f) return {};
@@ -39,7 +39,7 @@ struct Softcap {
     result.factor = static_cast<float>(factor);
     result.limit = static_cast<float>(0.5 / std::abs(factor));
     result.is_bounded = bound <= kMaxBound;
-    result.offset = static_cast<float>(-std::min(bound, kMostOffset));
+    result.least_max = static_cast<float>(std::max(-1.0, 1.0 - kMostAbove / bound));
     double power = factor;
     for (int i = 0; i < 4; ++i, power *= factor * factor) {
       result.coefficients[i] = static_cast<float>(kTanh[i] * power);
@@ -195,13 +195,12 @@ struct OnlineSoftmax {
 
   // ---- With a softcap.
 
-  // Instead of any update_max, where the softcap bounds the exponents: all weights are relative to
-  // 2^-offset.
-  __device__ __forceinline__ void keep_offset(float offset, float scale_log2) {
+  // After update_max of the first tile, where its maxima do for all tiles.
+  __device__ __forceinline__ void keep_max(float least_max, float scale_log2) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      row_max[row] = -offset / scale_log2;
-      scaled_max[row] = -offset;
+      row_max[row] = fmaxf(row_max[row], least_max);
+      scaled_max[row] = row_max[row] * scale_log2;
       rescale[row] = 1.0f;
     }
   }
