@@ -27,9 +27,9 @@ def hoist_rounding(function: Callable[..., Any], fixed: Any, *varying: Any) -> C
         *varying: The others of one call.
 
     Returns:
-        A function of arguments like ``varying``, with the results of ``function``, bit for bit. It
-        reads float8 arrays that were computed here, and small ones. It is ``function`` itself where
-        that rounds nothing to float8 of ``fixed`` alone.
+        A function of arguments like ``varying``, with the results of ``function``. It reads float8
+        arrays that were computed here, and small ones. It is ``function`` itself where that rounds
+        nothing to float8 of ``fixed`` alone.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(fixed, *varying)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
@@ -39,10 +39,11 @@ def hoist_rounding(function: Callable[..., Any], fixed: Any, *varying: Any) -> C
     later = jaxpr.invars[len(leaves) :]
 
     early = _following(jaxpr.eqns, given)
-    can_stay = [v for eqn in early for v in eqn.outvars if _is_float8(v) or v.aval.size <= _SMALL]
-    late = _needed(jaxpr.eqns, jaxpr.outvars, can_stay)
+    results = (variable for eqn in early for variable in eqn.outvars)
+    keepable = [v for v in results if _is_float8(v) or v.aval.size <= _SMALL]
+    late = _needed(jaxpr.eqns, jaxpr.outvars, keepable)
     read = _variables([*jaxpr.outvars, *(v for eqn in late for v in eqn.invars)])
-    kept = [v for v in can_stay if v in read]
+    kept = [v for v in keepable if v in read]
     if not any(map(_is_float8, kept)):
         return lambda *varying: function(fixed, *varying)
     before = jaxpr.replace(
@@ -78,11 +79,11 @@ def _following(eqns: list[Any], given: Iterable[Any]) -> list[Any]:
 
 
 def _needed(eqns: list[Any], wanted: Iterable[Any], given: Iterable[Any]) -> list[Any]:
-    """The equations with effects, and those that wanted variables follow from but for given ones."""
-    given, found = set(given), []
-    missing = _variables(wanted) - given
+    """The equations with effects, and those from given variables to wanted ones."""
+    known, found = set(given), []
+    missing = _variables(wanted) - known
     for eqn in reversed(eqns):
         if eqn.effects or not missing.isdisjoint(eqn.outvars):
-            missing |= _variables(eqn.invars) - given
+            missing |= _variables(eqn.invars) - known
             found.append(eqn)
     return found[::-1]

@@ -195,6 +195,8 @@ def make_train_step(
     """Makes the jitted function that takes one optimizer step.
 
     The parameters are cast to the compute dtype once per step, unless the state has a copy in it.
+    Weights of layers with a ``precision`` are rounded to float8 once per step, but for stacked
+    blocks and recomputed ones, which round them for each microbatch.
     Loss and gradients are averaged over the microbatches in float32, weighted by the number of
     labels. So the result does not depend on how the sequences are split into microbatches.
 

@@ -135,9 +135,10 @@ class ForwardConsumer {
         params_.segments, mask, work.sequence, first_query);
     float s[kBlockN / 2];
     uint32_t p[kBlockN / 4];
-    // Of a tile of scores the softmax takes the maxima while the wgmma of the output still read p of
-    // the tile before. What a softcap needs takes as long as these wgmma. So then the weights are
-    // computed beside them too, in the place of the scores, and rounded to p when they are done.
+    // Of a tile of scores the softmax takes the maxima while the wgmma of the output still read p
+    // of the tile before. What a softcap needs takes as long as these wgmma. So then the weights
+    // are computed beside them too, in the place of the scores, and rounded to p when they are
+    // done.
     [[maybe_unused]] const bool is_bounded = kKeepsMax && params_.softcap.is_bounded;
     const auto start_softmax = [&](int key_tile, auto is_first_tile) {
       const int first_key = key_tile * kBlockN;
