@@ -9,6 +9,7 @@ import pytest
 from calls import ALL, make_mesh, on_one_device, put
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.core.hoisting import hoist_rounding
 from jaxllm.ops import Float8Counts, count_float8, linear, rope_table
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
 from jaxllm.ops.gemm.float8_norm import NormArrays, float8_norm_linear
@@ -80,6 +81,34 @@ def test_sharded_layer_equals_that_of_one_device(recipe, backend, kind, sharding
         for x, gradient in zip(("x", "weight", "bias"), found[1:], strict=True):
             if kind == "Explicit":
                 assert gradient.sharding.is_equivalent_to(placed[x].sharding, gradient.ndim)
+
+
+@pytest.mark.parametrize("recipe", ["row", "tensor"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_weight_rounded_before_a_loop_stays_in_shards(recipe, kind):
+    def gradients(weight, x):
+        def total(weight):
+            return jnp.sin(linear(x, weight, precision=recipe, backend="xla")).sum()
+
+        return jax.value_and_grad(total)(weight)
+
+    def in_loop(weight, xs, hoists):
+        step = functools.partial(gradients, weight)
+        if hoists:
+            step = hoist_rounding(gradients, weight, xs[0])
+        return jax.lax.map(step, xs)
+
+    given, mesh = arrays(), make_mesh(kind)
+    placed = put(mesh, given, SHARDINGS["fsdp"] | {"bias": P(), "dout": P()})
+    weight, xs = placed["weight"], jnp.stack([placed["x"], 2 * placed["x"]])
+    run = jax.jit(in_loop, static_argnums=2)
+    found, wanted = (run(weight, xs, hoists) for hoists in (True, False))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6 * abs(other).max())
+    assert found[1].sharding.is_equivalent_to(wanted[1].sharding, found[1].ndim)
+    program = jax.make_jaxpr(in_loop, static_argnums=2)(weight, xs, True)
+    (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+    assert any("float8" in str(variable.aval.dtype) for variable in loop.invars)
 
 
 # Of a layer norm with a residual before a layer or an MLP. `up` is the layer's weight.
