@@ -1,11 +1,8 @@
 """Options, and what every test runs under."""
 
-import collections
 import gc
 import os
-import shutil
 import tempfile
-import threading
 import types
 from pathlib import Path
 
@@ -29,11 +26,10 @@ if jaxlib.version.__version__.startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax
+import kept_programs
 import kernel_table
 import pytest
 import tiers
-from jax._src import compilation_cache
-from jax._src.interpreters import mlir
 
 import jaxllm.core.ffi
 from jaxllm import training
@@ -127,71 +123,6 @@ def pytest_runtest_setup(item):
         _skip_if_declined(jaxllm.core.ffi.no_hopper_reason)
 
 
-def _link_programs(shared, own):
-    """Gives a process what is in the shared folder."""
-    shared.mkdir(parents=True, exist_ok=True)
-    for path in shared.glob("*-cache"):
-        (own / path.name).symlink_to(path.absolute())
-
-
-def _add_programs(own, shared):
-    """Moves what a process has compiled to the shared folder, each file at once."""
-    for path in own.glob("*-cache"):
-        if not path.is_symlink() and not (shared / path.name).exists():
-            incomplete = shared / f"{path.name}.{os.getpid()}"
-            shutil.copyfile(path, incomplete)
-            incomplete.replace(shared / path.name)
-
-
-def _share_contexts():
-    """Lowers up to 100 programs of a thread in one MLIR context; JAX 0.11 does so itself.
-
-    JAX 0.10 creates one for each program, in 3 to 5 ms, and keeps its 1.4 MB with the program.
-    """
-    create, current = mlir.make_ir_context, threading.local()
-
-    def make_ir_context():
-        if not getattr(current, "uses", 0):
-            current.context, current.uses = create(), 100
-        current.uses -= 1
-        return current.context
-
-    mlir.make_ir_context = make_ir_context
-
-
-def _keep_in_memory(folder):
-    """Keeps the 2000 programs last used in memory, rather than as files in the cache folder.
-
-    Writing and reading the files took 4% of the CPU time.
-    """
-    read, write = (
-        compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
-    )  # fmt: skip
-    programs = collections.OrderedDict()
-
-    def is_used():  # A test may set another folder.
-        return jax.config.values["jax_compilation_cache_dir"] == folder
-
-    def get_executable_and_time(key, options, backend, devices, *host_callbacks):
-        if not is_used():
-            return read(key, options, backend, devices, *host_callbacks)
-        if key not in programs or any(host_callbacks):
-            return None, None
-        programs.move_to_end(key)
-        return programs[key]
-
-    def put_executable_and_time(key, name, executable, backend, seconds):
-        if not is_used():
-            write(key, name, executable, backend, seconds)
-            return
-        programs[key] = executable, seconds
-        if len(programs) > 2000:
-            programs.popitem(last=False)
-
-    compilation_cache.get_executable_and_time = get_executable_and_time
-    compilation_cache.put_executable_and_time = put_executable_and_time
-
-
 def pytest_configure(config):
     # A GPU would compute float32 products in TF32.
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -206,14 +137,14 @@ def pytest_configure(config):
         if shared is not None:
             # Else the name of the process's folder would be part of what a program is found by.
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-            _link_programs(shared, Path(compiled.name))
-            config.add_cleanup(lambda: _add_programs(Path(compiled.name), shared))
+            kept_programs.link(shared, Path(compiled.name))
+            config.add_cleanup(lambda: kept_programs.add(Path(compiled.name), shared))
         else:
-            _keep_in_memory(compiled.name)
+            kept_programs.keep_in_memory(compiled.name)
     # With several devices XLA's compiler segfaults on a program whose context is shared.
     is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
     if is_one_cpu and jax.__version__.startswith("0.10."):
-        _share_contexts()
+        kept_programs.share_contexts()
     if config.getoption("--require-gpu") and not has_gpu():
         reason = jaxllm.core.ffi.unavailable_reason() or f"JAX runs on {jax.default_backend()}"
         raise pytest.UsageError(f"--require-gpu: the CUDA kernels cannot run here: {reason}")

@@ -141,13 +141,13 @@ class ForwardConsumer {
     // done.
     [[maybe_unused]] const bool is_bounded = kKeepsMax && params_.softcap.is_bounded;
     const auto start_softmax = [&](int key_tile, auto is_first_tile) {
+      constexpr bool kIsFirst = decltype(is_first_tile)::value;
       const int first_key = key_tile * kBlockN;
       if constexpr (!kSoftcap) {
         score_mask.apply(s, key_tile, first_key);
-        if (!kKeepsMax || decltype(is_first_tile)::value) softmax.update_max(s, scale_log2_);
+        if (kIsFirst || !kKeepsMax) softmax.update_max(s, scale_log2_);
       } else {
         const Softcap& softcap = params_.softcap;
-        constexpr bool kIsFirst = decltype(is_first_tile)::value;
         const bool are_within = are_within_limit(s, softcap);
         // A hidden score, -inf, is none for the polynomial.
         if (!kIsFirst && is_bounded && are_within &&
