@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -83,11 +84,19 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """The bool that an option is, whatever its type; raises TypeError where it is not known."""
+    """The bool that an option is, or that an integer stands for, in an array too.
+
+    Raises TypeError for another value, also for one that Python would count as true or false.
+    """
+    if isinstance(value, bool):
+        return value
     try:
-        return bool(value)
-    except (TypeError, ValueError) as error:  # a traced value, or an array of several
+        known = np.asarray(value)
+        if known.ndim or known.dtype.kind not in "biu":
+            raise TypeError("no bool")
+    except (TypeError, ValueError) as error:  # a traced value is none that NumPy takes
         raise TypeError(f"{name} has {value!r}; it must be a bool, and no traced one") from error
+    return bool(known)
 
 
 def as_number(name: str, value: Any) -> Any:
@@ -180,9 +189,6 @@ def mask_leaves(name: str, mask: Any, like: Any, like_name: str) -> list[bool]:
         )
     except (TypeError, ValueError) as error:
         raise _mismatch(name, mask, like, like_name, is_prefix=True) from error
-    for leaf in found:
-        if callable(leaf) or isinstance(leaf, str):  # which would count as True
-            raise TypeError(f"{name} has {leaf!r}; it must be a bool")
     return [as_bool(name, leaf) for leaf in found]
 
 

@@ -1,5 +1,7 @@
 """Flash attention: grouped heads, softcap, log-sum-exp, extreme scores and errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,11 +111,23 @@ def test_bools_that_are_not_known_are_rejected(traced):
         "transpose_a": (lambda x: ops.matmul(boxes, boxes, transpose_a=x),),
         "transpose_b": (lambda x: ops.matmul(boxes, boxes, transpose_b=x),),
     }
+    wrong = [jnp.array([True, False]), jnp.array([True]), "False", None, 1.0, object()]
     for name, given in calls.items():
         for call in given:
             call = jax.jit(call) if traced else call
-            with pytest.raises(TypeError, match=f"{name} has .*; it must be a bool"):
-                call(jnp.array(True) if traced else jnp.array([True, False]))
+            for value in [jnp.array(True)] if traced else wrong:
+                with pytest.raises(TypeError, match=f"{name} has .*; it must be a bool"):
+                    call(value)
+
+
+def test_options_take_bools_of_any_type():
+    x = jax.random.normal(jax.random.key(0), (3, 3))
+    trues: tuple[Any, ...] = (True, 1, np.True_, np.array(True), jnp.array(True), jnp.array(1))
+    falses: tuple[Any, ...] = (False, 0, np.False_, jnp.array(False))
+    for value in trues:
+        np.testing.assert_array_equal(ops.softmax(x, causal=value), ops.softmax(x, causal=True))
+    for value in falses:
+        np.testing.assert_array_equal(ops.softmax(x, causal=value), ops.softmax(x, causal=False))
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
