@@ -20,7 +20,7 @@ PYTEST_FLAGS ?=
 # What depends most on JAX's version, in under two minutes. The longest comes first.
 NEWEST_TESTS := 'tests/test_sharded.py::test_on_eight_devices[whole_arrays]' \
 	tests/ops/test_contract.py::test_lowered_program_calls_the_kernels_of_its_backend \
-	tests/models/test_gpt2.py tests/test_dispatch.py tests/test_versions.py \
+	tests/models/test_gpt2.py tests/test_dispatch.py tests/test_versions.py tests/test_hoisting.py \
 	tests/test_nn.py::test_vmap_matches_a_batch \
 	tests/test_nn.py::test_layer_norm_takes_what_models_have \
 	tests/test_training.py::test_in_place_adamw_matches_optax \
