@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.core import eval_jaxpr  # type: ignore[attr-defined]
+from jaxprs import equations
 
 from jaxllm import training
 from jaxllm.core.hoisting import hoist_rounding
@@ -21,33 +22,20 @@ CONFIG = llama3.Llama3Config(
 B, T = 2, 16
 
 
-def nested(jaxpr):
-    """The equations of a jaxpr and of those within it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(inner):
-                yield from nested(getattr(inner, "jaxpr", inner))
-
-
-def is_jaxpr(x):
-    return hasattr(getattr(x, "jaxpr", x), "eqns")
-
-
 def rounded(jaxpr):
     """The shapes of what equations convert to float8."""
     return [
         eqn.outvars[0].aval.shape
-        for eqn in nested(jaxpr)
+        for eqn in equations(jaxpr)
         if eqn.primitive.name == "convert_element_type" and "float8" in str(eqn.params["new_dtype"])
     ]
 
 
 def in_loops(found):
     """The same of the bodies of loops."""
-    loops = [eqn.params["jaxpr"] for eqn in nested(found.jaxpr) if eqn.primitive.name == "scan"]
+    loops = [eqn.params["jaxpr"] for eqn in equations(found) if eqn.primitive.name == "scan"]
     assert loops
-    return [shape for loop in loops for shape in rounded(getattr(loop, "jaxpr", loop))]
+    return [shape for loop in loops for shape in rounded(loop)]
 
 
 def total(step, xs):

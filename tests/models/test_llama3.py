@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 import jaxllm
 from jaxllm.convert.huggingface import config_to_dict, from_state_dict, to_state_dict
@@ -233,20 +234,12 @@ def test_remat_and_layers_apart_give_equal_gradients(remat, form, params, batch)
         assert error(b, a) <= 1e-6
 
 
-def equations(jaxpr):
-    """The names of the primitives in a jaxpr and in those inside it, once for each use."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from equations(getattr(inner, "jaxpr", inner))
-
-
 @pytest.mark.parametrize("form", [stack, unstack])
 def test_remat_computes_again_what_its_policy_does_not_keep(form, params, batch):
     def count(primitive, **options):
         gradient = jax.grad(lambda p: loss(p, *batch, **options))
-        return list(equations(jax.make_jaxpr(gradient)(form(params)).jaxpr)).count(primitive)
+        program = jax.make_jaxpr(gradient)(form(params))
+        return [e.primitive.name for e in equations(program)].count(primitive)
 
     assert count("logistic", remat=SAVE_GEMMS) > count("logistic")
     assert count("rsqrt", remat=SAVE_GEMMS) > count("rsqrt")

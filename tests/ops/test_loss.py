@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 import jaxllm.core.ffi
 from jaxllm.ops import cross_entropy, linear_cross_entropy
@@ -282,16 +283,6 @@ def test_float32_accumulator_is_used_where_small_or_needed(shape, dtype, expecte
 
     assert sums() == jnp.dtype(expected)
     assert sums(accumulate_dtype="float32") == jnp.float32
-
-
-def equations(program):
-    """The equations of a jaxpr and of the jaxprs nested in it."""
-    for equation in program.eqns:
-        yield equation
-        for value in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.parametrize(
