@@ -12,8 +12,9 @@
 //                            out --> TMA store
 //
 // Two wgmma are in flight: the scores of the next key tile, and p v of the present one. Meanwhile
-// the threads take the maxima of the new scores. The consumers pass an order barrier (ping-pong),
-// so that one computes exponentials while another has the tensor cores:
+// the threads take the maxima of the new scores, or with a softcap compute the weights. The
+// consumers pass an order barrier (ping-pong), so that one computes exponentials while another has
+// the tensor cores:
 //
 //   consumer 0   | s1  p0 v0 |  softmax 1  | s2  p1 v1 |  softmax 2  |
 //   consumer 1   |           | s1  p0 v0   | softmax 1 | s2  p1 v1   |
