@@ -365,12 +365,20 @@ def test_copies_are_bfloat16_or_float16(dtype):
         training.init_state(toy_params(), optax.sgd(0.1), copy_dtype=dtype)
 
 
+def test_whether_to_detect_anomalies_is_a_bool():
+    wrong: Any = "False"
+    with pytest.raises(TypeError, match="detect_anomalies has 'False'; it must be a bool"):
+        training.init_state(toy_params(), optax.sgd(0.1), detect_anomalies=wrong)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
         ({"learning_rate": np.nan}, ValueError, "learning_rate is nan; it must be finite"),
         ({"learning_rate": "1"}, TypeError, "learning_rate is '1'; it must be a number"),
         ({"compute_dtype": "int32"}, TypeError, "compute_dtype is int32; it must be a floating"),
+        ({"float8_counts": "no"}, TypeError, "float8_counts has 'no'; it must be a bool"),
+        ({"overlap": None}, TypeError, "overlap has None; it must be a bool"),
     ],
 )
 def test_make_train_step_rejects_invalid_arguments(wrong, error, message):

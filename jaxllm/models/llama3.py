@@ -47,6 +47,7 @@ from jaxllm import ops
 from jaxllm.models import common
 from jaxllm.models.common import Attend, Params, Policy
 from jaxllm.models.special_tokens import SpecialTokens
+from jaxllm.ops.checks import as_bool
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -78,6 +79,7 @@ class Llama3Config:
         special_tokens: Those that begin, end and pad a text; not part of comparisons of configs.
 
     Raises:
+        TypeError: ``tied_head``, ``qkv_bias`` or ``qk_norm`` is no bool.
         ValueError: A size or a window is below 1, a head's width is not even and whole,
             ``kv_heads`` does not divide ``heads``, ``rope_theta`` or ``norm_eps`` is not above 0
             and finite, or ``window`` is a tuple of another length than ``layers``.
@@ -103,6 +105,8 @@ class Llama3Config:
     def __post_init__(self):
         sizes = ("vocab_size", "max_seq_len", "layers", "heads", "kv_heads", "width", "mlp_width")
         common.check_sizes(self, *sizes)
+        for name in ("tied_head", "qkv_bias", "qk_norm"):
+            object.__setattr__(self, name, as_bool(name, getattr(self, name)))
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise ValueError(
                 f"head_dim is {self.head_dim}; it must be even and at least 2: the columns of a "

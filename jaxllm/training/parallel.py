@@ -52,6 +52,7 @@ from jaxtyping import Array
 
 from jaxllm.core.meshes import ROW_AXES
 from jaxllm.models.common import unstack
+from jaxllm.ops.checks import as_bool
 from jaxllm.training.optim import Optimizer
 from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
 from jaxllm.training.step import Params, TrainState
@@ -269,10 +270,10 @@ def init_state(
         The state, with the shardings of :func:`state_shardings`.
 
     Raises:
-        TypeError: As in :func:`jaxllm.training.init_state`.
+        TypeError: As in :func:`jaxllm.training.init_state`, or ``unroll`` is no bool.
     """
     options: Any = {"copy_dtype": copy_dtype, "detect_anomalies": detect_anomalies}
-    create, given = _creation(mesh, params, optimizer, unroll, options)
+    create, given = _creation(mesh, params, optimizer, as_bool("unroll", unroll), options)
     with jax.set_mesh(with_auto_axes(mesh)):
         state = create(*given)
     return jax.device_put(state, state_shardings(mesh, state))  # the same shards; nothing is copied

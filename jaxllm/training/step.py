@@ -26,7 +26,7 @@ from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
 from jaxllm.core.hoisting import hoist_rounding
 from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
-from jaxllm.ops.checks import as_finite_number
+from jaxllm.ops.checks import as_bool, as_finite_number
 from jaxllm.training.anomaly import (
     AnomalyState,
     check_limits,
@@ -112,14 +112,15 @@ def init_state(
         The state, with ``step`` 0.
 
     Raises:
-        TypeError: ``copy_dtype`` is not bfloat16, float16 or None; or the parameters are narrower
-            than float32, and the optimizer accepts only gradients of their dtype.
+        TypeError: ``copy_dtype`` is not bfloat16, float16 or None, or ``detect_anomalies`` is no
+            bool; or the parameters are narrower than float32, and the optimizer accepts only
+            gradients of their dtype.
     """
     copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
     if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
         raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
     copy = None if copy_dtype is None else cast(params, copy_dtype)
-    anomaly = init_anomaly_state() if detect_anomalies else None
+    anomaly = init_anomaly_state() if as_bool("detect_anomalies", detect_anomalies) else None
     is_narrow = jax.eval_shape(widen, params) != jax.eval_shape(lambda tree: tree, params)
     if is_narrow and not isinstance(optimizer, Optimizer):
         opt_state = _settled_state(optimizer, params)
@@ -247,8 +248,8 @@ def make_train_step(
         ``float8_overflow``, the number of all that are not finite.
 
     Raises:
-        TypeError: ``compute_dtype`` is not a floating dtype, or ``learning_rate`` or a limit is not
-            a number.
+        TypeError: ``compute_dtype`` is not a floating dtype, ``learning_rate`` or a limit is not a
+            number, or ``float8_counts`` or ``overlap`` is no bool.
         ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function,
             ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
             ``float8_counts``.
@@ -259,6 +260,7 @@ def make_train_step(
         "max_underflow": max_underflow,
     }
     check_limits(**limits)
+    float8_counts, overlap = as_bool("float8_counts", float8_counts), as_bool("overlap", overlap)
     if learning_rate is not None and not callable(learning_rate):
         as_finite_number("learning_rate", learning_rate)
     if max_underflow is not None and not float8_counts:

@@ -1,6 +1,7 @@
 """Llama 3: against Hugging Face's, and what holds of it without another to compare with."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -282,6 +283,10 @@ def test_a_config_that_cannot_be_is_refused():
         llama3.Llama3Config(mlp_width=0)
     with pytest.raises(ValueError, match=r"rope_theta is -1; it must be above 0"):
         llama3.Llama3Config(rope_theta=-1)
+    for name in ("tied_head", "qkv_bias", "qk_norm"):
+        wrong: Any = {name: "False"}
+        with pytest.raises(TypeError, match=f"{name} has 'False'; it must be a bool"):
+            llama3.Llama3Config(**wrong)
 
 
 def test_tokens_that_do_not_fit_are_refused(params):
