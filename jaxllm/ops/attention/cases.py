@@ -266,6 +266,18 @@ CASES = (
         timed_only=True,
     ),
     _attention(
+        "gemma2_9b",
+        4,
+        4096,
+        16,
+        256,
+        kv_heads=8,
+        causal=True,
+        softcap=50.0,
+        large=True,
+        timed_only=True,
+    ),
+    _attention(
         "llama3_8b_sinks",
         4,
         4096,
