@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import ops, training
 from jaxllm.training import optim
-from jaxllm.training.anomaly import WINDOW, detect_anomaly, init_anomaly_state
+from jaxllm.training.anomaly import WINDOW, detect_anomaly, init_anomaly_state, nonfinite
 
 V, T, D = 61, 16, 8
 
@@ -265,6 +265,19 @@ def test_explain_halt_names_nonfinite_parameters():
     assert "microbatch 0: loss nan" in report
     fine = training.explain_halt(toy_loss, toy_params(), tokens, labels, compute_dtype="float32")
     assert fine.startswith("each microbatch is finite by itself")
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [{"0": {"a": jnp.ones((3, 4)), "b": jnp.full(5, jnp.nan)}}, {"b": jnp.float32(jnp.nan)}],
+    ids=["layers", "scalar"],
+)
+def test_blocks_that_are_not_stacked_are_named_by_their_paths(blocks):
+    (report,) = nonfinite({"blocks": blocks})
+    assert report in (
+        "blocks/0/b: 5 NaN and 0 infinite of 5",
+        "blocks/b: 1 NaN and 0 infinite of 1",
+    )
 
 
 def ends_at_two(value):

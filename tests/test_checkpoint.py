@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,54 @@ def test_restored_state_equals_the_saved_state(tmp_path, unrolled):
         newest = checkpoint.restore(folder, like)
         assert int(newest.step) == 4
         assert checkpoint.read_record(folder)["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"keep": 0}, ValueError, "keep is 0; it must be at least 1"),
+        ({"keep": 2.5}, TypeError, r"keep is 2\.5; it must be an integer"),
+        ({"keep_every": 0}, ValueError, "keep_every is 0; it must be at least 1"),
+        ({"keep_every": "3"}, TypeError, "keep_every is '3'; it must be an integer"),
+    ],
+)
+def test_no_folder_is_opened_that_would_keep_no_checkpoint(tmp_path, options, error, message):
+    with (
+        pytest.raises(error, match=message),
+        checkpoint.open_folder(tmp_path / "new", **options),
+    ):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_steps_are_integers_of_any_type(tmp_path):
+    state, record = training.init_state({"w": jnp.ones(2)}, OPTIMIZER), {"a": np.float32(0.5)}
+    with checkpoint.open_folder(tmp_path) as folder:
+        wrong: list[Any] = [3.0, "3", None]
+        for step in wrong:
+            with pytest.raises(TypeError, match=r"step is .*; it must be an integer"):
+                checkpoint.save(folder, step, state, {})
+        with pytest.raises(ValueError, match="step is -1; it must be at least 0"):
+            checkpoint.save(folder, -1, state, {})
+        checkpoint.save(folder, jnp.int32(3), state, record)
+        folder.wait_until_finished()
+        assert checkpoint.steps(folder) == [3]
+        of_numpy: Any = np.int64(3)
+        assert_equal(checkpoint.restore(folder, state, of_numpy), state)
+        assert checkpoint.read_record(folder, jnp.int32(3)) == {"a": 0.5}
+        for step in wrong[:2]:
+            with pytest.raises(TypeError, match=r"step is .*; it must be an integer"):
+                checkpoint.restore(folder, state, step)
+        with pytest.raises(TypeError, match="cast_dtypes has '3'; it must be a bool"):
+            checkpoint.restore(folder, state, cast_dtypes=wrong[1])
+
+
+def test_leaves_that_are_no_arrays_are_named(tmp_path):
+    state = training.init_state({"w": jnp.ones(2)}, OPTIMIZER)._replace(opt_state={"rate": 0.5})
+    with checkpoint.open_folder(tmp_path) as folder:
+        with pytest.raises(TypeError, match=r"opt_state/rate is 0\.5; it must be an array"):
+            checkpoint.save(folder, 1, state, {})
+        assert checkpoint.steps(folder) == []
 
 
 @pytest.mark.parametrize("optimizer", [optim.adamw(1e-2), optax.adamw(1e-2)], ids=["ours", "optax"])

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import gzip
 import os
 import subprocess
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from jaxllm import data
-from jaxllm.data import shards
+from jaxllm.data import documents, shards
+from jaxllm.data.files import new_folder
+from jaxllm.data.tokenize import tokenize
 from jaxllm.data.tokenizer import BYTES
 
 
@@ -131,6 +134,57 @@ def test_batch_names_the_argument_that_is_not_an_integer(dataset, name):
 def test_batch_in_order_names_the_argument_that_does_not_fit(dataset, wrong, error, message):
     with pytest.raises(error, match=message):
         data.batch_in_order(dataset, 1, 8, **{"index": 0, **wrong})
+
+
+@pytest.mark.parametrize("value", ["False", None, 1.0, [True]], ids=str)
+def test_flags_that_are_no_bools_are_rejected(tmp_path, dataset, value):
+    flag: dict[str, Any] = {"end_of_text": 1, "ignore_next_document": value}
+    with pytest.raises(TypeError, match=r"ignore_next_document has .*; it must be a bool"):
+        data.batch(dataset, 1, 8, seed=0, step=0, **flag)
+    with pytest.raises(TypeError, match=r"ignore_next_document has .*; it must be a bool"):
+        data.batch_in_order(dataset, 1, 8, index=0, **flag)
+    with pytest.raises(TypeError, match=r"show_progress has .*; it must be a bool"):
+        tokenize(tmp_path / "new", [tmp_path], tokenizer="bytes", show_progress=value)
+    with pytest.raises(TypeError, match=r"overwrite has .*; it must be a bool"):
+        new_folder(tmp_path / "new", overwrite=value).__enter__()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": [0, 1]}, r"rows is \[0, 1\]; it must be a range"),
+        ({"end_of_text": 1.5}, r"end_of_text is 1\.5; it must be an integer"),
+        ({"end_of_text": "1"}, "end_of_text is '1'; it must be an integer"),
+    ],
+)
+def test_rows_and_end_of_text_of_another_type_are_rejected(dataset, wrong, message):
+    with pytest.raises(TypeError, match=message):
+        data.batch(dataset, 2, 8, seed=0, step=0, **wrong)
+    with pytest.raises(TypeError, match=message):
+        data.batch_in_order(dataset, 2, 8, index=0, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "message"),
+    [
+        (2**32 + 5, ValueError, "has token 4294967301; the largest in a batch"),
+        (-1, ValueError, "has token -1; a token is at least 0"),
+        (0.5, TypeError, "has dtype float64; its shards must have integers"),
+    ],
+)
+def test_tokens_that_int32_would_change_are_rejected(token, error, message):
+    dataset = data.Dataset((np.full(20, token), np.arange(20, dtype=np.uint16)))
+    with pytest.raises(error, match=message):
+        data.batch(dataset, 4, 8, seed=0, step=0)
+    with pytest.raises(error, match=message):
+        data.batch_in_order(dataset, 2, 8, index=0)
+
+
+def test_shards_may_come_from_an_iterator(tmp_path):
+    for name in "ab":
+        data.write_shard(tmp_path / f"{name}.bin", [1, 2, 3])
+    assert data.open_dataset(tmp_path.glob("*.bin")).num_tokens == 6
 
 
 @pytest.fixture
@@ -273,7 +327,7 @@ def test_standard_library_corpus_is_built_once(tmp_path, monkeypatch):
 
 def test_command_line_builds_shards(tmp_path, texts, capsys):
     out = tmp_path / "out"
-    shards.main([str(out), str(texts), "--extensions", ".txt", "--skip", "skip*"])
+    shards.main([str(out), str(texts), "--extensions", ".txt,", "--skip", "no, skip*"])
     printed = capsys.readouterr().out
     assert "train" in printed and "val" in printed and "latin.txt" in printed
     assert data.open_dataset(out / "*.bin").num_tokens == len("b/2.txt") + len("z.txt") + 2
@@ -297,6 +351,39 @@ def test_command_line_reports_misuse_in_one_line(texts, monkeypatch, capsys, arg
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (texts.parent / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"paths": "texts"}, r"paths is 'texts'; it must be a list, such as \['texts'\]"),
+        ({"extensions": ".py"}, "extensions is '.py'; it must be a list"),
+        ({"skip": "no*"}, r"skip is 'no\*'; it must be a list"),
+        ({"val_fraction": "0.1"}, "val_fraction is '0.1'; it must be a number"),
+        ({"shard_tokens": 1e8}, "shard_tokens is 100000000.0; it must be an integer"),
+        ({"tokenizer": "bytes"}, "tokenizer is 'bytes'; it must be a Tokenizer"),
+    ],
+)
+def test_build_names_the_argument_of_another_type(texts, monkeypatch, wrong, message):
+    monkeypatch.chdir(texts.parent)
+    with pytest.raises(TypeError, match=message):
+        data.build("new", **{"paths": [texts], **wrong})
+    if wrong.keys() & {"paths", "extensions", "skip"}:
+        with pytest.raises(TypeError, match=message):
+            data.find_texts(**{"paths": [texts], **wrong})
+    assert not (texts.parent / "new").exists()
+
+
+def test_one_path_for_a_list_is_rejected_by_every_reader(texts):
+    for read in (documents.find, functools.partial(tokenize, texts / "new")):
+        with pytest.raises(TypeError, match=r"paths is .*; it must be a list"):
+            read(texts)
+
+
+def test_build_takes_numbers_of_numpy(tmp_path, texts):
+    options: dict[str, Any] = {"val_fraction": np.float32(0.25), "shard_tokens": np.int8(8)}
+    found = data.build(tmp_path / "new", [texts], **options)
+    assert found.tokens == data.build(tmp_path / "other", [texts], val_fraction=0.25).tokens
 
 
 def test_build_rejects_vocabularies_beyond_16_bits(tmp_path):

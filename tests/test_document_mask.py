@@ -87,6 +87,23 @@ def test_labels_of_the_next_document_get_the_ignored_index():
         assert found.tolist() == [[END, -1, -1, 6]] and found.dtype == "int32"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"end_of_text": 0.5}, TypeError, r"end_of_text is 0\.5; it must be an integer"),
+        ({"ignore_index": -1.5}, TypeError, r"ignore_index is -1\.5; it must be an integer"),
+        ({"ignore_index": -(2**40)}, ValueError, "ignore_index is .*; it must be an int32"),
+        ({"labels": np.ones(2, int)}, ValueError, r"labels has shape \(2,\).* \(1, 2\)"),
+        ({"labels": np.full((1, 2), 2**31, np.uint32)}, ValueError, "labels has 2147483648"),
+    ],
+    ids=str,
+)
+def test_labels_that_would_change_are_rejected(wrong, error, message):
+    right = {"tokens": np.ones((1, 2), int), "labels": np.ones((1, 2), int), "end_of_text": END}
+    with pytest.raises(error, match=message):
+        data.ignore_next_document(**{**right, **wrong})
+
+
 def test_document_arguments_that_do_not_fit_are_rejected(dataset):
     with pytest.raises(ValueError, match="end_of_text is -1; it must be at least 0"):
         data.find_documents(np.zeros((1, 3), int), -1)

@@ -1,13 +1,16 @@
 """llm.c's eval files, packed by hand, and the accuracy of a model with known answers."""
 
+import dataclasses
 import struct
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxllm.models import gpt2
-from jaxllm.training import evaluation
+from jaxllm.training import evaluation, parallel
 
 CONFIG = gpt2.GPT2Config(vocab_size=40, max_seq_len=24, layers=1, heads=2, width=16)
 QUESTIONS = [
@@ -112,6 +115,65 @@ def test_answer_is_the_completion_with_the_lowest_mean_loss(path, params, answer
     assert score(answers) == 1
     assert score([answers[0], *((a + 1) % 4 for a in answers[1:])]) == pytest.approx(1 / 3)
     assert score([(a + 1) % 4 for a in answers]) == 0
+
+
+def test_nan_losses_answer_no_question(path, params):
+    questions = [q._replace(label=0) for q in evaluation.read_questions(path)]
+    broken = jax.tree.map(lambda x: x * np.nan, params)
+    options = {"config": CONFIG, "batch_size": 5}
+    assert evaluation.accuracy(gpt2.forward, broken, questions, **options) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"label": 2}, ValueError, r"questions\[1\] has the label 2 and 2 completions"),
+        ({"label": -1}, ValueError, r"questions\[1\] has the label -1 and 2 completions"),
+        ({"completions": ()}, ValueError, r"questions\[1\] has the label 0 and 0 completions"),
+        ({"context": np.array([-1])}, ValueError, "questions has token -1; it must be at least 0"),
+        ({"context": np.array([0.5])}, TypeError, "questions has tokens of dtype float64"),
+    ],
+)
+def test_questions_without_an_answer_are_rejected(changed, error, message):
+    question = evaluation.Question(np.array([1]), (np.array([2]), np.array([3])), 0)
+    with pytest.raises(error, match=message):
+        evaluation.check_questions([question, question._replace(**changed)], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "error", "message"),
+    [
+        (0, ValueError, "batch_size is 0; it must be at least 1"),
+        (-1, ValueError, "batch_size is -1; it must be at least 1"),
+        (2.0, TypeError, r"batch_size is 2\.0; it must be an integer"),
+    ],
+)
+def test_batch_sizes_that_are_no_counts_are_rejected(batch_size, error, message):
+    question = evaluation.Question(np.array([1]), (np.array([2]), np.array([3])), 0)
+    with pytest.raises(error, match=message):
+        evaluation.accuracy(gpt2.forward, {}, [question], config=CONFIG, batch_size=batch_size)
+
+
+def sharding_of(**sizes):
+    sizes = {axis: sizes.get(axis, 1) for axis in parallel.AXES}
+    mesh = AbstractMesh(tuple(sizes.values()), parallel.AXES)
+    return parallel.batch_sharding(cast(Any, mesh), accumulate=False)
+
+
+def test_batches_that_a_sharding_does_not_divide_are_rejected():
+    question = evaluation.Question(np.array([1]), (np.array([2]), np.array([3])), 0)
+    options = {"config": CONFIG, "batch_size": 3, "sharding": sharding_of(data=2)}
+    with pytest.raises(ValueError, match="the batch size is 3; it must be a multiple of 2"):
+        evaluation.accuracy(gpt2.forward, {}, [question], **options)
+
+
+def test_rows_are_as_long_as_the_devices_along_context_divide():
+    long = dataclasses.replace(CONFIG, max_seq_len=1000)
+    assert evaluation._padded_length(65, long, None) == 128
+    assert evaluation._padded_length(65, long, sharding_of(context=3)) == 192
+    assert evaluation._padded_length(998, long, sharding_of(context=3)) == 999
+    with pytest.raises(ValueError, match="questions has 1000 tokens in one example; 3 devices"):
+        evaluation._padded_length(1000, long, sharding_of(context=3))
 
 
 def test_unscorable_questions_are_rejected():

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxllm import ops
@@ -348,6 +349,37 @@ def test_slow_networks_cost_time_and_remat_computes_more():
 def test_what_cannot_be_planned_is_an_error_with_the_reason(options, message):
     with pytest.raises(ValueError, match=message):
         plan_text(**{"model": "gpt2:d12", "mesh": "data=1", **options})
+
+
+@pytest.mark.parametrize("value", ["False", None, 1.0, [True]], ids=str)
+def test_flags_that_are_no_bools_are_rejected(value):
+    for flags in ({"remat": value}, {"remat": True, "saves_attention": value}):
+        with pytest.raises(TypeError, match=f"{[*flags][-1]} has .*; it must be a bool"):
+            small_plan(**flags)
+    with pytest.raises(TypeError, match=r"overlap has .*; it must be a bool"):
+        small_plan().step_seconds(overlap=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mesh": {"dat": 2}}, ValueError, "mesh has the axis 'dat'; axes are data, fsdp"),
+        ({"mesh": {"data": 2.0}}, TypeError, r"data is 2\.0; it must be an integer"),
+        ({"batch_size": 16.0}, TypeError, r"batch_size is 16\.0; it must be an integer"),
+        ({"seq_len": 32.0}, TypeError, r"seq_len is 32\.0; it must be an integer"),
+        ({"accumulate": 1.5}, TypeError, r"accumulate is 1\.5; it must be an integer"),
+        ({"interconnect": "50"}, TypeError, "interconnect is '50'; it must be a number"),
+        ({"saves_attention": True}, ValueError, "saves_attention is True; it needs remat"),
+    ],
+)
+def test_arguments_of_a_plan_that_do_not_fit_are_rejected(options, error, message):
+    with pytest.raises(error, match=message):
+        small_plan(**options)
+
+
+def test_sizes_of_numpy_and_jax_do_not_overflow():
+    sizes: dict[str, Any] = {"batch_size": jnp.int32(2**17), "seq_len": np.int32(32)}
+    assert small_plan(**sizes).peak == small_plan(batch_size=2**17).peak > 2**31
 
 
 def test_default_batch_is_the_measured_rows_or_what_fits():

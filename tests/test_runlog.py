@@ -1,5 +1,7 @@
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing import event_accumulator
@@ -30,6 +32,33 @@ def test_log_has_json_lines_and_llmc_lines(tmp_path):
     write(tmp_path / "run", RECORDS)
     assert runlog.read_log(tmp_path / "run" / "log.jsonl") == RECORDS
     assert (tmp_path / "run" / "main.log").read_text() == TEXT
+
+
+def test_scalars_of_numpy_and_jax_are_written_as_numbers(tmp_path):
+    write(tmp_path, [{"step": np.int64(1), "loss": jnp.float32(0.5), "mfu": np.float32(0.25)}])
+    assert runlog.read_log(tmp_path / "log.jsonl") == [{"step": 1, "loss": 0.5, "mfu": 0.25}]
+    assert (tmp_path / "main.log").read_text() == "s:1 trl:0.5000\n"
+
+
+def test_a_record_that_fails_is_in_neither_file(tmp_path):
+    with pytest.raises(ValueError, match="format"):
+        write(tmp_path, [{"step": 1, "loss": "0.5"}])
+    assert not (tmp_path / "log.jsonl").read_text() + (tmp_path / "main.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensorboard": "False"}, "tensorboard has 'False'; it must be a bool"),
+        ({"after": 1.5}, r"after is 1\.5; it must be an integer"),
+        ({"after": None}, "after is None; it must be an integer"),
+    ],
+)
+def test_open_log_leaves_the_log_if_an_option_is_of_another_type(tmp_path, options, message):
+    write(tmp_path, RECORDS)
+    with pytest.raises(TypeError, match=message):
+        write(tmp_path, [], **options)
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
 
 
 def test_records_are_flushed_immediately(tmp_path):

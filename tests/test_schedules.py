@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm.training.schedules import NAMES, make_schedule
+from jaxllm.training.schedules import NAMES, make_schedule, warmup_cosine
 
 
 def rates(name, steps, **options):
@@ -86,9 +86,23 @@ def test_warmup_of_zero_and_of_all_steps(name, warmup):
         ({"peak": -1.0}, "must have"),
         ({"final_fraction": 1.5}, "final_fraction 1.5"),
         ({"decay_fraction": 0}, "decay_fraction is 0"),
+        ({"peak": 1e39}, r"peak is 1e\+39; it must be finite in float32"),
+        ({"steps": math.inf}, "steps is inf; it must be finite"),
     ],
     ids=str,
 )
 def test_make_schedule_rejects_invalid_arguments(wrong, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(**{"name": "wsd", "peak": 1.0, "steps": 10, **wrong})
+
+
+@pytest.mark.parametrize("name", ["peak", "steps", "warmup", "final_fraction", "decay_fraction"])
+@pytest.mark.parametrize("value", ["1", None, [1.0]], ids=str)
+def test_make_schedule_names_the_argument_that_is_not_a_number(name, value):
+    with pytest.raises(TypeError, match=f"{name} is .*; it must be a number"):
+        make_schedule(**{"name": "wsd", "peak": 1.0, "steps": 10, name: value})
+
+
+def test_warmup_cosine_names_its_own_argument():
+    with pytest.raises(ValueError, match=r"floor is 1\.5; it must be from 0 to 1"):
+        warmup_cosine(1.0, 10, floor=1.5)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -121,6 +122,7 @@ def test_large_vocabulary_makes_four_byte_shards(tmp_path, corpus, monkeypatch):
         ({"shard_tokens": 0}, "shard_tokens is 0"),
         ({"val_tokens": -1}, "val_tokens is -1"),
         ({"skip_bad": -1}, "skip_bad is -1"),
+        ({"workers": -1}, "workers is -1; it must be at least 0"),
         ({"end_of_text": "</s>"}, r"end_of_text is '</s>'; that of bytes is '<\|endoftext\|>'"),
         ({"val_tokens": 1000}, f"corpus has {len(STREAM)} tokens, and val_tokens is 1000"),
         ({"val_tokens": len(STREAM)}, f"corpus has {len(STREAM)} tokens, and val_tokens is"),
@@ -130,6 +132,29 @@ def test_large_vocabulary_makes_four_byte_shards(tmp_path, corpus, monkeypatch):
 def test_invalid_options_are_rejected(tmp_path, corpus, options, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path / "out", corpus, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_tokens": 50.0}, "shard_tokens is 50.0; it must be an integer"),
+        ({"val_tokens": "10"}, "val_tokens is '10'; it must be an integer"),
+        ({"skip_bad": 0.5}, "skip_bad is 0.5; it must be an integer"),
+        ({"workers": "2"}, "workers is '2'; it must be an integer"),
+        ({"key": None}, "key is None; it must be a string"),
+        ({"tokenizer": None}, "tokenizer is None; it must be the name of one, or a path"),
+    ],
+)
+def test_options_of_another_type_are_rejected_first(tmp_path, corpus, options, message):
+    with pytest.raises(TypeError, match=message):
+        make(tmp_path / "out", corpus, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_of_numpy_and_a_tokenizer_by_path_are_accepted(tmp_path, corpus):
+    options = {"shard_tokens": np.int64(50), "val_tokens": np.int32(10), "skip_bad": np.uint8(0)}
+    found = make(tmp_path / "out", corpus, tokenizer=Path("bytes"), workers=np.int64(0), **options)
+    assert found.recipe["tokenizer"] == "bytes" and found.finished
 
 
 def test_failed_run_without_shards_does_not_fix_the_recipe(tmp_path, corpus):

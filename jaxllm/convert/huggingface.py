@@ -35,6 +35,7 @@ from jaxllm.convert.parameter_mapping import (
     ParamSlice,
     Shapes,
     assemble,
+    check_dtype,
     check_shapes,
     flatten,
     stacked_arrays,
@@ -48,6 +49,7 @@ from jaxllm.convert.safetensors_files import (
 from jaxllm.data.files import check_new, new_folder, read_json, write_json
 from jaxllm.models.common import Params
 from jaxllm.models.special_tokens import SpecialTokens
+from jaxllm.ops.checks import as_bool, as_float
 
 __all__ = [
     "SpecialTokens",
@@ -114,12 +116,19 @@ def from_state_dict(
         The parameters of the jaxllm model.
 
     Raises:
-        ValueError: A name is missing or unexpected; a shape differs from the config; or
-            ``lm_head.weight`` differs from the token table although the config ties them.
+        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``.
+        ValueError: A name is missing or unexpected; a shape differs from the config; an array is
+            not of a floating dtype; or ``lm_head.weight`` differs from the token table although the
+            config ties them.
     """
+    dtype = check_dtype(dtype)
     arrays = _full_names(state_dict, config)
+    for name, array in arrays.items():
+        found = getattr(array, "dtype", None)
+        if isinstance(found, np.dtype) and not jnp.issubdtype(found, jnp.floating):
+            raise ValueError(f"{name} has dtype {found}; it must be a floating dtype")
     shapes = {name: np.shape(array) for name, array in arrays.items()}
-    return _read(shapes, arrays.__getitem__, config, dtype)
+    return _read(shapes, lambda name: np.asarray(arrays[name]), config, dtype)
 
 
 def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
@@ -159,6 +168,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
 
     Raises:
         FileNotFoundError: The folder or one of its files does not exist.
+        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``.
         ValueError: A file is truncated or corrupt; the model is not supported; a tensor is missing
             or unexpected; or a tensor has a wrong shape, or a dtype other than float32, bfloat16
             and float16.
@@ -166,7 +176,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Params,
     Example:
         >>> params, config = huggingface.load("Llama-3.2-1B", dtype="bfloat16")
     """
-    folder = Path(folder)
+    folder, dtype = Path(folder), None if dtype is None else check_dtype(dtype)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder")
     contents = read_json(folder / "config.json")
@@ -223,7 +233,7 @@ def save(
     params: Params,
     config: Config,
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: float = 5_000_000_000,
     tokenizer_json: str | Path | None = None,
     special_tokens: SpecialTokens | None = None,
     overwrite: bool = False,
@@ -249,13 +259,16 @@ def save(
     Raises:
         FileExistsError: The folder has contents and ``overwrite`` is false.
         FileNotFoundError: The tokenizer file does not exist.
+        TypeError: ``overwrite`` is not a bool, ``max_shard_bytes`` is not a number, or
+            ``special_tokens`` does not have integers.
         ValueError: Names, shapes or dtypes of the parameters differ from the config;
             ``max_shard_bytes`` is below 1; no architecture has the options of the config; or a
             config in the tokenizer's folder is invalid.
     """
-    folder = Path(folder)
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be >= 1")
+    folder, overwrite = Path(folder), as_bool("overwrite", overwrite)
+    max_shard_bytes = as_float("max_shard_bytes", max_shard_bytes)
+    if not max_shard_bytes >= 1:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes:g}; it must be >= 1")
     if not overwrite:
         check_new(folder)
     if tokenizer_json is not None and not Path(tokenizer_json).is_file():
@@ -266,6 +279,7 @@ def save(
     if special_tokens is None:
         named = config.special_tokens
         special_tokens = tokenizer_ids if named == SpecialTokens() else named
+    special_tokens_to_dict(special_tokens)  # before the parameters are read
     arrays, mapping = _write_plan(params, config)
     for path, array in arrays.items():
         if array.dtype not in DTYPES.values():

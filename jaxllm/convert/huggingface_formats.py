@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxllm.convert import huggingface_llama
 from jaxllm.convert.config_keys import expect, integer, shown
 from jaxllm.convert.parameter_mapping import ParamSlice
@@ -15,6 +17,7 @@ from jaxllm.models import gpt2, llama3
 from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.models.llama3 import Llama3Config
 from jaxllm.models.special_tokens import SpecialTokens
+from jaxllm.ops.checks import as_integer
 
 Config = GPT2Config | Llama3Config
 LM_HEAD = huggingface_llama.LM_HEAD
@@ -69,10 +72,20 @@ def special_tokens_from_dict(config: Mapping[str, Any]) -> SpecialTokens:
 
 
 def special_tokens_to_dict(tokens: SpecialTokens) -> dict[str, Any]:
-    """The keys of ``config.json`` for the special ids that are not None."""
-    eos = tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos) or None
-    ids = zip(ID_KEYS, (tokens.bos, eos, tokens.pad), strict=True)
-    return {key: value for key, value in ids if value is not None}
+    """The keys of ``config.json`` for the special ids that are not None.
+
+    Raises:
+        TypeError: ``tokens`` are not :class:`SpecialTokens`, or not of integers.
+    """
+    if not isinstance(tokens, SpecialTokens):
+        raise TypeError(f"special_tokens is {tokens!r}; it must be SpecialTokens")
+    if np.ndim(tokens.eos) != 1:
+        raise TypeError(f"eos is {tokens.eos!r}; it must be a tuple of integers")
+    eos = [as_integer("eos", token) for token in tokens.eos]
+    ids = {"bos": tokens.bos, "pad": tokens.pad}
+    bos, pad = (None if x is None else as_integer(name, x) for name, x in ids.items())
+    values = zip(ID_KEYS, (bos, eos[0] if len(eos) == 1 else eos or None, pad), strict=True)
+    return {key: value for key, value in values if value is not None}
 
 
 def format_of(config: Config) -> Format:

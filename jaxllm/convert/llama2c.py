@@ -37,6 +37,7 @@ from jaxllm.convert.huggingface_formats import format_of
 from jaxllm.convert.parameter_mapping import (
     ParamSlice,
     assemble,
+    check_dtype,
     check_shapes,
     flatten,
     stacked_arrays,
@@ -48,6 +49,7 @@ from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
 from jaxllm.models.common import Params
 from jaxllm.models.llama3 import Llama3Config
+from jaxllm.ops.checks import as_bool
 
 # The arrays in file order, by Hugging Face's names.
 _QUERY, _KEY, _VALUE = (f"self_attn.{name}_proj" for name in "qkv")
@@ -96,6 +98,8 @@ def load(
 
     Raises:
         FileNotFoundError: The file does not exist.
+        TypeError: ``interleaved`` is not a bool, or ``dtype`` is not a floating dtype or needs
+            ``jax_enable_x64``.
         ValueError: The header is invalid, or the size of the file contradicts it.
 
     Source: ``export.py`` of llama2.c and of KuiperLLama.
@@ -103,7 +107,8 @@ def load(
     Example:
         >>> params, config = llama2c.load("stories15M.bin")
     """
-    path = Path(path)
+    path, dtype = Path(path), check_dtype(dtype)
+    interleaved = as_bool("interleaved", interleaved)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     words = [int(word) for word in np.fromfile(path, "<i4", _HEADER_WORDS + 1)]
@@ -151,11 +156,13 @@ def save(
         interleaved: As in :func:`load`.
 
     Raises:
+        TypeError: ``interleaved`` is not a bool.
         ValueError: Names, shapes or dtypes of the parameters differ from the config; or the format
             lacks an option that the config has (``head_dim``, ``qkv_bias``, ``qk_norm``,
             ``window``).
     """
     _check_options(config)
+    interleaved = as_bool("interleaved", interleaved)
     path, arrays = Path(path), stacked_arrays(params)
     group_size = None
     if (scales := arrays.get("blocks/attention/qkv/weight/scales")) is not None:

@@ -17,12 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.convert.parameter_mapping import check_shapes, flatten, stacked_arrays, unflatten
+from jaxllm.convert.parameter_mapping import (
+    check_dtype,
+    check_shapes,
+    flatten,
+    stacked_arrays,
+    unflatten,
+)
 from jaxllm.data.files import replacing
 from jaxllm.data.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.models import gpt2
 from jaxllm.models.common import Params
 from jaxllm.models.gpt2 import GPT2Config
+from jaxllm.ops.checks import as_integer, check_floating
 
 CHECKPOINT_MAGIC = 20240326
 DEBUG_STATE_MAGIC = 20240327
@@ -65,10 +72,11 @@ def load_gpt2(path: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Para
 
     Raises:
         FileNotFoundError: The file does not exist.
+        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``.
         ValueError: The file is not a checkpoint; its vocabulary is not padded to a multiple of 128;
             or its size contradicts its header.
     """
-    path = Path(path)
+    path, dtype = Path(path), None if dtype is None else check_dtype(dtype)
     header = read_header(path, "a GPT-2 checkpoint", {CHECKPOINT_MAGIC: tuple(DTYPES)})
     version, max_seq_len, vocab_size, layers, heads, width, padded = header[1:8].tolist()
     try:
@@ -84,7 +92,7 @@ def load_gpt2(path: str | Path, *, dtype: DTypeLike | None = None) -> tuple[Para
     count = gpt2.num_params(config)
     check_size(path, HEADER_BYTES + count * stored.itemsize, f"{count} parameters of {stored}")
     elements = np.memmap(path, stored, "r", offset=HEADER_BYTES)
-    return _params_from(elements, config, dtype or stored), config
+    return _params_from(elements, config, stored if dtype is None else dtype), config
 
 
 def save_gpt2(
@@ -98,15 +106,21 @@ def save_gpt2(
         path: The file; overwritten.
         params: The parameters, the blocks stacked or in a list.
         config: The config of the model.
-        dtype: float32 for version 3, or bfloat16 for version 5; None for the dtype of ``params``.
+        dtype: float32 for version 3, or bfloat16 for version 5; None for the dtype of ``params``,
+            or float32 if they have different dtypes.
 
     Raises:
+        TypeError: A parameter is not of a floating dtype.
         ValueError: The dtype is neither float32 nor bfloat16, or names or shapes of the parameters
             differ from the config.
     """
     arrays = stacked_arrays(params)
     check_shapes({name: array.shape for name, array in arrays.items()}, _shapes(config))
-    dtype = jnp.dtype(dtype or arrays["wte"].dtype)
+    check_floating(**arrays)
+    dtypes = {jnp.dtype(array.dtype) for array in arrays.values()}
+    if dtype is None:
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    dtype = jnp.dtype(dtype)
     versions = {of: version for version, of in DTYPES.items()}
     if dtype not in versions:
         raise ValueError(f"dtype is {dtype}; it must be {' or '.join(map(str, versions))}")
@@ -231,9 +245,13 @@ def write_optimizer_state(path: str | Path, state: OptimizerState) -> None:
         state: The state, the blocks stacked or in lists.
 
     Raises:
-        ValueError: The names in a tree of the state are not GPT-2's, or its shapes differ from
-            ``m``.
+        TypeError: The step is not an integer, or an array is not of a floating dtype.
+        ValueError: The step is negative or exceeds int32; the names in a tree of the state are not
+            GPT-2's; or its shapes differ from ``m``.
     """
+    step = as_integer("step", state.step)
+    if not 0 <= step < 2**31:
+        raise ValueError(f"step is {step}; it must be at least 0 and below 2**31")
     words = [OPTIMIZER_STATE_MAGIC, OPTIMIZER_STATE_VERSION, 1, 0, int(state.master is not None)]
     trees = {"m": state.m, "v": state.v, "master": state.master}
     trees = {key: stacked_arrays(tree, key) for key, tree in trees.items() if tree is not None}
@@ -243,8 +261,9 @@ def write_optimizer_state(path: str | Path, state: OptimizerState) -> None:
             check_shapes({name: array.shape for name, array in arrays.items()}, wanted)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
+        check_floating(**{f"{key}/{name}": array for name, array in arrays.items()})
     with replacing(path) as partial, partial.open("wb") as file:
-        file.write(header_of(*words, *[0] * 5, state.step))
+        file.write(header_of(*words, *[0] * 5, step))
         for arrays in trees.values():
             for name in TENSORS:
                 _transpose_weight(name, np.asarray(arrays[name])).astype("<f4").tofile(file)

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from jaxllm.convert.llmc import TENSORS, DebugState, load_gpt2, read_debug_state
-from jaxllm.convert.parameter_mapping import flatten, stacked_arrays
+from jaxllm.convert.parameter_mapping import check_dtype, flatten, stacked_arrays
 from jaxllm.models import gpt2
 from jaxllm.models.common import Params
 from jaxllm.models.gpt2 import GPT2Config
+from jaxllm.ops.checks import as_float
 
 # The largest allowed error, as a share of the tensor's largest magnitude.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -83,22 +84,25 @@ def check(
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file is invalid.
+        TypeError: ``dtype`` is not a floating dtype, or ``tolerance`` is not a number.
+        ValueError: A file is invalid, or ``dtype`` has no entry in :data:`TOLERANCES` and
+            ``tolerance`` is None.
     """
+    dtype = check_dtype(dtype)
+    if tolerance is None and dtype.name not in TOLERANCES:
+        raise ValueError(f"dtype is {dtype}; without a tolerance it must be float32 or bfloat16")
+    limit = TOLERANCES[dtype.name] if tolerance is None else as_float("tolerance", tolerance)
     params, config = load_gpt2(checkpoint)
     state = read_debug_state(debug_state, config)
-    tolerance = TOLERANCES[jnp.dtype(dtype).name] if tolerance is None else tolerance
     rows = compare(params, config, state, dtype=dtype)
-    faults = [row for row in rows if not row.error <= tolerance]  # a NaN is a fault too
+    faults = [row for row in rows if not row.error <= limit]  # a NaN is a fault too
     lines = [f"{'tensor':28} {'largest':>10} {'error':>10}"]
     lines += [
         f"{row.name:28} {row.largest:10.3e} {row.error:10.3e}{'  <- too large' * (row in faults)}"
         for row in rows
     ]
     verdict = f"{len(faults)} of {len(rows)} exceed" if faults else "all are within"
-    lines.append(
-        f"errors relative to the largest magnitude of each tensor: {verdict} {tolerance:g}"
-    )
+    lines.append(f"errors relative to the largest magnitude of each tensor: {verdict} {limit:g}")
     return not faults, "\n".join(lines)
 
 

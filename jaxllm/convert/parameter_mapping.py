@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -61,6 +62,23 @@ class ParamSlice:
         whole = dataclasses.replace(self, index=())
         part = whole.view(np.asarray(jnp.asarray(param)[self.index]))
         return np.array(part, dtype, order="C").reshape(self._merge(part.shape))
+
+
+def check_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype that parameters are converted to.
+
+    Raises:
+        TypeError: It is not a floating dtype, or JAX would make a narrower one of it.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype is {dtype!r}; it must be a floating dtype") from error
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype is {found}; it must be a floating dtype")
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise TypeError(f"dtype is {found}, which needs jax_enable_x64")
+    return found
 
 
 def check_shapes(found: Shapes, wanted: Shapes) -> None:

@@ -68,7 +68,7 @@ def write_tensors(
     sizes: Mapping[str, int],
     make: Callable[[str], np.ndarray],
     *,
-    max_bytes: int,
+    max_bytes: float,
 ) -> None:
     """Writes tensors to one file, or to several files with an index.
 
@@ -117,7 +117,7 @@ def _stored(file: Any, name: str) -> Stored:
     return Stored(tuple(view.get_shape()), view.get_dtype(), lambda: file.get_tensor(name))
 
 
-def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+def _shards(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
     """Splits names, in order, into files of at most ``max_bytes``."""
     shards: list[list[str]] = [[]]
     filled = 0

@@ -15,6 +15,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int32, Integer
 
+from jaxllm.data.checks import as_integer
+
 IGNORED = -1  # training and evaluation count labels that are not negative
 
 
@@ -36,6 +38,7 @@ def find_documents(
         arguments of :func:`jaxllm.models.gpt2.loss`.
 
     Raises:
+        TypeError: ``end_of_text`` is not an integer.
         ValueError: ``end_of_text`` is negative.
     """
     begins = np.zeros(tokens.shape, bool)
@@ -68,15 +71,23 @@ def ignore_next_document(
         A copy of ``labels``; int32 for labels of an unsigned dtype, which has no negative ids.
 
     Raises:
-        ValueError: ``end_of_text`` is negative.
+        TypeError: ``end_of_text`` or ``ignore_index`` is not an integer.
+        ValueError: ``end_of_text`` is negative, the shapes differ, or a label of an unsigned dtype
+            or ``ignore_index`` is not an int32.
     """
+    if labels.shape != tokens.shape:
+        raise ValueError(
+            f"labels has shape {labels.shape}; it must be that of tokens, {tokens.shape}"
+        )
     if np.issubdtype(labels.dtype, np.unsignedinteger):
+        if (largest := int(labels.max(initial=0))) >= 2**31:
+            raise ValueError(f"labels has {largest}; the largest label is {2**31 - 1}")
         labels = labels.astype(np.int32)
-    ignored = np.asarray(ignore_index, labels.dtype)
-    return np.where(_is_end(tokens, end_of_text), ignored, labels)
+    ignored = as_integer("ignore_index", ignore_index)
+    if not -(2**31) <= ignored < 2**31:
+        raise ValueError(f"ignore_index is {ignored}; it must be an int32")
+    return np.where(_is_end(tokens, end_of_text), np.asarray(ignored, labels.dtype), labels)
 
 
 def _is_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    if end_of_text < 0:
-        raise ValueError(f"end_of_text is {end_of_text}; it must be at least 0")
-    return tokens == end_of_text
+    return tokens == as_integer("end_of_text", end_of_text, least=0)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from jaxllm.data.checks import as_list
 from jaxllm.data.compression import (
     describe_error,
     is_compressed,
@@ -125,12 +126,15 @@ def find(
 
     Raises:
         FileNotFoundError: A path does not exist, or a folder has no file to read.
+        TypeError: ``paths`` is one path in the place of a list, or ``key`` is not a string.
         ValueError: ``format`` is unknown, or the format of a file in ``paths`` is not supported.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if not isinstance(key, str):
+        raise TypeError(f"key is {key!r}; it must be a string, the name of a field")
     sources, left_out = [], []
-    for path in map(Path, paths):
+    for path in map(Path, as_list("paths", paths)):
         if path.is_dir():
             found, others = _find_in_folder(path, key, format)
             sources += found

@@ -12,6 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
+from jaxllm.data.checks import as_bool
+
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
@@ -49,8 +54,9 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
 
     Raises:
         FileExistsError: The folder has contents and ``overwrite`` is false.
+        TypeError: ``overwrite`` is not a bool.
     """
-    folder = Path(folder)
+    folder, overwrite = Path(folder), as_bool("overwrite", overwrite)
     if not overwrite:
         check_new(folder)
     folder = folder.resolve()  # so that a link is kept and its target is replaced
@@ -137,5 +143,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
-    """Writes an object as a JSON file."""
-    path.write_text(json.dumps(contents, indent=2) + "\n")
+    """Writes an object as a JSON file. Numbers may be NumPy's or JAX's."""
+    path.write_text(json.dumps(contents, indent=2, default=plain_number) + "\n")
+
+
+def plain_number(value: Any) -> Any:
+    """The Python number of a scalar of NumPy or JAX, for ``json.dumps(..., default=)``.
+
+    Raises:
+        TypeError: The value is not a scalar.
+    """
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and not value.ndim:
+        return value.item()
+    raise TypeError(f"{value!r} of type {type(value).__name__} is not JSON serializable")

@@ -14,17 +14,16 @@ import codecs
 import dataclasses
 import functools
 import glob
-import operator
 import sysconfig
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Integer
 
 from jaxllm.data import document_mask
+from jaxllm.data.checks import as_bool, as_integer, as_list
 from jaxllm.data.compression import plain_name, read_bytes
 from jaxllm.data.documents import ENDINGS, TEXTS
 from jaxllm.data.files import check_new, new_folder, walk
@@ -69,7 +68,8 @@ def open_dataset(shards: str | Path | Sequence[str | Path]) -> Dataset:
     if isinstance(shards, str | Path):
         name, paths = str(shards), sorted(glob.glob(str(shards)))  # noqa: PTH207
     else:
-        name, paths = ", ".join(map(str, shards)), list(shards)
+        paths = list(shards)
+        name = ", ".join(map(str, paths))
     if not paths:
         raise FileNotFoundError(f"{name or 'an empty list'}: no shards found")
     return Dataset(tuple(read_shard(path) for path in paths), name)
@@ -94,7 +94,7 @@ def num_windows(dataset: Dataset, seq_len: int) -> int:
         TypeError: ``seq_len`` is not an integer.
         ValueError: ``seq_len`` is below 1.
     """
-    (seq_len,) = _integers_at_least(seq_len=(seq_len, 1))
+    seq_len = as_integer("seq_len", seq_len, least=1)
     return int(_windows_by_shard(dataset, seq_len).sum())
 
 
@@ -102,9 +102,11 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
     """Checks that all tokens of a data set are in a model's vocabulary. Reads the whole data set.
 
     Raises:
+        TypeError: ``vocab_size`` is not an integer.
         ValueError: A token is not below ``vocab_size``.
     """
-    largest = max(int(shard.max(initial=0)) for shard in dataset.shards)
+    vocab_size = as_integer("vocab_size", vocab_size)
+    largest = max((int(shard.max(initial=0)) for shard in dataset.shards), default=-1)
     if largest >= vocab_size:
         raise ValueError(f"{dataset.name} has token {largest}, but the model has {vocab_size}")
 
@@ -158,14 +160,16 @@ def batch(
         this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
-        TypeError: ``batch_size``, ``seq_len``, ``seed`` or ``step`` is not an integer.
+        TypeError: ``batch_size``, ``seq_len``, ``seed``, ``step`` or ``end_of_text`` is not an
+            integer, ``rows`` is not a range, or ``ignore_next_document`` is not a bool.
         ValueError: The data set is shorter than one window, an argument is out of range, a token is
             above 2**31 - 1, or ``ignore_next_document`` is true without ``end_of_text``.
     """
-    batch_size, seq_len, seed, step = _integers_at_least(
-        batch_size=(batch_size, 1), seq_len=(seq_len, 1), seed=(seed, 0), step=(step, 0)
-    )
+    batch_size = as_integer("batch_size", batch_size, least=1)
+    seq_len = as_integer("seq_len", seq_len, least=1)
+    seed, step = as_integer("seed", seed, least=0), as_integer("step", step, least=0)
     rows = _check_rows(rows, batch_size)
+    documents = _check_documents(end_of_text, ignore_next_document)
     counts = _windows_by_shard(dataset, seq_len)
     ends = np.cumsum(counts)
     windows = int(ends[-1]) if len(ends) else 0
@@ -174,15 +178,16 @@ def batch(
             f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; "
             f"one window of {seq_len} needs {seq_len + 1}"
         )
-    samples = np.empty((len(rows), seq_len + 1), np.int32)
+    stored = np.result_type(*(shard.dtype for shard in dataset.shards))
+    samples = np.empty((len(rows), seq_len + 1), stored)
     for i, row in enumerate(rows):
         epoch, index = divmod(step * batch_size + row, windows)
         window = int(_order(windows, seed, epoch)[index])
         shard = int(np.searchsorted(ends, window, side="right"))
         start = (window - int(ends[shard] - counts[shard])) * seq_len
         samples[i] = dataset.shards[shard][start : start + seq_len + 1]
-    _check_tokens(dataset, samples)
-    return _with_documents(samples[:, :-1], samples[:, 1:], end_of_text, ignore_next_document)
+    samples = _as_int32(dataset, samples)
+    return _with_documents(samples[:, :-1], samples[:, 1:], *documents)
 
 
 def batch_in_order(
@@ -219,17 +224,16 @@ def batch_in_order(
         this shape: see :func:`jaxllm.data.find_documents`.
 
     Raises:
-        TypeError: A size, ``index``, ``rank`` or ``ranks`` is not an integer.
+        TypeError: A size, ``index``, ``rank`` or ``ranks`` is not an integer, or as in
+            :func:`batch`.
         ValueError: No shard is long enough for a batch of all ranks, or as in :func:`batch`.
     """
-    batch_size, seq_len, index, rank, ranks = _integers_at_least(
-        batch_size=(batch_size, 1),
-        seq_len=(seq_len, 1),
-        index=(index, 0),
-        rank=(rank, 0),
-        ranks=(ranks, 1),
-    )
+    batch_size = as_integer("batch_size", batch_size, least=1)
+    seq_len = as_integer("seq_len", seq_len, least=1)
+    index = as_integer("index", index, least=0)
+    rank, ranks = as_integer("rank", rank, least=0), as_integer("ranks", ranks, least=1)
     rows = _check_rows(rows, batch_size)
+    documents = _check_documents(end_of_text, ignore_next_document)
     if rank >= ranks:
         raise ValueError(f"rank is {rank}; it must be at least 0 and less than ranks, {ranks}")
     # Python integers, because an offset may exceed 32 bits.
@@ -244,11 +248,11 @@ def batch_in_order(
     shard = bisect.bisect_right(ends, position)
     first = ends[shard - 1] if shard else 0
     start = (position - first) * together + (rank * batch_size + rows.start) * seq_len
-    tokens = dataset.shards[shard][start : start + len(rows) * seq_len + 1].astype(np.int32)
-    _check_tokens(dataset, tokens)
+    tokens = dataset.shards[shard][start : start + len(rows) * seq_len + 1]
+    tokens = _as_int32(dataset, tokens)
     shape = len(rows), seq_len
     tokens, labels = tokens[:-1].reshape(shape), tokens[1:].reshape(shape)
-    return _with_documents(tokens, labels, end_of_text, ignore_next_document)
+    return _with_documents(tokens, labels, *documents)
 
 
 def _with_documents(
@@ -256,8 +260,6 @@ def _with_documents(
 ) -> tuple[np.ndarray, ...]:
     """A batch, and with ``end_of_text`` the segment ids and positions of its tokens."""
     if end_of_text is None:
-        if ignore_next_document:
-            raise ValueError("ignore_next_document is True; it needs end_of_text")
         return tokens, labels
     documents = document_mask.find_documents(tokens, end_of_text)
     if ignore_next_document:
@@ -265,10 +267,29 @@ def _with_documents(
     return tokens, labels, *documents
 
 
+def _check_documents(
+    end_of_text: int | None, ignore_next_document: bool
+) -> tuple[int | None, bool]:
+    """The options of a batch's documents; TypeError or ValueError if they are invalid."""
+    ignore_next_document = as_bool("ignore_next_document", ignore_next_document)
+    if end_of_text is not None:
+        return as_integer("end_of_text", end_of_text, least=0), ignore_next_document
+    if ignore_next_document:
+        raise ValueError("ignore_next_document is True; it needs end_of_text")
+    return None, False
+
+
 def _check_rows(rows: range | None, batch_size: int) -> range:
-    """The rows to read; ValueError if they are not consecutive rows of the batch."""
+    """The rows to read.
+
+    Raises:
+        TypeError: ``rows`` is not a range.
+        ValueError: They are not consecutive rows of the batch.
+    """
     if rows is None:
-        return range(max(batch_size, 0))
+        return range(batch_size)
+    if not isinstance(rows, range):
+        raise TypeError(f"rows is {rows!r}; it must be a range, or None for all rows")
     if rows.step != 1 or not 0 <= rows.start <= rows.stop <= batch_size:
         raise ValueError(f"rows is {rows}; it must be consecutive rows of a batch of {batch_size}")
     return rows
@@ -278,32 +299,23 @@ def _longest(dataset: Dataset) -> int:
     return max(map(len, dataset.shards), default=0)
 
 
-def _integers_at_least(**numbers: tuple[Any, int]) -> list[int]:
-    """The Python integers of arguments that are given as ``(value, minimum)``.
-
-    Offsets are computed from them, and would overflow in NumPy's int32.
+def _as_int32(dataset: Dataset, tokens: Integer[np.ndarray, "*B T"]) -> Int32[np.ndarray, "*B T"]:
+    """The tokens in the dtype of a batch.
 
     Raises:
-        TypeError: An argument is not an integer.
-        ValueError: An argument is below its minimum.
+        TypeError: They are not integers.
+        ValueError: A token is not from 0 to 2**31 - 1.
     """
-    found = []
-    for name, (value, least) in numbers.items():
-        try:
-            found.append(operator.index(value))
-        except TypeError as error:
-            raise TypeError(f"{name} is {value!r}; it must be an integer") from error
-        if found[-1] < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-    return found
-
-
-def _check_tokens(dataset: Dataset, tokens: Int32[np.ndarray, "*B T"]) -> None:
-    """Raises ValueError if a token did not fit into int32, in which it became negative."""
-    if (least := int(tokens.min(initial=0))) < 0:
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"{dataset.name} has dtype {tokens.dtype}; its shards must have integers")
+    least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if least < 0:
+        raise ValueError(f"{dataset.name} has token {least}; a token is at least 0")
+    if largest >= 2**31:
         raise ValueError(
-            f"{dataset.name} has token {least % 2**32}; the largest in a batch is {2**31 - 1}"
+            f"{dataset.name} has token {largest}; the largest in a batch is 2147483647"
         )
+    return tokens.astype(np.int32)
 
 
 def standard_library() -> Path:
@@ -329,9 +341,11 @@ def find_texts(
     Raises:
         FileNotFoundError: A path does not exist.
         PermissionError: A folder cannot be opened.
+        TypeError: An argument is one string or path in the place of a list.
     """
+    extensions, skip = as_list("extensions", extensions), as_list("skip", skip)
     found = []
-    for path in map(Path, paths):
+    for path in map(Path, as_list("paths", paths)):
         if not path.exists():
             raise FileNotFoundError(f"{path}: there is no such file or folder")
         found += _in_folder(path, extensions, skip) if path.is_dir() else [path]
@@ -405,19 +419,27 @@ def build(
         FileExistsError: The folder exists and is not empty.
         FileNotFoundError: A path does not exist, or no text was found.
         PermissionError: A file or a folder cannot be opened.
+        TypeError: ``paths``, ``extensions`` or ``skip`` is one string in the place of a list;
+            ``val_fraction`` is not a number; ``shard_tokens`` is not an integer; or ``tokenizer``
+            is not a :class:`~jaxllm.data.tokenizer.Tokenizer`, but for example its name.
         ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. Or a file is damaged. Or a
             file in ``paths`` is not UTF-8, or holds rows of documents (use
             :mod:`jaxllm.data.tokenize`). Or the vocabulary exceeds 16 bits (that module supports
             it).
     """
-    folder, paths = Path(folder), list(paths)
+    folder, paths = Path(folder), as_list("paths", paths)
+    extensions, skip = as_list("extensions", extensions), as_list("skip", skip)
+    if not isinstance(tokenizer, Tokenizer):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r}; it must be a Tokenizer, as from "
+            "jaxllm.data.tokenizer.load"
+        )
     if tokenizer.vocab_size > 2**16:
         raise ValueError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids; a shard holds ids 0 to "
             "65535. python -m jaxllm.data.tokenize supports more"
         )
-    if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
+    fraction, shard_tokens = _as_fraction(val_fraction), as_integer("shard_tokens", shard_tokens)
     if not 1 <= shard_tokens < 2**31:
         raise ValueError(f"shard_tokens is {shard_tokens}; it must be at least 1 and below 2**31")
     check_new(folder)
@@ -443,7 +465,6 @@ def build(
         raise FileNotFoundError(
             f"{', '.join(map(str, paths))}: no text found with extension {', '.join(extensions)}"
         )
-    fraction = Fraction(val_fraction)
     if fraction and len(texts) > 1:
         fraction = max(fraction, Fraction(1, len(texts)))
     held_out = [int((i + 1) * fraction) > int(i * fraction) for i in range(len(texts))]
@@ -459,6 +480,19 @@ def build(
         ]
     files = (len(splits["train"]), len(splits["val"]))
     return Summary(folder, files, (tokens[0], tokens[1]), tuple(skipped))
+
+
+def _as_fraction(val_fraction: float) -> Fraction:
+    """The share of the files that are held out; TypeError or ValueError if it is invalid."""
+    try:
+        if isinstance(val_fraction, str | bytes):  # which float() would read
+            raise TypeError("a string")
+        fraction = val_fraction if isinstance(val_fraction, Fraction) else float(val_fraction)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"val_fraction is {val_fraction!r}; it must be a number") from error
+    if not 0 <= fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
+    return Fraction(fraction)
 
 
 def _write_split(
@@ -509,6 +543,11 @@ def ensure_standard_library(folder: str | Path = "data/stdlib") -> Path:
     return folder
 
 
+def _names(text: str) -> list[str]:
+    """The names in a comma-separated list; an empty one would be the ending of every file."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line of ``python -m jaxllm.data``. Wrong usage exits with status 2.
 
@@ -547,8 +586,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         summary = build(
             options.folder,
             options.paths,
-            extensions=options.extensions.split(","),
-            skip=options.skip.split(","),
+            extensions=_names(options.extensions),
+            skip=_names(options.skip),
             val_fraction=options.val_fraction,
             shard_tokens=options.shard_tokens,
         )

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.data import documents
+from jaxllm.data.checks import as_bool, as_integer, as_list
 from jaxllm.data.documents import Document, Fault, LeftOut
 from jaxllm.data.files import replacing
 from jaxllm.data.shard_format import write_shard
@@ -125,7 +126,7 @@ def tokenize(
     folder: str | Path,
     paths: Sequence[str | Path],
     *,
-    tokenizer: str = "gpt2",
+    tokenizer: str | Path = "gpt2",
     end_of_text: str | None = None,
     key: str = "text",
     format: str | None = None,
@@ -164,18 +165,21 @@ def tokenize(
         FileExistsError: The folder has shards of another corpus or other options.
         FileNotFoundError: A path does not exist, or a folder has no file to read.
         ImportError: A package is not installed.
+        TypeError: A number is not an integer, ``show_progress`` is not a bool, ``paths`` is one
+            path in the place of a list, ``key`` is not a string, or ``tokenizer`` is neither a
+            string nor a path.
         ValueError: An argument is out of range; the format of a file in ``paths`` is not supported;
             there are more bad documents than ``skip_bad``; the corpus is empty; or it does not
             fill the validation shard.
     """
-    for name, value, least in (
-        ("shard_tokens", shard_tokens, 1),
-        ("val_tokens", val_tokens, 0),
-        ("skip_bad", skip_bad, 0),
-    ):
-        if not least <= value < 2**31:
-            raise ValueError(f"{name} is {value}; it must be at least {least} and below 2**31")
-    folder = Path(folder)
+    shard_tokens = _as_count("shard_tokens", shard_tokens, 1)
+    val_tokens = _as_count("val_tokens", val_tokens, 0)
+    skip_bad = _as_count("skip_bad", skip_bad, 0)
+    workers = None if workers is None else as_integer("workers", workers, least=0)
+    show_progress = as_bool("show_progress", show_progress)
+    if not isinstance(tokenizer, str | Path):
+        raise TypeError(f"tokenizer is {tokenizer!r}; it must be the name of one, or a path")
+    folder, paths, tokenizer = Path(folder), as_list("paths", paths), str(tokenizer)
     sources, left_out = documents.find(paths, key=key, format=format)
     sizes = [path.stat().st_size for path, _ in sources]
     recipe = {
@@ -257,6 +261,12 @@ def tokenize(
             write(np.concatenate(pending), number, 0)
         progress.write(folder)
     return progress
+
+
+def _as_count(name: str, value: int, least: int) -> int:
+    if not least <= (count := as_integer(name, value)) < 2**31:
+        raise ValueError(f"{name} is {value}; it must be at least {least} and below 2**31")
+    return count
 
 
 def _bar(total: int, shown: bool) -> Any:

@@ -86,7 +86,7 @@ BYTES = Tokenizer(
 )
 
 
-def load(name: str, *, end_of_text: str | None = None) -> Tokenizer:
+def load(name: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     """Loads a tokenizer by name.
 
     Args:
@@ -97,8 +97,12 @@ def load(name: str, *, end_of_text: str | None = None) -> Tokenizer:
     Raises:
         ImportError: A package is not installed.
         FileNotFoundError: The file does not exist.
+        TypeError: ``name`` is neither a string nor a path.
         ValueError: The file is not a tokenizer, or has no such end-of-text token.
     """
+    name = str(name) if isinstance(name, Path) else name
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tokenizer is {name!r}; it must be a string or a path")
     if name not in ("bytes", "gpt2") and not name.endswith(".bin"):
         return from_file(name, end_of_text=end_of_text)
     if end_of_text not in (None, END_OF_TEXT):

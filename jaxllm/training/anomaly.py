@@ -223,7 +223,9 @@ def nonfinite(params: Any) -> list[str]:
         Lines such as ``"blocks/1/bias: 0 NaN and 1 infinite of 64"``.
     """
     if isinstance(params, dict) and isinstance(params.get("blocks"), dict):
-        params = unstack(params)
+        # A model of another library may have blocks that are not stacked.
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(params["blocks"])}
+        params = unstack(params) if len(sizes) == 1 and () not in sizes else params
     counts = jax.jit(
         lambda tree: jax.tree.map(lambda x: (jnp.isnan(x).sum(), jnp.isinf(x).sum()), tree)
     )

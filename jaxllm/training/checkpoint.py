@@ -33,6 +33,8 @@ import numpy as np
 from jax import Array
 
 from jaxllm.convert.parameter_mapping import check_shapes
+from jaxllm.data.files import plain_number
+from jaxllm.ops.checks import as_bool, as_integer
 from jaxllm.training import TrainState, cast
 from jaxllm.training.checksum import checksums
 
@@ -67,7 +69,11 @@ def open_folder(
 
     Raises:
         ImportError: The package ``orbax-checkpoint`` is not installed.
+        TypeError: ``keep`` or ``keep_every`` is not an integer.
+        ValueError: ``keep`` or ``keep_every`` is below 1.
     """
+    keep = None if keep is None else _at_least("keep", keep, 1)
+    keep_every = None if keep_every is None else _at_least("keep_every", keep_every, 1)
     ocp = _import_orbax()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
@@ -97,17 +103,20 @@ def save(
         manager: The manager from :func:`open_folder`.
         step: The number of steps taken.
         state: The state after those steps.
-        record: More values to store, as JSON.
+        record: More values to store, as JSON. Numbers may be scalars of NumPy or JAX.
 
     Raises:
-        TypeError: The record cannot be written as JSON.
-        ValueError: An array has no elements, or two arrays would have the same name in the
-            checkpoint.
+        TypeError: The step is not an integer, a leaf of the state is not an array, or the record
+            cannot be written as JSON.
+        ValueError: The step is negative, an array has no elements, or two arrays would have the
+            same name in the checkpoint.
     """
+    step = _at_least("step", step, 0)
     ocp = _import_orbax()
+    _check_arrays(state)
     state = _plain(state._replace(copy=None))
     _check_storable(state)
-    record = json.loads(json.dumps(dict(record)))
+    record = json.loads(json.dumps(dict(record), default=plain_number))
     sums = {"state": checksums(state), "record": _digest(record)}
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(state),
@@ -139,11 +148,12 @@ def restore(
 
     Raises:
         FileNotFoundError: The checkpoint does not exist.
+        TypeError: ``step`` is not an integer, or ``cast_dtypes`` is not a bool.
         ValueError: The names, shapes or dtypes of the arrays differ from those in ``like``; the
             message names the arrays. Or the checkpoint is damaged; the message names the damaged
             arrays if the others could be read.
     """
-    step = _existing(manager, step)
+    step, cast_dtypes = _existing(manager, step), as_bool("cast_dtypes", cast_dtypes)
     name = f"{manager.directory}, step {step}"
     wanted = _plain(like._replace(copy=None))
     with _orbax_errors(name):
@@ -189,6 +199,7 @@ def read_record(manager: CheckpointManager, step: int | None = None) -> dict[str
 
     Raises:
         FileNotFoundError: The checkpoint does not exist.
+        TypeError: ``step`` is not an integer.
         ValueError: The checkpoint is damaged.
     """
     ocp = _import_orbax()
@@ -243,6 +254,19 @@ def _verify(name: str, found: Mapping[str, str], wanted: Mapping[str, str] | Non
 
 def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if (number := as_integer(name, value)) < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
+
+
+def _check_arrays(state: TrainState) -> None:
+    """Raises TypeError with the name of a leaf that is not an array, such as a Python number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(f"{_name(path)} is {leaf!r}; it must be an array")
 
 
 def _check_storable(state: TrainState) -> None:
@@ -345,6 +369,7 @@ def _name(path: tuple) -> str:
 
 def _existing(manager: CheckpointManager, step: int | None) -> int:
     complete = steps(manager)
+    step = None if step is None else as_integer("step", step)
     if not complete or step not in (None, *complete):
         raise FileNotFoundError(
             f"{manager.directory}: no checkpoint{'' if step is None else f' of step {step}'}; "

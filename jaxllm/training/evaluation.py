@@ -6,6 +6,7 @@ The model's answer is the completion with the lowest mean loss per token, given 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import ops
 from jaxllm.data.llmc_header import HEADER_BYTES, read_header
-from jaxllm.training import parallel
+from jaxllm.ops.checks import as_integer
+from jaxllm.training import loader, parallel
 
 MAGIC = 20240522
 VERSION = 1
@@ -85,16 +87,21 @@ def accuracy(
             :func:`jaxllm.training.parallel.batch_sharding`.
 
     Returns:
-        The accuracy, between 0 and 1.
+        The accuracy, between 0 and 1. A question with a NaN loss counts as wrong.
 
     Raises:
-        ValueError: The model cannot read the questions; see :func:`check_questions`.
+        TypeError: ``batch_size`` is not an integer, or as in :func:`check_questions`.
+        ValueError: ``batch_size`` is below 1, the sharding does not divide it, or the model cannot
+            read the questions; see :func:`check_questions`.
     """
+    if (batch_size := as_integer("batch_size", batch_size)) < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    if sharding is not None:
+        loader.check_batch_size(sharding, batch_size)
+    questions = list(questions)
     check_questions(questions, config)
     rows = _rows(questions)
-    longest = _longest(rows)
-    # One shape for all batches; rounding to 64 limits the number of shapes across files.
-    seq_len = min(-(-longest // 64) * 64, config.max_seq_len)
+    seq_len = _padded_length(_longest(rows), config, sharding)
     means = []
     for batch in _batches(rows, batch_size, seq_len):
         tokens, labels = batch if sharding is None else parallel.put(sharding, batch)
@@ -102,7 +109,7 @@ def accuracy(
     losses = np.concatenate(parallel.to_host(means))[: len(rows)]
     ends = np.cumsum([len(q.completions) for q in questions])[:-1]
     right = [
-        int(np.argmin(of_one)) == q.label
+        not np.isnan(of_one).any() and int(np.argmin(of_one)) == q.label
         for q, of_one in zip(questions, np.split(losses, ends), strict=True)
     ]
     return float(np.mean(right))
@@ -116,11 +123,20 @@ def check_questions(questions: Sequence[Question], config: Any) -> None:
         config: The model's config.
 
     Raises:
+        TypeError: A label or a token is not an integer.
         ValueError: There are no questions; or a question is longer than ``config.max_seq_len``, has
-            a token outside of the vocabulary, or has an empty context or completion.
+            a token outside of the vocabulary, has an empty context or completion, or has a label
+            that is not the index of a completion.
     """
     if not questions:
         raise ValueError("questions is empty; it must have at least one question")
+    for number, question in enumerate(questions):
+        label, count = as_integer("label", question.label), len(question.completions)
+        if not 0 <= label < count:
+            raise ValueError(
+                f"questions[{number}] has the label {label} and {count} completions; the label "
+                "must be the index of one"
+            )
     rows = _rows(questions)
     if any(not len(part) for row in rows for part in row):
         raise ValueError("questions has an empty context or completion; each needs a token")
@@ -129,7 +145,12 @@ def check_questions(questions: Sequence[Question], config: Any) -> None:
             f"questions has {longest} tokens in one example; the model has max_seq_len "
             f"{config.max_seq_len}"
         )
-    if (largest := max(int(part.max()) for row in rows for part in row)) >= config.vocab_size:
+    parts = [np.asarray(part) for row in rows for part in row]
+    if others := [part.dtype for part in parts if not np.issubdtype(part.dtype, np.integer)]:
+        raise TypeError(f"questions has tokens of dtype {others[0]}; they must be integers")
+    if (least := min(int(part.min()) for part in parts)) < 0:
+        raise ValueError(f"questions has token {least}; it must be at least 0")
+    if (largest := max(int(part.max()) for part in parts)) >= config.vocab_size:
         raise ValueError(
             f"questions has token {largest}; the model has vocab_size {config.vocab_size}"
         )
@@ -143,6 +164,20 @@ def _rows(questions: Sequence[Question]) -> list[tuple[np.ndarray, np.ndarray]]:
 def _longest(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
     """The longest model input of any row. The last token of a row is only a label."""
     return max(len(context) + len(completion) - 1 for context, completion in rows)
+
+
+def _padded_length(longest: int, config: Any, sharding: jax.NamedSharding | None) -> int:
+    """The length of each batch's rows; rounding to 64 limits the number of shapes across files."""
+    context = 1
+    if sharding is not None and sharding.spec[-1] == "context":
+        context = sharding.mesh.shape["context"]
+    unit, most = math.lcm(64, context), config.max_seq_len // context * context
+    if longest > most:
+        raise ValueError(
+            f"questions has {longest} tokens in one example; {context} devices along context "
+            f"divide {most} of the model's max_seq_len {config.max_seq_len}"
+        )
+    return min(-(-longest // unit) * unit, most)
 
 
 @functools.partial(jax.jit, static_argnames=("forward", "config"))

@@ -19,6 +19,7 @@ import functools
 import math
 from fractions import Fraction
 
+from jaxllm.ops.checks import as_bool, as_float, as_integer
 from jaxllm.training.metrics import PEAK_FLOPS
 from jaxllm.training.parallel import AXES
 from jaxllm.training.plan_inputs import (
@@ -386,7 +387,11 @@ class Plan:
 
         Args:
             overlap: Whether XLA runs all collectives that it can at the same time as kernels.
+
+        Raises:
+            TypeError: ``overlap`` is not a bool.
         """
+        overlap = as_bool("overlap", overlap)
         if self.compute_seconds is None:
             return None
         total = sum(of.seconds for of in self.communication)
@@ -427,7 +432,10 @@ def make_plan(
         interconnect: Bytes per second and GPU between hosts.
 
     Raises:
-        ValueError: A size is below 1, ``data`` x ``fsdp`` does not divide the batch or ``context``
+        TypeError: A size is not an integer, ``interconnect`` is not a number, or ``remat`` or
+            ``saves_attention`` is not a bool.
+        ValueError: An axis is unknown, ``saves_attention`` is true without ``remat``, a size is
+            below 1, ``data`` x ``fsdp`` does not divide the batch or ``context``
             the sequence, the sequence is longer than GPT-2's table of positions, or the GPU or the
             dtype is unknown.
     """
@@ -435,13 +443,17 @@ def make_plan(
         raise ValueError(f"gpu is {gpu!r}; it must be one of {', '.join(GPU_MEMORY)}")
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(ITEMSIZE)}")
+    remat, saves_attention = as_bool("remat", remat), as_bool("saves_attention", saves_attention)
+    if saves_attention and not remat:
+        raise ValueError("saves_attention is True; it needs remat")
+    if unknown := [axis for axis in mesh if axis not in AXES]:
+        raise ValueError(f"mesh has the axis {unknown[0]!r}; axes are {', '.join(AXES)}")
     row = nearest_row(model, gpu)
-    seq_len = row.seq_len if seq_len is None else seq_len
-    mesh = {axis: mesh.get(axis, 1) for axis in AXES}
-    sizes = {**mesh, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
+    seq_len = _size("seq_len", row.seq_len if seq_len is None else seq_len)
+    mesh = {axis: _size(axis, mesh.get(axis, 1)) for axis in AXES}
+    batch_size = None if batch_size is None else _size("batch_size", batch_size)
+    accumulate = _size("accumulate", accumulate)
+    interconnect = as_float("interconnect", interconnect)
     if not interconnect > 0:
         raise ValueError(f"interconnect is {interconnect:g} bytes per second; it must be above 0")
     if seq_len > model.config.max_seq_len and model.family == "gpt2":
@@ -474,6 +486,12 @@ def make_plan(
     while batch_size is None and not plan.fits and plan.batch_size > shards:
         plan = dataclasses.replace(plan, batch_size=plan.batch_size // shards // 2 * shards)
     return plan
+
+
+def _size(name: str, value: int) -> int:
+    if (size := as_integer(name, value)) < 1:
+        raise ValueError(f"{name} is {size}; it must be at least 1")
+    return size
 
 
 def _flops_per_token(model: Model, seq_len: int) -> tuple[int, int]:

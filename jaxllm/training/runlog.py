@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.data.files import replacing
+from jaxllm.data.files import plain_number, replacing
+from jaxllm.ops.checks import as_bool, as_integer
 
 Record = Mapping[str, Any]
 
@@ -44,9 +45,13 @@ def open_log(
         tensorboard: Whether to write TensorBoard events, if the package is installed.
 
     Yields:
-        The function that writes a record.
+        The function that writes a record. Its numbers may be scalars of NumPy or JAX.
+
+    Raises:
+        TypeError: ``after`` is not an integer, or ``tensorboard`` is not a bool.
     """
-    folder = Path(folder)
+    folder, after = Path(folder), as_integer("after", after)
+    tensorboard = as_bool("tensorboard", tensorboard)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("log.jsonl", "main.log"):
         _cut(folder / name, after)
@@ -61,8 +66,10 @@ def open_log(
             events = stack.enter_context(_events(folder / "tensorboard", kept))
 
         def write(record: Record) -> None:
+            record = json.loads(json.dumps(dict(record), default=plain_number))
+            lines = llmc_lines(record)  # before the first write, since it may fail
             jsonl.write(json.dumps({"step": record["step"], **record}) + "\n")
-            text.writelines(f"{line}\n" for line in llmc_lines(record))
+            text.writelines(f"{line}\n" for line in lines)
             if events is not None:
                 events(record)
 

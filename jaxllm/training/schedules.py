@@ -6,13 +6,14 @@ Each schedule rises linearly to the peak, which it reaches at step ``warmup - 1`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
+
+from jaxllm.ops.checks import as_finite, as_number
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
@@ -33,9 +34,9 @@ NAMES = tuple(_SHAPES)
 def make_schedule(
     name: str,
     peak: float | Array,
-    steps: int,
+    steps: float,
     *,
-    warmup: int = 0,
+    warmup: float = 0,
     final_fraction: float = 0.0,
     decay_fraction: float = 0.2,
 ) -> Schedule:
@@ -55,6 +56,7 @@ def make_schedule(
         A function from the step, counted from 0, to the rate.
 
     Raises:
+        TypeError: An argument but the name is not a number.
         ValueError: The name is unknown, the warm-up is longer than the run, or a number is out of
             range.
 
@@ -63,11 +65,15 @@ def make_schedule(
     """
     if name not in _SHAPES:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
-    is_sound = isinstance(peak, Tracer) or 0 <= float(peak) < math.inf
+    highest = as_number("peak", peak)
+    is_sound = isinstance(highest, Tracer) or as_finite("peak", highest) >= 0
+    steps, warmup = as_finite("steps", steps), as_finite("warmup", warmup)
+    final_fraction = as_finite("final_fraction", final_fraction)
+    decay_fraction = as_finite("decay_fraction", decay_fraction)
     if not (is_sound and 0 <= warmup <= steps and 0 <= final_fraction <= 1):
         raise ValueError(
-            f"peak {peak}, warmup {warmup}, steps {steps} and final_fraction {final_fraction} must "
-            "have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
+            f"peak {peak}, warmup {warmup:g}, steps {steps:g} and final_fraction {final_fraction} "
+            "must have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
         )
     if not 0 < decay_fraction <= 1:
         raise ValueError(f"decay_fraction is {decay_fraction}; it must be above 0 and at most 1")
@@ -85,7 +91,7 @@ def make_schedule(
 
 
 def warmup_cosine(
-    peak: float | Array, steps: int, *, warmup: int = 0, floor: float = 0.1
+    peak: float | Array, steps: float, *, warmup: float = 0, floor: float = 0.1
 ) -> Schedule:
     """A linear warm-up and a cosine decay, :func:`make_schedule` with ``"cosine"``.
 
@@ -99,6 +105,9 @@ def warmup_cosine(
         A function from the step, counted from 0, to the rate.
 
     Raises:
+        TypeError: As in :func:`make_schedule`.
         ValueError: As in :func:`make_schedule`.
     """
+    if not 0 <= (floor := as_finite("floor", floor)) <= 1:
+        raise ValueError(f"floor is {floor}; it must be from 0 to 1")
     return make_schedule("cosine", peak, steps, warmup=warmup, final_fraction=floor)

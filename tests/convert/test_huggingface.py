@@ -187,6 +187,14 @@ def test_wrong_shape_error_has_both_shapes(gpt2_state_dict, llama_state_dict):
         from_state_dict(llama_state_dict, LLAMA)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_state_dict_of_another_dtype_is_rejected(gpt2_state_dict, dtype):
+    name = "transformer.ln_f.weight"
+    state_dict = {**gpt2_state_dict, name: gpt2_state_dict[name].astype(dtype)}
+    with pytest.raises(ValueError, match=f"{name} has dtype {dtype}; it must be a floating dtype"):
+        from_state_dict(state_dict, GPT2)
+
+
 def test_error_lists_at_most_ten_faults(llama_state_dict):
     with pytest.raises(ValueError) as caught:
         from_state_dict(dict(list(llama_state_dict.items())[:15]), LLAMA)

@@ -1,10 +1,12 @@
 """Checkpoint folders: config.json and safetensors files."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import struct
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from test_huggingface import GPT2, LLAMA, NAMES, TIED, assert_equal, random_params
 
-from jaxllm.convert import huggingface, safetensors_files
+from jaxllm.convert import huggingface, llama2c, llmc, safetensors_files
 from jaxllm.models.common import for_decoding, unstack
+from jaxllm.models.special_tokens import SpecialTokens
 
 
 @pytest.fixture(scope="module")
@@ -456,6 +459,70 @@ def test_save_rejects_invalid_arguments(all_params, tmp_path):
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         huggingface.save(tmp_path / "new", all_params["gpt2"], GPT2, max_shard_bytes=0)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("value", ["False", None, 1.0, [True]], ids=str)
+def test_flags_that_are_no_bools_are_rejected(all_params, tmp_path, value):
+    params = all_params["llama"]
+    for name, call in (
+        ("overwrite", functools.partial(huggingface.save, tmp_path, params, LLAMA)),
+        ("interleaved", functools.partial(llama2c.save, tmp_path / "x.bin", params, LLAMA)),
+        ("interleaved", functools.partial(llama2c.load, tmp_path / "x.bin")),
+    ):
+        with pytest.raises(TypeError, match=f"{name} has .*; it must be a bool"):
+            call(**{name: value})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("int8", "dtype is int8; it must be a floating dtype"),
+        (bool, "dtype is bool; it must be a floating dtype"),
+        ("bf16", "dtype is 'bf16'; it must be a floating dtype"),
+        ("float64", "dtype is float64, which needs jax_enable_x64"),
+    ],
+)
+def test_parameters_of_another_dtype_are_not_loaded(folder, tmp_path, dtype, message):
+    for load in (
+        functools.partial(huggingface.load, folder),
+        functools.partial(huggingface.from_state_dict, {}, LLAMA),
+        functools.partial(llama2c.load, tmp_path / "x.bin"),
+        functools.partial(llmc.load_gpt2, tmp_path / "x.bin"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            load(dtype=dtype)
+
+
+def special_tokens(**ids: Any) -> SpecialTokens:
+    return SpecialTokens(**ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_shard_bytes": "5GB"}, "max_shard_bytes is '5GB'; it must be a number"),
+        ({"special_tokens": special_tokens(eos=2)}, "eos is 2; it must be a tuple of integers"),
+        ({"special_tokens": special_tokens(eos=(2.5,))}, r"eos is 2\.5; it must be an integer"),
+        ({"special_tokens": special_tokens(bos="1")}, "bos is '1'; it must be an integer"),
+        ({"special_tokens": {"eos": (2,)}}, "special_tokens is .*; it must be SpecialTokens"),
+    ],
+)
+def test_save_names_the_argument_of_another_type(all_params, tmp_path, options, message):
+    with pytest.raises(TypeError, match=message):
+        huggingface.save(tmp_path / "new", all_params["llama"], LLAMA, **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_numbers_of_numpy_are_written(all_params, tmp_path):
+    config = dataclasses.replace(
+        LLAMA, vocab_size=np.int64(LLAMA.vocab_size), norm_eps=np.float32(0.5)
+    )
+    ids = special_tokens(bos=np.int64(1), eos=np.array([2, 3]), pad=jnp.int32(4))
+    huggingface.save(tmp_path / "new", all_params["llama"], config, special_tokens=ids)
+    _, found = huggingface.load(tmp_path / "new")
+    assert found == dataclasses.replace(LLAMA, norm_eps=0.5)
+    assert found.special_tokens == SpecialTokens(1, (2, 3), 4)
 
 
 def test_failed_save_leaves_no_folder(all_params, tmp_path, monkeypatch):

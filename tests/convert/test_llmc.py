@@ -134,6 +134,14 @@ def test_dtype_option_casts_parameters(tmp_path, checkpoint, tensors):
     assert (tmp_path / "narrow.bin").read_bytes() == checkpoint_bytes(tensors, 5)
 
 
+def test_parameters_of_two_dtypes_are_written_in_float32(tmp_path, tensors):
+    params = jaxllm_params(tensors)
+    mixed = {**params, "wte": params["wte"].astype("bfloat16")}
+    llmc.save_gpt2(tmp_path / "x.bin", mixed, CONFIG)
+    found, _ = llmc.load_gpt2(tmp_path / "x.bin")
+    assert_equal(found, {**params, "wte": mixed["wte"].astype("float32")})
+
+
 def test_save_gpt2_rejects_invalid_parameters(tmp_path, tensors):
     with pytest.raises(ValueError, match="dtype is float16; it must be float32 or bfloat16"):
         llmc.save_gpt2(tmp_path / "x.bin", training.cast(jaxllm_params(tensors), "float16"), CONFIG)
@@ -292,6 +300,11 @@ def test_check_reports_each_wrong_tensor(checkpoint, tmp_path, capsys):
     assert "18 of 18 exceed 0.001" in capsys.readouterr().out
 
 
+def test_check_has_no_tolerance_of_other_dtypes(checkpoint):
+    with pytest.raises(ValueError, match="dtype is float16; without a tolerance it must be"):
+        llmc_check.check(checkpoint, checkpoint, dtype="float16")
+
+
 def test_check_reports_misuse_in_one_line(checkpoint, capsys):
     with pytest.raises(SystemExit) as caught:
         command_line.main(["check-llmc", str(checkpoint), str(checkpoint)])
@@ -314,6 +327,25 @@ def test_optimizer_state_round_trip(tmp_path, masters):
         assert_equal(state.master, jaxllm_params(trees[2]))
     llmc.write_optimizer_state(copy, state)
     assert copy.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"step": 3.7}, TypeError, r"step is 3\.7; it must be an integer"),
+        ({"step": -1}, ValueError, "step is -1; it must be at least 0 and below"),
+        ({"step": 2**31}, ValueError, "step is 2147483648; it must be at least 0 and below"),
+        ({"v": "int32"}, TypeError, "v/.* has dtype int32; it must be a floating-point array"),
+    ],
+)
+def test_optimizer_state_that_would_change_is_rejected(tmp_path, tensors, changed, error, message):
+    m = jaxllm_params(tensors)
+    state = llmc.OptimizerState(1, m, m, None)
+    if "v" in changed:
+        changed = {"v": jax.tree.map(lambda x: x.astype(changed["v"]), m)}
+    with pytest.raises(error, match=message):
+        llmc.write_optimizer_state(tmp_path / "x.bin", state._replace(**changed))
+    assert not (tmp_path / "x.bin").exists()
 
 
 def test_optimizer_state_of_wrong_shape_is_rejected(tmp_path):
