@@ -1,6 +1,8 @@
 """A training state and its batches on several devices, and in several processes."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +82,49 @@ def test_parse_mesh_rejects_other_texts(text, message):
 def test_make_mesh_rejects_wrong_sizes(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parallel.make_mesh(**options, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize("size", ["8", 1.0, None])
+def test_sizes_of_a_mesh_are_integers(size):
+    with pytest.raises(TypeError, match=f"fsdp is {size!r}; it must be an integer"):
+        parallel.make_mesh(fsdp=size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        parallel.batch_sharding,
+        lambda mesh: parallel.state_shardings(mesh, {"weight": jnp.ones((8, 8))}),
+        lambda mesh: parallel.init_state(mesh, {"weight": jnp.ones((8, 8))}, training.adamw(1.0)),
+    ],
+)
+def test_meshes_without_the_axes_are_rejected(make):
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="mesh has the axes data, model, and no fsdp; make it"):
+        make(mesh)
+
+
+def test_whether_batches_accumulate_is_a_bool():
+    wrong: Any = "no"
+    with pytest.raises(TypeError, match="accumulate has 'no'; it must be a bool"):
+        parallel.batch_sharding(MESH, accumulate=wrong)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=[])
+@dataclasses.dataclass
+class Module:
+    """Parameters that can be called, as a module of Equinox can."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def test_parameters_may_be_a_callable_pytree():
+    mesh = parallel.make_mesh(data=1, devices=jax.devices()[:1])
+    state = parallel.init_state(mesh, Module(jnp.ones((2, 3))), training.adamw(1.0))
+    assert state.params.weight.shape == (2, 3)
 
 
 # The mesh axes of the dimensions of each array, without the layer axis of stacked blocks.

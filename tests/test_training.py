@@ -379,6 +379,7 @@ def test_whether_to_detect_anomalies_is_a_bool():
         ({"compute_dtype": "int32"}, TypeError, "compute_dtype is int32; it must be a floating"),
         ({"float8_counts": "no"}, TypeError, "float8_counts has 'no'; it must be a bool"),
         ({"overlap": None}, TypeError, "overlap has None; it must be a bool"),
+        ({"shardings": {}}, TypeError, "shardings has type dict; it must be a TrainState"),
     ],
 )
 def test_make_train_step_rejects_invalid_arguments(wrong, error, message):

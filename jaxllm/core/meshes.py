@@ -66,6 +66,12 @@ def reshard(x: Any, mesh: Any, spec: P) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, full))
 
 
+def whole(x: Any) -> Any:
+    """The array in a type without shards, for an addition that JAX refuses in two shardings."""
+    sharding = None if x is None else explicit_sharding(x)
+    return x if sharding is None else reshard(x, sharding.mesh, P())
+
+
 def placed(tree: Any, shardings: Any) -> Any:
     """The arrays of a tree in shardings of meshes: types have them, or on Auto axes XLA is told."""
 

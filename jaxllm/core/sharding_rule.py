@@ -34,6 +34,8 @@ class ShardingRule:
             ``D'``: that of a weight must not reach the activations.
         sharded: The names along which the op may be sharded. Of all others each device has the
             whole; XLA gathers what is sharded along them.
+        broadcast: Names along which an argument of size 1 serves all shards of the others, such as
+            one key head: its gradient is summed over them.
         backward_on_shards: Whether the backward runs on shards too. False where ``jax.numpy``
             alone computes it, which XLA can split.
         local: ``local(function, shard, *args)`` is what a device computes where that is more than
@@ -44,6 +46,7 @@ class ShardingRule:
 
     dims: str
     sharded: str = "..."
+    broadcast: str = ""
     backward_on_shards: bool = True
     local: Callable[..., Any] | None = None
     local_backward: Callable[..., Any] | None = None

@@ -341,17 +341,27 @@ def make_layout(call: Call, leaves: Sequence[Any], trace: Trace) -> Layout:
     sizes: dict[str, int] = {}
     for name, size in extents:
         sizes[name] = max(size, sizes.get(name, 1))
+    sums = [of_result for _, of_result in described]
     for kind, of, arrays in (("operand", operands, leaves), ("result", results, fresh)):
         for i, leaf in enumerate(arrays):
+            shape = array_of(leaf).shape
+            ones = {
+                dim: base_name(name)
+                for dim, (name, size) in enumerate(zip(of[i], shape, strict=True))
+                if size == 1 < sizes[base_name(name)]
+            }
+            if kind == "result" and call.gradients is not None:
+                sums[i] |= shardable.intersection(call.rule.broadcast.split(), ones.values())
             of[i] = tuple(
-                whole_name(f"{kind}{i}", dim) if size == 1 < sizes[base_name(name)] else name
-                for dim, (name, size) in enumerate(zip(of[i], array_of(leaf).shape, strict=True))
+                whole_name(f"{kind}{i}", dim) if dim in ones else name
+                for dim, name in enumerate(of[i])
             )
     extents = [(name, size) for name, size in extents if size > 1 or sizes[name] == 1]
     renamed = set(map(base_name, itertools.chain(*operands, *results))) - sizes.keys()
     extents += [(name, 1) for name in sorted(renamed)]
-    sums = tuple(of_result for _, of_result in described)
-    return Layout(call, tuple(operands), tuple(results), sums, tuple(extents), frozenset(shardable))
+    return Layout(
+        call, tuple(operands), tuple(results), tuple(sums), tuple(extents), frozenset(shardable)
+    )
 
 
 def _describe_gradients(call: Call, trace: Trace) -> list[tuple[Names, frozenset[str]]]:

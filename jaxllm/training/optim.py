@@ -282,7 +282,7 @@ def update_in_place(
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
     masters = leaves_like("state.master", master, params, "params", optional=True)
     ms, vs = (leaves_like(f"state.{x}", of, params, "params") for x, of in (("m", m), ("v", v)))
-    mask = promotion.callback(mask)(params) if _is_function(mask) else mask
+    mask = promotion.callback(mask)(params) if is_function(mask) else mask
     decays = mask_leaves("mask", mask, params, "params")
     lr, decay = (_at_step(value, count) for value in (learning_rate, weight_decay))
     copies: list[Any] = [None] * len(leaves)
@@ -384,9 +384,9 @@ def _check_masters(master: Params, params: Params) -> None:
             )
 
 
-def _is_function(mask: Any) -> bool:
-    """Whether a mask is a function, by optax's test: a callable pytree (Equinox) is not one."""
-    return callable(mask) and all(map(callable, jax.tree.leaves(mask)))
+def is_function(value: Any) -> bool:
+    """Whether a value is a function, by optax's test: a callable pytree (Equinox) is not one."""
+    return callable(value) and all(map(callable, jax.tree.leaves(value)))
 
 
 def _is_narrow(x: ArrayLike) -> bool:

@@ -52,8 +52,8 @@ from jaxtyping import Array
 
 from jaxllm.core.meshes import ROW_AXES
 from jaxllm.models.common import unstack
-from jaxllm.ops.checks import as_bool
-from jaxllm.training.optim import Optimizer
+from jaxllm.ops.checks import as_bool, as_integer
+from jaxllm.training.optim import Optimizer, is_function
 from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
 from jaxllm.training.step import Params, TrainState
 from jaxllm.training.step import init_state as init_on_one_device
@@ -123,6 +123,7 @@ def make_mesh(
         The mesh. It has all axes; an axis that is not used has size 1.
 
     Raises:
+        TypeError: A size is no integer.
         ValueError: The sizes do not multiply to the number of devices, a size is not -1 or at least
             1, several are -1, or ``axis_type`` is unknown.
     """
@@ -133,6 +134,7 @@ def make_mesh(
     count = len(devices)
     sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
     for axis, size in sizes.items():
+        sizes[axis] = size = as_integer(axis, size)
         if size < 1 and size != -1:
             raise ValueError(f"{axis} is {size}; it must be at least 1, or -1 for what remains")
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "data=1"
@@ -162,9 +164,24 @@ def batch_sharding(mesh: Mesh | AbstractMesh, *, accumulate: bool = True) -> Nam
     Args:
         mesh: The mesh from :func:`make_mesh`.
         accumulate: Whether the arrays have the shape (accumulate, B, T); otherwise (B, T).
+
+    Raises:
+        TypeError: ``accumulate`` is no bool.
+        ValueError: The mesh lacks an axis of :func:`make_mesh`.
     """
+    _check_mesh(mesh)
+    leading = [None] * as_bool("accumulate", accumulate)
     context = "context" if mesh.shape["context"] > 1 else None
-    return NamedSharding(mesh, P(*[None] * accumulate, _OF_BATCH, context))
+    return NamedSharding(mesh, P(*leading, _OF_BATCH, context))
+
+
+def _check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError where a mesh lacks an axis of :func:`make_mesh`."""
+    if missing := [axis for axis in AXES if axis not in mesh.shape]:
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(str, mesh.axis_names))}, and no {missing[0]}; make "
+            "it with make_mesh, which gives an axis that is not used the size 1"
+        )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -200,7 +217,11 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
     Returns:
         A tree of ``NamedSharding``. Each spec has an entry for each dimension, so that the results
         of a step are the same to ``jax.jit`` as its arguments, and it compiles once.
+
+    Raises:
+        ValueError: The mesh lacks an axis of :func:`make_mesh`.
     """
+    _check_mesh(mesh)
     fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
     has_copy = isinstance(state, TrainState) and state.copy is not None
     several = tuple(axis for axis in _COPIES if mesh.shape[axis] > 1)
@@ -271,7 +292,9 @@ def init_state(
 
     Raises:
         TypeError: As in :func:`jaxllm.training.init_state`, or ``unroll`` is no bool.
+        ValueError: The mesh lacks an axis of :func:`make_mesh`.
     """
+    _check_mesh(mesh)
     options: Any = {"copy_dtype": copy_dtype, "detect_anomalies": detect_anomalies}
     create, given = _creation(mesh, params, optimizer, as_bool("unroll", unroll), options)
     with jax.set_mesh(with_auto_axes(mesh)):
@@ -312,7 +335,7 @@ def _creation(
 
     auto = with_auto_axes(mesh)
     with jax.set_mesh(auto):
-        given = () if callable(params) else (put(state_shardings(auto, params), params),)
+        given = () if is_function(params) else (put(state_shardings(auto, params), params),)
         shardings = state_shardings(auto, jax.eval_shape(create, *given))
     return jax.jit(create, out_shardings=shardings), given
 

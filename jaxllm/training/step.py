@@ -249,7 +249,8 @@ def make_train_step(
 
     Raises:
         TypeError: ``compute_dtype`` is not a floating dtype, ``learning_rate`` or a limit is not a
-            number, or ``float8_counts`` or ``overlap`` is no bool.
+            number, ``float8_counts`` or ``overlap`` is no bool, or ``shardings`` is no
+            :class:`TrainState`.
         ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function,
             ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
             ``float8_counts``.
@@ -263,6 +264,12 @@ def make_train_step(
     float8_counts, overlap = as_bool("float8_counts", float8_counts), as_bool("overlap", overlap)
     if learning_rate is not None and not callable(learning_rate):
         as_finite_number("learning_rate", learning_rate)
+    if shardings is not None and not isinstance(shardings, TrainState):
+        kind = type(shardings).__name__
+        raise TypeError(
+            f"shardings has type {kind}; it must be a TrainState of shardings, which "
+            "parallel.state_shardings(mesh, state) returns"
+        )
     if max_underflow is not None and not float8_counts:
         raise ValueError(
             f"max_underflow is {max_underflow} and float8_counts False; it needs the counts"

@@ -369,6 +369,12 @@ CALLS = [
         undeclared=("v", "H"), context=("B T N 4H", "B T N 2H"), name="narrow_values",
         is_large=True,
     ),
+    # Each shard of the queries' heads reads the one key head, whose gradient is a sum over them.
+    Call(
+        "flash_attention", _of("flash_attention", causal=True),
+        {"q": "B T 3N H", "k": "B T 1 H", "v": "B T 1 H"}, "T B N", context=("B T H",),
+        name="one_kv_head", is_large=True,
+    ),
     # Eight devices divide the heads of the queries and not those of the keys.
     Call(
         "flash_attention", _of("flash_attention", causal=True),

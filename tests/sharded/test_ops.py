@@ -1,19 +1,25 @@
 """Every op on sharded arrays against the same call on one device."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from calls import (
+    ALL,
     CALLS,
     collectives,
     expected,
     make_mesh,
+    on_one_device,
     put,
     same_shardings,
     value_and_gradients,
 )
+from jax.sharding import PartitionSpec as P
 
-from jaxllm import testing
+from jaxllm import ops, testing
 from jaxllm.core import shards
+from jaxllm.ops.block import residual
 
 KINDS = ("Auto", "Explicit")
 
@@ -90,3 +96,44 @@ def test_outputs_without_gradients_match_one_device_under_fsdp(kind):
         testing.assert_close(
             jax.device_get(actual), expected(calls[name])[0], calls[name].dtype, what=name
         )
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.* gathers operand")  # the gradient of the output
+def test_one_key_head_in_parts_is_whole_where_the_output_is_sharded():
+    sinks = jnp.zeros(8)
+    calls = {
+        "attention": lambda qkv: ops.flash_attention_packed(qkv, 8, 1),
+        "sinks": lambda qkv: ops.flash_attention_packed(qkv, 8, 1, sinks=sinks),
+        "repeat_kv": lambda qkv: ops.repeat_kv(qkv[:, :, 0], 8).reshape(*qkv.shape[:2], 32),
+    }
+    arrays = {"qkv": normal(2, 4, 10, 1, 4), "weight": normal(32, 8)}
+
+    def loss(arrays, call):
+        return jnp.sum(jnp.square(calls[call](arrays["qkv"]) @ arrays["weight"]))
+
+    def run(arrays):
+        return {call: jax.value_and_grad(loss)(arrays, call) for call in calls}
+
+    # XLA shards the output as the rows of the weight.
+    given = put(make_mesh("Auto"), arrays, {"qkv": P(), "weight": P(ALL)})
+    found = jax.jit(run)(given)
+    testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "float32")
+
+
+def test_residual_adds_a_bias_that_is_sharded_as_the_rows():
+    mesh, arrays = make_mesh("Explicit"), {"x": normal(8, 4, 16), "bias": normal(16)}
+
+    def loss(arrays):
+        h = ops.residual(arrays["x"])
+        h = residual.carry(h, h.x, branch=(2 * h.x, arrays["bias"]))
+        return jnp.sum(jnp.square(h.x))
+
+    run = jax.value_and_grad(loss)
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(put(mesh, arrays, {"x": P(ALL), "bias": P(ALL)}))
+    assert found[1]["bias"].sharding.spec == P(ALL)
+    testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "float32")

@@ -134,6 +134,16 @@ def test_global_norm_counts_each_element_once(kind):
     assert {kind for kind, _ in collectives(program)} == {"all-reduce"}
 
 
+def test_global_norm_passes_no_empty_array_to_a_kernel():
+    tree = [np.ones((16, 9), np.float32), np.zeros((0, 4), np.float32)]
+    program = jax.jit(ops.global_norm).trace(tree)
+    calls = [e for e in program.jaxpr.eqns if e.primitive.name.startswith("custom_")]
+    assert calls
+    assert all(0 not in v.aval.shape for e in calls for v in e.invars)
+    assert ops.global_norm(tree) == 12
+    assert ops.global_norm(tree[1:]) == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_stochastic_rounding_under_vmap_is_the_same_bits(kind):
     mesh = make_mesh(kind)

@@ -27,7 +27,7 @@ from jaxllm.ops.attention.arguments import (
 )
 from jaxllm.ops.attention.packing import is_by_parts
 from jaxllm.ops.attention.rotated import rotation_of, takes_rotated
-from jaxllm.ops.checks import as_bool, check_shape
+from jaxllm.ops.checks import as_bool, check_floating, check_shape
 from jaxllm.ops.rotary.packed import rope_packed
 from jaxllm.ops.window import Window
 
@@ -174,6 +174,7 @@ def flash_attention(
         >>> q = jax.random.normal(jax.random.key(0), (2, 1024, 12, 64), jnp.bfloat16)
         >>> out = jaxllm.ops.flash_attention(q, q, q, causal=True)
     """
+    check_floating(q=q, k=k, v=v)
     check_arrays(q, k, v)
     arrays = (q, k, v, check_segment_ids(q, k, segment_ids), check_rope_table(q, k, rope_table))
     options = make_options(causal, scale, window, softcap, q.shape[-1], interleaved)
@@ -358,6 +359,7 @@ def flash_attention_float8(
     check_arrays(q, k, v)
     check_shape("v", v, k.shape, "the shape of k")
     for name, array, heads in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, k)):
+        check_floating(**{f"{name}_scale": array})
         check_shape(f"{name}_scale", array, heads.shape[2:3], f"the heads of {name}")
         if array.dtype != jnp.float32:
             raise TypeError(f"{name}_scale has dtype {array.dtype}; it must be float32")
@@ -425,6 +427,7 @@ def _packed_backward_on_shards(function, shard, residuals, dout):
 _SHARDING = ShardingRule(
     "B T N H, B T N H, B T N Hv, [B T | B T], [B T R | B T R] -> B T N Hv; B N T",
     "B T N",
+    broadcast="N",
     local=_forward_on_shards,
     local_backward=_backward_on_shards,
 )
@@ -438,23 +441,37 @@ _flash_attention, _flash_attention_of_one = (
     # One query or one key is no sequence to shard, whatever the other's length.
     for sharding in (_SHARDING, dataclasses.replace(_SHARDING, sharded="B N"))
 )
+
+
+def _packed_sharding(*, by_parts: bool, has_lse: bool):
+    """The sharding of attention over a projection, by its options."""
+
+    def sharding(options) -> ShardingRule:
+        qkv, out, sinks = ("B T _ N _", "B T N", "N") if by_parts else ("B T P", "B T E", "_")
+        arrays = f"{qkv}, [B T | B T], [B T R | B T R]"
+        is_split = by_parts and options.kv_heads > 1  # one key head has no shards
+        sharded = "B T N" if is_split else "B T"
+        if has_lse:
+            return ShardingRule(f"{arrays}, {sinks} -> {out}, B N T", sharded)
+        return ShardingRule(
+            f"{arrays} -> {out}; B N T",
+            sharded,
+            local=_packed_forward_on_shards,
+            local_backward=_packed_backward_on_shards,
+        )
+
+    return sharding
+
+
 _flash_attention_packed, _flash_attention_by_parts = (
     differentiable(
         FLASH_ATTENTION_PACKED,
         saves=lambda qkv, segments, table, out, lse: (qkv, out, lse, segments, table),
-        sharding=ShardingRule(
-            dims,
-            sharded,
-            local=_packed_forward_on_shards,
-            local_backward=_packed_backward_on_shards,
-        ),
+        sharding=_packed_sharding(by_parts=by_parts, has_lse=False),
         arrange=lambda *saved_and_dout: _dout_first(saved_and_dout, 3),
         name="flash_attention",
     )
-    for dims, sharded in (
-        ("B T P, [B T | B T], [B T R | B T R] -> B T E; B N T", "B T"),
-        ("B T _ N _, [B T | B T], [B T R | B T R] -> B T N; B N T", "B T N"),
-    )
+    for by_parts in (False, True)
 )
 _flash_attention_with_lse, _flash_attention_of_one_with_lse = (
     with_lse.make_rule(
@@ -463,18 +480,18 @@ _flash_attention_with_lse, _flash_attention_of_one_with_lse = (
         sharding=ShardingRule(
             "B T N H, B T N H, B T N Hv, [B T | B T], [B T R | B T R], N -> B T N Hv, B N T",
             sharded,
+            broadcast="N",
         ),
     )
     for sharded in ("B T N", "B N")
 )
 _flash_attention_packed_with_lse, _flash_attention_by_parts_with_lse = (
     with_lse.make_rule(
-        FLASH_ATTENTION_PACKED, FLASH_ATTENTION, sharding=ShardingRule(dims, sharded)
+        FLASH_ATTENTION_PACKED,
+        FLASH_ATTENTION,
+        sharding=_packed_sharding(by_parts=by_parts, has_lse=True),
     )
-    for dims, sharded in (
-        ("B T P, [B T | B T], [B T R | B T R], _ -> B T E, B N T", "B T"),
-        ("B T _ N _, [B T | B T], [B T R | B T R], N -> B T N, B N T", "B T N"),
-    )
+    for by_parts in (False, True)
 )
 # Sequences and heads may share the bias. Each query has a row of it, for all keys.
 _flash_attention_with_bias = {
@@ -486,6 +503,7 @@ _flash_attention_with_bias = {
             f"{'_' if one_sequence else 'B'} {'_' if one_head else 'N'} T _, "
             "[B T | B T], [B T R | B T R], N -> B T N Hv, B N T",
             "B N" if is_one else "B T N",
+            broadcast="N",
         ),
     )
     for one_sequence in (False, True)

@@ -97,7 +97,10 @@ def repeat_kv(
     groups = as_integer("groups", groups)
     if groups < 1:
         raise ValueError(f"groups is {groups}; it must be at least 1")
-    return _repeat_kv(x, backend=resolve(backend), options=_RepeatOptions(groups))
+    options = _RepeatOptions(groups)
+    if x.shape[-2] == 1:  # one head has no shards, although its copies might
+        return _repeat_one(x, backend=resolve(backend), options=options)
+    return _repeat_kv(x, backend=resolve(backend), options=options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,9 @@ class _RepeatOptions:
 _softmax = differentiable(
     SOFTMAX, saves=lambda x, out: (out,), sharding=ShardingRule("... T S -> ... T S")
 )
-_repeat_kv = differentiable(
-    REPEAT_KV, saves=lambda x, out: (), sharding=ShardingRule("... K H -> ... K H", "... K")
+_repeat_kv, _repeat_one = (
+    differentiable(
+        REPEAT_KV, saves=lambda x, out: (), sharding=ShardingRule("... K H -> ... K H", sharded)
+    )
+    for sharded in ("... K", "...")
 )

@@ -27,13 +27,16 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import context, packing
 
 
-def make_rule(op: Op, op_of_piece: Op, *, sharding: ShardingRule) -> Callable[..., Any]:
+def make_rule(
+    op: Op, op_of_piece: Op, *, sharding: ShardingRule | Callable[[Any], ShardingRule]
+) -> Callable[..., Any]:
     """The function of an op of attention that returns ``(out, lse)``, with its derivative rule.
 
     Args:
         op: The op: of queries, keys and values, or of a projection that holds them.
         op_of_piece: The op of queries, keys and values, for a sequence in shards.
-        sharding: How the op may be sharded, of the arrays that the function takes.
+        sharding: How the op may be sharded, of the arrays that the function takes; or a function
+            of the options.
 
     Returns:
         ``fn(*given, segments, rope_table, sinks, backend=, options=)``, where ``given`` are the

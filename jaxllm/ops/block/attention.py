@@ -441,12 +441,17 @@ def without_normalized(block: Callable[..., Any]) -> Callable[..., Any]:
     return of_x
 
 
+def _sharded(options: _BlockOptions | _SelfAttentionOptions) -> str:
+    """The names along which a projection may be sharded; one key head has no shards."""
+    return "B T K" if options.by_parts and options.attention.kv_heads > 1 else "B T"
+
+
 def _block_sharding(options: _BlockOptions) -> ShardingRule:
     columns, heads, rows = ("_ K _", "K", "K'") if options.by_parts else ("_", "_", "_")
     return ShardingRule(
         f"B T _, [B T _ | B T | B T], _, _, _ {columns}, {columns}, {rows} _, _, [B T | B T]"
         f" -> B T _, B T _, B T, B T; ?B T _, ?B T, B T {columns}, B T {heads}, B {heads} T",
-        "B T K" if options.by_parts else "B T",
+        _sharded(options),
     )
 
 
@@ -552,7 +557,7 @@ def _self_attention_sharding(options: _SelfAttentionOptions) -> ShardingRule:
     columns, heads = ("_ K _", "K") if options.by_parts else ("_", "_")
     return ShardingRule(
         f"B T _, _ {columns}, {columns}, [B T | B T] -> B T {heads}; B T {columns}, B {heads} T",
-        "B T K" if options.by_parts else "B T",
+        _sharded(options),
     )
 
 
