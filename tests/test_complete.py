@@ -116,9 +116,11 @@ def test_a_stop_token_ends_a_text_and_no_other(model, config):
     (out,) = complete(model, params, PROMPTS[:1], **options, stop_tokens=stop)
     assert out.tolist() == stopped[0].tolist()
     # Those that the model's checkpoint names, unless the caller wants none.
-    named = dataclasses.replace(config, special_tokens=SpecialTokens(eos=(60, stop)))
-    options |= {"config": named}
-    assert list(stream(model, params, PROMPTS[0], **options)) == stopped[0].tolist()
+    for ends in (stop, [60, stop], (60, stop)):
+        eos: Any = ends
+        named = dataclasses.replace(config, special_tokens=SpecialTokens(eos=eos))
+        options |= {"config": named}
+        assert list(stream(model, params, PROMPTS[0], **options)) == stopped[0].tolist()
     (out,) = complete(model, params, PROMPTS[:1], **options)
     assert out.tolist() == stopped[0].tolist()
     (out,) = complete(model, params, PROMPTS[:1], **options, stop_tokens=())
@@ -232,11 +234,31 @@ def test_tokens_beyond_the_pages_of_a_sequence_are_not_stored():
         (GPT2, [4], 0, ValueError, "page_size is 0; it must be at least 1"),
         (GPT2, [4], 2.5, TypeError, "page_size is 2.5; it must be an integer"),
         (GPT2, [4, -1], 2, ValueError, "max_lengths has -1; the least is 0"),
+        (GPT2, 4, 2, TypeError, "max_lengths is 4; it must have an integer a sequence"),
     ],
 )
 def test_wrong_pages_are_errors(config, lengths, page, kind, message):
     with pytest.raises(kind, match=message):
         init_paged_cache(config, lengths, page, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_length", "dtype", "kind", "message"),
+    [
+        (1, 8.0, "float32", TypeError, "max_length is 8.0; it must be an integer"),
+        (1, -1, "float32", ValueError, "max_length is -1; it must be at least 0"),
+        (-1, 8, "float32", ValueError, "batch is -1; it must be at least 0"),
+        (1, 8, "int32", TypeError, "dtype is int32; it must be int8, or floating-point"),
+        (1, 8, "float8_e4m3fn", TypeError, "dtype is float8_e4m3fn; it must be int8, or float"),
+        (1, 8, "half a byte", TypeError, "dtype is 'half a byte'; it must be int8, or float"),
+    ],
+)
+def test_wrong_caches_are_errors(batch, max_length, dtype, kind, message):
+    with pytest.raises(kind, match=message):
+        init_cache(GPT2, batch, max_length, dtype)
+    if message.startswith("dtype"):
+        with pytest.raises(kind, match=message):
+            init_paged_cache(GPT2, [max_length], 4, dtype)
 
 
 def test_pages_come_without_a_max_length():
@@ -301,6 +323,9 @@ def test_top_p_keeps_the_fewest_likeliest():
     np.testing.assert_allclose(drawn, probabilities, atol=0.03)
 
 
+TEXT: Any = ("</s>",)  # an id is an integer
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -322,19 +347,34 @@ def test_top_p_keeps_the_fewest_likeliest():
             {"key": jax.random.split(jax.random.key(0))},
             r"key has shape \(2,\); it must be a single",
         ),
+        ({"key": np.zeros(3, np.uint32)}, r"key has shape \(3,\); it must be a single key"),
+        ({"prompts": [[1, [2]]]}, "prompt 0 has rows of unequal lengths"),
+        (
+            {"stop_tokens": [1, [2]]},
+            r"stop_tokens is \[1, \[2\]\]; it must be an integer or a list",
+        ),
+        (
+            {"config": dataclasses.replace(GPT2, special_tokens=SpecialTokens(eos=TEXT))},
+            r"config.special_tokens.eos is \('</s>',\); it must be an integer or a list",
+        ),
+        ({"config": dataclasses.replace(GPT2, layers=1)}, "params has 2 layers; it must have 1"),
+        (
+            {"config": dataclasses.replace(GPT2, heads=4)},
+            r"params has a qkv weight of shape \(..., 3, 2, 16\); it must be \(..., 3, 4, 8\)",
+        ),
         ({"stop_tokens": [[1]]}, r"stop_tokens is \[\[1\]\]; it must be an integer or a list"),
     ],
 )
 def test_refuses(wrong, message):
-    options = {"prompts": [[1]], "max_new_tokens": 3, "temperature": 0.0} | wrong
+    options = {"prompts": [[1]], "config": GPT2, "max_new_tokens": 3, "temperature": 0.0} | wrong
     prompts = options.pop("prompts")
     model: Any = gpt2
     params = random_params(model, GPT2)
     with pytest.raises(ValueError, match=message):
-        complete(model, params, prompts, config=GPT2, **options)
+        complete(model, params, prompts, **options)
     if len(prompts) == 1:
         with pytest.raises(ValueError, match=message):
-            stream(model, params, prompts[0], config=GPT2, **options)
+            stream(model, params, prompts[0], **options)
 
 
 @functools.cache
@@ -408,6 +448,48 @@ def test_options_of_other_types_are_errors(wrong, message):
             run(model, params, prompts, **options)
 
 
+def test_prompts_that_are_no_sequence_are_an_error():
+    model, prompts = gpt2, 3
+    given: Any = model, random_params(model, GPT2), prompts
+    with pytest.raises(TypeError, match="prompts has type int; it must be a sequence of prompts"):
+        complete(*given, config=GPT2, max_new_tokens=3, temperature=0)
+
+
+def test_a_cache_of_another_dtype_than_the_model_is_an_error():
+    model: Any = gpt2
+    params, tokens = random_params(model, GPT2), jnp.ones((1, 2), int)
+    caches: list[Any] = [
+        init_cache(GPT2, 1, 8, jnp.float16),
+        init_paged_cache(GPT2, [8], 4, jnp.float16),
+    ]
+    for cache in caches:
+        message = "the cache of layer 0 has dtype float16; it must have the dtype of the model's"
+        with pytest.raises(TypeError, match=message):
+            prefill(gpt2, params, tokens, jnp.array([2]), GPT2, cache)
+        with pytest.raises(TypeError, match=message):
+            decode_step(gpt2, params, tokens[:, 0], GPT2, cache)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 1}, "params has 2 layers; it must have 1, as config has"),
+        ({"layers": 3}, "params has 2 layers; it must have 3, as config has"),
+        ({"qk_norm": True}, "params has no 'q_norm' in attention; config.qk_norm is True"),
+    ],
+)
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_parameters_of_another_config_are_errors(changes, message, is_laid_out):
+    config = dataclasses.replace(LLAMA3, **changes)
+    model: Any = llama3
+    params, cache = random_params(model, LLAMA3), init_cache(config, 1, 8, jnp.float32)
+    params = for_decoding(params) if is_laid_out else params
+    with pytest.raises(ValueError, match=message):
+        decode_step(llama3, params, jnp.ones(1, int), config, cache)
+    with pytest.raises(ValueError, match=message):
+        prefill(llama3, params, jnp.ones((1, 2), int), jnp.array([2]), config, cache)
+
+
 def test_numbers_of_jax_are_options():
     model: Any = gpt2
     params = random_params(model, GPT2)
@@ -431,6 +513,7 @@ def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
     refuse(
         r"tokens has shape \(2, 9\), prompts of 9; the cache has max_length 8", ones((2, 9)), [9, 1]
     )
+    refuse(r"tokens has shape \(2, 0\); a prompt has at least one token", ones((2, 0)), [0, 0])
     refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
     refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])
     refuse(r"lengths has shape \(3,\); it must be \(2,\)", ones((2, 4)), [4, 4, 4])

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from typing import Any
 
 import generate as example
 import jax
@@ -10,8 +11,10 @@ import tokenizers
 
 from jaxllm.convert import huggingface
 from jaxllm.inference.generate import generate
+from jaxllm.inference.sampling import sample
 from jaxllm.models import gpt2
 
+GREEDY: dict[str, Any] = {"temperature": 0}
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=2, heads=2, width=32)
 PARAMS = gpt2.init(jax.random.key(0), CONFIG)
 
@@ -129,7 +132,14 @@ def test_top_k_keeps_k_tokens_and_their_odds():
         ({"prompt_tokens": 3}, "shape \\(\\)"),
         ({"prompt_tokens": [1, 5]}, "prompt_tokens has tokens from 1 to 5; .* from 0 to 4"),
         ({"prompt_tokens": [[1], [-1]]}, "prompt_tokens has tokens from -1"),
-        ({"prompt_tokens": [1.0, 2.0]}, "prompt_tokens has dtype float32; it must be integers"),
+        ({"prompt_tokens": [1.0, 2.0]}, "prompt_tokens has dtype float64; it must be integers"),
+        # JAX would keep the lower 32 bits of these.
+        ({"prompt_tokens": np.array([2**32 + 3])}, "prompt_tokens has tokens from 4294967299"),
+        ({"prompt_tokens": [1, 2**40]}, "prompt_tokens has tokens from 1 to 1099511627776"),
+        ({"prompt_tokens": [1, 2**70]}, "prompt_tokens has dtype object; it must be integers"),
+        ({"prompt_tokens": [[1, 2], [3]]}, "prompt_tokens has rows of unequal lengths"),
+        ({"prompt_tokens": None}, "prompt_tokens has shape \\(\\); it must be"),
+        ({"key": np.zeros(3, np.uint32)}, "key has shape \\(3,\\); it must be a single key"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0"),
         ({"temperature": -0.1}, "temperature is -0.1"),
@@ -141,6 +151,30 @@ def test_refuses(wrong, message):
     options = {"prompt_tokens": [1], "max_new_tokens": 1, "key": jax.random.key(0), **wrong}
     with pytest.raises(ValueError, match=message):
         generate(count_forward, None, config=Toy(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (ValueError, r"logits has shape \(8,\); it must be \(B, V\)", {"logits": ROW}),
+        (TypeError, "logits has dtype int32", {"logits": jnp.ones((1, 8), jnp.int32)}),
+        (ValueError, "top_k is 0; it must be at least 1", {"top_k": 0}),
+        (TypeError, "top_k is 2.0; it must be an integer", {"top_k": 2.0}),
+        (ValueError, "top_p is 1.5; it must be above 0", {"top_p": 1.5}),
+        (TypeError, "top_p is 'all'; it must be a number", {"top_p": "all"}),
+    ],
+)
+def test_sample_refuses(kind, message, options):
+    options = {"logits": ROW[None], "temperature": jnp.ones(()), "top_k": None, **options}
+    with pytest.raises(kind, match=message):
+        sample(**options, key=jax.random.key(0))
+
+
+def test_a_traced_prompt_is_taken():
+    def run(token):
+        return generate(count_forward, None, [token, 1], config=Toy(), max_new_tokens=1, **GREEDY)
+
+    assert jax.jit(run)(3).tolist() == [3, 1, 2]
 
 
 def test_numbers_of_jax_are_options():

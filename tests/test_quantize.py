@@ -1,6 +1,7 @@
 """Models with int8 weights."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxllm import data, ops, training
 from jaxllm.inference.generate import complete
 from jaxllm.inference.quantize import quantize_params, size_in_bytes
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.common import in_usual_order, unstack
+from jaxllm.models.common import for_decoding, in_usual_order, unstack
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=32, layers=2, heads=2, width=128)
 LLAMA3 = llama3.Llama3Config(
@@ -141,6 +142,45 @@ def test_it_takes_a_quarter_of_the_memory():
     int8 = quantize_params(params)
     before = {"blocks": params["blocks"]}
     assert size_in_bytes({"blocks": int8["blocks"]}) < 0.28 * size_in_bytes(before)
+
+
+class Frozen(Mapping):
+    """A mapping that is no dict and has no ``|``, as Flax's ``FrozenDict`` once was."""
+
+    def __init__(self, items):
+        self.items_of = {
+            name: Frozen(value) if isinstance(value, dict) else value
+            for name, value in dict(items).items()
+        }
+
+    def __getitem__(self, name):
+        return self.items_of[name]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+jax.tree_util.register_pytree_node(
+    Frozen,
+    lambda tree: (list(tree.values()), tuple(tree)),
+    lambda names, values: Frozen(zip(names, values, strict=True)),
+)
+
+
+@pytest.mark.parametrize("form", [quantize_params, for_decoding, unstack])
+def test_parameters_may_be_in_any_mapping(form):
+    params = llama3.init(jax.random.key(0), LLAMA3)
+    found, expected = form(Frozen(params)), form(params)
+    weights = [[x.shape for x in jax.tree.leaves(tree)] for tree in (found, expected)]
+    assert sorted(weights[0]) == sorted(weights[1])
+    assert num_int8(found) == num_int8(expected)
+
+
+def num_int8(tree):
+    return sum(x.dtype == jnp.int8 for x in jax.tree.leaves(tree))
 
 
 def test_refuses():

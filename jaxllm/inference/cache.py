@@ -32,7 +32,13 @@ from jaxllm.models.common import (
     next_logits,
     window_within,
 )
-from jaxllm.ops.checks import check_integer, check_shape, is_certain
+from jaxllm.ops.checks import (
+    as_integer,
+    check_integer,
+    check_same_dtype,
+    check_shape,
+    is_certain,
+)
 from jaxllm.ops.gemm.api import FEW_ROWS
 from jaxllm.ops.window import is_ring
 
@@ -99,8 +105,15 @@ def init_cache(config: Shape, batch: int, max_length: int, dtype: DTypeLike) -> 
             has room for as many as that.
         dtype: That of the model's parameters, or int8, which has a float32 scale for each token and
             head.
+
+    Raises:
+        TypeError: ``batch`` or ``max_length`` is no integer, or ``dtype`` neither floating-point
+            nor int8.
+        ValueError: ``batch`` or ``max_length`` is below 0.
     """
-    int8 = jnp.dtype(dtype) == jnp.int8
+    batch, max_length = _as_size("batch", batch), _as_size("max_length", max_length)
+    dtype = paged_cache.as_cache_dtype(dtype)
+    int8 = dtype == jnp.int8
 
     def arrays(dtype: DTypeLike, *widths: int) -> tuple[Array, ...]:
         return tuple(
@@ -115,6 +128,15 @@ def init_cache(config: Shape, batch: int, max_length: int, dtype: DTypeLike) -> 
         arrays(jnp.float32) if int8 else (),
         jnp.zeros(batch, jnp.int32),
     )
+
+
+def _as_size(name: str, size: Any) -> Any:
+    if jax.export.is_symbolic_dim(size):
+        return size
+    size = as_integer(name, size)
+    if size < 0:
+        raise ValueError(f"{name} is {size}; it must be at least 0")
+    return size
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -153,11 +175,12 @@ def prefill(
         The logits of the token after each prompt, and the cache.
 
     Raises:
-        TypeError: ``tokens`` or ``lengths`` is not an array of an integer dtype.
+        TypeError: ``tokens`` or ``lengths`` is not an array of an integer dtype, or the cache is
+            neither int8 nor of the dtype that the model computes in.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache is of another
-            number of sequences, or T is beyond the model's maximum, or that of a layer of the cache
-            without a window; or a layer of the cache has more slots than its window; or the cache
-            has other layers or heads than ``config``.
+            number of sequences, or T is 0, or beyond the model's maximum, or that of a layer of the
+            cache without a window; or a layer of the cache has more slots than its window; or the
+            cache or ``params`` have other layers or heads than ``config``.
     """
     _check_prompts(tokens, lengths, config, cache)
     # Attention reads the lengths, to store the last tokens of each prompt in a ring.
@@ -187,9 +210,10 @@ def decode_step(
         The logits of the token after each, and the cache with the tokens in it.
 
     Raises:
-        TypeError: ``tokens`` is not an array of an integer dtype.
-        ValueError: ``tokens`` is not one token for each sequence of the cache, or the cache has
-            other layers or heads than ``config``, or a layer of it has more slots than its window.
+        TypeError: As in :func:`prefill`.
+        ValueError: ``tokens`` is not one token for each sequence of the cache, or the cache or
+            ``params`` have other layers or heads than ``config``, or a layer of the cache has more
+            slots than its window.
     """
     check_integer(tokens=tokens)
     check_shape("tokens", tokens, cache.lengths.shape, "one for each sequence of the cache")
@@ -278,6 +302,8 @@ def _check_prompts(
     check_tokens(tokens, config.max_seq_len)
     check_integer(lengths=lengths)
     B, T = tokens.shape
+    if is_certain(lambda: B > 0 and T == 0):
+        raise ValueError(f"tokens has shape {tokens.shape}; a prompt has at least one token")
     for name, shape in (("lengths", lengths.shape), ("cache.lengths", cache.lengths.shape)):
         if shape != (B,):
             raise ValueError(
@@ -344,10 +370,8 @@ def _write(cache: Cache, layer: int, k: Array, v: Array, write: Any) -> Cache:
         return (*arrays[:layer], write(arrays[layer], x), *arrays[layer + 1 :])
 
     if not cache.quantized:
-        dtype = cache.keys[layer].dtype
-        return cache._replace(
-            keys=put(cache.keys, k.astype(dtype)), values=put(cache.values, v.astype(dtype))
-        )
+        check_same_dtype(f"the cache of layer {layer}", cache.keys[layer], "the model's keys", k)
+        return cache._replace(keys=put(cache.keys, k), values=put(cache.values, v))
     (k, k_scales), (v, v_scales) = (ops.quantize(x, group_size=x.shape[-1]) for x in (k, v))
     return cache._replace(
         keys=put(cache.keys, k),

@@ -31,7 +31,11 @@ def llama3_forward(
 
     Returns:
         The input of the LM head, and the caches with one more token.
+
+    Raises:
+        ValueError: ``params`` do not have the layers or options of ``config``.
     """
+    llama3.check_params(params, config)
     cos, sin = llama3.rope_table(lengths, config)
     x = ops.embed(tokens[:, None], params["wte"])[:, 0]
     written = []

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.inference.cache import KVCache, decode_step, init_cache, prefill
 from jaxllm.inference.paged_cache import PagedKVCache, init_paged_cache
 from jaxllm.inference.sampling import check_sampling, sample
-from jaxllm.models.common import Params, for_decoding, is_for_decoding
+from jaxllm.models.common import Params, check_params, for_decoding, is_for_decoding
 from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops.checks import as_integer
 
@@ -76,7 +76,7 @@ def generate(
         ValueError: The prompt is empty, not of one or two axes, or not of integers, or has a token
             that is not in the vocabulary; a number is out of range; or a key is needed and missing.
     """
-    prompt = jnp.asarray(prompt_tokens)
+    prompt = _as_prompt("prompt_tokens", prompt_tokens)
     if prompt.ndim not in (1, 2) or prompt.size == 0:
         raise ValueError(
             f"prompt_tokens has shape {prompt.shape}; it must be (T,) or (B, T) and not empty"
@@ -180,11 +180,13 @@ def complete(
             the dtype of ``params``.
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
             the cache or the model; a number is out of range; ``stop_tokens`` are no integers, or
-            beyond int32; or a key is needed and missing.
+            beyond int32; ``params`` have other layers or heads than ``config``; or a key is needed
+            and missing.
     """
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
+    check_params(params, config)
     tokens, lengths = _pad_prompts(prompts, config)
     cache = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
@@ -236,6 +238,7 @@ def stream(
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
+    check_params(params, config)
     tokens, lengths = _pad_prompts([prompt], config)
     cache: Any = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
@@ -266,22 +269,32 @@ def stream(
 
 def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, ...]:
     """One id or several, as configs have them, as a tuple."""
-    if stop_tokens is None:
-        return getattr(config, "special_tokens", SpecialTokens()).eos
-    ids = np.atleast_1d(np.asarray(stop_tokens))
+    name, given = "stop_tokens", stop_tokens
+    if given is None:
+        name = "config.special_tokens.eos"
+        given = getattr(config, "special_tokens", SpecialTokens()).eos
+    try:
+        ids = np.atleast_1d(np.asarray(given))
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
     # Integers beyond 64 bits come as objects.
-    found = tuple(ids.tolist())
+    found: tuple[Any, ...] = tuple(ids.tolist())
     if ids.ndim != 1 or not all(type(id_) is int for id_ in found):
-        raise ValueError(f"stop_tokens is {stop_tokens!r}; it must be an integer or a list of them")
+        raise ValueError(f"{name} is {given!r}; it must be an integer or a list of them")
     for id_ in found:
         if not -(2**31) <= id_ < 2**31:
-            raise ValueError(f"stop_tokens has {id_}; it must be within int32, as tokens are")
+            raise ValueError(f"{name} has {id_}; it must be within int32, as tokens are")
     return found
 
 
 def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray]:
     """The prompts as one array, padded at their ends, and their lengths."""
-    rows = [np.asarray(prompt) for prompt in prompts]
+    try:
+        given = list(prompts)
+    except TypeError as error:
+        found = type(prompts).__name__
+        raise TypeError(f"prompts has type {found}; it must be a sequence of prompts") from error
+    rows = [np.asarray(_as_prompt(f"prompt {i}", prompt)) for i, prompt in enumerate(given)]
     if not rows:
         raise ValueError("prompts is empty; it must have at least one prompt")
     for i, row in enumerate(rows):
@@ -296,6 +309,16 @@ def _pad_prompts(prompts: Sequence, config: Any) -> tuple[np.ndarray, np.ndarray
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     return tokens, lengths
+
+
+def _as_prompt(name: str, prompt: Any) -> np.ndarray | Array:
+    """A prompt as an array: of JAX where it is traced, else of NumPy, which keeps 64 bits."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(prompt)):
+        return jnp.asarray(prompt)
+    try:
+        return np.asarray(prompt)
+    except ValueError as error:
+        raise ValueError(f"{name} has rows of unequal lengths; it must be one array") from error
 
 
 def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:

@@ -87,12 +87,16 @@ def init_paged_cache(
             head.
 
     Raises:
-        TypeError: A length or ``page_size`` is no integer.
+        TypeError: A length or ``page_size`` is no integer, ``max_lengths`` no sequence, or
+            ``dtype`` neither floating-point nor int8.
         ValueError: ``page_size`` is below 1, or a length below 0.
     """
     page_size = as_integer("page_size", page_size)
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    dtype = as_cache_dtype(dtype)
+    if np.ndim(max_lengths) != 1:
+        raise TypeError(f"max_lengths is {max_lengths!r}; it must have an integer a sequence")
     lengths = [as_integer("max_lengths", length) for length in max_lengths]
     if min(lengths, default=0) < 0:
         raise ValueError(f"max_lengths has {min(lengths)}; the least is 0")
@@ -101,7 +105,7 @@ def init_paged_cache(
     # The pages of a sequence are neighbours; behind them stands what is no page.
     number = np.arange(max(counts, default=0)) + (np.cumsum(counts) - counts)[:, None]
     table = np.where(np.arange(number.shape[1]) < counts[:, None], number, total)
-    int8 = jnp.dtype(dtype) == jnp.int8
+    int8 = dtype == jnp.int8
 
     def arrays(dtype: DTypeLike, *widths: int) -> tuple[Array, ...]:
         shape = (total, page_size, config.kv_heads, *widths)
@@ -115,6 +119,20 @@ def init_paged_cache(
         jnp.zeros(len(lengths), jnp.int32),
         jnp.asarray(table, jnp.int32),
     )
+
+
+def as_cache_dtype(dtype: DTypeLike) -> DTypeLike:
+    """The dtype of a cache; raises TypeError where it is neither int8 nor one of a model."""
+    wanted = "int8, or floating-point with 16 bits or more"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype is {dtype!r}; it must be {wanted}") from error
+    if found == jnp.int8:
+        return found
+    if not jnp.issubdtype(found, jnp.floating) or jnp.finfo(found).bits < 16:
+        raise TypeError(f"dtype is {found}; it must be {wanted}")
+    return found
 
 
 def store(cache: PagedKVCache, array: Array, x: Array, positions: Int[Array, "B T"]) -> Array:

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
-from jaxllm.ops.checks import as_float, as_integer
+from jaxllm.ops.checks import as_float, as_integer, check_floating
 
 
 def sample(
@@ -28,7 +29,15 @@ def sample(
 
     Returns:
         The tokens, (B,), int32.
+
+    Raises:
+        TypeError: ``logits`` is not floating-point, ``top_k`` no integer, or ``top_p`` no number.
+        ValueError: ``logits`` is not of shape (B, V), or ``top_k`` or ``top_p`` is out of range.
     """
+    check_floating(logits=logits)
+    if logits.ndim != 2:
+        raise ValueError(f"logits has shape {logits.shape}; it must be (B, V)")
+    top_k, top_p = _as_top_k(top_k), _as_top_p(top_p)
     if top_k == 1:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float32)
@@ -73,19 +82,33 @@ def check_sampling(
         ValueError: An option is out of range, or the key is missing or of the wrong shape.
     """
     temperature = as_float("temperature", temperature)
-    top_k = None if top_k is None else as_integer("top_k", top_k)
-    top_p = None if top_p is None else as_float("top_p", top_p)
+    top_k = _as_top_k(top_k)
+    top_p = _as_top_p(None if top_p is None else as_float("top_p", top_p))
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; it must be at least 1, or None for all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1, or None")
     if key is None and temperature > 0:
         raise ValueError("key is missing; a temperature above 0 needs one")
     if key is not None:
         _check_key(key)
     return temperature, top_k, top_p
+
+
+def _as_top_k(top_k: Any) -> int | None:
+    if top_k is None:
+        return None
+    top_k = as_integer("top_k", top_k)
+    if top_k < 1:
+        raise ValueError(f"top_k is {top_k}; it must be at least 1, or None for all tokens")
+    return top_k
+
+
+def _as_top_p(top_p: Any) -> Any:
+    if top_p is None or isinstance(top_p, Tracer):
+        return top_p
+    top_p = as_float("top_p", top_p)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1, or None")
+    return top_p
 
 
 def _check_key(key: Any) -> None:
@@ -96,3 +119,8 @@ def _check_key(key: Any) -> None:
         raise TypeError(f"key has {found}; it must be one of jax.random.key")
     if key.ndim != (0 if is_typed else 1):
         raise ValueError(f"key has shape {key.shape}; it must be a single key")
+    if not is_typed:
+        try:
+            jax.random.wrap_key_data(key)
+        except TypeError as error:  # of another length
+            raise ValueError(f"key has shape {key.shape}; it must be a single key") from error

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
+from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops.block.precision import check_precision
-from jaxllm.ops.checks import check_integer, check_shape, is_certain
+from jaxllm.ops.checks import as_bool, as_integer, check_integer, check_shape, is_certain
 
 Params = dict[str, Any]
 # attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
@@ -46,8 +47,12 @@ def run_blocks(
 
     Returns:
         The residual after the last block.
+
+    Raises:
+        TypeError: ``remat`` is no bool and no function.
     """
     unrolled = isinstance(layers, list)
+    remat = _as_remat(remat)
 
     def step(h, layer):
         return block(h, layer), None
@@ -66,6 +71,17 @@ def run_blocks(
 
     # The carry has one structure from the start: the one that a block returns.
     return jax.lax.scan(step, h.like(jax.eval_shape(first, h, layers)), layers)[0]
+
+
+def _as_remat(remat: Any) -> Any:
+    if callable(remat):
+        return remat
+    try:
+        return remat is not None and as_bool("remat", remat)
+    except TypeError as error:
+        raise TypeError(
+            f"remat is {remat!r}; it must be a bool, or one of jax.checkpoint_policies"
+        ) from error
 
 
 def by_block(precision: ops.Precision, layer: Params) -> tuple[ops.Precision, ops.Precision]:
@@ -145,6 +161,7 @@ def lm_head_loss(
         remat: Whether the blocks save little.
         ignore_index: As in :func:`jaxllm.ops.cross_entropy`.
     """
+    check_integer(labels=labels)
     if isinstance(head, ops.Quantized):
         head = ops.dequantize(head.q, head.scales).astype(hidden.dtype)
     saved = 0 if remat else config.saved_per_token
@@ -222,11 +239,11 @@ def _transposed(name: str, weight: Any) -> Any:
     return ops.Transposed(weight.T) if isinstance(weight, jax.Array) else weight
 
 
-def map_weights(fn: Callable[[str, Any], Any], tree: Params, path: str = "") -> Params:
+def map_weights(fn: Callable[[str, Any], Any], tree: Mapping[str, Any], path: str = "") -> Params:
     """The same parameters with ``fn(path, weight)`` in the place of each layer's ``weight``."""
     return {
         key: map_weights(fn, value, f"{path}.{key}")
-        if isinstance(value, dict)
+        if isinstance(value, Mapping)
         else fn(f"{path}.{key}", value)
         if key == "weight"
         else value
@@ -255,7 +272,7 @@ def unstack(params: Params) -> Params:
     """
     leaves, structure = jax.tree.flatten(params["blocks"])
     layers = zip(*map(list, leaves), strict=True)  # a list of an array is its rows
-    return params | {"blocks": [structure.unflatten(layer) for layer in layers]}
+    return {**params, "blocks": [structure.unflatten(layer) for layer in layers]}
 
 
 def stack(params: Params) -> Params:
@@ -267,7 +284,7 @@ def stack(params: Params) -> Params:
     blocks = params["blocks"]
     if not isinstance(blocks, list):
         return params
-    return params | {"blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)}
+    return {**params, "blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)}
 
 
 def check_tokens(tokens: Array, max_seq_len: int) -> None:
@@ -318,11 +335,47 @@ def check_documents(
     return segment_ids, positions
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """Raises ValueError with the name of a size of a config that is below 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be >= 1")
+def check_config(config: Any, *sizes: str) -> None:
+    """Checks what configs have in common, and makes Python integers of the sizes.
+
+    Raises:
+        TypeError: A size is no integer, or ``special_tokens`` no ``SpecialTokens``.
+        ValueError: A size is below 1.
+    """
+    for name in sizes:
+        size = as_integer(name, getattr(config, name))
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be >= 1")
+        object.__setattr__(config, name, size)
+    tokens = config.special_tokens
+    if not isinstance(tokens, SpecialTokens):
+        raise TypeError(
+            f"special_tokens has type {type(tokens).__name__}; it must be SpecialTokens"
+        )
+
+
+def check_params(params: Params, config: Any) -> None:
+    """Raises ValueError where parameters do not have the layers or heads of a config.
+
+    The heads of parameters that are laid out for decoding, or int8, are not known. Raises TypeError
+    where the layers are in a tuple: it would be taken for stacked ones.
+    """
+    blocks = params["blocks"]
+    if isinstance(blocks, tuple):
+        raise TypeError("params['blocks'] is a tuple; it must be a list of layers, or stacked")
+    in_list = isinstance(blocks, list)
+    layers = len(blocks) if in_list else jax.tree.leaves(blocks)[0].shape[0]
+    if layers != config.layers:
+        raise ValueError(f"params has {layers} layers; it must have {config.layers}, as config has")
+    parts = (config.heads // config.kv_heads + 2, config.kv_heads, config.head_width)
+    for layer in blocks if in_list else [blocks]:
+        weight = layer["attention"]["qkv"]["weight"]
+        if getattr(weight, "ndim", 0) >= 4 and weight.shape[-3:] != parts:
+            found = ", ".join(map(str, weight.shape[-3:]))
+            raise ValueError(
+                f"params has a qkv weight of shape (..., {found}); it must be (..., "
+                f"{', '.join(map(str, parts))}), by the heads of config"
+            )
 
 
 def pad_vocab(vocab_size: int) -> int:

@@ -46,6 +46,7 @@ class GPT2Config:
             count in comparisons of configs.
 
     Raises:
+        TypeError: A size is no integer, or ``special_tokens`` no ``SpecialTokens``.
         ValueError: A size is below 1, or ``heads`` does not divide ``width``.
     """
 
@@ -57,7 +58,7 @@ class GPT2Config:
     special_tokens: SpecialTokens = dataclasses.field(default=SpecialTokens(), compare=False)
 
     def __post_init__(self):
-        common.check_sizes(self, "vocab_size", "max_seq_len", "layers", "heads", "width")
+        common.check_config(self, "vocab_size", "max_seq_len", "layers", "heads", "width")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -170,10 +171,12 @@ def forward(
         ``config.vocab_size`` on are padding.
 
     Raises:
-        TypeError: ``tokens``, ``segment_ids`` or ``positions`` is not of an integer dtype.
+        TypeError: ``tokens``, ``segment_ids`` or ``positions`` is not of an integer dtype, or
+            ``remat`` no bool and no policy.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``; or
             ``segment_ids`` or ``positions`` differs from ``tokens`` in shape; or ``precision`` has
-            an unknown recipe or layer.
+            an unknown recipe or layer; or ``params`` do not have the layers, heads or positions of
+            ``config``.
         BackendError: ``precision`` is not None and the GPU has no float8 tensor cores.
     """
     documents = segment_ids, positions
@@ -234,7 +237,11 @@ def cached_forward(
         positions: The position of each; None for 0 to T - 1.
         config: As in :func:`forward`.
         attend: ``attend(layer, q, k, v)``, attention of queries, keys and values with the cache.
+
+    Raises:
+        ValueError: ``params`` do not have the layers, heads or positions of ``config``.
     """
+    check_params(params, config)
     if positions is None:
         x = ops.embed(tokens, params["wte"], params["wpe"])
     else:
@@ -243,6 +250,16 @@ def cached_forward(
     for i, layer in enumerate(common.layers_of(params)):
         h = block(h, layer, config, lambda *qkv, i=i: attend(i, *qkv))
     return ops.final_norm(h, params["ln_f"])
+
+
+def check_params(params: Params, config: GPT2Config) -> None:
+    """Raises ValueError where parameters do not have the layers, heads or positions of a config."""
+    common.check_params(params, config)
+    rows = params["wpe"].shape[0]
+    if rows < config.max_seq_len:
+        raise ValueError(
+            f"params has {rows} positions; config has max_seq_len {config.max_seq_len}"
+        )
 
 
 def num_params(config: GPT2Config) -> int:
@@ -276,6 +293,7 @@ def _hidden(
 ) -> tuple[Array, Array | ops.Quantized]:
     """The input of the LM head, (B, T, D), and the LM head."""
     common.check_tokens(tokens, config.max_seq_len)
+    check_params(params, config)
     segment_ids, positions = common.check_documents(tokens, *documents)
     if positions is None:
         x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])

@@ -47,7 +47,7 @@ from jaxllm import ops
 from jaxllm.models import common
 from jaxllm.models.common import Attend, Params, Policy
 from jaxllm.models.special_tokens import SpecialTokens
-from jaxllm.ops.checks import as_bool
+from jaxllm.ops.checks import as_bool, as_float, as_integer
 
 _SCALING = ops.RopeScaling(factor=8.0)  # Llama 3.1's
 
@@ -79,7 +79,9 @@ class Llama3Config:
         special_tokens: Those that begin, end and pad a text; not part of comparisons of configs.
 
     Raises:
-        TypeError: ``tied_head``, ``qkv_bias`` or ``qk_norm`` is no bool.
+        TypeError: ``tied_head``, ``qkv_bias`` or ``qk_norm`` is no bool, a size or a window no
+            integer, ``rope_theta`` or ``norm_eps`` no number, ``rope_scaling`` no ``RopeScaling``,
+            or ``special_tokens`` no ``SpecialTokens``.
         ValueError: A size or a window is below 1, a head's width is not even and whole,
             ``kv_heads`` does not divide ``heads``, ``rope_theta`` or ``norm_eps`` is not above 0
             and finite, or ``window`` is a tuple of another length than ``layers``.
@@ -104,9 +106,15 @@ class Llama3Config:
 
     def __post_init__(self):
         sizes = ("vocab_size", "max_seq_len", "layers", "heads", "kv_heads", "width", "mlp_width")
-        common.check_sizes(self, *sizes)
+        common.check_config(self, *sizes)
         for name in ("tied_head", "qkv_bias", "qk_norm"):
-            object.__setattr__(self, name, as_bool(name, getattr(self, name)))
+            self._set(name, as_bool(name, getattr(self, name)))
+        if self.head_dim is not None:
+            self._set("head_dim", as_integer("head_dim", self.head_dim))
+        self._set("window", _as_window(self.window))
+        if not isinstance(self.rope_scaling, ops.RopeScaling | None):
+            found = type(self.rope_scaling).__name__
+            raise TypeError(f"rope_scaling has type {found}; it must be RopeScaling, or None")
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise ValueError(
                 f"head_dim is {self.head_dim}; it must be even and at least 2: the columns of a "
@@ -120,10 +128,10 @@ class Llama3Config:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
+            number = as_float(name, getattr(self, name))
+            if not 0 < number < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
-        if isinstance(self.window, list):  # a config is hashable
-            object.__setattr__(self, "window", tuple(self.window))
+            self._set(name, number)
         if isinstance(self.window, tuple) and len(self.window) != self.layers:
             raise ValueError(
                 f"window has {len(self.window)} entries; it must have one for each of the "
@@ -134,7 +142,11 @@ class Llama3Config:
                 raise ValueError(f"window is {self.window}; it must be at least 1, or None")
         if isinstance(self.window, tuple) and len(self.window_sizes) == 1:
             # So that equal models have equal configs, and one compilation.
-            object.__setattr__(self, "window", self.window[0])
+            self._set("window", self.window[0])
+
+    def _set(self, name: str, value: Any) -> None:
+        # A config is hashable: its fields are Python's numbers and tuples, not arrays and lists.
+        object.__setattr__(self, name, value)
 
     @property
     def head_width(self) -> int:
@@ -181,6 +193,13 @@ class Llama3Config:
     def padded_vocab_size(self) -> int:
         """``vocab_size`` rounded up to a multiple of 128: the rows of the token table."""
         return common.pad_vocab(self.vocab_size)
+
+
+def _as_window(window: Any) -> int | tuple[int | None, ...] | None:
+    """The windows of a config, as Python integers."""
+    if isinstance(window, tuple | list):
+        return tuple(None if size is None else as_integer("window", size) for size in window)
+    return None if window is None else as_integer("window", window)
 
 
 _8B = Llama3Config()
@@ -336,12 +355,30 @@ def cached_forward(
     attend: Attend,
 ) -> Float[Array, "B T D"]:
     """As :func:`jaxllm.models.gpt2.cached_forward`."""
+    check_params(params, config)
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     table = rope_table(positions, config)
     h = ops.residual(ops.embed(tokens, params["wte"]), "rms", eps=config.norm_eps)
     for i, layer in enumerate(common.layers_of(params)):
         h = block(h, layer, config, table, lambda *qkv, i=i: attend(i, *qkv))
     return ops.final_norm(h, params["norm_f"])
+
+
+def check_params(params: Params, config: Llama3Config) -> None:
+    """Raises ValueError where parameters are not those of a config: its layers, heads, options."""
+    common.check_params(params, config)
+    blocks = params["blocks"]
+    attention = (blocks[0] if isinstance(blocks, list) else blocks)["attention"]
+    for option, name, holder in (
+        ("qk_norm", "q_norm", attention),
+        ("qkv_bias", "bias", attention["qkv"]),
+    ):
+        if (name in holder) != getattr(config, option):
+            found = f"has {name!r}" if name in holder else f"has no {name!r}"
+            wanted = getattr(config, option)
+            raise ValueError(f"params {found} in attention; config.{option} is {wanted}")
+    if not config.tied_head and "lm_head" not in params:
+        raise ValueError("params has no 'lm_head'; config.tied_head is False")
 
 
 def num_params(config: Llama3Config) -> int:
@@ -384,6 +421,7 @@ def _hidden(
 ) -> Array:
     """The input of the LM head, (B, T, D)."""
     common.check_tokens(tokens, config.max_seq_len)
+    check_params(params, config)
     segment_ids, positions = common.check_documents(tokens, *documents)
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     table = rope_table(positions, config)

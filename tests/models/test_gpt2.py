@@ -1,8 +1,10 @@
 """GPT-2: against Hugging Face's, and what holds of it without another to compare with."""
 
+import dataclasses
 import functools
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +275,61 @@ def test_a_config_that_cannot_be_is_refused():
         gpt2.GPT2Config(heads=7)
     with pytest.raises(ValueError, match="layers is 0"):
         gpt2.GPT2Config(layers=0)
+    wrong: Any
+    for wrong, message in (
+        ({"width": 768.0}, "width is 768.0; it must be an integer"),
+        ({"heads": "12"}, "heads is '12'; it must be an integer"),
+        ({"special_tokens": (None, (), None)}, "special_tokens has type tuple; it must be Special"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            gpt2.GPT2Config(**wrong)
+
+
+def test_sizes_may_be_integers_of_any_type():
+    sizes: Any = {"layers": jnp.int32(6), "heads": np.array(6), "width": np.int64(384)}
+    config = gpt2.GPT2Config(**sizes)
+    assert config == gpt2.PRESETS["d6"] and hash(config) == hash(gpt2.PRESETS["d6"])
+    assert type(config.head_width) is int
+
+
+@pytest.mark.parametrize("form", [stack, unstack])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": CONFIG.layers + 1}, "params has . layers; it must have ., as config has"),
+        (
+            {"heads": 2 * CONFIG.heads},
+            r"params has a qkv weight of shape \(..., 3, ., .*\); it must",
+        ),
+        ({"max_seq_len": 25}, "params has 24 positions; config has max_seq_len 25"),
+    ],
+)
+def test_parameters_of_another_config_are_errors(changes, message, form, params):
+    config, tokens = dataclasses.replace(CONFIG, **changes), jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        gpt2.forward(form(params), tokens, config)
+
+
+def test_layers_in_a_tuple_are_an_error(params):
+    blocks = tuple(unstack(params)["blocks"])
+    with pytest.raises(TypeError, match=r"params\['blocks'\] is a tuple; it must be a list"):
+        gpt2.forward(params | {"blocks": blocks}, jnp.zeros((1, 3), jnp.int32), CONFIG)
+
+
+def test_remat_is_a_bool_or_a_policy(params):
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    wrong: Any
+    for wrong in ("full", jax.checkpoint_policies, 0.5):
+        with pytest.raises(TypeError, match=r"remat is .*; it must be a bool, or one of jax.check"):
+            gpt2.forward(params, tokens, CONFIG, remat=wrong)
+
+    def program(remat):
+        found = jax.make_jaxpr(
+            jax.grad(lambda p: gpt2.loss(p, tokens, tokens, CONFIG, remat=remat))
+        )
+        return "remat" in str(found(params))
+
+    assert program(np.bool_(True)) and program(1) and not program(np.bool_(False))
 
 
 def test_tokens_that_do_not_fit_are_refused(params):
@@ -284,14 +341,17 @@ def test_tokens_that_do_not_fit_are_refused(params):
         gpt2.forward(params, jnp.zeros((2, 8)), CONFIG)
     with pytest.raises(ValueError, match=r"labels has shape \(2, 7\); it must be \(2, 8\)"):
         loss(params, jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 7), jnp.int32))
+    labels: Any = [[0] * 8] * 2
+    with pytest.raises(TypeError, match="labels has type list; it must be an integer array"):
+        gpt2.loss(params, jnp.zeros((2, 8), jnp.int32), labels, CONFIG)
 
 
 def test_logits_of_few_tokens_have_a_derivative_under_every_backend(params):
     tokens = jnp.zeros((1, 3), jnp.int32)
     value = lambda p: gpt2.forward(p, tokens, CONFIG).sum()  # noqa: E731
-    expected = jax.grad(value)(params)
+    expected = jax.jit(jax.grad(value))(params)
     with jaxllm.use_backend("pallas"):
-        actual = jax.grad(value)(params)
+        actual = jax.jit(jax.grad(value))(params)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert error(a, b) <= 1e-4
 

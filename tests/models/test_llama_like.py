@@ -317,6 +317,53 @@ def test_a_config_that_cannot_be_is_refused(changed, message):
         dataclasses.replace(PLAIN, **changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mlp_width": 1.5}, "mlp_width is 1.5; it must be an integer"),
+        ({"head_dim": 8.0}, "head_dim is 8.0; it must be an integer"),
+        ({"window": 2.5}, "window is 2.5; it must be an integer"),
+        ({"window": (None, 5, "5")}, "window is '5'; it must be an integer"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4'; it must be a number"),
+        ({"norm_eps": None}, "norm_eps is None; it must be a number"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has type dict; it must be RopeScaling"),
+        ({"special_tokens": None}, "special_tokens has type NoneType; it must be SpecialTokens"),
+    ],
+)
+def test_fields_of_other_types_are_errors(changed, message):
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(PLAIN, **changed)
+
+
+def test_fields_may_be_numbers_of_any_type():
+    given: Any = {"window": [None, jnp.int32(5), np.array(5)], "head_dim": np.int64(12)}
+    given |= {"rope_theta": jnp.float32(100), "norm_eps": np.float64(1e-5), "layers": np.int32(3)}
+    config = dataclasses.replace(MIXED, **given)
+    assert config == MIXED and hash(config) == hash(MIXED)
+
+
+@pytest.mark.parametrize("form", [stack, unstack])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 2, "window": (None, 5)}, "params has 3 layers; it must have 2, as config has"),
+        ({"heads": 2, "head_dim": 24}, r"qkv weight of shape .* must be \(..., 3, 2, 24\), by the"),
+        ({"qk_norm": False}, "params has 'q_norm' in attention; config.qk_norm is False"),
+        ({"qkv_bias": False}, "params has 'bias' in attention; config.qkv_bias is False"),
+    ],
+)
+def test_parameters_of_another_config_are_errors(changes, message, form):
+    config = dataclasses.replace(MIXED, **changes)
+    with pytest.raises(ValueError, match=message):
+        llama3.forward(form(params_of("mixed")), batch()[0], config)
+
+
+def test_a_head_that_is_not_tied_must_be_there():
+    config = dataclasses.replace(CONFIGS["bias"], tied_head=False)
+    with pytest.raises(ValueError, match=r"params has no 'lm_head'; config\.tied_head is False"):
+        llama3.forward(params_of("bias"), batch()[0], config)
+
+
 def test_a_head_width_need_not_divide_the_width():
     config = dataclasses.replace(PLAIN, width=40, heads=6, head_dim=8)
     assert config.head_width == 8 and config.qkv_widths == (48, 16, 16)

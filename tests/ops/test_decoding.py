@@ -1,6 +1,7 @@
 """The decode block: caches that are slices or rings, scan, vmap, predicates and errors."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,21 @@ def test_wrong_extras_raise_errors_that_name_them():
         call(window=0)
     with pytest.raises(TypeError, match=r"window is 2\.5; it must be an integer"):
         call(window=2.5)
+    scales = ops.Quantized(jnp.ones(layer["down"].array.shape, "int8"), jnp.ones(()))
+    weights: Any
+    for weights, message in (
+        ({"down": ops.Transposed(residual[0, 0])}, r"down has shape \(\); it must have two dim"),
+        ({"out": ops.Transposed(residual[0])}, r"out has shape \(.*,\); it must have two dim"),
+        (
+            dict.fromkeys(("qkv", "out", "gate_up", "down"), scales),
+            r"the scales of qkv has shape \(\); it must have two dimensions",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(weights)
+    weights = {"qkv": ops.Transposed(cast(Any, [[1.0]]))}
+    with pytest.raises(TypeError, match="qkv has type list; it must be a floating-point array"):
+        call(weights)
     with pytest.raises(ValueError, match=f"with a window of {S - 1} it must have at most as many"):
         call(window=S - 1)
     wider, plain = (np.asarray(x[0], np.float32) for x in (call(window=S + 1), call()))
