@@ -122,3 +122,12 @@ def test_so_are_positional_arguments():
 
     explanation = jaxllm.explain(norm, "rms_norm", jax.ShapeDtypeStruct((2, 8), "float32"), 1e-6)
     assert [call.stem for call in explanation.calls] == ["rms_norm_forward"]
+
+
+def test_static_arguments_need_not_be_hashable():
+    def norm(names, options, x):
+        return getattr(jaxllm.ops, names[0])(x, options["scale"])
+
+    options = {"scale": jnp.ones(8), "name": "a string, so that all of it is static"}
+    explanation = jaxllm.explain(norm, ["rms_norm"], options, jnp.ones((2, 8)))
+    assert [call.stem for call in explanation.calls] == ["rms_norm_forward"]

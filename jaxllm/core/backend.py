@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -282,15 +281,23 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(jaxllm.explain(jax.grad(loss), params, tokens))
     """
-    fn = functools.partial(fn, **{k: v for k, v in kwargs.items() if not _is_traceable(v)})
-    kwargs = {name: value for name, value in kwargs.items() if _is_traceable(value)}
-    static = tuple(i for i, value in enumerate(args) if not _is_traceable(value))
+    is_traced = [_is_traceable(value) for value in args]
+    traced = [value for value, is_one in zip(args, is_traced, strict=True) if is_one]
+    static = {name: value for name, value in kwargs.items() if not _is_traceable(value)}
+    kwargs = {name: value for name, value in kwargs.items() if name not in static}
+
+    # Not by static_argnums, which asks for arguments that can be hashed.
+    def of_traced(*arrays: Any, **options: Any) -> Any:
+        left = iter(arrays)
+        given = [next(left) if i else x for x, i in zip(args, is_traced, strict=True)]
+        return fn(*given, **static, **options)
+
     calls = _Recorder()
     # A fresh recorder is a fresh jit cache key: every inner jit is traced anew, and seen.
     with _recorder(calls), _noting_gathers() as gathers:
-        jaxpr = jax.make_jaxpr(fn, static_argnums=static)(*args, **kwargs)
-        if any(map(_is_on_several_devices, jax.tree.leaves((args, kwargs)))):
-            jax.jit(fn, static_argnums=static).lower(*args, **kwargs).compile()
+        jaxpr = jax.make_jaxpr(of_traced)(*traced, **kwargs)
+        if any(map(_is_on_several_devices, jax.tree.leaves((traced, kwargs)))):
+            jax.jit(of_traced).lower(*traced, **kwargs).compile()
     # A trace visits more than it keeps (a custom_vjp's primal beside its forward rule), so the
     # final program decides, without dead code: an op call is in it where one of its equations is.
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))

@@ -24,7 +24,15 @@ def is_certain(condition: Callable[[], bool]) -> bool:
 
 
 def check_floating(**arrays: jax.Array) -> None:
-    """Raises TypeError where an argument is not an array of a floating dtype."""
+    """Raises TypeError where an argument is not an array of a floating dtype of 16 bits or more."""
+    check_any_floating(**arrays)
+    for name, array in arrays.items():
+        if jnp.finfo(array.dtype).bits < 16:  # JAX does not promote these
+            raise TypeError(f"{name} has dtype {array.dtype}; it must have 16 bits or more")
+
+
+def check_any_floating(**arrays: jax.Array) -> None:
+    """Raises TypeError where an argument is not an array of a floating dtype, float8 included."""
     _check_kind(arrays, jnp.floating, "a floating-point array")
 
 
@@ -60,12 +68,14 @@ def as_float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is {value!r}; it must be a number") from error
+    except OverflowError as error:  # an int, of more than 308 digits
+        raise ValueError(f"{name} is beyond the range of float64") from error
 
 
-def as_finite(name: str, value: Any) -> float:
+def as_finite(name: str, value: Any, *, least: float = -math.inf) -> float:
     """:func:`as_float`; raises ValueError where float32, the kernels' dtype, has no such number."""
     number = as_float(name, value)
-    _check_finite(name, number)
+    _check_finite(name, number, least)
     return number
 
 
@@ -73,6 +83,22 @@ def _check_finite(name: str, number: float, least: float = -math.inf) -> None:
     if not (abs(number) <= _LARGEST and number >= least):
         wanted = "finite in float32" if least == -math.inf else f"finite and at least {least:g}"
         raise ValueError(f"{name} is {number}; it must be {wanted}")
+
+
+def as_dtype(name: str, value: Any) -> np.dtype:
+    """The dtype that JAX has for an option; raises TypeError where it is none."""
+    try:
+        return jax.dtypes.canonicalize_dtype(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {value!r}; it must be a dtype") from error
+
+
+def as_floating_dtype(name: str, value: Any) -> np.dtype:
+    """:func:`as_dtype`; raises TypeError where it is no floating dtype of 16 bits or more."""
+    dtype = as_dtype(name, value)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise TypeError(f"{name} is {dtype}; it must be a floating dtype of 16 bits or more")
+    return dtype
 
 
 def as_integer(name: str, value: Any) -> int:
@@ -122,6 +148,27 @@ def as_decay(name: str, value: Any) -> Any:
     if isinstance(number, float) and not 0 <= number < 1:
         raise ValueError(f"{name} is {number}; it must have 0 <= {name} < 1")
     return number
+
+
+def as_scalar(name: str, value: Any) -> jax.Array:
+    """:func:`as_array`; raises ValueError where that is no scalar."""
+    array = as_array(name, value)
+    if array.shape:
+        raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
+    return array
+
+
+def as_int32(integers: Any) -> jax.Array:
+    """Integers clipped to int32.
+
+    A plain cast would turn 2^32 + 3 into 3. NumPy arrays are clipped by NumPy, because without
+    64-bit types JAX casts them when it gets them.
+    """
+    found, wanted = jnp.iinfo(integers.dtype), jnp.iinfo(jnp.int32)
+    if found.max > wanted.max:
+        clip: Any = np.clip if isinstance(integers, np.ndarray | np.generic) else jnp.clip
+        integers = clip(integers, max(wanted.min, found.min), wanted.max)
+    return jnp.asarray(integers).astype(jnp.int32)
 
 
 def check_shape(name: str, array: jax.Array, shape: tuple[int, ...], why: str) -> None:

@@ -27,6 +27,11 @@ def test_tokens_outside_the_vocabulary_are_clamped_with_their_gradients():
     np.testing.assert_array_equal(gradient, [[3.0] * 3, [0.0] * 3, [0.0] * 3, [3.0] * 3])
 
 
+@pytest.mark.parametrize("tokens", [np.array([2**32]), np.array([2**31], np.uint32)])
+def test_tokens_beyond_int32_read_the_last_row(tokens):
+    np.testing.assert_array_equal(embed(tokens, TABLE), TABLE[-1:])
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 def test_tokens_may_be_of_any_integer_dtype(dtype):
     table = jnp.arange(300.0)[:, None]

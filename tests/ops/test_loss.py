@@ -1,6 +1,7 @@
 """Losses: ignored labels, padding, extreme logits, chunks and errors."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,7 @@ def test_mismatched_shapes_and_dtypes_are_rejected():
         ({"vocab_size": 9}, "vocab_size is 9; it must be from 1 to 8"),
         ({"vocab_size": 0}, "vocab_size is 0; it must be from 1 to 8"),
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5; it must be from 0 to 1"),
+        ({"z_loss": float("nan")}, "z_loss is nan; it must be finite"),
         ({"reduction": "average"}, "reduction is 'average'; it must be one of mean, sum, none"),
     ],
 )
@@ -329,6 +331,19 @@ def test_mismatched_lm_head_arguments_are_rejected():
 def test_out_of_range_lm_head_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(HIDDEN, LM_HEAD, NEXT, **options)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn", "no dtype"])
+def test_an_accumulate_dtype_that_holds_no_gradient_is_rejected(dtype):
+    with pytest.raises(TypeError, match=f"accumulate_dtype is '?{dtype}'?; it must be a "):
+        linear_cross_entropy(HIDDEN, LM_HEAD, NEXT, accumulate_dtype=dtype)
+
+
+@pytest.mark.filterwarnings("error")
+def test_float64_arrays_of_numpy_are_used_as_float32():
+    logits: Any = np.asarray(LOGITS, np.float64)
+    labels: Any = np.asarray(LABELS)
+    assert cross_entropy(logits, labels) == cross_entropy(LOGITS, LABELS)
 
 
 # linear_cross_entropy in bfloat16 on a Hopper GPU: no kernel makes a pass over the logits

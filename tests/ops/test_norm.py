@@ -1,5 +1,7 @@
 """Norms: the first and the last residual, small workspaces and errors."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -130,3 +132,26 @@ def test_x_bias_without_a_residual_is_rejected():
     x, scale = arrays(ROWS, WEIGHT)
     with pytest.raises(ValueError, match="x_bias is given and residual is None"):
         add_layer_norm(x, None, scale, x_bias=scale)
+
+
+@pytest.mark.parametrize("op", [layer_norm, rms_norm, add_layer_norm, add_rms_norm])
+def test_rows_without_columns_have_empty_results_under_pallas(op):
+    rows, weight = jnp.ones((3, 0)), jnp.ones(0)
+    inputs = (rows, rows, weight) if "add" in op.__name__ else (rows, weight)
+    outputs, pull = jax.vjp(lambda *x: op(*x, backend="pallas"), *inputs)
+    gradients = pull(outputs)
+    assert {x.shape for x in jax.tree.leaves(outputs)} == {(3, 0)}
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("op", [layer_norm, rms_norm])
+def test_eps_outside_its_range_is_rejected(op, eps):
+    message = re.escape(f"eps is {eps}; it must be finite and at least 0")
+    with pytest.raises(ValueError, match=message):
+        op(*arrays(ROWS, WEIGHT), eps=eps)
+
+
+def test_an_integer_beyond_float64_is_rejected():
+    with pytest.raises(ValueError, match="eps is beyond the range of float64"):
+        rms_norm(*arrays(ROWS, WEIGHT), eps=10**400)

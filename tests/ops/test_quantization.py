@@ -146,3 +146,11 @@ def test_large_quantized_matvec_handles_outliers_and_nonfinite_inputs(rows):
     for value in (jnp.inf, -jnp.inf, jnp.nan):
         out = ops.quantized_matvec(*matrix, x.at[0, 4095].set(value), backend="cuda")
         assert not jnp.isfinite(out[0]).any() and jnp.isfinite(out[1:]).all()
+
+
+def test_a_matrix_without_columns_gives_zeros():
+    q, scales = ops.quantize(jnp.ones((2, 0)))
+    weights = ops.Quantized(q, scales), ops.Transposed(jnp.ones((2, 0)))
+    products = [ops.linear(jnp.ones((3, 0)), weight) for weight in weights]
+    for out in (ops.quantized_matmul(q, scales, jnp.ones((3, 0))), *products):
+        np.testing.assert_array_equal(out, jnp.zeros((3, 2)))

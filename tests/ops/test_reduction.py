@@ -1,5 +1,7 @@
 """Reductions of whole arrays: empty arrays, NaN, accumulation, histograms and errors."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,7 @@ def test_more_than_2_to_the_31_elements():
         (lambda: ops.dot(jnp.ones(3), jnp.ones(3, jnp.bfloat16)), TypeError, "b has dtype bf"),
         (lambda: ops.histogram(jnp.ones(3), bins=4), TypeError, "x has dtype float32"),
         (lambda: ops.histogram(jnp.ones(3, int), bins=0), ValueError, "bins is 0"),
+        (lambda: ops.histogram(jnp.ones(3, int), bins=2**31), ValueError, "bins is 2147483648"),
     ],
 )
 def test_errors_name_the_argument(call, error, message):
@@ -113,3 +116,8 @@ def test_histogram_may_have_more_bins_than_the_dtype_has_values(dtype):
     counts = ops.histogram(x, bins=300)
     assert np.flatnonzero(counts).tolist() == [0, 3, 127]
     assert int(counts.sum()) == 4
+
+
+def test_histogram_does_not_count_integers_beyond_int32():
+    x: Any = np.array([2**32, -(2**32)])
+    assert not ops.histogram(x, bins=3).any()

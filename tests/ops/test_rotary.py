@@ -106,6 +106,28 @@ def test_invalid_scaling_is_rejected(changed, message):
         RopeScaling(**changed)
 
 
+def test_scaling_of_another_type_is_rejected():
+    with pytest.raises(TypeError, match="factor is '8'; it must be a number"):
+        RopeScaling(factor="8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scaling has type float; it must be a RopeScaling"):
+        rope_table(jnp.arange(3), 8, theta=10.0, scaling=8.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"theta": 0.0}, "theta is 0.0; it must be above 0"),
+        ({"theta": -1.0}, "theta is -1.0; it must be above 0"),
+        ({"theta": float("nan")}, "theta is nan; it must be finite"),
+        ({"theta": float("inf")}, "theta is inf; it must be finite"),
+        ({"head_dim": -2}, "head_dim is -2; it must be even"),
+    ],
+)
+def test_angles_that_are_no_numbers_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        rope_table(jnp.arange(3), **({"head_dim": 8, "theta": 10.0} | options))
+
+
 def huggingface_rope(torch, transformers, positions, rope_scaling):
     """The cos and sin tables of Hugging Face's Llama, and the function that applies them."""
     from transformers.models.llama import modeling_llama

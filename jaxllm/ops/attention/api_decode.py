@@ -12,6 +12,7 @@ from jaxllm.ops.attention import cuda_decode, pallas_decode, reference_decode
 from jaxllm.ops.attention.arguments import check_sinks
 from jaxllm.ops.checks import (
     as_finite,
+    as_int32,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -113,10 +114,10 @@ def decode_attention(
     check_sinks(sinks, q.shape[1], q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else as_finite("scale", scale)
     options = {"scale": scale, "window": last_tokens(window)}
-    arrays = (q, k_cache, v_cache, lengths.astype(jnp.int32), k_scales, v_scales, sinks)
+    arrays = (q, k_cache, v_cache, as_int32(lengths), k_scales, v_scales, sinks)
     direction = Direction.INFERENCE
     if block_table is not None:
-        arrays = (*arrays, block_table.astype(jnp.int32))
+        arrays = (*arrays, as_int32(block_table))
         return dispatch(DECODE_ATTENTION_PAGED, direction, resolve(backend), *arrays, **options)
     return dispatch(DECODE_ATTENTION, direction, resolve(backend), *arrays, **options)
 
@@ -129,10 +130,10 @@ def _check_cache(
         raise ValueError(f"q has shape {q.shape}; it must be (B, N, H) with H at least 1")
     B, N, H = q.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype not in (jnp.int8, q.dtype):
-            raise TypeError(
-                f"{name} has dtype {cache.dtype}; it must be int8, or {q.dtype} as q is"
-            )
+        dtype = getattr(cache, "dtype", None)
+        if dtype not in (jnp.int8, q.dtype):
+            found = f"dtype {dtype}" if dtype is not None else f"type {type(cache).__name__}"
+            raise TypeError(f"{name} has {found}; it must be int8, or {q.dtype} as q is")
     in_pages = block_table is not None
     if k_cache.ndim != 4 or k_cache.shape[3] != H or (not in_pages and k_cache.shape[0] != B):
         wanted = f"(P, page, K, {H}), with" if in_pages else f"({B}, S, K, {H}), with the batch and"

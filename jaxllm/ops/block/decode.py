@@ -14,7 +14,8 @@ from jaxllm.ops.activation.api import swiglu_packed
 from jaxllm.ops.attention.api_decode import decode_attention
 from jaxllm.ops.block import cuda
 from jaxllm.ops.checks import (
-    as_float,
+    as_finite,
+    as_int32,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -92,7 +93,7 @@ def decode_block(
             :func:`decode_attention`; None for all. Caches in one piece have at most as many slots.
             If they have as many they are a ring: token t is in slot ``t % window``, and the new one
             replaces the oldest.
-        eps: Added to the mean squares.
+        eps: Added to the mean squares; finite, at least 0.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
@@ -100,7 +101,8 @@ def decode_block(
 
     Raises:
         TypeError: An array is of the wrong kind or dtype.
-        ValueError: The shapes do not fit together, or the backend is unknown.
+        ValueError: The shapes do not fit together, ``eps`` is not in its range, or the backend is
+            unknown.
         BackendError: The backend that was asked for cannot serve the call.
     """
     check_floating(residual=residual)
@@ -129,16 +131,16 @@ def decode_block(
     check_shape("lengths", lengths, (B,), f"one a sequence of residual {residual.shape}")
     _check_extras(residual, _rows(qkv), H, qkv_bias, q_norm, k_norm)
     arrays = (residual, norm1, norm2, qkv, out, gate_up, down, cos, sin, k_cache, v_cache)
-    arrays = (*arrays, lengths.astype(jnp.int32), qkv_bias, q_norm, k_norm)
+    arrays = (*arrays, as_int32(lengths), qkv_bias, q_norm, k_norm)
     seen = last_tokens(window)
     if block_table is None:
         options: dict[str, Any] = {"ring": is_ring("k_cache", k_cache.shape[1], seen)}
         options["window"] = None  # a ring has no other tokens
     else:
         check_table(block_table, k_cache, f"residual {residual.shape}", B)
-        block_table = block_table.astype(jnp.int32)
+        block_table = as_int32(block_table)
         options = {"ring": False, "window": seen}
-    options["eps"] = as_float("eps", eps)
+    options["eps"] = as_finite("eps", eps, least=0)
     arrays = (*arrays, block_table)
     return dispatch(DECODE_BLOCK, Direction.INFERENCE, resolve(backend), *arrays, **options)
 
@@ -181,14 +183,17 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
         if type(matrix) is not type(qkv):
             raise TypeError(f"{name} and qkv must be both Transposed, or both Quantized")
         if isinstance(matrix, Transposed):
+            check_floating(**{name: matrix.array})
             check_same_dtype(name, matrix.array, "residual", residual)
-            shapes[name] = matrix.array.shape
+            shapes[name] = _matrix_shape(name, matrix.array)
             continue
         q, scales = matrix.q, matrix.scales
-        shapes[name] = q.shape
+        check_integer(**{name: q})
+        check_floating(**{f"the scales of {name}": scales})
         if q.dtype != jnp.int8:
             raise TypeError(f"{name} has dtype {q.dtype}; it must be int8 beside its scales")
-        groups = scales.shape[-1]
+        shapes[name] = _matrix_shape(name, q)
+        _, groups = _matrix_shape(f"the scales of {name}", scales)
         if scales.shape[:-1] != q.shape[:-1] or not groups or q.shape[-1] % groups:
             raise ValueError(f"the scales of {name} have shape {scales.shape}; it is {q.shape}")
         assert isinstance(qkv, Quantized)
@@ -212,6 +217,12 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
             f"qkv has shape {shapes['qkv']}; with key heads of {kv_width} columns it must have "
             "as many for keys and values, and a multiple of that for queries"
         )
+
+
+def _matrix_shape(name: str, array: Array) -> tuple[int, ...]:
+    if array.ndim != 2:
+        raise ValueError(f"{name} has shape {array.shape}; it must have two dimensions")
+    return array.shape
 
 
 def _parts(

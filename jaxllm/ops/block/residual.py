@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jaxllm.core import meshes, promotion, vma
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.ops.checks import (
-    as_float,
+    as_finite,
     check_floating,
     check_pre_norm,
     check_same_dtype,
@@ -82,7 +82,8 @@ class Residual:
             return self._x
         # In float32, as the norm's kernel adds them; so is the sum for the gradient of the bias.
         wide = jnp.promote_types(self._x.dtype, jnp.float32)
-        terms = [term.astype(wide) for term in self._branch if term is not None]
+        branch, bias = self._branch
+        terms = [term.astype(wide) for term in (branch, meshes.whole(bias)) if term is not None]
         return sum(terms, self._x.astype(wide)).astype(self._x.dtype)
 
     def add(self, y: Float[Array, "*B T D"]) -> Residual:
@@ -148,16 +149,16 @@ def residual(x: Float[Array, "*B T D"], norm: NormKind = "layer", *, eps: float 
     Args:
         x: The embeddings.
         norm: The norm that each block begins with: ``"layer"`` (GPT-2) or ``"rms"`` (Llama).
-        eps: What it adds to the variance or the mean square.
+        eps: What it adds to the variance or the mean square; finite, at least 0.
 
     Raises:
         TypeError: ``x`` is not floating-point.
-        ValueError: ``norm`` is unknown.
+        ValueError: ``norm`` is unknown, or ``eps`` is not in its range.
     """
     check_floating(x=x)
     if norm not in ("layer", "rms"):
         raise ValueError(f"norm is {norm!r}; it must be 'layer' or 'rms'")
-    return Residual(x, norm, as_float("eps", eps))
+    return Residual(x, norm, as_finite("eps", eps, least=0))
 
 
 def pre_norm(

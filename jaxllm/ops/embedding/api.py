@@ -12,7 +12,13 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import check_floating, check_integer, check_same_dtype, is_certain
+from jaxllm.ops.checks import (
+    as_int32,
+    check_any_floating,
+    check_integer,
+    check_same_dtype,
+    is_certain,
+)
 from jaxllm.ops.embedding import cuda, pallas, reference
 
 EMBED = Op("embed", reference=reference, pallas=pallas, cuda=cuda)
@@ -36,7 +42,7 @@ def embed(
     positions from T on.
 
     Args:
-        tokens: Row indices of ``token_table``; cast to int32.
+        tokens: Row indices of ``token_table``, of any integer dtype; used as int32.
         token_table: One row per token; float32, bfloat16 or float16 for the kernels.
         position_table: One row per position, in the dtype of ``token_table``; the first T are read.
             None for no positions.
@@ -105,7 +111,7 @@ def _check_arrays(
 ) -> tuple[Array, Array, Array | None]:
     """Checks the arguments; returns them with ``tokens`` in int32."""
     check_integer(tokens=tokens)
-    check_floating(token_table=token_table)
+    check_any_floating(token_table=token_table)
     if tokens.ndim == 0:
         raise ValueError("tokens has shape (); it must have a last axis, the positions")
     if token_table.ndim != 2 or token_table.shape[0] == 0:
@@ -114,11 +120,11 @@ def _check_arrays(
         )
     if position_table is not None:
         _check_position_table(tokens, token_table, position_table)
-    return tokens.astype(jnp.int32), token_table, position_table
+    return as_int32(tokens), token_table, position_table
 
 
 def _check_position_table(tokens: Array, token_table: Array, position_table: Array) -> None:
-    check_floating(position_table=position_table)
+    check_any_floating(position_table=position_table)
     check_same_dtype("position_table", position_table, "token_table", token_table)
     width, length = token_table.shape[1], tokens.shape[-1]
     if position_table.ndim != 2 or position_table.shape[1] != width:

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -19,6 +17,7 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation.api import gelu
 from jaxllm.ops.checks import (
     as_bool,
+    as_floating_dtype,
     check_floating,
     check_layer,
     check_same_dtype,
@@ -91,8 +90,9 @@ def matmul(
         The product, ``(..., M, N)``.
 
     Raises:
-        TypeError: An argument is not floating-point, or differs from ``a`` in dtype, or
-            ``transpose_a`` or ``transpose_b`` is no bool that is known while the program is traced.
+        TypeError: An argument is not floating-point, or differs from ``a`` in dtype,
+            ``transpose_a`` or ``transpose_b`` is no bool that is known while the program is traced,
+            or ``out_dtype`` is no floating dtype of 16 bits or more.
         ValueError: The factors do not fit together, ``bias`` is not as wide as the output, or the
             activation, the precision or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
@@ -123,9 +123,7 @@ def matmul(
         check_same_dtype("bias", bias, "a", a)
     _check_option("activation", activation, None, "gelu")
     _check_option("precision", precision, None, "tf32")
-    dtype = jax.dtypes.canonicalize_dtype(a.dtype if out_dtype is None else out_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"out_dtype is {dtype}; it must be a floating dtype")
+    dtype = as_floating_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype)
     options = _MatmulOptions(transpose_a, transpose_b, activation, dtype.name, precision)
     flat = a if transpose_a else a.reshape(math.prod(rows), depth)
     out = _matmul(flat, b, bias, backend=resolve(backend), options=options)
@@ -270,7 +268,7 @@ def _inference_linear(
         check_floating(bias=bias)
         check_shape("bias", bias, matrix.shape[:1], f"the rows of weight {matrix.shape}")
         check_same_dtype("bias", bias, "x", x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     few = is_certain(lambda: 1 <= rows.shape[0] <= FEW_ROWS)
     if isinstance(weight, Quantized):
         product = quantized_matvec if few else quantized_matmul

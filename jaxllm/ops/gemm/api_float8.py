@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import check_shape
+from jaxllm.ops.checks import as_dtype, check_shape
 from jaxllm.ops.gemm import cuda, reference
 from jaxllm.ops.quantization.api_float8 import FLOAT8_GELU, FLOAT8_SWIGLU
 
@@ -141,7 +140,7 @@ def float8_matmul(
         if scale.ndim:
             why = f"one scale for each row of {name} {rows.shape}, or () for one"
             check_shape(f"scale_{name}", scale, rows.shape[:1], why)
-    dtype = jax.dtypes.canonicalize_dtype(out_dtype)
+    dtype = as_dtype("out_dtype", out_dtype)
     if dtype not in _OUT:
         raise TypeError(f"out_dtype is {dtype}; it must be {_names(_OUT)}")
     if bias is not None:

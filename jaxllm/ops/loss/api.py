@@ -16,6 +16,7 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import Shard, ShardingRule
 from jaxllm.ops.checks import (
+    as_finite,
     as_float,
     as_integer,
     check_floating,
@@ -66,7 +67,7 @@ def cross_entropy(
         ignore_index: The label of the rows to ignore, inside or outside the vocabulary, greater
             than the smallest and less than the largest int32; None for every negative label.
         label_smoothing: The share of the target that is spread over all columns, from 0 to 1.
-        z_loss: The weight of the squared ``lse``, which keeps logits from drifting.
+        z_loss: The weight of the squared ``lse``, which keeps logits from drifting; finite.
         vocab_size: The number of real columns; columns from there on are padding, excluded from
             the softmax, with gradient zero. None for all.
         reduction: ``"mean"`` over the rows that are not ignored (zero if all are), ``"sum"``, or
@@ -101,6 +102,7 @@ def cross_entropy(
     )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum, none")
+    logits = jnp.asarray(logits)  # NumPy's too, in the dtype that JAX has for it
     labels, ignore_index = normalize_labels(labels, ignore_index, vocab_size)
     options = make_options(reduction, ignore_index, label_smoothing, z_loss, vocab_size)
     factor = make_factor(labels, logits.dtype, options)
@@ -145,7 +147,7 @@ def make_options(
         reduction,
         as_integer("ignore_index", ignore_index),
         as_float("label_smoothing", label_smoothing),
-        as_float("z_loss", z_loss),
+        as_finite("z_loss", z_loss),
         as_integer("vocab_size", vocab_size),
     )
 

@@ -20,7 +20,14 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import as_bool, as_integer, check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_bool,
+    as_floating_dtype,
+    as_integer,
+    check_floating,
+    check_same_dtype,
+    check_shape,
+)
 from jaxllm.ops.loss import cuda, lm_head, vocabulary
 from jaxllm.ops.loss.api import (
     CROSS_ENTROPY_WITH_GRADIENT,
@@ -138,6 +145,9 @@ def linear_cross_entropy(
     chunk_rows = None if chunk_rows is None else as_integer("chunk_rows", chunk_rows)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
+    if accumulate_dtype is not None:
+        accumulate_dtype = as_floating_dtype("accumulate_dtype", accumulate_dtype)
     is_given, chunk_rows = chunk_rows is not None, chunk_rows or _chunk_rows(weight, width)
     labels, ignore_index = normalize_labels(labels, ignore_index, vocab_size)
     is_one_chunk = jax.export.is_symbolic_dim(labels.size) or labels.size <= chunk_rows
@@ -146,7 +156,7 @@ def linear_cross_entropy(
         transpose_weight=transpose_weight,
         chunk_rows=chunk_rows,
         whole_rows=labels.size if is_given and isinstance(labels.size, int) else None,
-        accumulate_dtype=jnp.dtype(accumulate_dtype or _accumulate_dtype(weight, is_one_chunk)),
+        accumulate_dtype=accumulate_dtype or jnp.dtype(_accumulate_dtype(weight, is_one_chunk)),
         weight_dtype=weight.dtype,
     )
     factor = make_factor(labels, hidden.dtype, options.loss)

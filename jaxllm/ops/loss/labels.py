@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxllm.ops.checks import as_integer, check_integer, check_shape
+from jaxllm.ops.checks import as_int32, as_integer, check_integer, check_shape
 
 _INT32 = np.iinfo(np.int32)
 
@@ -36,19 +36,6 @@ def normalize_labels(labels: Array, ignore_index: int | None, vocab_size: int) -
     if is_debugged and not isinstance(columns, Tracer):
         _refuse_outside(labels, columns, ignore_index, vocab_size)
     return columns, ignore_index
-
-
-def as_int32(labels: Any) -> Array:
-    """The labels clipped to int32.
-
-    A plain cast would turn 2^32 + 3 into column 3. NumPy arrays are clipped by NumPy, because
-    without 64-bit types JAX casts them when it gets them.
-    """
-    found = jnp.iinfo(labels.dtype)
-    if found.max > _INT32.max:
-        clip: Any = np.clip if isinstance(labels, np.ndarray | np.generic) else jnp.clip
-        labels = clip(labels, max(_INT32.min, found.min), _INT32.max)
-    return jnp.asarray(labels).astype(jnp.int32)
 
 
 def _refuse_outside(labels: Array, columns: Array, ignore_index: int, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import as_float, check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import as_finite, check_floating, check_same_dtype, check_shape
 from jaxllm.ops.norm import cuda, pallas, reference
 
 _LAYER_NORM_SHARDING = ShardingRule("... _, _, _ -> ... _; ..., ...")
@@ -47,15 +47,17 @@ def layer_norm(
         x: The rows; float32, bfloat16 or float16 for the kernels.
         scale: One factor per column, in the dtype of ``x`` or float32.
         bias: One offset per column, in the dtype of ``scale``; None for no offset.
-        eps: Added to the variance.
+        eps: Added to the variance; finite, at least 0.
         backend: ``"cuda"``, ``"pallas"``, ``"xla"`` or ``"auto"``; None for the surrounding choice.
 
     Returns:
         The normalized rows, in the shape and dtype of ``x``.
 
     Raises:
-        TypeError: An argument is not floating-point, or ``bias`` differs from ``scale`` in dtype.
-        ValueError: ``scale`` or ``bias`` is not as wide as ``x``, or the backend is unknown.
+        TypeError: An argument is not floating-point, ``bias`` differs from ``scale`` in dtype, or
+            ``eps`` is no number.
+        ValueError: ``scale`` or ``bias`` is not as wide as ``x``, ``eps`` is not in its range, or
+            the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450); llm.c's
@@ -87,15 +89,16 @@ def rms_norm(
     Args:
         x: The rows; float32, bfloat16 or float16 for the kernels.
         scale: One factor per column, in the dtype of ``x`` or float32.
-        eps: Added to the mean square.
+        eps: Added to the mean square; finite, at least 0.
         backend: As in :func:`layer_norm`.
 
     Returns:
         The normalized rows, in the shape and dtype of ``x``.
 
     Raises:
-        TypeError: An argument is not floating-point.
-        ValueError: ``scale`` is not as wide as ``x``, or the backend is unknown.
+        TypeError: An argument is not floating-point, or ``eps`` is no number.
+        ValueError: ``scale`` is not as wide as ``x``, ``eps`` is not in its range, or the backend
+            is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467);
@@ -222,7 +225,7 @@ class _Options:
 
 
 def _options(eps: float) -> _Options:
-    return _Options(as_float("eps", eps))
+    return _Options(as_finite("eps", eps, least=0))
 
 
 # Without a backward pass the statistics of the rows are not written.

@@ -304,8 +304,8 @@ def _rms_norm_backward(x, scale, rstd, dout, dh, interpret):
 def _call(
     kernel, *, programs, in_specs, out_specs, out_shape, tile, interpret
 ) -> Callable[..., Any]:
-    """``pallas_call`` with the compiler parameters for a tile; zeros for an empty grid."""
-    if programs == 0:
+    """``pallas_call`` with the compiler parameters for a tile; zeros where no element is."""
+    if programs == 0 or 0 in out_shape[0].shape:
         zeros = [None if out is None else jnp.zeros(out.shape, out.dtype) for out in out_shape]
         return lambda *_: zeros
     # One warp for a tile of the usual size; wider rows need more warps to hide memory latency.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,9 +17,12 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_decay,
+    as_dtype,
     as_finite_number,
+    as_scalar,
     check_floating,
     check_shape,
+    is_certain,
     leaf_names,
     leaves_like,
     mask_leaves,
@@ -148,7 +152,8 @@ def adamw_update(
             for float32 parameters in any of the three.
         m: The running mean of the gradients, float32.
         v: The running mean of their squares, float32.
-        step: The number of this step, an integer scalar; the first is 1.
+        step: The number of this step, an integer scalar; the first is 1. That of an array is not
+            checked.
         lr: The learning rate, a finite scalar. The value of a traced one is not checked.
         b1: The decay of ``m``, from 0 to 1. If ``b1``, ``b2``, ``eps`` or ``weight_decay`` is
             traced, the CUDA kernel rejects the call, and the range is not checked.
@@ -192,17 +197,18 @@ def adamw_update(
         for name, tree in (("grad", grad), ("m", m), ("v", v))
     )
     decays = mask_leaves("mask", mask, param, "param")
-    copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
+    copy_dtype = None if copy_dtype is None else as_dtype("copy_dtype", copy_dtype)
     for name, *arrays in zip(names, params, grads, ms, vs, strict=True):
         _check_arrays(name, *arrays)
         _check_rounding(name, arrays[0].dtype, copy_dtype, seed)
-    lr = as_finite_number("lr", lr)
+    step, lr = _as_step(step), as_finite_number("lr", lr)
+    grad_scale, skip = as_scalar("grad_scale", grad_scale), as_scalar("skip", skip)
     options: Any = {"b1": as_decay("b1", b1), "b2": as_decay("b2", b2)}
     options["eps"] = as_finite_number("eps", eps, least=0)
     options["weight_decay"] = as_finite_number("weight_decay", weight_decay, least=0)
 
     # The formula of optax, with its float32 roundings.
-    corrections = [1 / (1 - options[name] ** jnp.asarray(step)) for name in ("b1", "b2")]
+    corrections = [1 / (1 - options[name] ** step) for name in ("b1", "b2")]
     scalars = jnp.stack([jnp.asarray(x, float) for x in (lr, *corrections, grad_scale, skip)])
     traced = None
     if not all(isinstance(value, float) for value in options.values()):
@@ -260,6 +266,8 @@ def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, "
     leaves = jax.tree.leaves(tree)
     for leaf in leaves:
         check_floating(tree=leaf)
+    # An empty array adds nothing, and XLA may crash on its shards.
+    leaves = [leaf for leaf in leaves if not is_certain(lambda leaf=leaf: jnp.size(leaf) == 0)]
     if not leaves:
         return jnp.zeros((), jnp.float32)
     return dispatch(GLOBAL_NORM, Direction.INFERENCE, resolve(backend), tuple(leaves))
@@ -275,6 +283,13 @@ def _check_arrays(path: str, param: Array, grad: Array, m: Array, v: Array) -> N
     for name in names[2:]:
         if arrays[name].dtype != wide:
             raise TypeError(f"{name} has dtype {arrays[name].dtype}; it must be {wide}")
+
+
+def _as_step(step: ArrayLike) -> Array:
+    # That of an array on a device would have to be waited for.
+    if isinstance(step, int | float | np.generic) and not step >= 1:
+        raise ValueError(f"step is {step}; it must be at least 1, the first step")
+    return as_scalar("step", step)
 
 
 def _check_rounding(path: str, dtype: Any, copy_dtype: Any, seed: ArrayLike | None) -> None:
@@ -302,5 +317,7 @@ def _leaf_seeds(seed: ArrayLike, step: ArrayLike, count: int) -> Array:
     """A random uint32 per leaf, different at each step."""
     if not jnp.issubdtype(jnp.result_type(seed), jnp.integer):
         raise TypeError(f"seed is {seed!r}; it must be an integer")
+    if np.shape(seed):
+        raise ValueError(f"seed has shape {np.shape(seed)}; it must be a scalar")
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.random.bits(key, (count,), jnp.uint32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
@@ -160,7 +162,7 @@ def quantized_matmul(
         BackendError: The backend that was asked for cannot serve the call.
     """
     _check_matmul(q, scales, x)
-    rows = x.reshape(-1, x.shape[-1]) if x.size else jnp.zeros((0, q.shape[1]), x.dtype)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = dispatch(QUANTIZED_MATMUL, Direction.INFERENCE, resolve(backend), q, scales, rows)
     return out.reshape(*x.shape[:-1], q.shape[0])
 

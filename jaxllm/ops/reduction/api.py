@@ -12,7 +12,9 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
+    as_int32,
     as_integer,
+    check_any_floating,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -83,7 +85,7 @@ def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
 
     Source: CUDA-Learn-Notes' ``block_reduce_max``.
     """
-    check_floating(x=x)
+    check_any_floating(x=x)
     return _reduce_max(x, backend=resolve(backend))
 
 
@@ -138,7 +140,7 @@ def histogram(
 
     Raises:
         TypeError: ``x`` is not an array of integers.
-        ValueError: ``bins`` is not positive, or the backend is unknown.
+        ValueError: ``bins`` is not from 1 to 2**31 - 1, or the backend is unknown.
         BackendError: The backend that was asked for cannot serve the call.
 
     Source: CUDA-Learn-Notes' ``histogram``, with counters in shared memory.
@@ -149,8 +151,9 @@ def histogram(
     """
     check_integer(x=x)
     bins = as_integer("bins", bins)
-    if bins < 1:
-        raise ValueError(f"bins is {bins}; it must be at least 1")
+    if not 1 <= bins < 2**31:
+        raise ValueError(f"bins is {bins}; it must be from 1 to 2**31 - 1")
+    x = as_int32(x) if x.dtype.itemsize > 4 else x  # JAX may cast, which wraps around
     return dispatch(HISTOGRAM, Direction.INFERENCE, resolve(backend), x, bins=bins)
 
 

@@ -16,6 +16,7 @@ from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_bool,
+    as_finite,
     as_float,
     as_integer,
     check_floating,
@@ -150,6 +151,7 @@ class RopeScaling:
         original_length: The context length of pretraining.
 
     Raises:
+        TypeError: ``factor``, ``low`` or ``high`` is no number.
         ValueError: ``factor``, ``low`` or ``high`` is not finite and above 0, ``low`` is not below
             ``high``, or ``original_length`` is not an integer of at least 1.
     """
@@ -161,7 +163,7 @@ class RopeScaling:
 
     def __post_init__(self):
         for name in ("factor", "low", "high"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not 0 < as_float(name, getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
         if not self.low < self.high:
             raise ValueError(f"low is {self.low}; it must be below high, which is {self.high}")
@@ -192,16 +194,20 @@ def rope_table(
         ``(cos, sin)``, float32, with a last axis of ``head_dim / 2``.
 
     Raises:
-        TypeError: ``positions`` is not of an integer dtype, ``head_dim`` no integer, or ``theta``
-            no number.
-        ValueError: ``head_dim`` is odd.
+        TypeError: ``positions`` is not of an integer dtype, ``head_dim`` no integer, ``theta`` no
+            number, or ``scaling`` no :class:`RopeScaling`.
+        ValueError: ``head_dim`` is odd or below 0, or ``theta`` not finite and above 0.
 
     Source: llama3.cuda's ``precompute_freqs_cis``; Hugging Face's ``rope_type`` "llama3".
     """
     check_integer(positions=positions)
-    head_dim, theta = as_integer("head_dim", head_dim), as_float("theta", theta)
-    if head_dim % 2:
+    head_dim, theta = as_integer("head_dim", head_dim), as_finite("theta", theta)
+    if head_dim < 0 or head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; it must be even, as columns rotate in pairs")
+    if not theta > 0:
+        raise ValueError(f"theta is {theta}; it must be above 0")
+    if not isinstance(scaling, RopeScaling | None):
+        raise TypeError(f"scaling has type {type(scaling).__name__}; it must be a RopeScaling")
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
         periods = scaling.original_length * frequencies / (2 * np.pi)
