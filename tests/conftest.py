@@ -151,7 +151,7 @@ def pytest_configure(config):
 
 
 def deselect(config, items, away):
-    config.hook.pytest_deselected(items=away)
+    config.hook.pytest_deselected(items=list(away))
     away = set(away)
     items[:] = [item for item in items if item not in away]
 
@@ -161,6 +161,8 @@ def pytest_collection_modifyitems(config, items):
         deselect(config, items, [item for item in items if item.get_closest_marker("no_gpu")])
     if config.getoption("--covering"):
         away = tiers.left_out(items)
+        if not has_gpu():
+            away = {*away, *(item for item in items if item.get_closest_marker("gpu"))}
         deselect(config, items, away)
         # pytest-xdist passes this to the process that prints the summary.
         getattr(config, "workeroutput", config.stash.setdefault(OUTPUT, {}))["left_out"] = len(away)

@@ -3,6 +3,7 @@
 ``pytest`` runs all tests (``make test-all``, ``make test-gpu``). ``pytest --covering``
 (``make test``) leaves out:
 
+- without a GPU, the tests that need one, which are skipped otherwise;
 - the tests with the marker ``slow``: faster tests run the same code;
 - of a test with the marker ``covering``, the parameter sets that cover nothing new. For example,
   ``covering(("case", "backend"), ("op", "backend", "dtype"))`` keeps parameter sets until each pair
@@ -23,9 +24,9 @@ Axes = tuple[str, ...]
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The tests that ``--covering`` leaves out.
+    """The tests that ``--covering`` leaves out on any machine.
 
-    Parameter sets for a GPU cover nothing for the others, and are kept: they are skipped at once.
+    Parameter sets for a GPU cover nothing for the others, and are kept.
     """
     away, functions = [], collections.defaultdict(list)
     for item in items:
