@@ -132,7 +132,7 @@ def test_top_k_keeps_k_tokens_and_their_odds():
         ({"prompt_tokens": 3}, "shape \\(\\)"),
         ({"prompt_tokens": [1, 5]}, "prompt_tokens has tokens from 1 to 5; .* from 0 to 4"),
         ({"prompt_tokens": [[1], [-1]]}, "prompt_tokens has tokens from -1"),
-        ({"prompt_tokens": [1.0, 2.0]}, "prompt_tokens has dtype float64; it must be integers"),
+        ({"prompt_tokens": [1.0, 2.0]}, "prompt_tokens has dtype float32; it must be integers"),
         # JAX would keep the lower 32 bits of these.
         ({"prompt_tokens": np.array([2**32 + 3])}, "prompt_tokens has tokens from 4294967299"),
         ({"prompt_tokens": [1, 2**40]}, "prompt_tokens has tokens from 1 to 1099511627776"),

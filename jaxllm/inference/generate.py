@@ -316,9 +316,10 @@ def _as_prompt(name: str, prompt: Any) -> np.ndarray | Array:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(prompt)):
         return jnp.asarray(prompt)
     try:
-        return np.asarray(prompt)
+        found = np.asarray(prompt)
     except ValueError as error:
         raise ValueError(f"{name} has rows of unequal lengths; it must be one array") from error
+    return jnp.asarray(found) if found.dtype.kind == "f" else found  # errors name JAX's dtype
 
 
 def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:

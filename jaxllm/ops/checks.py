@@ -24,15 +24,7 @@ def is_certain(condition: Callable[[], bool]) -> bool:
 
 
 def check_floating(**arrays: jax.Array) -> None:
-    """Raises TypeError where an argument is not an array of a floating dtype of 16 bits or more."""
-    check_any_floating(**arrays)
-    for name, array in arrays.items():
-        if jnp.finfo(array.dtype).bits < 16:  # JAX does not promote these
-            raise TypeError(f"{name} has dtype {array.dtype}; it must have 16 bits or more")
-
-
-def check_any_floating(**arrays: jax.Array) -> None:
-    """Raises TypeError where an argument is not an array of a floating dtype, float8 included."""
+    """Raises TypeError where an argument is not an array of a floating dtype."""
     _check_kind(arrays, jnp.floating, "a floating-point array")
 
 

@@ -108,6 +108,5 @@ def warmup_cosine(
         TypeError: As in :func:`make_schedule`.
         ValueError: As in :func:`make_schedule`.
     """
-    if not 0 <= (floor := as_finite("floor", floor)) <= 1:
-        raise ValueError(f"floor is {floor}; it must be from 0 to 1")
+    floor = as_finite("floor", floor)
     return make_schedule("cosine", peak, steps, warmup=warmup, final_fraction=floor)

@@ -81,9 +81,3 @@ def test_scales_that_are_no_arrays_are_rejected():
     q = in_float8(jnp.ones((1, 2, 1, 16)))[0]
     with pytest.raises(TypeError, match="k_scale has type float; it must be a floating-point ar"):
         flash_attention_float8(q, q, q, jnp.ones(1), 1.0, jnp.ones(1))  # type: ignore[arg-type]
-
-
-def test_attention_of_float8_arrays_without_scales_is_rejected():
-    q = jnp.ones((1, 2, 1, 16), jnp.float8_e4m3fn)
-    with pytest.raises(TypeError, match="q has dtype float8_e4m3fn; it must have 16 bits or more"):
-        flash_attention(q, q, q)

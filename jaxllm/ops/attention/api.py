@@ -174,7 +174,6 @@ def flash_attention(
         >>> q = jax.random.normal(jax.random.key(0), (2, 1024, 12, 64), jnp.bfloat16)
         >>> out = jaxllm.ops.flash_attention(q, q, q, causal=True)
     """
-    check_floating(q=q, k=k, v=v)
     check_arrays(q, k, v)
     arrays = (q, k, v, check_segment_ids(q, k, segment_ids), check_rope_table(q, k, rope_table))
     options = make_options(causal, scale, window, softcap, q.shape[-1], interleaved)

@@ -14,7 +14,6 @@ from jaxllm.ops.checks import (
     as_bool,
     as_finite,
     as_integer,
-    check_any_floating,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -27,7 +26,7 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raises TypeError or ValueError where queries, keys and values do not fit together."""
-    check_any_floating(q=q, k=k, v=v)
+    check_floating(q=q, k=k, v=v)
     if q.ndim != 4 or q.shape[-1] == 0:
         raise ValueError(f"q has shape {q.shape}; it must be (B, T, N, H) with H at least 1")
     B, _, N, H = q.shape

@@ -14,7 +14,7 @@ from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_int32,
-    check_any_floating,
+    check_floating,
     check_integer,
     check_same_dtype,
     is_certain,
@@ -111,7 +111,7 @@ def _check_arrays(
 ) -> tuple[Array, Array, Array | None]:
     """Checks the arguments; returns them with ``tokens`` in int32."""
     check_integer(tokens=tokens)
-    check_any_floating(token_table=token_table)
+    check_floating(token_table=token_table)
     if tokens.ndim == 0:
         raise ValueError("tokens has shape (); it must have a last axis, the positions")
     if token_table.ndim != 2 or token_table.shape[0] == 0:
@@ -124,7 +124,7 @@ def _check_arrays(
 
 
 def _check_position_table(tokens: Array, token_table: Array, position_table: Array) -> None:
-    check_any_floating(position_table=position_table)
+    check_floating(position_table=position_table)
     check_same_dtype("position_table", position_table, "token_table", token_table)
     width, length = token_table.shape[1], tokens.shape[-1]
     if position_table.ndim != 2 or position_table.shape[1] != width:

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxllm.core.dispatch import Direction, Op, dispatch
-from jaxllm.ops.checks import as_dtype, check_any_floating
+from jaxllm.ops.checks import as_dtype, check_floating
 from jaxllm.ops.quantization import cuda, reference
 from jaxllm.ops.rotary.packed import ROPE_PACKED
 from jaxllm.ops.rounding import current_scale, round_to_float8
@@ -113,7 +113,7 @@ def float8_quantize(
         >>> values.astype(float).tolist(), scale.tolist()
         ([[448.0, -224.0], [0.0, 0.0]], [0.015625, 1.0])
     """
-    check_any_floating(x=x)
+    check_floating(x=x)
     dtype = as_dtype("dtype", dtype)
     if dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype}; it must be float8_e4m3fn or float8_e5m2")

@@ -14,7 +14,6 @@ from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_int32,
     as_integer,
-    check_any_floating,
     check_floating,
     check_integer,
     check_same_dtype,
@@ -85,7 +84,7 @@ def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
 
     Source: CUDA-Learn-Notes' ``block_reduce_max``.
     """
-    check_any_floating(x=x)
+    check_floating(x=x)
     return _reduce_max(x, backend=resolve(backend))
 
 
