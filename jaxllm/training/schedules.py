@@ -6,6 +6,7 @@ Each schedule rises linearly to the peak, which it reaches at step ``warmup - 1`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from jaxllm.ops.checks import as_finite, as_number
+from jaxllm.ops.checks import as_finite_number, as_float, as_number
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
@@ -34,9 +35,9 @@ NAMES = tuple(_SHAPES)
 def make_schedule(
     name: str,
     peak: float | Array,
-    steps: float,
+    steps: int,
     *,
-    warmup: float = 0,
+    warmup: int = 0,
     final_fraction: float = 0.0,
     decay_fraction: float = 0.2,
 ) -> Schedule:
@@ -66,17 +67,24 @@ def make_schedule(
     if name not in _SHAPES:
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
     highest = as_number("peak", peak)
-    is_sound = isinstance(highest, Tracer) or as_finite("peak", highest) >= 0
-    steps, warmup = as_finite("steps", steps), as_finite("warmup", warmup)
-    final_fraction = as_finite("final_fraction", final_fraction)
-    decay_fraction = as_finite("decay_fraction", decay_fraction)
+    numbers = {
+        "steps": steps,
+        "warmup": warmup,
+        "final_fraction": final_fraction,
+        "decay_fraction": decay_fraction,
+    }
+    for argument, value in numbers.items():
+        as_float(argument, value)
+    is_sound = isinstance(highest, Tracer) or 0 <= highest < math.inf
     if not (is_sound and 0 <= warmup <= steps and 0 <= final_fraction <= 1):
         raise ValueError(
-            f"peak {peak}, warmup {warmup:g}, steps {steps:g} and final_fraction {final_fraction} "
-            "must have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
+            f"peak {peak}, warmup {warmup}, steps {steps} and final_fraction {final_fraction} must "
+            "have 0 <= peak < inf, 0 <= warmup <= steps and 0 <= final_fraction <= 1"
         )
     if not 0 < decay_fraction <= 1:
         raise ValueError(f"decay_fraction is {decay_fraction}; it must be above 0 and at most 1")
+    for argument, value in {"peak": highest, **numbers}.items():
+        as_finite_number(argument, value)
     after = max(steps - warmup, 1)
     stable = max(steps * (1 - decay_fraction) - warmup, 0) / after
 
@@ -91,7 +99,7 @@ def make_schedule(
 
 
 def warmup_cosine(
-    peak: float | Array, steps: float, *, warmup: float = 0, floor: float = 0.1
+    peak: float | Array, steps: int, *, warmup: int = 0, floor: float = 0.1
 ) -> Schedule:
     """A linear warm-up and a cosine decay, :func:`make_schedule` with ``"cosine"``.
 
@@ -108,5 +116,5 @@ def warmup_cosine(
         TypeError: As in :func:`make_schedule`.
         ValueError: As in :func:`make_schedule`.
     """
-    floor = as_finite("floor", floor)
+    as_float("floor", floor)
     return make_schedule("cosine", peak, steps, warmup=warmup, final_fraction=floor)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from jaxllm.core import promotion
+from jaxllm.core import partition, promotion
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
@@ -266,8 +266,8 @@ def global_norm(tree: Tree, *, backend: Backend | None = None) -> Float[Array, "
     leaves = jax.tree.leaves(tree)
     for leaf in leaves:
         check_floating(tree=leaf)
-    # An empty array adds nothing, and XLA may crash on its shards.
-    leaves = [leaf for leaf in leaves if not is_certain(lambda leaf=leaf: jnp.size(leaf) == 0)]
+    if partition.is_wanted(leaves):  # an empty array adds nothing, and XLA may crash on its shards
+        leaves = [leaf for leaf in leaves if not is_certain(lambda leaf=leaf: jnp.size(leaf) == 0)]
     if not leaves:
         return jnp.zeros((), jnp.float32)
     return dispatch(GLOBAL_NORM, Direction.INFERENCE, resolve(backend), tuple(leaves))
