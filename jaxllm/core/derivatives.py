@@ -282,3 +282,32 @@ ad.primitive_jvps[_watched_p] = _watched_jvp
 ad.deflinear2(_reverse_only_p, lambda cotangent, *_, **__: [cotangent])
 mlir.register_lowering(_watched_p, lambda context, x, **_: [x])
 mlir.register_lowering(_reverse_only_p, lambda context, x, **call: _refuse_forward_mode(x, **call))
+
+
+# Under jax.vmap JAX sums the gradient of an argument that is not mapped. The cotangent of an output
+# that is not mapped is such a sum already: a backward that adds it to the gradient would count it
+# once for each member of the batch.
+
+
+def map_together(outputs: Any) -> Any:
+    """The outputs of an op; where ``jax.vmap`` maps one, all are mapped, with their cotangents."""
+    leaves, tree = jax.tree.flatten(outputs)
+    return tree.unflatten(_together_p.bind(*leaves))
+
+
+def _together_batching(arrays, axes):
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    mapped = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    return _together_p.bind(*mapped), [0] * len(mapped)
+
+
+_together_p = Primitive("jaxllm_map_together")
+_together_p.multiple_results = True
+_together_p.def_impl(lambda *arrays: list(arrays))
+_together_p.def_abstract_eval(lambda *arrays: list(arrays))
+batching.primitive_batchers[_together_p] = _together_batching
+ad.deflinear2(_together_p, lambda cotangents, *_: cotangents)
+mlir.register_lowering(_together_p, lambda context, *arrays: list(arrays))

@@ -108,6 +108,7 @@ def with_backward(
     sharding: ShardingRule | Callable[[Any], ShardingRule] | None,
     primal: Callable[..., Any] | None = None,
     outputs: int = 1,
+    maps_together: bool = True,
     reference: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A function with a derivative rule that is written by hand.
@@ -123,6 +124,8 @@ def with_backward(
         primal: ``primal(options, backend, *arrays) -> outputs`` where nothing is differentiated;
             None for the forward's.
         outputs: The number of outputs; 1 for a single one, which is no tuple.
+        maps_together: Whether :func:`jaxllm.core.derivatives.map_together` is used. False where
+            ``backward`` itself takes care of a cotangent that belongs to a whole batch.
         reference: ``reference(primal)`` is what forward mode differentiates instead of it.
 
     Returns:
@@ -143,11 +146,17 @@ def with_backward(
         is_opaque = static.backend != "xla"
         return partition.forward(function, name, rule, arrays, is_opaque=is_opaque)
 
+    def results(static: _Static, of: Callable[..., Any], arrays: tuple) -> tuple[Any, Any]:
+        returned, residuals = on_shards(static, of, arrays)
+        if outputs > 1 and maps_together:
+            returned = derivatives.map_together(returned)
+        return returned, residuals
+
     def fn(static: _Static, *arrays: Any) -> Any:
-        return on_shards(static, without_residuals, arrays)[0]
+        return results(static, without_residuals, arrays)[0]
 
     def forward_of_values(static: _Static, *arrays: Any) -> Any:
-        return on_shards(static, forward, jax.tree.map(_value, arrays))
+        return results(static, forward, jax.tree.map(_value, arrays))
 
     def backward_of_given(static: _Static, residuals: Any, cotangents: Any) -> Any:
         first, *others = (cotangents,) if outputs == 1 else cotangents

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -9,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxllm.core import partition
 from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.derivatives import map_together
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
 from jaxllm.core.sharding_rule import ShardingRule
@@ -103,7 +107,7 @@ def tied_embed(
     if partition.is_wanted(arrays):
         # Both gradients are sums over devices. XLA adds them first, and communicates one sum.
         return _embed(*arrays, backend=resolve(backend)), token_table
-    return _tied_embed(*arrays, backend=resolve(backend))
+    return _tied_embed(*arrays, token_table, backend=resolve(backend))
 
 
 def _check_arrays(
@@ -178,9 +182,35 @@ def _positions_of_shard(shard, tokens, position_table):
     return lax.dynamic_slice_in_dim(position_table, first, count, axis=0)
 
 
-def _tied_embed_forward(shard, backend, tokens, token_table, position_table):
+def _tied_embed_forward(shard, backend, tokens, token_table, position_table, lm_head):
     out, arrays = _embed_forward(shard, backend, tokens, token_table, position_table)
-    return (out, token_table), arrays
+    outputs = out, lm_head
+    return map_together(outputs) if backend == "xla" else outputs, arrays
+
+
+def _tied_embed_backward(shard, backend, arrays, dout, dlm_head):
+    """The gradient of the table has that of the LM head in it, which then has none of its own.
+
+    Not under ``jax.vmap``, where each member adds to the former, and dlm_head may be the sum of
+    those of all members already.
+    """
+    backward = functools.partial(_embed_backward, shard, backend)
+    if dlm_head is None or backend == "xla":
+        return *backward(arrays, dout, dlm_head), None
+
+    @jax.custom_batching.custom_vmap
+    def gradients(arrays, dout, dlm_head):
+        return backward(arrays, dout, dlm_head)[1:], jnp.zeros_like(dlm_head)
+
+    @gradients.def_vmap
+    def _(_, is_mapped, arrays, dout, dlm_head):
+        *axes, _ = jax.tree.map(lambda flag: 0 if flag else None, is_mapped)
+        of_embedding = jax.vmap(lambda *given: backward(*given)[1:], axes)(arrays, dout)
+        flags = jax.tree.map(lambda _: True, of_embedding)
+        return (of_embedding, dlm_head), (flags, is_mapped[-1])
+
+    of_embedding, of_lm_head = gradients(arrays, dout, dlm_head)
+    return None, *of_embedding, of_lm_head
 
 
 def _embed_of_shard(shard, backend, tokens, token_table, position_table):
@@ -219,5 +249,10 @@ _SHARDING = ShardingRule(
 )
 _embed = with_backward("embed", _embed_forward, _embed_backward, sharding=_SHARDING)
 _tied_embed = with_backward(
-    "tied_embed", _tied_embed_forward, _embed_backward, sharding=_SHARDING, outputs=2
+    "tied_embed",
+    _tied_embed_forward,
+    _tied_embed_backward,
+    sharding=None,  # see tied_embed
+    outputs=2,
+    maps_together=False,
 )
