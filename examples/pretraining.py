@@ -28,6 +28,7 @@ from pretraining_options import (
     Family,
     Recipe,
     identity,
+    later_identity,
     make_batch,
     parse,
     settings,
@@ -37,7 +38,6 @@ import jaxllm
 from jaxllm import training
 from jaxllm.convert import huggingface, llmc
 from jaxllm.core.gathers import GatherWarning
-from jaxllm.data.tokenizer import BYTES
 from jaxllm.inference.generate import generate
 from jaxllm.models.common import stack, unstack
 from jaxllm.training import checkpoint, evaluation, parallel, runlog
@@ -49,8 +49,6 @@ except ImportError as error:
     raise SystemExit(f'{error}; run: pip install "jaxllm[train]"') from error
 
 __all__ = ["Family", "Recipe", "main"]
-
-PROMPT = "def "
 
 
 def train(options: argparse.Namespace) -> None:
@@ -262,7 +260,7 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
         )
     wanted = identity(options)
     try:
-        found = checkpoint.read_record(folder)
+        found = later_identity(options) | checkpoint.read_record(folder)
         if differing := [name for name in wanted if found.get(name) != wanted[name]]:
             name = differing[0]
             raise SystemExit(
@@ -340,17 +338,13 @@ def hellaswag_accuracy(params: dict, options: argparse.Namespace) -> float:
 def sample(params: dict, options: argparse.Namespace, step: int) -> str:
     """A text sampled from the model; token ids if there is no tokenizer."""
     tokenizer, config = options.tokenizer, options.model_config
-    # GPT-2's last id is its end-of-text token, after which a new document begins.
-    prompt = np.array([tokenizer.end_of_text if tokenizer else config.vocab_size - 1])
-    if tokenizer and (options.prompt or tokenizer is BYTES):
-        prompt = tokenizer.encode(options.prompt or PROMPT)
     with warnings.catch_warnings():
         # One sequence cannot be sharded, so each device gathers the parameters and computes it.
         warnings.simplefilter("ignore", GatherWarning)
         tokens = generate(
             options.family.model.forward,
             training.cast(params, options.dtype),
-            prompt,
+            options.prompt_tokens,
             config=config,
             max_new_tokens=16 if options.smoke else 200,
             temperature=0.8,

@@ -63,6 +63,7 @@ class Family:
 
 
 GPT2_END_OF_TEXT = 50256  # GPT-2's last token
+PROMPT = "def "
 SMOKE = Recipe(steps=8, batch_size=2, seq_len=32, accumulate=2, lr=4e-3, warmup=2)
 # What the backward pass recomputes.
 REMAT = {
@@ -271,7 +272,9 @@ def parse(
             decay_fraction=options.decay_fraction,
         )
         if options.mesh is not None:
-            loader.check_batch_size(parallel.batch_sharding(options.mesh), options.batch_size)
+            sharding = parallel.batch_sharding(options.mesh)
+            loader.check_batch_size(sharding, options.batch_size)
+            loader.check_seq_len(sharding, options.seq_len)
         options.params, config = load_model(options)
         if options.vocab_size is None and config is not None:
             options.vocab_size = config.vocab_size
@@ -282,6 +285,7 @@ def parse(
         options.precision = read_precision(options)
         check_float8_counts(options)
         options.documents = document_options(options)
+        options.prompt_tokens = find_prompt(options)
         with parallel.first_process_first():
             options.train, options.val = open_data(options)
         options.questions = open_questions(options)
@@ -380,7 +384,7 @@ def document_options(options: argparse.Namespace) -> dict[str, Any]:
     if not options.document_mask:
         return {}
     if options.tokenizer is not None:
-        end_of_text = options.tokenizer.end_of_text
+        end_of_text = read_end_of_text(options)
     elif options.vocab_size == GPT2_END_OF_TEXT + 1:
         end_of_text = GPT2_END_OF_TEXT
     else:
@@ -389,6 +393,40 @@ def document_options(options: argparse.Namespace) -> dict[str, Any]:
             "unknown; pass --tokenizer"
         )
     return {"end_of_text": end_of_text, "ignore_next_document": bool(options.ignore_next_document)}
+
+
+def read_end_of_text(options: argparse.Namespace) -> int:
+    """The end-of-text token of the tokenizer, which must be in the vocabulary."""
+    found = options.tokenizer.end_of_text
+    if found >= options.vocab_size:
+        raise ValueError(
+            f"--vocab-size is {options.vocab_size}; the end-of-text token of the tokenizer "
+            f"{options.tokenizer.name} is {found}"
+        )
+    return found
+
+
+def find_prompt(options: argparse.Namespace) -> np.ndarray:
+    """The tokens that samples begin with."""
+    if options.tokenizer is None:
+        if options.prompt:
+            raise ValueError("--prompt: the tokenizer is unknown; pass --tokenizer")
+        # GPT-2's last id is its end-of-text token, after which a new document begins.
+        return np.array([options.model_config.vocab_size - 1])
+    if options.end_of_text is not None:
+        read_end_of_text(options)  # which the saved model names
+    text = options.prompt or (PROMPT if options.tokenizer is BYTES else None)
+    if text is None:
+        return np.array([read_end_of_text(options)])
+    tokens = options.tokenizer.encode(text)
+    if tokens.size == 0:
+        raise ValueError(f"--prompt is {text!r}; it must have a token")
+    if (largest := tokens.max()) >= options.model_config.vocab_size:
+        raise ValueError(
+            f"--prompt: {text!r} has token {largest}; the vocabulary has "
+            f"{options.model_config.vocab_size}"
+        )
+    return tokens
 
 
 def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset | None]:
@@ -539,4 +577,17 @@ def identity(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **{name: getattr(options, name) for name in IDENTITY},
         "train_tokens": options.train.num_tokens,
+        **later_identity(options),
     }
+
+
+def later_identity(options: argparse.Namespace) -> dict[str, Any]:
+    """Those values of :func:`identity` that the records of older runs lack."""
+    fields = dataclasses.asdict(options.model_config)
+    del fields["special_tokens"]
+    # JSON has lists alone.
+    values = {
+        f"config.{name}": list(value) if isinstance(value, tuple) else value
+        for name, value in fields.items()
+    }
+    return {"end_of_text": options.documents.get("end_of_text"), **values}

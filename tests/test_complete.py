@@ -16,7 +16,7 @@ from jaxllm.inference.generate import complete, stream
 from jaxllm.inference.paged_cache import init_paged_cache
 from jaxllm.inference.sampling import sample
 from jaxllm.models import gpt2, llama3
-from jaxllm.models.common import for_decoding
+from jaxllm.models.common import for_decoding, unstack
 from jaxllm.models.special_tokens import SpecialTokens
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=160, layers=2, heads=2, width=32)
@@ -375,6 +375,34 @@ def test_refuses(wrong, message):
     if len(prompts) == 1:
         with pytest.raises(ValueError, match=message):
             stream(model, params, prompts[0], **options)
+
+
+@pytest.mark.parametrize("form", [lambda params: params, unstack, for_decoding])
+@pytest.mark.parametrize(
+    ("model", "of_params", "config", "error", "message"),
+    [
+        (gpt2, llama3, GPT2, ValueError, "params has no 'wpe'; params must be a dict from the in"),
+        (
+            llama3,
+            gpt2,
+            LLAMA3,
+            ValueError,
+            "params has no 'norm_f'; params must be a dict from the",
+        ),
+        (gpt2, gpt2, LLAMA3, TypeError, "config has type Llama3Config; it must be GPT2Config"),
+        (llama3, llama3, GPT2, TypeError, "config has type GPT2Config; it must be Llama3Config"),
+    ],
+)
+def test_refuses_another_model(model, of_params, config, error, message, form, monkeypatch):
+    params = form(random_params(of_params, {gpt2: GPT2, llama3: LLAMA3}[of_params]))
+    monkeypatch.setattr("jaxllm.inference.generate._laid_out", None)  # it is refused before that
+    options: Any = {"config": config, "max_new_tokens": 3, "temperature": 0.0}
+    with pytest.raises(error, match=message):
+        complete(model, params, [[1]], **options)
+    with pytest.raises(error, match=message):
+        stream(model, params, [1], **options)
+    with pytest.raises(error, match=message):
+        model.forward(params, jnp.zeros((1, 3), jnp.int32), config)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import add_your_own_op
 import generate
@@ -19,7 +21,7 @@ import pretraining
 import pytest
 import switch_backends
 import tokenizers
-from pretraining_options import make_batch, parse
+from pretraining_options import identity, later_identity, make_batch, parse
 from pretraining_scripts import SCRIPTS, read_log
 
 import jaxllm
@@ -29,7 +31,7 @@ from jaxllm.core import ffi
 from jaxllm.core.backend import resolve
 from jaxllm.data.tokenizer import BYTES
 from jaxllm.models import gpt2
-from jaxllm.training import checkpoint
+from jaxllm.training import checkpoint, parallel
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -105,6 +107,22 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (
             ["--document-mask", "--vocab-size", "3000"],
             "the end-of-text token of a vocabulary of 3000 is unknown; pass --tokenizer",
+        ),
+        (
+            ["--document-mask", "--tokenizer", "bytes", "--vocab-size", "256"],
+            "--vocab-size is 256; the end-of-text token of the tokenizer bytes is 256",
+        ),
+        (
+            ["--end-of-text", "<|endoftext|>", "--vocab-size", "256"],
+            "--vocab-size is 256; the end-of-text token of the tokenizer bytes is 256",
+        ),
+        (
+            ["--tokenizer", "bytes", "--vocab-size", "100", "--prompt", "Az"],
+            "--prompt: 'Az' has token 122; the vocabulary has 100",
+        ),
+        (
+            ["--vocab-size", "3000", "--prompt", "a"],
+            "--prompt: the tokenizer is unknown; pass --tokenizer",
         ),
         (["--float8-counts"], "--float8-counts: nothing is rounded to float8 without --precision"),
         (["--max-underflow", "0.1"], "--max-underflow needs --float8-counts"),
@@ -233,6 +251,41 @@ def test_second_ctrl_c_quits(monkeypatch, ctrl_c):
     assert signal.getsignal(signal.SIGINT) is handler
     # The run stopped in the validation of step 2, so the record of step 1 is on disk.
     assert len(read_log(Path("runs/gpt2_tiny/log.jsonl"))) == 1
+
+
+def test_pretrain_rejects_sequences_that_the_mesh_does_not_divide(monkeypatch, capsys):
+    mesh = jax.sharding.AbstractMesh((1, 1, 2, 1), parallel.AXES)
+    monkeypatch.setattr("pretraining_options.open_mesh", lambda text: mesh)
+    with pytest.raises(SystemExit):
+        pretrain_gpt2.main(["--smoke", "--mesh", "context=2", "--seq-len", "33"])
+    message = "sequences have 33 tokens; it must be a multiple of 2, the devices of the mesh along"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        ({"end_of_text": 3}, "of a run with end_of_text 3; this one has 256"),
+        ({"config.rope_theta": 1.0}, "of a run with config.rope_theta 1.0; this one has 10000.0"),
+        ({}, None),
+    ],
+)
+def test_pretrain_resumes_runs_of_the_same_documents_and_model(monkeypatch, recorded, message):
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", np.arange(2000) % 256)
+    flags = ["--smoke", "--data", "shards", "--document-mask", "--resume"]
+    options = parse(flags, pretrain_llama3.FAMILY, None)
+    # The records of older runs have none of them.
+    of_older_run = {k: v for k, v in identity(options).items() if k not in later_identity(options)}
+    monkeypatch.setattr(checkpoint, "read_record", lambda folder: of_older_run | recorded)
+    monkeypatch.setattr(checkpoint, "restore", lambda folder, state: state)
+    folder: Any = SimpleNamespace(latest_step=lambda: 2)
+    state: Any = SimpleNamespace(step=2)
+    if message is None:
+        assert pretraining.resume(folder, state, options) is state
+        return
+    with pytest.raises(SystemExit, match=message):
+        pretraining.resume(folder, state, options)
 
 
 def smoke(*arguments):

@@ -527,6 +527,24 @@ def test_a_window_may_be_an_array(size):
     np.testing.assert_allclose(traced, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["jaxllm", "xla"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_seq_lengths": np.array([2**32 + 1, 2**40])},
+        {"key_value_seq_lengths": np.array([2**32 + 1, 2**40])},
+        {"key_value_seq_lengths": [2**32 + 1, 2**40]},
+        {"local_window_size": 2**31 - 1},
+        {"local_window_size": np.array([2**40, 2**70])},
+    ],
+)
+def test_lengths_and_windows_beyond_int32_hide_nothing(options, implementation):
+    x = np.random.default_rng(0).standard_normal((2, 3, 1, 4), np.float32)
+    found = nn.dot_product_attention(x, x, x, implementation=implementation, **options)
+    expected = nn.dot_product_attention(x, x, x, implementation="xla")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 # The other functions, against the formulas that models are written with.
 
 X, HEADS = np.ones((2, 3), "float32"), np.ones((1, 3, 2, 4), "float32")
@@ -640,6 +658,14 @@ def test_labels_of_any_dtype_can_be_left_out(dtype):
         nn.linear_cross_entropy(hidden, weight, listed),
         nn.linear_cross_entropy(hidden, weight, labels),
     )
+
+
+def test_a_list_of_labels_beyond_int32_is_taken_as_their_array():
+    loss: Any = functools.partial(nn.linear_cross_entropy, *draw((2, 8), (8, 11)))
+    assert np.isnan(loss([3, 2**40]))  # outside the vocabulary
+    np.testing.assert_array_equal(loss([3, -(2**40)]), loss([3, -1]))
+    with pytest.raises(ValueError, match="labels has an integer that is beyond int32"):
+        loss([3, 2**70])
 
 
 def test_a_gpu_runs_the_kernels_of_the_ops(with_kernels):

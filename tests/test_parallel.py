@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import socket
@@ -28,6 +29,9 @@ from jaxllm.training import loader, optim, parallel
 
 ROOT = Path(__file__).parent.parent
 MESH = jax.sharding.AbstractMesh((2, 4, 1, 1), parallel.AXES)
+AUTO = jax.sharding.AbstractMesh(
+    (2, 4, 1, 1), parallel.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
+)
 
 
 def environment(devices):
@@ -263,6 +267,54 @@ def test_load_batch_rejects_uneven_batches(sizes, message):
     sharding = parallel.batch_sharding(jax.sharding.AbstractMesh(sizes, parallel.AXES))
     with pytest.raises(ValueError, match=re.escape(message)):
         loader.load_batch(sharding, (1, 12, 6), lambda rows: (np.zeros(0), np.zeros(0)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "leading"),
+    [
+        (P("data", None), ()),
+        (P("data"), ()),
+        (P(), ()),
+        (P(None, "data"), (2,)),
+        (P("fsdp", ("data",), "context"), (2,)),
+    ],
+)
+def test_load_batch_takes_any_spec_of_the_axes_of_the_mesh(spec, leading):
+    tokens = np.arange(math.prod(leading) * 4 * 6).reshape(-1, 6)
+    sharding = jax.NamedSharding(parallel.make_mesh(), spec)
+
+    def read(rows):
+        return tokens[rows.start : rows.stop], -tokens[rows.start : rows.stop]
+
+    for array, sign in zip(
+        loader.load_batch(sharding, (*leading, 4, 6), read), (1, -1), strict=True
+    ):
+        assert array.sharding == sharding
+        np.testing.assert_array_equal(array, sign * tokens.reshape(*leading, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shape", "error", "message"),
+    [
+        (jax.NamedSharding(MESH, P("data")), (4,), ValueError, "shape is (4,); it must be (acc"),
+        (
+            parallel.batch_sharding(MESH),
+            (8, 6),
+            ValueError,
+            f"sharding has {P(None, ('data', 'fsdp'), None)}; it must have at most 2 dimensions",
+        ),
+        (
+            jax.NamedSharding(AUTO, P(P.UNCONSTRAINED)),
+            (8, 6),
+            ValueError,
+            "each with names of mesh axes or None",
+        ),
+        (None, (8, 6), TypeError, "sharding has type NoneType; it must be a jax.NamedSharding"),
+    ],
+)
+def test_load_batch_rejects_shardings_of_other_arrays(sharding, shape, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        loader.load_batch(sharding, shape, lambda rows: ())
 
 
 @pytest.mark.parametrize("order", ["shuffled", "llmc"])

@@ -47,7 +47,7 @@ from jaxllm.core.backend import use_backend
 from jaxllm.data.files import replacing
 from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
-from jaxllm.models.common import Params
+from jaxllm.models.common import Params, check_config_type
 from jaxllm.models.llama3 import Llama3Config
 from jaxllm.ops.checks import as_bool
 
@@ -98,9 +98,11 @@ def load(
 
     Raises:
         FileNotFoundError: The file does not exist.
-        TypeError: ``interleaved`` is not a bool, or ``dtype`` is not a floating dtype or needs
+        TypeError: ``interleaved`` is not a bool, ``rope_scaling`` no ``RopeScaling``,
+            ``rope_theta`` or ``norm_eps`` no number, or ``dtype`` is not a floating dtype or needs
             ``jax_enable_x64``.
-        ValueError: The header is invalid, or the size of the file contradicts it.
+        ValueError: The header is invalid, or the size of the file contradicts it; or ``rope_theta``
+            or ``norm_eps`` is not above 0 and finite.
 
     Source: ``export.py`` of llama2.c and of KuiperLLama.
 
@@ -156,11 +158,12 @@ def save(
         interleaved: As in :func:`load`.
 
     Raises:
-        TypeError: ``interleaved`` is not a bool.
+        TypeError: ``interleaved`` is not a bool, or ``config`` no ``Llama3Config``.
         ValueError: Names, shapes or dtypes of the parameters differ from the config; or the format
             lacks an option that the config has (``head_dim``, ``qkv_bias``, ``qk_norm``,
             ``window``).
     """
+    check_config_type(config, Llama3Config)
     _check_options(config)
     interleaved = as_bool("interleaved", interleaved)
     path, arrays = Path(path), stacked_arrays(params)

@@ -27,7 +27,7 @@ from jaxllm.convert.parameter_mapping import (
 from jaxllm.data.files import replacing
 from jaxllm.data.llmc_header import HEADER_BYTES, check_size, header_of, read_header
 from jaxllm.models import gpt2
-from jaxllm.models.common import Params
+from jaxllm.models.common import Params, check_config_type
 from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.ops.checks import as_integer, check_floating
 
@@ -110,10 +110,11 @@ def save_gpt2(
             or float32 if they have different dtypes.
 
     Raises:
-        TypeError: A parameter is not of a floating dtype.
+        TypeError: A parameter is not of a floating dtype, or ``config`` no ``GPT2Config``.
         ValueError: The dtype is neither float32 nor bfloat16, or names or shapes of the parameters
             differ from the config.
     """
+    check_config_type(config, GPT2Config)
     arrays = stacked_arrays(params)
     check_shapes({name: array.shape for name, array in arrays.items()}, _shapes(config))
     check_floating(**arrays)

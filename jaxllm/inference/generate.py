@@ -176,17 +176,17 @@ def complete(
         The new tokens of each prompt, int32, the token that stopped it included.
 
     Raises:
-        TypeError: An option is of another type than this; or ``cache_dtype`` is neither int8 nor
-            the dtype of ``params``.
+        TypeError: An option is of another type than this; ``config`` is that of another model; or
+            ``cache_dtype`` is neither int8 nor the dtype of ``params``.
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
             the cache or the model; a number is out of range; ``stop_tokens`` are no integers, or
-            beyond int32; ``params`` have other layers or heads than ``config``; or a key is needed
-            and missing.
+            beyond int32; ``params`` are those of another model, or have other layers or heads than
+            ``config``; or a key is needed and missing.
     """
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
-    check_params(params, config)
+    _check_params(model, params, config)
     tokens, lengths = _pad_prompts(prompts, config)
     cache = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
@@ -238,7 +238,7 @@ def stream(
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
-    check_params(params, config)
+    _check_params(model, params, config)
     tokens, lengths = _pad_prompts([prompt], config)
     cache: Any = _empty_cache(
         lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
@@ -320,6 +320,11 @@ def _as_prompt(name: str, prompt: Any) -> np.ndarray | Array:
     except ValueError as error:
         raise ValueError(f"{name} has rows of unequal lengths; it must be one array") from error
     return jnp.asarray(found) if found.dtype.kind == "f" else found  # errors name JAX's dtype
+
+
+def _check_params(model: Any, params: Params, config: Any) -> None:
+    """Checks that parameters and config are those of a model, which may have no such check."""
+    getattr(model, "check_params", check_params)(params, config)
 
 
 def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:

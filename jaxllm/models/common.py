@@ -354,6 +354,45 @@ def check_config(config: Any, *sizes: str) -> None:
         )
 
 
+def check_config_type(config: Any, kind: type) -> None:
+    """Raises TypeError where a config is not that of a model family."""
+    if not isinstance(config, kind):
+        raise TypeError(f"config has type {type(config).__name__}; it must be {kind.__name__}")
+
+
+def check_family(
+    params: Params, config: Any, kind: type, names: tuple[str, ...], of_block: tuple[str, ...]
+) -> None:
+    """Checks that parameters and a config are of one model family.
+
+    Args:
+        params: The parameters.
+        config: The config.
+        kind: The type that it must have.
+        names: What the parameters must have.
+        of_block: What each of their blocks must have; ``"mlp/up"`` is in its ``"mlp"``.
+
+    Raises:
+        TypeError: The config is of another family.
+        ValueError: The parameters are.
+    """
+    check_config_type(config, kind)
+
+    def check(tree: Any, names: tuple[str, ...], holder: str) -> None:
+        for path in names:
+            found = tree
+            for name in path.split("/"):
+                if not isinstance(found, Mapping) or name not in found:
+                    init = f"the init of {kind.__module__}"
+                    raise ValueError(f"{holder} has no {path!r}; params must be a dict from {init}")
+                found = found[name]
+
+    check(params, names, "params")
+    blocks = params["blocks"]
+    for block in blocks if isinstance(blocks, list | tuple) else [blocks]:
+        check(block, of_block, "params['blocks']")
+
+
 def check_params(params: Params, config: Any) -> None:
     """Raises ValueError where parameters do not have the layers or heads of a config.
 

@@ -95,6 +95,10 @@ PRESETS = {
 }
 
 
+_NAMES = ("wte", "wpe", "blocks", "ln_f")
+_OF_BLOCK = ("ln1", "attention/qkv", "attention/out", "ln2", "mlp/up", "mlp/down")
+
+
 def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
     """Random parameters, as :class:`jaxllm.models.common.Initializer` draws them.
 
@@ -172,11 +176,11 @@ def forward(
 
     Raises:
         TypeError: ``tokens``, ``segment_ids`` or ``positions`` is not of an integer dtype, or
-            ``remat`` no bool and no policy.
+            ``remat`` no bool and no policy, or ``config`` no ``GPT2Config``.
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``; or
             ``segment_ids`` or ``positions`` differs from ``tokens`` in shape; or ``precision`` has
-            an unknown recipe or layer; or ``params`` do not have the layers, heads or positions of
-            ``config``.
+            an unknown recipe or layer; or ``params`` are those of another model, or do not have the
+            layers, heads or positions of ``config``.
         BackendError: ``precision`` is not None and the GPU has no float8 tensor cores.
     """
     documents = segment_ids, positions
@@ -239,7 +243,9 @@ def cached_forward(
         attend: ``attend(layer, q, k, v)``, attention of queries, keys and values with the cache.
 
     Raises:
-        ValueError: ``params`` do not have the layers, heads or positions of ``config``.
+        TypeError: ``config`` is no ``GPT2Config``.
+        ValueError: ``params`` are those of another model, or do not have the layers, heads or
+            positions of ``config``.
     """
     check_params(params, config)
     if positions is None:
@@ -253,7 +259,14 @@ def cached_forward(
 
 
 def check_params(params: Params, config: GPT2Config) -> None:
-    """Raises ValueError where parameters do not have the layers, heads or positions of a config."""
+    """Checks that parameters are those of a config.
+
+    Raises:
+        TypeError: The config is of another model family.
+        ValueError: The parameters are, or they do not have the layers, heads or positions of the
+            config.
+    """
+    common.check_family(params, config, GPT2Config, _NAMES, _OF_BLOCK)
     common.check_params(params, config)
     rows = params["wpe"].shape[0]
     if rows < config.max_seq_len:

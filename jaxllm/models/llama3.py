@@ -256,6 +256,10 @@ PRESETS = {
 }
 
 
+_NAMES = ("wte", "blocks", "norm_f")
+_OF_BLOCK = ("norm1", "attention/qkv", "attention/out", "norm2", "mlp/gate_up", "mlp/down")
+
+
 def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
     """Random parameters, as :class:`jaxllm.models.common.Initializer` draws them.
 
@@ -365,7 +369,14 @@ def cached_forward(
 
 
 def check_params(params: Params, config: Llama3Config) -> None:
-    """Raises ValueError where parameters are not those of a config: its layers, heads, options."""
+    """Checks that parameters are those of a config.
+
+    Raises:
+        TypeError: The config is of another model family.
+        ValueError: The parameters are, or they do not have the layers, heads or options of the
+            config.
+    """
+    common.check_family(params, config, Llama3Config, _NAMES, _OF_BLOCK)
     common.check_params(params, config)
     blocks = params["blocks"]
     attention = (blocks[0] if isinstance(blocks, list) else blocks)["attention"]

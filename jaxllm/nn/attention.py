@@ -16,7 +16,16 @@ from jaxllm.core import promotion
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
-from jaxllm.ops.checks import as_array, as_bool, as_finite, as_integer, check_shape, is_certain
+from jaxllm.ops.checks import (
+    as_array,
+    as_bool,
+    as_finite,
+    as_int32,
+    as_integer,
+    as_integers,
+    check_shape,
+    is_certain,
+)
 from jaxllm.ops.window import Window
 
 Implementation = Literal["jaxllm", "xla", "cudnn"]
@@ -24,6 +33,7 @@ Implementation = Literal["jaxllm", "xla", "cudnn"]
 _NAME = "dot_product_attention"
 _OURS = "jaxllm"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_LONGEST = 2**30  # side of a window: beyond any sequence, and a position added to it is an int32
 # The segments: queries and keys within their lengths, queries beyond, keys beyond.
 _WITHIN, _QUERIES_BEYOND, _KEYS_BEYOND = 0, 1, 2
 
@@ -424,11 +434,12 @@ def _scores_like(name: str, array: ArrayLike, shape: tuple[int, ...]) -> Array:
 def _lengths(name: str, array: ArrayLike | None, B: int) -> Array | None:
     if array is None:
         return None
-    found = as_array(name, array)
+    found = as_integers(name, array)
     check_shape(name, found, (B,), "one for each sequence")
-    if found.dtype != jnp.int32:
-        raise ValueError(f"{name} has dtype {found.dtype}; it must be int32")
-    return found
+    dtype = jax.dtypes.canonicalize_dtype(found.dtype)
+    if dtype != jnp.int32:
+        raise ValueError(f"{name} has dtype {dtype}; it must be int32")
+    return as_int32(found)
 
 
 def _window(window: Any) -> tuple[Any, Any]:
@@ -441,7 +452,10 @@ def _window(window: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"local_window_size is {window!r}; it must be an integer or a pair, (left, right)"
         )
-    left, right = (
-        size if isinstance(size, Tracer) else as_integer("local_window_size", size) for size in pair
-    )
+    left, right = (size if isinstance(size, Tracer) else _window_side(size) for size in pair)
     return left, right
+
+
+def _window_side(size: Any) -> int:
+    """A side of a window, clipped: jax.nn adds it to positions, in int32."""
+    return max(-_LONGEST, min(as_integer("local_window_size", size), _LONGEST))

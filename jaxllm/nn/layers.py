@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxllm import ops
 from jaxllm.core.backend import Backend
-from jaxllm.ops.checks import as_array, check_floating, check_integer
-from jaxllm.ops.loss.labels import as_int32
+from jaxllm.ops.checks import as_array, as_int32, as_integers, check_floating, check_integer
 
 
 def layer_norm(
@@ -199,7 +198,7 @@ def linear_cross_entropy(
         >>> labels = jnp.zeros((2, 1024), jnp.int32)
         >>> loss = jaxllm.nn.linear_cross_entropy(hidden, weight, labels, where=labels != 3)
     """
-    labels = labels if hasattr(labels, "dtype") else as_array("labels", labels)
+    labels = as_integers("labels", labels)
     check_integer(labels=labels)  # pyright: ignore[reportArgumentType]
     labels = as_int32(labels)
     if where is not None:

@@ -42,7 +42,11 @@ def _check_kind(arrays: dict[str, jax.Array], kind: type, wanted: str) -> None:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """The array that an argument is, whatever its type; raises TypeError where it is none."""
+    """The array that an argument is, whatever its type.
+
+    Raises TypeError where it is none, and ValueError where it has an integer that JAX has no dtype
+    for.
+    """
     try:
         if value is None:  # older JAX makes NaN of it
             raise TypeError("None is no array")
@@ -50,6 +54,21 @@ def as_array(name: str, value: Any) -> jax.Array:
     except (TypeError, ValueError) as error:
         kind = type(value).__name__
         raise TypeError(f"{name} has type {kind}; it must be an array of numbers") from error
+    except OverflowError as error:
+        kind = jax.dtypes.canonicalize_dtype(int)
+        raise ValueError(f"{name} has an integer that is beyond {kind}, JAX's default") from error
+
+
+def as_integers(name: str, value: Any) -> Any:
+    """:func:`as_array`, but NumPy's where JAX would cut 64-bit integers: see :func:`as_int32`."""
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+        try:
+            found = np.asarray(value)
+        except (TypeError, ValueError):  # as_array says why it is none
+            found = None
+        if found is not None and found.dtype.kind in "iu":
+            return found
+    return as_array(name, value)
 
 
 def as_float(name: str, value: Any) -> float:

@@ -97,7 +97,7 @@ def accuracy(
     if (batch_size := as_integer("batch_size", batch_size)) < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     if sharding is not None:
-        loader.check_batch_size(sharding, batch_size)
+        loader.check_batch_size(sharding, batch_size, ndim=2)
     questions = list(questions)
     check_questions(questions, config)
     rows = _rows(questions)
@@ -169,8 +169,8 @@ def _longest(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
 def _padded_length(longest: int, config: Any, sharding: jax.NamedSharding | None) -> int:
     """The length of each batch's rows; rounding to 64 limits the number of shapes across files."""
     context = 1
-    if sharding is not None and sharding.spec[-1] == "context":
-        context = sharding.mesh.shape["context"]
+    if sharding is not None:
+        context = loader.count_parts(sharding, loader.axes_of_batch(sharding, 2)[-1])
     unit, most = math.lcm(64, context), config.max_seq_len // context * context
     if longest > most:
         raise ValueError(

@@ -8,27 +8,89 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from jaxllm.core.sharding_rule import axes_of_entry
 
-def check_batch_size(sharding: jax.NamedSharding, batch_size: int) -> None:
+
+def check_batch_size(
+    sharding: jax.NamedSharding, batch_size: int, *, ndim: int | None = None
+) -> None:
     """Checks that a batch can be split evenly.
 
     Args:
-        sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`.
+        sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`, or another one
+            of arrays of shape (accumulate, B, T) or (B, T).
         batch_size: B, the sequences of a global microbatch.
+        ndim: The number of dimensions of these arrays; None for that of the sharding's spec.
 
     Raises:
-        ValueError: The number of parts does not divide the batch size.
+        TypeError: ``sharding`` is no ``NamedSharding``.
+        ValueError: The spec does not fit the arrays, or the number of parts does not divide the
+            batch size.
     """
-    axes = sharding.spec[-2]
-    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    axes = axes_of_batch(sharding, ndim)[-2]
+    parts = count_parts(sharding, axes)
     if batch_size % parts:
         shown = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"the batch size is {batch_size}; it must be a multiple of {parts}, the devices of the "
             f"mesh ({shown})"
         )
+
+
+def check_seq_len(sharding: jax.NamedSharding, seq_len: int, *, ndim: int | None = None) -> None:
+    """Checks that sequences can be split evenly.
+
+    Args:
+        sharding: As in :func:`check_batch_size`.
+        seq_len: T, the tokens of a sequence.
+        ndim: As in :func:`check_batch_size`.
+
+    Raises:
+        TypeError: As in :func:`check_batch_size`.
+        ValueError: The spec does not fit the arrays, or the number of parts does not divide the
+            length.
+    """
+    axes = axes_of_batch(sharding, ndim)[-1]
+    parts = count_parts(sharding, axes)
+    if seq_len % parts:
+        raise ValueError(
+            f"sequences have {seq_len} tokens; it must be a multiple of {parts}, the devices of "
+            f"the mesh along {' x '.join(axes)}"
+        )
+
+
+def axes_of_batch(sharding: Any, ndim: int | None = None) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension of a batch.
+
+    Args:
+        sharding: As in :func:`check_batch_size`.
+        ndim: As in :func:`check_batch_size`. Dimensions beyond those of the spec are not sharded.
+
+    Raises:
+        TypeError: ``sharding`` is no ``NamedSharding``.
+        ValueError: The spec has more than ``ndim`` dimensions, or an unconstrained one.
+    """
+    if not isinstance(sharding, jax.NamedSharding):
+        raise TypeError(
+            f"sharding has type {type(sharding).__name__}; it must be a jax.NamedSharding, such as "
+            "batch_sharding returns"
+        )
+    spec = sharding.spec
+    ndim = max(len(spec), 2) if ndim is None else ndim
+    if len(spec) > ndim or P.UNCONSTRAINED in spec:
+        raise ValueError(
+            f"sharding has {spec}; it must have at most {ndim} dimensions, those of the batch, "
+            "each with names of mesh axes or None"
+        )
+    return [*map(axes_of_entry, spec), *[()] * (ndim - len(spec))]
+
+
+def count_parts(sharding: jax.NamedSharding, axes: tuple[str, ...]) -> int:
+    """The number of parts of a dimension that is sharded along these axes."""
+    return math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
 def load_batch(
@@ -41,7 +103,7 @@ def load_batch(
     The global batch does not depend on the mesh or on the number of processes.
 
     Args:
-        sharding: The sharding from :func:`jaxllm.training.parallel.batch_sharding`.
+        sharding: As in :func:`check_batch_size`.
         shape: The shape of the global tokens, (accumulate, B, T) or (B, T).
         read: ``read(rows) -> (tokens, labels)``, the sequences with these numbers, of shape
             (len(rows), T). More arrays of this shape may follow, such as segment ids. The numbers
@@ -53,16 +115,15 @@ def load_batch(
         sharding.
 
     Raises:
-        ValueError: The devices of the mesh do not divide B, or those along ``context`` T.
+        TypeError: ``sharding`` is no ``NamedSharding``.
+        ValueError: ``shape`` has another number of dimensions, or fewer than the sharding's spec;
+            or the devices of the mesh do not divide B, or those along ``context`` T.
     """
+    if len(shape) not in (2, 3):
+        raise ValueError(f"shape is {shape}; it must be (accumulate, B, T) or (B, T)")
     *leading, size, length = shape
-    check_batch_size(sharding, size)
-    context = sharding.mesh.shape["context"] if sharding.spec[-1] == "context" else 1
-    if length % context:
-        raise ValueError(
-            f"sequences have {length} tokens; it must be a multiple of {context}, the devices of "
-            f"the mesh along context"
-        )
+    check_batch_size(sharding, size, ndim=len(shape))
+    check_seq_len(sharding, length, ndim=len(shape))
     found: dict[tuple[int, int], list[np.ndarray]] = {}
 
     def read_part(index: Any) -> list[np.ndarray]:
@@ -75,7 +136,8 @@ def load_batch(
         return found[start, stop]
 
     def shard(index: Any, which: int) -> np.ndarray:
-        return read_part(index)[which][..., index[-1]]  # with context, a part of each sequence
+        # With context, a part of each sequence.
+        return read_part(index)[which][(*index[:-2], ..., index[-1])]
 
     first = next(iter(sharding.addressable_devices_indices_map(shape).values()))
     return tuple(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import struct
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxllm.inference.generate import complete
 from jaxllm.inference.quantize import quantize_params
 from jaxllm.models import llama3
 from jaxllm.models.common import unstack
+from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.ops import RopeScaling
 from jaxllm.testing import error
 
@@ -354,3 +356,14 @@ def test_failed_save_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         llama2c.save(path, params, CONFIG)
     assert not list(tmp_path.iterdir())
+
+
+def test_options_and_configs_of_another_type_are_rejected(tmp_path):
+    path: Any = tmp_path / "m.bin"
+    scaling: Any = {"factor": 8.0}
+    config: Any = GPT2Config(width=64, heads=4)
+    save_bytes(path, random_params(CONFIG), CONFIG)
+    with pytest.raises(TypeError, match="rope_scaling has type dict; it must be RopeScaling"):
+        llama2c.load(path, rope_scaling=scaling)
+    with pytest.raises(TypeError, match="config has type GPT2Config; it must be Llama3Config"):
+        llama2c.save(path, {}, config)

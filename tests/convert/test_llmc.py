@@ -11,7 +11,7 @@ import pytest
 from jaxllm import __main__ as command_line
 from jaxllm import training
 from jaxllm.convert import llmc, llmc_check
-from jaxllm.models import gpt2
+from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import for_decoding, unstack
 from jaxllm.models.gpt2 import GPT2Config
 
@@ -369,3 +369,10 @@ def test_sharded_optimizer_state_is_rejected(tmp_path):
         ValueError, match=f"rank 1 of 2 .*, so it must have {1024 + 8 * COUNT} bytes"
     ):
         llmc.read_optimizer_state(path, CONFIG)
+
+
+def test_a_config_of_another_model_is_rejected(tmp_path):
+    config = llama3.Llama3Config(width=64, heads=4, kv_heads=4)
+    with pytest.raises(TypeError, match="config has type Llama3Config; it must be GPT2Config"):
+        llmc.save_gpt2(tmp_path / "m.bin", {}, config)  # pyright: ignore[reportArgumentType]
+    assert not any(tmp_path.iterdir())

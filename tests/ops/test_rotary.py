@@ -1,5 +1,7 @@
 """RoPE: layouts, tables, scaling, Hugging Face parity and errors."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,13 @@ def test_scaling_changes_only_low_frequencies():
 def test_invalid_scaling_is_rejected(changed, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**changed)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.array, jnp.asarray])
+def test_scaling_of_array_scalars_has_the_hash_of_numbers(number):
+    of_scalars = RopeScaling(*map(number, (8.0, 1.0, 4.0)), original_length=jnp.int32(8192))
+    assert hash(of_scalars) == hash(RopeScaling())
+    assert {type(x) for x in dataclasses.astuple(of_scalars)} == {float, int}
 
 
 def test_scaling_of_another_type_is_rejected():

@@ -25,6 +25,7 @@ from jaxllm.core import shards
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.block import attention, ffn
 from jaxllm.ops.gemm import tile_order
+from jaxllm.training import loader
 
 KINDS = ("Auto", "Explicit")
 LEAVES = {
@@ -309,3 +310,16 @@ def test_whether_a_block_is_fused_is_decided_by_shapes_alone():
     with jax.set_mesh(mesh):
         jax.jit(ask)(**put(mesh, arrays, specs))
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("a", "b"), P(None, ("b", "a")), P("b")])
+def test_a_batch_that_is_read_in_shards_is_the_whole_batch(spec):
+    tokens = np.arange(4 * 8 * 12, dtype=np.int32).reshape(4, 8, 12)
+    sharding = NamedSharding(make_mesh("Auto"), spec)
+
+    def read(rows):
+        return (tokens.reshape(-1, 12)[rows.start : rows.stop],)
+
+    (found,) = loader.load_batch(sharding, tokens.shape, read)
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(found, tokens)

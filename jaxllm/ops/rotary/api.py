@@ -162,14 +162,21 @@ class RopeScaling:
     original_length: int = 8192
 
     def __post_init__(self):
+        # Python's numbers, whatever is given: a config with a scaling is hashable.
         for name in ("factor", "low", "high"):
-            if not 0 < as_float(name, getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, and finite")
+            number = as_float(name, getattr(self, name))
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number}; it must be above 0, and finite")
+            object.__setattr__(self, name, number)
         if not self.low < self.high:
             raise ValueError(f"low is {self.low}; it must be below high, which is {self.high}")
-        length = self.original_length
-        if not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(f"original_length is {length!r}; it must be an integer, at least 1")
+        try:
+            length = as_integer("original_length", self.original_length)
+        except TypeError as error:
+            raise ValueError(f"{error}, at least 1") from error
+        if length < 1:
+            raise ValueError(f"original_length is {length}; it must be an integer, at least 1")
+        object.__setattr__(self, "original_length", length)
 
 
 def rope_table(
