@@ -112,12 +112,11 @@ cudaError_t forward_by_hopper(cudaStream_t stream, const FlashForward<T>& call) 
     if (call.shape.width > 128) return launch<T, ForwardHdim192, kSegments, kSoftcap>(stream, call);
     if (call.shape.width > 96) return launch<T, ForwardHdim128, kSegments, kSoftcap>(stream, call);
     if (call.shape.width > 64) return launch<T, ForwardHdim96, kSegments, kSoftcap>(stream, call);
-    if constexpr (kSoftcap) return launch<T, ForwardHdim64, kSegments, true>(stream, call);
     // Documents are shorter than their sequence.
-    if constexpr (kSegments) return launch<T, ForwardHdim64FewKeys, true, false>(stream, call);
+    if constexpr (kSegments) return launch<T, ForwardHdim64FewKeys, true, kSoftcap>(stream, call);
     return has_few_keys(call.shape, call.options)
-               ? launch<T, ForwardHdim64FewKeys, false, false>(stream, call)
-               : launch<T, ForwardHdim64, false, false>(stream, call);
+               ? launch<T, ForwardHdim64FewKeys, false, kSoftcap>(stream, call)
+               : launch<T, ForwardHdim64, false, kSoftcap>(stream, call);
   };
   const auto with_softcap = [&](auto segments) {
     return call.options.softcap == 0.0f ? with(segments, std::false_type{})
