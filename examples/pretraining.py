@@ -31,6 +31,7 @@ from pretraining_options import (
     later_identity,
     make_batch,
     parse,
+    rows_sharding,
     settings,
 )
 
@@ -314,13 +315,6 @@ def validate(evaluate: Callable, params: dict, options: argparse.Namespace) -> f
         sharding=rows_sharding(options),
         **options.documents,
     )
-
-
-def rows_sharding(options: argparse.Namespace) -> Any:
-    """The sharding of tokens of shape (B, T); None without a mesh."""
-    if options.mesh is None:
-        return None
-    return parallel.batch_sharding(options.mesh, accumulate=False)
 
 
 def hellaswag_accuracy(params: dict, options: argparse.Namespace) -> float:

@@ -457,10 +457,18 @@ def open_questions(options: argparse.Namespace) -> list[evaluation.Question]:
         return []
     questions = evaluation.read_questions(options.hellaswag)
     try:
-        evaluation.check_questions(questions, options.model_config)
+        sharding = rows_sharding(options)
+        evaluation.check_questions(questions, options.model_config, sharding=sharding)
     except ValueError as error:
         raise ValueError(f"{options.hellaswag}: {error}") from error
     return questions
+
+
+def rows_sharding(options: argparse.Namespace) -> Any:
+    """The sharding of tokens of shape (B, T); None without a mesh."""
+    if options.mesh is None:
+        return None
+    return parallel.batch_sharding(options.mesh, accumulate=False)
 
 
 def make_batch(

@@ -174,6 +174,10 @@ def test_rows_are_as_long_as_the_devices_along_context_divide():
     assert evaluation._padded_length(998, long, sharding_of(context=3)) == 999
     with pytest.raises(ValueError, match="questions has 1000 tokens in one example; 3 devices"):
         evaluation._padded_length(1000, long, sharding_of(context=3))
+    question = evaluation.Question(np.zeros(1000, int), (np.array([1]),), 0)
+    evaluation.check_questions([question], long)
+    with pytest.raises(ValueError, match="questions has 1000 tokens in one example; 3 devices"):
+        evaluation.check_questions([question], long, sharding=sharding_of(context=3))
 
 
 def test_unscorable_questions_are_rejected():

@@ -99,7 +99,7 @@ def accuracy(
     if sharding is not None:
         loader.check_batch_size(sharding, batch_size, ndim=2)
     questions = list(questions)
-    check_questions(questions, config)
+    check_questions(questions, config, sharding=sharding)
     rows = _rows(questions)
     seq_len = _padded_length(_longest(rows), config, sharding)
     means = []
@@ -115,18 +115,22 @@ def accuracy(
     return float(np.mean(right))
 
 
-def check_questions(questions: Sequence[Question], config: Any) -> None:
+def check_questions(
+    questions: Sequence[Question], config: Any, *, sharding: jax.NamedSharding | None = None
+) -> None:
     """Checks that a model can read the questions.
 
     Args:
         questions: The questions from :func:`read_questions`.
         config: The model's config.
+        sharding: As in :func:`accuracy`.
 
     Raises:
         TypeError: A label or a token is not an integer.
-        ValueError: There are no questions; or a question is longer than ``config.max_seq_len``, has
-            a token outside of the vocabulary, has an empty context or completion, or has a label
-            that is not the index of a completion.
+        ValueError: There are no questions; or a question is longer than ``config.max_seq_len``, or
+            than what the devices along the sequence divide of it, has a token outside of the
+            vocabulary, has an empty context or completion, or has a label that is not the index of
+            a completion.
     """
     if not questions:
         raise ValueError("questions is empty; it must have at least one question")
@@ -145,6 +149,7 @@ def check_questions(questions: Sequence[Question], config: Any) -> None:
             f"questions has {longest} tokens in one example; the model has max_seq_len "
             f"{config.max_seq_len}"
         )
+    _padded_length(longest, config, sharding)
     parts = [np.asarray(part) for row in rows for part in row]
     if others := [part.dtype for part in parts if not np.issubdtype(part.dtype, np.integer)]:
         raise TypeError(f"questions has tokens of dtype {others[0]}; they must be integers")
