@@ -296,11 +296,8 @@ def map_together(outputs: Any) -> Any:
 
 
 def _together_batching(arrays, axes):
-    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    mapped = [
-        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(arrays, axes, strict=True)
-    ]
+    # jax.vmap gives what it broadcasts the sharding of the mapped axis.
+    mapped = jax.vmap(lambda *arrays: list(arrays), tuple(axes))(*arrays)
     return _together_p.bind(*mapped), [0] * len(mapped)
 
 

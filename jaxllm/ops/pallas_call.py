@@ -42,10 +42,30 @@ def pallas_call(
         run = pl.pallas_call(kernel, out_shape=of_arrays, interpret=interpret, **options)
         with jax.disable_jit(False):
             if interpret:
-                return run(*vma.alike(arrays))
+                return _mappable(run)(*vma.alike(arrays))
             return vma.vary(_on_gpu(run, *vma.alike(arrays)), axes)
 
     return call
+
+
+# A grid needs arrays with elements. JAX's rule for jax.vmap makes one of none for an empty batch.
+
+
+def _mappable(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, also under ``jax.vmap`` along an axis of size 0."""
+    mappable = jax.custom_batching.custom_vmap(run)
+
+    @mappable.def_vmap
+    def _(size: int, flags: Any, *arrays: Any) -> tuple[Any, Any]:
+        each = jax.vmap(run, jax.tree.map(lambda is_mapped: 0 if is_mapped else None, flags))
+        found = _mappable(each)(*arrays) if size else _empty(jax.eval_shape(each, *arrays))
+        return found, jax.tree.map(lambda _: True, found)
+
+    return mappable
+
+
+def _empty(structs: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
 def _invariant(structs: Any) -> Any:
@@ -96,7 +116,7 @@ def _types(*_: Any, program: ClosedJaxpr) -> list[ShapedArray]:
 
 
 def _never(*_: Any, program: ClosedJaxpr) -> list[Any]:
-    return [jnp.zeros(x.shape, x.dtype) for x in program.out_avals]
+    return _empty(program.out_avals)
 
 
 def _lower(context: mlir.LoweringRuleContext, *arrays: Any, program: ClosedJaxpr) -> Any:
@@ -105,10 +125,12 @@ def _lower(context: mlir.LoweringRuleContext, *arrays: Any, program: ClosedJaxpr
 
 
 def _batch(arrays: Any, axes: Any, *, program: ClosedJaxpr) -> tuple[list[Any], list[int]]:
-    return (
-        jax.tree.leaves(_on_gpu(jax.vmap(jaxpr_as_fun(program), axes), *arrays)),
-        [0] * len(program.out_avals),
-    )
+    sizes = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+    if sizes == {0}:
+        results = [jnp.zeros((0, *x.shape), x.dtype) for x in program.out_avals]
+    else:
+        results = jax.tree.leaves(_on_gpu(jax.vmap(jaxpr_as_fun(program), axes), *arrays))
+    return results, [0] * len(results)
 
 
 batching.primitive_batchers[_on_gpu_p] = _batch

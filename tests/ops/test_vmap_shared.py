@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm import ops
-from jaxllm.testing import assert_close
+from jaxllm.testing import assert_close, lower_for_cuda
+
+BACKENDS = ["xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def arrays(*shapes):
@@ -53,9 +55,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "backend", ["auto", "xla", "pallas", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 @pytest.mark.parametrize(
     ("call", "shared", "mapped"), [pytest.param(*c, id=c[0].__name__) for c in CALLS]
 )
@@ -77,3 +77,27 @@ def test_gradients_of_shared_arguments_are_those_of_a_loop(call, shared, mapped,
     close(found)
     close(traced)
     close(jax.tree.map(lambda x: x.sum(0), each))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_lm_head_alone_may_have_mapped_cotangents(backend):
+    def lm_head(token_table):
+        return ops.tied_embed(TOKENS, token_table, backend=backend)[1]
+
+    (table,) = arrays((5, 4))
+    assert (jax.jacrev(lm_head)(table) == jnp.eye(20).reshape(5, 4, 5, 4)).all()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_has_empty_outputs_and_gradients(backend, sizes):
+    def loss(x, scale):
+        return jnp.sum(ops.rms_norm(x, scale, backend=backend))
+
+    of_batch = jax.value_and_grad(loss, (0, 1))
+    for _ in sizes:
+        of_batch = jax.vmap(of_batch, (0, None))
+    x, scale = arrays((*sizes, 3, 8), (8,))
+    shapes = [out.shape for out in jax.tree.leaves(of_batch(x, scale))]
+    assert shapes == [sizes, x.shape, (*sizes, 8)]
+    lower_for_cuda(of_batch, x, scale)

@@ -142,6 +142,29 @@ def test_vmap_matches_a_loop(call, kind):
         testing.assert_close(jax.device_get(actual), wanted, "float32", what=f"{call} {name}")
 
 
+@pytest.mark.parametrize("backend", ["xla", "auto"])
+def test_gradients_match_one_device_where_only_scales_in_shards_are_mapped(backend):
+    # The second output, x + x, depends on nothing that is mapped.
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.standard_normal((6, 8)), "scale": rng.standard_normal((8, 8))}
+    arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+
+    def loss(arrays):
+        x, scale = arrays["x"], arrays["scale"]
+        out, h = ops.add_rms_norm(x, x, scale, backend=backend)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(h))
+
+    def run(arrays):
+        of_each = jax.vmap(loss, ({"x": None, "scale": 0},))
+        return jax.value_and_grad(lambda arrays: of_each(arrays).sum())(arrays)
+
+    mesh = make_mesh("Explicit")
+    given = put(mesh, arrays, {"x": P(), "scale": P(ALL)})
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(given)
+    testing.assert_close(jax.device_get(found), on_one_device(run, arrays), "float32")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_one_output_match_one_device(kind):
     mesh = make_mesh(kind)

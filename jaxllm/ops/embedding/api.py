@@ -203,9 +203,11 @@ def _tied_embed_backward(shard, backend, arrays, dout, dlm_head):
         return backward(arrays, dout, dlm_head)[1:], jnp.zeros_like(dlm_head)
 
     @gradients.def_vmap
-    def _(_, is_mapped, arrays, dout, dlm_head):
+    def _(size, is_mapped, arrays, dout, dlm_head):
         *axes, _ = jax.tree.map(lambda flag: 0 if flag else None, is_mapped)
-        of_embedding = jax.vmap(lambda *given: backward(*given)[1:], axes)(arrays, dout)
+        # Of what is mapped, all may be dlm_head: the size is needed then.
+        each = jax.vmap(lambda *given: backward(*given)[1:], axes, axis_size=size)
+        of_embedding = each(arrays, dout)
         flags = jax.tree.map(lambda _: True, of_embedding)
         return (of_embedding, dlm_head), (flags, is_mapped[-1])
 
