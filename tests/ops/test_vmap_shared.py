@@ -69,8 +69,8 @@ def test_gradients_of_shared_arguments_are_those_of_a_loop(call, shared, mapped,
 
     by_vmap = jax.vmap(loss, (None, 0))
     # The derivative of what is mapped, traced by jit or not, and a mapped derivative.
-    found = jax.jit(jax.grad(lambda shared: by_vmap(shared, mapped).sum()))(shared)
-    traced = jax.jit(jax.grad(lambda shared: jax.jit(by_vmap)(shared, mapped).sum()))(shared)
+    found = jax.jit(jax.grad(lambda shared: jnp.sum(by_vmap(shared, mapped))))(shared)
+    traced = jax.jit(jax.grad(lambda shared: jnp.sum(jax.jit(by_vmap)(shared, mapped))))(shared)
     each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(shared, mapped)
     expected = jax.jit(jax.grad(in_a_loop))(shared)
     close = functools.partial(assert_close, expected=expected, dtype="float32")
