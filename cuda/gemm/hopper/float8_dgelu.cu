@@ -24,8 +24,9 @@ cudaError_t Float8Dgelu<T>::launch(cudaStream_t stream, const GemmShape& shape,
   }
   using Loop = Float8Mainloop<Tile, __nv_fp8_e5m2, __nv_fp8_e4m3, T>;
   using Kernel = Gemm<Loop, PersistentScheduler, EpilogueFloat8Dgelu>;
-  JAXLLM_RETURN_IF_ERROR((launch_gemm<Kernel>(
-      stream, shape, this->a, this->b,
+  JAXLLM_RETURN_IF_ERROR((launch_gemm<Kernel, uint8_t>(
+      stream, shape, reinterpret_cast<const uint8_t*>(this->a),
+      reinterpret_cast<const uint8_t*>(this->b),
       {{reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed)},
        this->h,
        {this->scale_a, this->scale_b, this->scale_out},

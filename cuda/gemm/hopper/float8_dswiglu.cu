@@ -20,8 +20,9 @@ cudaError_t Float8Dswiglu<T>::launch(cudaStream_t stream, const GemmShape& shape
     return cudaErrorNotSupported;
   }
   using Loop = Float8Mainloop<Tile, __nv_fp8_e5m2, __nv_fp8_e4m3, T>;
-  return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueFloat8Dswiglu>>(
-      stream, shape, this->a, this->b,
+  return launch_gemm<Gemm<Loop, PersistentScheduler, EpilogueFloat8Dswiglu>, uint8_t>(
+      stream, shape, reinterpret_cast<const uint8_t*>(this->a),
+      reinterpret_cast<const uint8_t*>(this->b),
       {{reinterpret_cast<uint8_t*>(values), reinterpret_cast<uint8_t*>(transposed)},
        this->h,
        {this->scale_a, this->scale_b, this->scale_out}});

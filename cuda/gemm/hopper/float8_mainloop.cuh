@@ -34,29 +34,21 @@ inline constexpr int64_t kWholeDepth = 1024;
 // Where the epilogue rounds to 8 bits they add up a depth up to this: its rounding hides more.
 inline constexpr int64_t kWholeDepthOfFloat8 = 2048;
 
-// A is (rows, depth) of type A, B (columns, depth) of type B: e4m3 or e5m2. The epilogue rounds to
-// Out.
+// A is (rows, depth) of type A, B (columns, depth) of type B. The epilogue rounds to Out.
 template <class Tile, typename A, typename B, typename Out>
 struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
   using Base = Mainloop<Tile, uint8_t, Major::kK, Major::kK>;
   using Element = Out;
-  using typename Base::Params, typename Base::SharedStorage, typename Base::State;
+  using typename Base::SharedStorage, typename Base::State;
   static constexpr int kPromotedBlocks = 4;  // 512 of the depth
   static constexpr int kWgmmaDepth = 32;
   static constexpr int kStep = kWgmmaDepth >> 4;  // of a descriptor, in units of 16 bytes
 
-  static cudaError_t encode(const A* a, const B* b, int64_t rows, int64_t columns, int64_t depth,
-                            int problem, Params* params) {
-    return Base::encode(reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
-                        rows, columns, depth, problem, params);
-  }
-
   // As Mainloop's.
   template <class Issued>
-  __device__ __forceinline__ static void mma(const Params&, SharedStorage& smem,
-                                             Pipeline<Tile::kStages>& pipeline, State& state,
-                                             const WorkTile& work, int consumer, int lane,
-                                             Accumulators<Tile>& accumulators,
+  __device__ __forceinline__ static void mma(SharedStorage& smem, Pipeline<Tile::kStages>& pipeline,
+                                             State& state, const WorkTile& work, int consumer,
+                                             int lane, Accumulators<Tile>& accumulators,
                                              const Issued& issued) {
     if constexpr (Tile::kRowBlocks == 1) {
       mma_promoted(smem, pipeline, state, work, consumer, lane, accumulators, issued);
@@ -83,12 +75,9 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
   //   row block 0   ... wgmma |         put_aside | wgmma |           | wgmma ...
   //   row block 1   ...       | wgmma |                   | put_aside | wgmma ...
   template <class PutAside, class Issued>
-  __device__ __forceinline__ static void mma_in_halves(const Params&, SharedStorage& smem,
-                                                       Pipeline<Tile::kStages>& pipeline,
-                                                       State& state, const WorkTile& work, int lane,
-                                                       Accumulators<Tile>& accumulators,
-                                                       const PutAside& put_aside,
-                                                       const Issued& issued) {
+  __device__ __forceinline__ static void mma_in_halves(
+      SharedStorage& smem, Pipeline<Tile::kStages>& pipeline, State& state, const WorkTile& work,
+      int lane, Accumulators<Tile>& accumulators, const PutAside& put_aside, const Issued& issued) {
     static_assert(Tile::kRowBlocks == 2 && !Tile::kCooperative);
     uint64_t a, b;
     const auto wait = [&] {
@@ -178,54 +167,6 @@ struct Float8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
       Base::release_previous(pipeline, state, lane);
 #pragma unroll
       for (int i = 0; i < Tile::kBlockN / 2; ++i) accumulators[0][i] += partial[i];
-    }
-  }
-};
-
-// The same with the types of A and B chosen when it is launched. A kernel has the instructions of
-// all four pairs and one epilogue, which takes longer to compile than they do.
-template <class Tile, typename Out>
-struct AnyFloat8Mainloop : Mainloop<Tile, uint8_t, Major::kK, Major::kK> {
-  using Base = Mainloop<Tile, uint8_t, Major::kK, Major::kK>;
-  using Element = Out;
-  struct Params : Base::Params {
-    bool a_is_e5m2, b_is_e5m2;
-  };
-
-  template <typename A, typename B>
-  static cudaError_t encode(const A* a, const B* b, int64_t rows, int64_t columns, int64_t depth,
-                            int problem, Params* params) {
-    params->a_is_e5m2 = std::is_same_v<A, __nv_fp8_e5m2>;
-    params->b_is_e5m2 = std::is_same_v<B, __nv_fp8_e5m2>;
-    return Float8Mainloop<Tile, A, B, Out>::encode(a, b, rows, columns, depth, problem, params);
-  }
-
-  template <class... Arguments>
-  __device__ __forceinline__ static void mma(const Params& params, Arguments&&... arguments) {
-    with_types(params, [&](auto of_types) { of_types.mma(params, arguments...); });
-  }
-
-  template <class... Arguments>
-  __device__ __forceinline__ static void mma_in_halves(const Params& params,
-                                                       Arguments&&... arguments) {
-    with_types(params, [&](auto of_types) { of_types.mma_in_halves(params, arguments...); });
-  }
-
- private:
-  template <class Run>
-  __device__ __forceinline__ static void with_types(const Params& params, const Run& run) {
-    const auto with_a = [&](auto a) {
-      using A = decltype(a);
-      if (params.b_is_e5m2) {
-        run(Float8Mainloop<Tile, A, __nv_fp8_e5m2, Out>{});
-      } else {
-        run(Float8Mainloop<Tile, A, __nv_fp8_e4m3, Out>{});
-      }
-    };
-    if (params.a_is_e5m2) {
-      with_a(__nv_fp8_e5m2{});
-    } else {
-      with_a(__nv_fp8_e4m3{});
     }
   }
 };

@@ -38,8 +38,9 @@ bool is_faster_narrow(const GemmShape& shape, int clusters) {
 // The least depth that was timed in two halves: 1536 took 14% less time.
 constexpr int64_t kLeastHalvesDepth = 1536;
 
-template <class Tile, typename Out, template <class, typename> class Epilogue>
-using ScaledGemm = Gemm<AnyFloat8Mainloop<Tile, Out>, PersistentScheduler, Epilogue>;
+template <class Tile, typename A, typename B, typename Out,
+          template <class, typename> class Epilogue>
+using ScaledGemm = Gemm<Float8Mainloop<Tile, A, B, Out>, PersistentScheduler, Epilogue>;
 
 }  // namespace
 
@@ -53,23 +54,24 @@ cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& 
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
   const auto run = [&](auto of_tile) {
-    return launch_gemm<decltype(of_tile)>(stream, shape, a, b,
-                                          {out,
-                                           {scale_a, has_one_scale_a},
-                                           {scale_b, has_one_scale_b},
-                                           bias,
-                                           {amax, shape.columns / parts}});
+    return launch_gemm<decltype(of_tile), uint8_t>(
+        stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
+        {out,
+         {scale_a, has_one_scale_a},
+         {scale_b, has_one_scale_b},
+         bias,
+         {amax, shape.columns / parts}});
   };
-  using Deep = ScaledGemm<DeepTile, Out, EpilogueScaled>;
-  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, Out, EpilogueScaled>{});
+  using Deep = ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>;
+  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaled>{});
   int clusters = 0;
   JAXLLM_RETURN_IF_ERROR(find_clusters<Deep>(&clusters));
   if (is_faster_narrow(shape, clusters)) {
-    return run(ScaledGemm<NarrowTile, Out, EpilogueScaled>{});
+    return run(ScaledGemm<NarrowTile, A, B, Out, EpilogueScaled>{});
   }
   if constexpr (sizeof(Out) == 2) {
     if (kLeastHalvesDepth <= shape.depth && shape.depth <= 2 * kWholeDepth) {
-      return run(ScaledGemm<WholeTile, Out, EpilogueScaledHalves>{});
+      return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaledHalves>{});
     }
   }
   return run(Deep{});

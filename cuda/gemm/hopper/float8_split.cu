@@ -15,7 +15,8 @@ using SplitTile =
     GemmTile<kFloat8SplitColumns, 5, kFloat8SplitRows / kRows, 1, /*kCooperative=*/true, 1, 128>;
 static_assert(SplitTile::kBlockM == kRows);
 // The parts are float32, whatever the result is.
-using Split = Gemm<AnyFloat8Mainloop<SplitTile, float>, StreamKScheduler, EpiloguePartial>;
+template <typename A, typename B>
+using SplitGemm = Gemm<Float8Mainloop<SplitTile, A, B, float>, StreamKScheduler, EpiloguePartial>;
 
 // As EpilogueScaled stores its accumulators.
 template <typename Out>
@@ -54,13 +55,15 @@ __global__ void __launch_bounds__(kSumThreads)
 template <typename A, typename B, typename Out>
 cudaError_t float8_split(cudaStream_t stream, const Float8Gemm<A, B, Out>& gemm,
                          const GemmShape& shape, Out* out, float* partial, int64_t partial_floats) {
+  using Split = SplitGemm<A, B>;
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0 || !aligned_16(out, gemm.bias, partial)) return cudaErrorNotSupported;
   int clusters = 0;
   JAXLLM_RETURN_IF_ERROR(find_clusters<Split>(&clusters));
   typename Split::Params params;
-  JAXLLM_RETURN_IF_ERROR(Split::Mainloop::encode(gemm.a, gemm.b, shape.rows, shape.columns,
-                                                 shape.depth, 0, &params.mainloop));
+  JAXLLM_RETURN_IF_ERROR(Split::Mainloop::encode(
+      reinterpret_cast<const uint8_t*>(gemm.a), reinterpret_cast<const uint8_t*>(gemm.b),
+      shape.rows, shape.columns, shape.depth, 0, &params.mainloop));
   const GemmShape shapes[1] = {shape};
   JAXLLM_RETURN_IF_ERROR(plan_stream_k<Split>(shapes, clusters, partial, partial_floats, &params));
   const ScaledResult<Out> result{

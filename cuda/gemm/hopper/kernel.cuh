@@ -87,11 +87,11 @@ __device__ __forceinline__ void consume(typename Gemm::SharedStorage& smem,
       const auto put_aside = [&](auto& of_block, int block) {
         epilogue.put_aside(of_block, block);
       };
-      Mainloop::mma_in_halves(params.mainloop, smem.mainloop, smem.pipeline, state, work, lane,
-                              accumulators, put_aside, issued);
+      Mainloop::mma_in_halves(smem.mainloop, smem.pipeline, state, work, lane, accumulators,
+                              put_aside, issued);
     } else {
-      Mainloop::mma(params.mainloop, smem.mainloop, smem.pipeline, state, work, consumer, lane,
-                    accumulators, issued);
+      Mainloop::mma(smem.mainloop, smem.pipeline, state, work, consumer, lane, accumulators,
+                    issued);
     }
     if constexpr (kPingPong) state.advance(params.scheduler.k_blocks);  // the other consumer's tile
     scheduler.advance(kPingPong ? Tile::kConsumers : 1);
@@ -182,8 +182,8 @@ inline int group_m_of(const GemmShape& shape, int64_t element_bytes) {
 }
 
 // Runs a GEMM on at most `*clusters` clusters, and returns there how many there are.
-template <class Gemm, typename A = typename Gemm::Mainloop::Element, typename B = A>
-cudaError_t launch_gemm(cudaStream_t stream, const GemmShape& shape, const A* a, const B* b,
+template <class Gemm, typename T = typename Gemm::Mainloop::Element>
+cudaError_t launch_gemm(cudaStream_t stream, const GemmShape& shape, const T* a, const T* b,
                         const typename Gemm::Epilogue::Arguments& arguments,
                         int64_t* clusters = nullptr) {
   int found = 0;
@@ -194,7 +194,7 @@ cudaError_t launch_gemm(cudaStream_t stream, const GemmShape& shape, const A* a,
   JAXLLM_RETURN_IF_ERROR(Gemm::Epilogue::to_params(shape, arguments, &params.epilogue));
   int64_t count = clusters == nullptr ? found : std::min<int64_t>(found, *clusters);
   JAXLLM_RETURN_IF_ERROR(
-      Gemm::Scheduler::plan(shape, group_m_of(shape, sizeof(A)), &params.scheduler, &count));
+      Gemm::Scheduler::plan(shape, group_m_of(shape, sizeof(T)), &params.scheduler, &count));
   if (clusters != nullptr) *clusters = count;
   return launch_clusters<Gemm>(stream, count, params);
 }

@@ -87,10 +87,9 @@ struct Mainloop {
   // A consumer's part: adds the products of a work tile to the accumulators. Calls issued() while
   // the last are in flight.
   template <class Issued>
-  __device__ __forceinline__ static void mma(const Params&, SharedStorage& smem,
-                                             Pipeline<Tile::kStages>& pipeline, State& state,
-                                             const WorkTile& work, int consumer, int lane,
-                                             Accumulators<Tile>& accumulators,
+  __device__ __forceinline__ static void mma(SharedStorage& smem, Pipeline<Tile::kStages>& pipeline,
+                                             State& state, const WorkTile& work, int consumer,
+                                             int lane, Accumulators<Tile>& accumulators,
                                              const Issued& issued) {
     const auto multiply = [&](uint64_t a, uint64_t b) {
 #pragma unroll
