@@ -148,9 +148,13 @@ def with_backward(
 
     def results(static: _Static, of: Callable[..., Any], arrays: tuple) -> tuple[Any, Any]:
         returned, residuals = on_shards(static, of, arrays)
-        if outputs > 1 and maps_together:
-            returned = derivatives.map_together(returned)
-        return returned, residuals
+        if outputs == 1 or not maps_together:
+            return returned, residuals
+        together = derivatives.map_together(returned)
+        # An output that is a residual too stays the same array: else jax.jit returns a copy of it.
+        pairs = zip(jax.tree.leaves(returned), jax.tree.leaves(together), strict=True)
+        same = {id(old): new for old, new in pairs}
+        return together, jax.tree.map(lambda x: same.get(id(x), x), residuals)
 
     def fn(static: _Static, *arrays: Any) -> Any:
         return results(static, without_residuals, arrays)[0]
