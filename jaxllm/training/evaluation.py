@@ -149,7 +149,7 @@ def check_questions(
             f"questions has {longest} tokens in one example; the model has max_seq_len "
             f"{config.max_seq_len}"
         )
-    _padded_length(longest, config, sharding)
+    _padded_length(longest, config, sharding)  # raises where the mesh leaves no room
     parts = [np.asarray(part) for row in rows for part in row]
     if others := [part.dtype for part in parts if not np.issubdtype(part.dtype, np.integer)]:
         raise TypeError(f"questions has tokens of dtype {others[0]}; they must be integers")
