@@ -148,17 +148,23 @@ class ForwardConsumer {
         if (kIsFirst || !kKeepsMax) softmax.update_max(s, scale_log2_);
       } else {
         const Softcap& softcap = params_.softcap;
-        const bool are_within = are_within_limit(s, softcap);
-        // A hidden score, -inf, is none for the polynomial.
-        if (!kIsFirst && is_bounded && are_within &&
+        const float squares = bound_squares(s);
+        // A hidden score, -inf, is none for a polynomial.
+        if (!kIsFirst && is_bounded && squares <= softcap.square_limit &&
             score_mask.template hides_none<kBlockN>(key_tile, first_key)) {
-          softmax.exponentiate_in_place(s, [&](float s, int row) {
-            const float factor = polynomial_of_square(s, softcap.log2_coefficients);
-            return fmaf(s, factor, -softmax.scaled_max[row]);
-          });
+          const auto exponentiate = [&](const auto& coefficients) {
+            softmax.exponentiate_in_place(s, [&](float s, int row) {
+              return fmaf(s, polynomial_of_square(s, coefficients), -softmax.scaled_max[row]);
+            });
+          };
+          if (squares <= softcap.short_square_limit) {
+            exponentiate(softcap.short_log2_coefficients);
+          } else {
+            exponentiate(softcap.log2_coefficients);
+          }
           return;
         }
-        cap_scores(s, softcap, are_within);
+        cap_scores(s, softcap, squares);
         score_mask.apply(s, key_tile, first_key);
         if (kIsFirst || !is_bounded) softmax.update_max(s, scale_log2_);
         if (kIsFirst && is_bounded) softmax.keep_max(softcap.least_max, scale_log2_);

@@ -11,10 +11,13 @@ namespace jaxllm::hopper {
 
 // What a softcap multiplies: tanh(factor s) of a score s = q k^T.
 //
-// By exponentials the tanh takes about as long as the products of heads of 128. So a warp whose
-// scores are all within half of the softcap, |factor s| <= 1/2, takes a polynomial in s^2 instead:
+// By exponentials the tanh takes about as long as the products of heads of 128. So where the scores
+// of a warp are small against the softcap, a polynomial in s^2 serves instead:
 //
-//   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    with a relative error of 2^-20
+//   tanh(factor s) = s (c0 + c1 s^2 + c2 s^4 + c3 s^6)    |factor s| <= 1/2, relative error 2^-20
+//   tanh(factor s) = s (c0 + c1 s^2)                      |factor s| <= 1/8, relative error 2^-17
+//
+// The second is for exponents of weights alone. With a softcap of 50 they are off by 4e-5 at most.
 //
 // A softcap c bounds the exponents of the weights, to base 2, by b = c log2(e). Where b is at most
 // kMaxBound the online softmax in bfloat16, which has the exponents of float32, keeps the maxima of
@@ -24,56 +27,69 @@ struct Softcap {
   static constexpr double kMaxBound = 76.0, kMostAbove = 88.0;
 
   float factor;
-  float limit;  // of |s|, for the polynomial
+  float square_limit, short_square_limit;  // of s^2, for each polynomial
   float coefficients[4];
-  float log2_coefficients[4];  // times c log2(e), for the exponent
+  float log2_coefficients[4], short_log2_coefficients[2];  // times c log2(e), for the exponent
   bool is_bounded;
   float least_max;  // where they are bounded; as the maxima of tanh, not yet scaled
 
   static Softcap of(float scale, float softcap) {
     if (softcap == 0.0f) return {};
-    // Those of the least largest relative error of tanh(x) for |x| <= 1/2.
+    // Those of the least largest relative error of tanh(x) for |x| <= 1/2, and for |x| <= 1/8.
     constexpr double kTanh[4] = {0.9999994558, -0.3332631793, 0.1319029655, -0.0444022248};
+    constexpr double kShortTanh[2] = {0.9999959588, -0.3312617543};
     const double factor = static_cast<double>(scale) / softcap, bound = softcap * M_LOG2E;
     Softcap result{};
     result.factor = static_cast<float>(factor);
-    result.limit = static_cast<float>(0.5 / std::abs(factor));
+    result.square_limit = static_cast<float>(0.25 / (factor * factor));
+    result.short_square_limit = static_cast<float>(0.015625 / (factor * factor));
     result.is_bounded = bound <= kMaxBound;
     result.least_max = static_cast<float>(std::max(-1.0, 1.0 - kMostAbove / bound));
+    bool fits = std::isnormal(result.square_limit) && std::isnormal(result.short_square_limit);
     double power = factor;
     for (int i = 0; i < 4; ++i, power *= factor * factor) {
+      const auto log2_of = [&](double c) { return static_cast<float>(c * power * bound); };
       result.coefficients[i] = static_cast<float>(kTanh[i] * power);
-      result.log2_coefficients[i] = static_cast<float>(kTanh[i] * power * bound);
+      result.log2_coefficients[i] = log2_of(kTanh[i]);
+      if (i < 2) result.short_log2_coefficients[i] = log2_of(kShortTanh[i]);
       // Of some factors float32 does not hold the seventh power.
-      const bool fits =
-          std::isnormal(result.coefficients[i]) && std::isnormal(result.log2_coefficients[i]);
-      if (!fits) result.limit = -1.0f;
+      fits = fits && std::isnormal(result.coefficients[i]) &&
+             std::isnormal(result.log2_coefficients[i]);
     }
+    if (!fits) result.square_limit = result.short_square_limit = -1.0f;
     return result;
   }
 };
 
-// c0 + c1 s^2 + c2 s^4 + c3 s^6
-__device__ __forceinline__ float polynomial_of_square(float s, const float (&c)[4]) {
+// c0 + c1 s^2 + c2 s^4 + ...
+template <int kSize>
+__device__ __forceinline__ float polynomial_of_square(float s, const float (&c)[kSize]) {
   const float square = s * s;
-  return fmaf(square, fmaf(square, fmaf(square, c[3], c[2]), c[1]), c[0]);
+  float value = c[kSize - 1];
+#pragma unroll
+  for (int i = kSize - 2; i >= 0; --i) value = fmaf(square, value, c[i]);
+  return value;
 }
 
-// Whether the polynomial serves all scores of the warp. A NaN counts for nothing: it stays a NaN
-// either way.
+// At least the largest s^2 of the warp: that of eight sums of squares of each thread. A sum is one
+// instruction a score, where |s| and a maximum are two of half the rate. NaN where a score is NaN.
 template <int kSize>
-__device__ __forceinline__ bool are_within_limit(const float (&s)[kSize], const Softcap& softcap) {
-  float highest[4] = {};  // in parts, so that no maximum waits for the last
+__device__ __forceinline__ float bound_squares(const float (&s)[kSize]) {
+  constexpr int kSums = 8;
+  float sums[kSums] = {};
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) highest[i % 4] = fmaxf(highest[i % 4], fabsf(s[i]));
-  const float of_thread = fmaxf(fmaxf(highest[0], highest[1]), fmaxf(highest[2], highest[3]));
-  return __all_sync(0xffffffff, of_thread <= softcap.limit);
+  for (int i = 0; i < kSize; ++i) sums[i % kSums] = fmaf(s[i], s[i], sums[i % kSums]);
+  // Floats from 0 on are in the order of their bits, and NaN is after infinity.
+  unsigned largest = 0;
+#pragma unroll
+  for (const float sum : sums) largest = max(largest, __float_as_uint(sum));
+  return __uint_as_float(__reduce_max_sync(0xffffffff, largest));
 }
 
 template <int kSize>
 __device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap,
-                                           bool are_within) {
-  if (are_within) {
+                                           float squares) {
+  if (squares <= softcap.square_limit) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) s[i] *= polynomial_of_square(s[i], softcap.coefficients);
   } else {
@@ -84,7 +100,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& sof
 
 template <int kSize>
 __device__ __forceinline__ void cap_scores(float (&s)[kSize], const Softcap& softcap) {
-  cap_scores(s, softcap, are_within_limit(s, softcap));
+  cap_scores(s, softcap, bound_squares(s));
 }
 
 // The running softmax of a thread's two rows:
