@@ -278,6 +278,21 @@ CASES = (
         timed_only=True,
     ),
     _attention(
+        "softcap_few_keys", 32, 1024, 12, 64, causal=True, softcap=50.0, large=True, timed_only=True
+    ),
+    _attention(
+        "softcap_documents",
+        4,
+        4096,
+        32,
+        64,
+        causal=True,
+        softcap=50.0,
+        large=True,
+        timed_only=True,
+        segment_ids=_packed(4, 113, 228, 341, 455, 569, 683, 796, 911),
+    ),
+    _attention(
         "llama3_8b_sinks",
         4,
         4096,
