@@ -262,6 +262,8 @@ def parse(
         parser.error("--ignore-next-document needs --document-mask")
     if options.save_llmc and family.stem != "gpt2":
         parser.error("--save-llmc: llm.c's format supports only GPT-2")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out is {options.out}, must be a folder")
     try:
         options.learning_rate = schedules.make_schedule(
             options.schedule,
@@ -439,6 +441,8 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
     elif folder is None:
         folder = data.ensure_standard_library()
     train = data.open_split(folder, "train")
+    if both := sorted({*folder.glob("*train*.bin")} & {*folder.glob("*val*.bin")}):
+        raise ValueError(f"{both[0]}: a shard of both splits by its name; rename it")
     # Read a batch, so that a corpus that is too short is an error here.
     read_rows(train, options, 0, range(options.batch_size))
     val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
@@ -598,4 +602,5 @@ def later_identity(options: argparse.Namespace) -> dict[str, Any]:
         f"config.{name}": list(value) if isinstance(value, tuple) else value
         for name, value in fields.items()
     }
+    values["train_digest"] = options.train.digest
     return {"end_of_text": options.documents.get("end_of_text"), **values}

@@ -47,6 +47,23 @@ def test_batch_labels_are_tokens_shifted_by_one(dataset):
     assert {int(first) for first in tokens[:, 0]} <= starts
 
 
+@pytest.mark.parametrize(
+    ("change", "is_noticed"),
+    [
+        (lambda first, second: (first.astype(np.uint32), second), False),
+        (lambda first, second: (second, first), True),
+        (lambda first, second: (np.concatenate([first, second]),), True),
+        (lambda first, second: (first, second, second[:0]), True),
+        (lambda first, second: (first, np.append(second[:-1], 7)), True),
+    ],
+    ids=["dtype", "order", "joined", "empty", "last token"],
+)
+def test_digest_depends_on_the_tokens_and_the_lengths_of_the_shards(change, is_noticed):
+    shards = np.arange(40000, dtype=np.uint16), np.arange(99, dtype=np.uint16)
+    found = data.Dataset(change(*shards)).digest
+    assert (found != data.Dataset(shards).digest) == is_noticed
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 11, 25])
 def test_epoch_visits_every_window_once(dataset, batch_size):
     windows = data.num_windows(dataset, 8)
@@ -195,6 +212,7 @@ def texts(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
     (root / "latin.txt").write_bytes(b"\xe9t\xe9")
+    (root / "link.txt").symlink_to("nothing")
     return root
 
 

@@ -93,6 +93,7 @@ def test_labels_of_the_next_document_get_the_ignored_index():
         ({"end_of_text": 0.5}, TypeError, r"end_of_text is 0\.5; it must be an integer"),
         ({"ignore_index": -1.5}, TypeError, r"ignore_index is -1\.5; it must be an integer"),
         ({"ignore_index": -(2**40)}, ValueError, "ignore_index is .*; it must be an int32"),
+        ({"labels": np.ones((1, 2), "int8"), "ignore_index": -200}, ValueError, "labels are int8"),
         ({"labels": np.ones(2, int)}, ValueError, r"labels has shape \(2,\).* \(1, 2\)"),
         ({"labels": np.full((1, 2), 2**31, np.uint32)}, ValueError, "labels has 2147483648"),
     ],

@@ -130,16 +130,19 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--precision", "gate=row"], "--precision names 'gate'; the layers are"),
         (["--precision", "up=row,down"], "--precision['down'] is ''; it must be"),
         (["--data", "other"], "*val*.bin has token 300, but the model has 257"),
+        (["--data", "both"], "pretrain_val.bin: a shard of both splits by its name; rename it"),
+        (["--out", "eval.bin"], "--out is eval.bin, must be a folder"),
         (["--hellaswag", "eval.bin"], "eval.bin: questions has token 50000; the model has"),
         (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has 6 tokens in one"),
     ],
 )
 def test_pretrain_reports_misuse_in_one_line(capsys, arguments, message):
-    for folder in ("shards", "other"):
+    for folder in ("shards", "other", "both"):
         Path(folder).mkdir()
     data.write_shard("shards/train.bin", np.arange(1970, 2020))
     data.write_shard("other/train.bin", np.arange(2000) % 256)
     data.write_shard("other/val.bin", np.arange(400) % 301)
+    data.write_shard("both/pretrain_val.bin", np.arange(2000) % 256)
     write_questions("eval.bin", [1, 2, 3, 4], [[5, 6, 50000], [7]])
     with pytest.raises(SystemExit) as caught:
         pretrain_gpt2.main(["--smoke", *arguments])
@@ -267,6 +270,7 @@ def test_pretrain_rejects_sequences_that_the_mesh_does_not_divide(monkeypatch, c
     [
         ({"end_of_text": 3}, "of a run with end_of_text 3; this one has 256"),
         ({"config.rope_theta": 1.0}, "of a run with config.rope_theta 1.0; this one has 10000.0"),
+        ({"train_digest": "0"}, "of a run with train_digest 0; this one has [0-9a-f]{16}"),
         ({}, None),
     ],
 )

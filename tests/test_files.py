@@ -39,6 +39,31 @@ def test_new_folder_is_created_atomically(tmp_path, linked):
     assert folder.stat().st_mode == folder.parent.stat().st_mode
 
 
+def test_new_folder_does_not_replace_a_file(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with (
+        pytest.raises(FileExistsError, match="notes: exists already, and is not a folder"),
+        files.new_folder(tmp_path / "notes", overwrite=True),
+    ):
+        pass
+    assert names(tmp_path) == ["notes"]
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_digest_depends_on_sizes_and_on_both_ends_of_files(tmp_path):
+    def digest(*contents):
+        paths = [tmp_path / str(i) for i in range(len(contents))]
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(content)
+        return files.digest_of(paths, block=4)
+
+    first = digest(b"abcdefghi", b"")
+    assert digest(b"abcd0fghi", b"") == first
+    for contents in ((b"0bcdefghi", b""), (b"abcdefgh0", b""), (b"abcdeefghi", b"")):
+        assert digest(*contents) != first
+    assert digest(b"", b"abcdefghi") != first
+
+
 def test_walk_lists_skipped_files_with_reasons(tmp_path):
     for name in ("b/x.txt", "a.txt", "b/test_x.txt", "tests/x.txt", ".git/x.txt", "c/.x.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

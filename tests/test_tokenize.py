@@ -157,6 +157,23 @@ def test_numbers_of_numpy_and_a_tokenizer_by_path_are_accepted(tmp_path, corpus)
     assert found.recipe["tokenizer"] == "bytes" and found.finished
 
 
+@pytest.mark.parametrize("changed", ["files_digest", "tokenizer_digest"])
+def test_files_of_equal_size_but_other_contents_are_noticed(tmp_path, corpus, changed):
+    vocabulary = Path(tmp_path, "tokenizer.json")
+    tokens = {name: i for i, name in enumerate([*map(chr, range(97, 123)), "<|endoftext|>"])}
+    model = {"type": "BPE", "vocab": tokens, "merges": []}
+    vocabulary.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    make(tmp_path / "out", corpus, tokenizer=tmp_path)
+    path = vocabulary if changed == "tokenizer_digest" else corpus / "a.txt"
+    path.write_text(path.read_text().replace("a", "?"))
+    with pytest.raises(FileExistsError, match=f"has shards with {changed} '.*', and now it is"):
+        make(tmp_path / "out", corpus, tokenizer=tmp_path)
+    progress = json.loads(Path(tmp_path, "out", "progress.json").read_text())
+    del progress["recipe"][changed]  # as of an older run
+    Path(tmp_path, "out", "progress.json").write_text(json.dumps(progress))
+    assert make(tmp_path / "out", corpus, tokenizer=tmp_path).finished
+
+
 def test_failed_run_without_shards_does_not_fix_the_recipe(tmp_path, corpus):
     for wrong in ({"val_tokens": 1000}, {"key": "body"}):
         with pytest.raises(ValueError):

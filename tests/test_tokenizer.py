@@ -4,6 +4,7 @@ import random
 import re
 import struct
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,6 +250,9 @@ def test_end_of_text_option_names_the_token(tmp_path):
         load("bytes", end_of_text="</s>")
     with pytest.raises(ValueError, match="end_of_text is '<halt>', and the vocabulary has no <ha"):
         from_file(tmp_path, end_of_text="<halt>")
+    wrong: Any = 0
+    with pytest.raises(TypeError, match="end_of_text is 0; it must be the name of a token"):
+        from_file(tmp_path, end_of_text=wrong)
 
 
 def test_invalid_tokenizer_files_are_rejected(tmp_path):

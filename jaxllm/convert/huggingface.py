@@ -26,6 +26,7 @@ from jaxllm.convert.huggingface_formats import (
     ID_KEYS,
     LM_HEAD,
     Config,
+    check_config,
     format_of,
     has_tied_head,
     special_tokens_from_dict,
@@ -94,10 +95,12 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     window, because ``transformers`` rejects it as a Llama.
 
     Raises:
+        TypeError: ``config`` is of another type.
         ValueError: No architecture has the options of the config.
     """
+    form = format_of(config)
     ids = special_tokens_to_dict(config.special_tokens)
-    return format_of(config).config_to_dict(config) | ids
+    return form.config_to_dict(config) | ids
 
 
 def from_state_dict(
@@ -116,7 +119,8 @@ def from_state_dict(
         The parameters of the jaxllm model.
 
     Raises:
-        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``.
+        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``; or ``config`` is
+            of another type.
         ValueError: A name is missing or unexpected; a shape differs from the config; an array is
             not of a floating dtype; or ``lm_head.weight`` differs from the token table although the
             config ties them.
@@ -143,6 +147,7 @@ def to_state_dict(params: Params, config: Config) -> dict[str, np.ndarray]:
         NumPy arrays by name, float32.
 
     Raises:
+        TypeError: ``config`` is of another type.
         ValueError: Names or shapes of the parameters differ from the config, or no architecture has
             the options of the config.
     """
@@ -257,10 +262,10 @@ def save(
         overwrite: Replace the folder if it exists.
 
     Raises:
-        FileExistsError: The folder has contents and ``overwrite`` is false.
+        FileExistsError: The folder has contents and ``overwrite`` is false, or it is a file.
         FileNotFoundError: The tokenizer file does not exist.
-        TypeError: ``overwrite`` is not a bool, ``max_shard_bytes`` is not a number, or
-            ``special_tokens`` does not have integers.
+        TypeError: ``config`` is of another type, ``overwrite`` is not a bool, ``max_shard_bytes``
+            is not a number, or ``special_tokens`` does not have integers.
         ValueError: Names, shapes or dtypes of the parameters differ from the config;
             ``max_shard_bytes`` is below 1; no architecture has the options of the config; or a
             config in the tokenizer's folder is invalid.
@@ -269,8 +274,8 @@ def save(
     max_shard_bytes = as_float("max_shard_bytes", max_shard_bytes)
     if not max_shard_bytes >= 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes:g}; it must be >= 1")
-    if not overwrite:
-        check_new(folder)
+    check_new(folder, overwrite=overwrite)
+    check_config(config)
     if tokenizer_json is not None and not Path(tokenizer_json).is_file():
         raise FileNotFoundError(f"{tokenizer_json}: there is no such file")
     tokenizer_ids = SpecialTokens()
@@ -339,9 +344,9 @@ def _read(
 
 def _write_plan(params: Params, config: Config) -> tuple[dict[str, Any], dict[str, ParamSlice]]:
     """The parameters by path, checked, and the parameter slice of each tensor to write."""
-    arrays = stacked_arrays(params)
+    form, arrays = format_of(config), stacked_arrays(params)
     check_shapes({path: array.shape for path, array in arrays.items()}, _shapes(config))
-    return arrays, format_of(config).mapping(config)
+    return arrays, form.mapping(config)
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -88,12 +88,23 @@ def special_tokens_to_dict(tokens: SpecialTokens) -> dict[str, Any]:
     return {key: value for key, value in values if value is not None}
 
 
+def check_config(config: Any) -> None:
+    """Raises TypeError where a config is not one of jaxllm, but for example a ``config.json``."""
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config has type {type(config).__name__}; it must be a GPT2Config or a Llama3Config, "
+            "such as config_from_dict returns"
+        )
+
+
 def format_of(config: Config) -> Format:
     """The format of a config's architecture.
 
     Raises:
+        TypeError: ``config`` is of another type.
         ValueError: No architecture has the options of the config.
     """
+    check_config(config)
     is_gpt2 = isinstance(config, GPT2Config)
     return FORMATS["gpt2" if is_gpt2 else huggingface_llama.model_type_of(config)]
 

@@ -121,6 +121,7 @@ def config_from_dict(model_type: str, config: Mapping[str, Any]) -> Llama3Config
     expect(config, "mlp_bias", False)
     # Not null, which some attention implementations of transformers take for false.
     expect(config, "is_causal", True)
+    expect(config, "tie_word_embeddings", False, True, None)
     kv_heads = {"num_key_value_heads": _KV_HEADS.get(model_type, heads), **config}
     if kv_heads["num_key_value_heads"] is None:  # null, of every architecture
         kv_heads["num_key_value_heads"] = heads

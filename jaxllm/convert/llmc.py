@@ -168,9 +168,11 @@ def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
 
     Raises:
         FileNotFoundError: The file does not exist.
+        TypeError: ``config`` is no ``GPT2Config``.
         ValueError: The file is not a debug state, or its size contradicts its header and the
             config.
     """
+    check_config_type(config, GPT2Config)
     path = Path(path)
     header = read_header(path, "a debug state", {DEBUG_STATE_MAGIC: [DEBUG_STATE_VERSION]})
     B, T = header[2:4].tolist()
@@ -219,9 +221,11 @@ def read_optimizer_state(path: str | Path, config: GPT2Config) -> OptimizerState
 
     Raises:
         FileNotFoundError: The file does not exist.
+        TypeError: ``config`` is no ``GPT2Config``.
         ValueError: The file is not an optimizer state; or it does not hold the whole state, because
             a run on several devices sharded it.
     """
+    check_config_type(config, GPT2Config)
     path = Path(path)
     versions = {OPTIMIZER_STATE_MAGIC: [OPTIMIZER_STATE_VERSION]}
     header = read_header(path, "an optimizer state", versions)

@@ -72,8 +72,8 @@ def ignore_next_document(
 
     Raises:
         TypeError: ``end_of_text`` or ``ignore_index`` is not an integer.
-        ValueError: ``end_of_text`` is negative, the shapes differ, or a label of an unsigned dtype
-            or ``ignore_index`` is not an int32.
+        ValueError: ``end_of_text`` is negative, the shapes differ, a label of an unsigned dtype
+            or ``ignore_index`` is not an int32, or the dtype of the labels has no ``ignore_index``.
     """
     if labels.shape != tokens.shape:
         raise ValueError(
@@ -86,7 +86,11 @@ def ignore_next_document(
     ignored = as_integer("ignore_index", ignore_index)
     if not -(2**31) <= ignored < 2**31:
         raise ValueError(f"ignore_index is {ignored}; it must be an int32")
-    return np.where(_is_end(tokens, end_of_text), np.asarray(ignored, labels.dtype), labels)
+    try:
+        label = np.asarray(ignored, labels.dtype)
+    except OverflowError as error:
+        raise ValueError(f"ignore_index is {ignored}; the labels are {labels.dtype}") from error
+    return np.where(_is_end(tokens, end_of_text), label, labels)
 
 
 def _is_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:

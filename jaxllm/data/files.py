@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,11 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         removed if the block fails.
 
     Raises:
-        FileExistsError: The folder has contents and ``overwrite`` is false.
+        FileExistsError: The folder has contents and ``overwrite`` is false, or it is a file.
         TypeError: ``overwrite`` is not a bool.
     """
     folder, overwrite = Path(folder), as_bool("overwrite", overwrite)
-    if not overwrite:
-        check_new(folder)
+    check_new(folder, overwrite=overwrite)
     folder = folder.resolve()  # so that a link is kept and its target is replaced
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Unique names, because two processes may create the same folder. The first to finish wins.
@@ -75,13 +75,17 @@ def new_folder(folder: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_new(folder: Path) -> None:
-    """Checks that a folder does not exist or is empty.
+def check_new(folder: Path, *, overwrite: bool = False) -> None:
+    """Checks that a folder does not exist or is empty, or that it may be replaced.
 
     Raises:
-        FileExistsError: The path is a folder with contents, or not a folder.
+        FileExistsError: The path is not a folder, or one with contents and ``overwrite`` is false.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"{folder}: exists already, and is not a folder; use another name")
+    if not overwrite and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: exists already; use a new folder or delete this one")
 
 
@@ -122,6 +126,25 @@ def walk(folder: str | Path, skip: Sequence[str] = ()) -> list[tuple[Path, str]]
                 seen.add(real)
         found += [(Path(root, name), skip_reason(name)) for name in names]
     return sorted(found)
+
+
+def digest_of(paths: Iterable[str | Path], *, block: int = 2**16) -> str:
+    """A digest of files, in hexadecimal, to notice that one has changed.
+
+    Args:
+        paths: The files. Their names have no influence, their order has.
+        block: Read this many bytes at the beginning and at the end of each file. A change between
+            the two is not noticed.
+    """
+    found = hashlib.sha256()
+    for path in paths:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            found.update(f"{size} ".encode())
+            for start in (0, max(size - block, block)):
+                file.seek(start)
+                found.update(file.read(block))
+    return found.hexdigest()[:16]
 
 
 def read_json(path: Path) -> dict[str, Any]:

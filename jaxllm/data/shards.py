@@ -14,6 +14,7 @@ import codecs
 import dataclasses
 import functools
 import glob
+import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -35,6 +36,7 @@ EXTENSIONS = TEXTS
 # paths and compiler flags.
 STANDARD_LIBRARY_SKIP = ("site-packages", "dist-packages", "test", "tests", "idlelib")
 STANDARD_LIBRARY_SKIP += ("_sysconfigdata*", "config-*", "sitecustomize.py")
+_DIGEST_BLOCK = 4096  # tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,6 +55,24 @@ class Dataset:
     def num_tokens(self) -> int:
         """The number of tokens in all shards."""
         return sum(len(shard) for shard in self.shards)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the shards, in hexadecimal, to tell whether a run resumes with its data.
+
+        It depends on the number and the order of the shards, the length of each, and its tokens in
+        four blocks of 4096: the first, the last, and two between them. It notices other texts,
+        another tokenizer, and other shards of the same tokens. It does not notice changes outside
+        of these blocks. The names and the dtype of the shards have no influence.
+        """
+        found = hashlib.sha256()
+        for shard in self.shards:
+            found.update(f"{len(shard)} ".encode())
+            last = max(len(shard) - _DIGEST_BLOCK, 0)
+            for start in (0, last // 3, 2 * last // 3, last):
+                block = np.asarray(shard[start : start + _DIGEST_BLOCK])
+                found.update(block.astype("<i8").tobytes())
+        return found.hexdigest()[:16]
 
 
 def open_dataset(shards: str | Path | Sequence[str | Path]) -> Dataset:
@@ -333,7 +353,7 @@ def find_texts(
         extensions: The file name endings to select in a folder, in upper or lower case. The ending
             of a compression may follow: ``.txt.gz``.
         skip: Patterns, such as ``"test*"``, for names of files and folders to skip in a folder.
-            Hidden files and folders are always skipped.
+            Hidden files and folders are always skipped, and so are links to nothing.
 
     Returns:
         The files in the order of ``paths``, sorted within a folder, without duplicates.
@@ -357,7 +377,8 @@ def _in_folder(root: Path, extensions: Sequence[str], skip: Sequence[str]) -> li
     for path, reason in walk(root, skip):
         if reason.startswith("cannot be opened"):
             raise PermissionError(f"{path}: {reason}")
-        if not reason and plain_name(path).endswith(tuple(map(str.lower, extensions))):
+        is_text = plain_name(path).endswith(tuple(map(str.lower, extensions)))
+        if not reason and is_text and path.is_file():
             found.append(path)
     return found
 

@@ -30,9 +30,9 @@ import numpy as np
 from jaxllm.data import documents
 from jaxllm.data.checks import as_bool, as_integer, as_list
 from jaxllm.data.documents import Document, Fault, LeftOut
-from jaxllm.data.files import replacing
+from jaxllm.data.files import digest_of, replacing
 from jaxllm.data.shard_format import write_shard
-from jaxllm.data.tokenizer import Tokenizer, load
+from jaxllm.data.tokenizer import Tokenizer, file_of, load
 
 BATCH_CHARACTERS = 1 << 20  # the approximate size of a worker's task
 _SHOWN = 20  # the number of items to print of a list
@@ -44,7 +44,9 @@ class Progress:
 
     Attributes:
         recipe: The files and options that determine the shards. A run resumes only with an equal
-            recipe.
+            recipe, but that of an older run may lack the digests. The digest of the files reads the
+            first and the last 64 KiB of each: a change between them is not noticed if it keeps the
+            size. That of the tokenizer reads its file, but not the configs beside it.
         shards: The number of complete shards.
         tokens: The number of tokens in them.
         document: The index of the document with which the next shard begins. Skipped documents
@@ -91,10 +93,11 @@ class Progress:
             raise ValueError(f"{path}: damaged: {error}") from error
         if not (progress.shards or progress.finished):
             return cls(recipe)  # there are no shards of the old recipe
-        if differing := [name for name in recipe if progress.recipe.get(name) != recipe[name]]:
+        found = {key: recipe[key] for key in recipe if key.endswith("_digest")} | progress.recipe
+        if differing := [name for name in recipe if found.get(name) != recipe[name]]:
             name = differing[0]
             raise FileExistsError(
-                f"{folder}: has shards with {name} {progress.recipe.get(name)!r}, and now it is "
+                f"{folder}: has shards with {name} {found.get(name)!r}, and now it is "
                 f"{recipe[name]!r}; use a new folder or delete this one"
             )
         return progress
@@ -182,6 +185,7 @@ def tokenize(
     folder, paths, tokenizer = Path(folder), as_list("paths", paths), str(tokenizer)
     sources, left_out = documents.find(paths, key=key, format=format)
     sizes = [path.stat().st_size for path, _ in sources]
+    vocabulary = file_of(tokenizer)
     recipe = {
         "files": [[str(path), size] for (path, _), size in zip(sources, sizes, strict=True)],
         "tokenizer": tokenizer,
@@ -190,6 +194,8 @@ def tokenize(
         "format": format,
         "shard_tokens": shard_tokens,
         "val_tokens": val_tokens,
+        "files_digest": digest_of(path for path, _ in sources),
+        "tokenizer_digest": None if vocabulary is None else digest_of([vocabulary], block=2**30),
     }
     progress = Progress.read(folder, recipe)
     if progress.finished:

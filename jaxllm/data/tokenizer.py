@@ -97,7 +97,7 @@ def load(name: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     Raises:
         ImportError: A package is not installed.
         FileNotFoundError: The file does not exist.
-        TypeError: ``name`` is neither a string nor a path.
+        TypeError: ``name`` is neither a string nor a path, or ``end_of_text`` is not a string.
         ValueError: The file is not a tokenizer, or has no such end-of-text token.
     """
     name = str(name) if isinstance(name, Path) else name
@@ -110,6 +110,12 @@ def load(name: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     if name == "bytes":
         return BYTES
     return gpt2() if name == "gpt2" else from_llmc(name)
+
+
+def file_of(name: str) -> Path | None:
+    """The file with the vocabulary that :func:`load` reads; None if there is no such file."""
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    return path if name not in ("bytes", "gpt2") and path.is_file() else None
 
 
 def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
@@ -131,8 +137,11 @@ def from_file(path: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
     Raises:
         ImportError: The package ``tokenizers`` is not installed.
         FileNotFoundError: The file does not exist.
+        TypeError: ``end_of_text`` is not a string.
         ValueError: The file is not a tokenizer, or has no such end-of-text token.
     """
+    if end_of_text is not None and not isinstance(end_of_text, str):
+        raise TypeError(f"end_of_text is {end_of_text!r}; it must be the name of a token")
     try:
         import tokenizers
     except ImportError as error:

@@ -1,6 +1,7 @@
 """Conversion between jaxllm parameters and Hugging Face state dicts, without torch."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +203,14 @@ def test_error_lists_at_most_ten_faults(llama_state_dict):
     assert str(caught.value).endswith("; and 5 more")
 
 
+@pytest.mark.parametrize("convert", [from_state_dict, to_state_dict])
+def test_config_of_another_type_is_rejected(convert):
+    config: Any = {"model_type": "llama"}
+    for call in (lambda: convert({}, config), lambda: config_to_dict(config)):
+        with pytest.raises(TypeError, match="config has type dict; it must be a GPT2Config or a"):
+            call()
+
+
 def test_parameters_that_differ_from_the_config_are_rejected(all_params):
     params = all_params["gpt2"]
     with pytest.raises(ValueError, match=r"wpe has shape \(16, 32\); it must be \(17, 32\)"):
@@ -322,6 +331,7 @@ def test_rope_scaling_values_are_read():
         ({"model_type": None}, "model_type is None"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ({"attention_bias": True}, "attention_bias is True; it must be False"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be False or"),
         ({"head_dim": 63}, "head_dim is 63; it must be even and at least 2"),
         ({"num_key_value_heads": 5}, "heads 32 is not a multiple of kv_heads 5"),
         ({"hidden_size": "2048"}, "hidden_size is '2048'; it must be an integer"),
