@@ -121,7 +121,8 @@ def test_exported_model_runs_at_any_sequence_length(model):
         assert_close(program.call(params, tokens.astype(jnp.int32)), expected, "float32")
 
 
-def test_exported_training_step_runs_at_any_batch_size():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_exported_training_step_runs_at_any_batch_size(accumulate):
     module, config = MODELS["gpt2"]
     optimizer = optim.adamw(1e-3)
     step: Any = training.make_train_step(
@@ -129,13 +130,13 @@ def test_exported_training_step_runs_at_any_batch_size():
     )
     state = training.init_state(params_of("gpt2"), optimizer)
     (b,) = jax.export.symbolic_shape("b")
-    tokens = jax.ShapeDtypeStruct((1, b, LENGTH), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((accumulate, b, LENGTH), jnp.int32)
     checks = export.disabled_checks()
     program = jax.export.export(step, platforms=PLATFORMS, disabled_checks=checks)(
         state, tokens, tokens
     )
     loaded = jax.export.deserialize(program.serialize())
-    tokens = jnp.arange(2 * LENGTH, dtype=jnp.int32).reshape(1, 2, LENGTH)
+    tokens = jnp.arange(accumulate * 2 * LENGTH, dtype=jnp.int32).reshape(accumulate, 2, LENGTH)
     actual, metrics = loaded.call(state, tokens, tokens)
     assert isinstance(actual, training.TrainState)
     assert_close(metrics, step(state, tokens, tokens)[1], "float32")

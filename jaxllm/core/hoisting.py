@@ -6,6 +6,7 @@ each weight to float8 once for every microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,7 +41,7 @@ def hoist_rounding(function: Callable[..., Any], fixed: Any, *varying: Any) -> C
 
     early = _following(jaxpr.eqns, given)
     results = (variable for eqn in early for variable in eqn.outvars)
-    keepable = [v for v in results if _is_float8(v) or v.aval.size <= _SMALL]
+    keepable = [v for v in results if _is_float8(v) or _is_small(v)]
     late = _needed(jaxpr.eqns, jaxpr.outvars, keepable)
     read = _variables([*jaxpr.outvars, *(v for eqn in late for v in eqn.invars)])
     kept = [v for v in keepable if v in read]
@@ -66,6 +67,11 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 def _is_float8(variable: Any) -> bool:
     dtype = variable.aval.dtype
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+
+
+def _is_small(variable: Any) -> bool:
+    sizes = variable.aval.shape  # not symbolic ones, which depend on a batch of any size
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _SMALL
 
 
 def _following(eqns: list[Any], given: Iterable[Any]) -> list[Any]:
