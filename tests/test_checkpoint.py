@@ -16,7 +16,7 @@ import pytest
 from jaxllm import data, training
 from jaxllm.models import gpt2
 from jaxllm.models.common import unstack
-from jaxllm.training import checkpoint, optim
+from jaxllm.training import checkpoint, optim, parallel
 from jaxllm.training.checksum import checksums
 
 ROOT = Path(__file__).parent.parent
@@ -84,6 +84,12 @@ def test_no_folder_is_opened_that_would_keep_no_checkpoint(tmp_path, options, er
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_is_not_opened_as_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file: a file; checkpoints need a folder"):
+        checkpoint.open_folder(tmp_path / "file").__enter__()
+
+
 def test_steps_are_integers_of_any_type(tmp_path):
     state, record = training.init_state({"w": jnp.ones(2)}, OPTIMIZER), {"a": np.float32(0.5)}
     with checkpoint.open_folder(tmp_path) as folder:
@@ -137,6 +143,13 @@ def test_random_keys_in_a_state_are_restored(tmp_path, impl):
             restored = checkpoint.restore(folder, like)
             assert checksums(restored) == checksums(later) != checksums(state)
             optimizer.update(state.params, restored.opt_state)  # fails if it is not a key
+        mesh = parallel.make_mesh(data=1, devices=jax.devices()[:1])
+        like = jax.tree.map(
+            lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of),
+            *(state, parallel.state_shardings(mesh, state)),
+        )
+        key = checkpoint.restore(folder, like).opt_state.rng_key
+        assert isinstance(key.sharding, jax.NamedSharding) and key.sharding.mesh == mesh
 
 
 def test_keep_and_keep_every_select_checkpoints(tmp_path):
@@ -365,6 +378,8 @@ def test_checksum_mismatch_names_the_arrays(tmp_path, monkeypatch):
             {"a": jnp.ones((0, 3))},
             r"params/a has shape \(0, 3\); a checkpoint cannot hold empty arrays",
         ),
+        ({"a": np.ones(3)}, "params/a has dtype float64, which needs jax_enable_x64"),
+        ({"a": jnp.ones(3, "uint4")}, "params/a has dtype uint4, which a checkpoint cannot hold"),
         (
             {"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)},
             "params/a.b and params/a/b would have the same",
@@ -382,6 +397,9 @@ def test_save_rejects_unstorable_states_before_writing(tmp_path, params, message
             checkpoint.save(folder, 1, state, {})
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoint.save(folder, 1, toy_state(), {"path": tmp_path})
+        wrong: Any = params
+        with pytest.raises(TypeError, match="state has type dict; it must be a TrainState"):
+            checkpoint.save(folder, 1, wrong, {})
         assert checkpoint.steps(folder) == []
 
 

@@ -131,6 +131,18 @@ def test_parameters_may_be_a_callable_pytree():
     assert state.params.weight.shape == (2, 3)
 
 
+def test_random_keys_are_put_in_shards_and_copied_to_the_host():
+    mesh = parallel.make_mesh(data=1, devices=jax.devices()[:1])
+    keys = {"one": jax.random.key(0), "many": jax.random.split(jax.random.key(1, impl="rbg"), 3)}
+    shardings = parallel.state_shardings(mesh, keys)
+    found = parallel.put(shardings, keys)
+    for name, key in keys.items():
+        assert found[name].dtype == key.dtype
+        assert found[name].sharding.is_equivalent_to(shardings[name], key.ndim)
+        for copy in (parallel.to_host(found)[name], jax.random.key_data(found[name])):
+            np.testing.assert_array_equal(copy, jax.random.key_data(key))
+
+
 # The mesh axes of the dimensions of each array, without the layer axis of stacked blocks.
 SPECS = {
     "qkv/weight": ("fsdp", None, "tensor", None),
@@ -315,6 +327,25 @@ def test_load_batch_takes_any_spec_of_the_axes_of_the_mesh(spec, leading):
 def test_load_batch_rejects_shardings_of_other_arrays(sharding, shape, error, message):
     with pytest.raises(error, match=re.escape(message)):
         loader.load_batch(sharding, shape, lambda rows: ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "read", "message"),
+    [
+        ((0, 4, 6), (4, 6), r"shape is \(0, 4, 6\); .* with at least 1 microbatch"),
+        (
+            [2, 4, 6],
+            (4, 7),
+            r"read\(range\(0, 4\)\) returns an array of shape \(4, 7\), not \(4, 6",
+        ),
+        ((4, 6), (3, 6), r"returns an array of shape \(3, 6\), not \(4, 6\)"),
+    ],
+)
+def test_load_batch_rejects_other_shapes_of_rows(shape, read, message):
+    mesh = parallel.make_mesh(data=1, devices=jax.devices()[:1])
+    sharding = parallel.batch_sharding(mesh, accumulate=len(shape) == 3)
+    with pytest.raises(ValueError, match=message):
+        loader.load_batch(sharding, shape, lambda rows: (np.zeros(read, np.int32),) * 2)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "llmc"])

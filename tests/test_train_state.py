@@ -141,6 +141,11 @@ def test_unknown_microbatch_weights_are_rejected(wrong):
         training.make_train_step(loss_fn, optax.sgd(1.0), microbatch_weights=wrong)
 
 
+def test_weight_of_a_microbatch_that_is_no_scalar_is_rejected():
+    with pytest.raises(ValueError, match=r"returns shape \(3,\); it must return a scalar"):
+        descend(loss_fn, *batch(36, 9), microbatch_weights=lambda y: (y >= 0).sum(axis=-1))
+
+
 @pytest.mark.parametrize("make", [optim.adamw, training.adamw])
 def test_accumulated_step_from_a_bfloat16_copy_equals_one_batch(make):
     tokens, labels = batch(36, 1, 9)
@@ -268,6 +273,18 @@ def test_parameters_that_share_an_array_are_copied():
     state, metrics = step(state, *batch(9, 4))
     assert np.isfinite(metrics["loss"])
     np.testing.assert_array_equal(params["bias"], 0)
+
+
+def test_step_does_not_donate_the_hyperparameters_of_the_caller():
+    given = {"rate": jnp.float32(0.1), "key": jax.random.key(0)}
+    optimizer = optax.chain(
+        optax.add_noise(0.01, 0.5, given["key"]),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=given["rate"]),
+    )
+    step = training.make_train_step(loss_fn, optimizer, compute_dtype="float32")
+    for _ in range(2):
+        step(training.init_state(params_of(), optimizer), *batch(9, 4))
+    assert not any(x.is_deleted() for x in given.values())
 
 
 def test_float64_parameters_train_in_float64():

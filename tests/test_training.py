@@ -365,6 +365,20 @@ def test_copies_are_bfloat16_or_float16(dtype):
         training.init_state(toy_params(), optax.sgd(0.1), copy_dtype=dtype)
 
 
+@pytest.mark.parametrize("wrong", [None, optax.adamw])
+def test_what_is_no_optimizer_is_rejected(wrong):
+    for make in (training.init_state, training.make_train_step):
+        first: Any = toy_params() if make is training.init_state else toy_loss
+        with pytest.raises(TypeError, match=r"optimizer is .*; it must be a jaxllm"):
+            make(first, wrong)
+
+
+def test_step_rejects_parameters_in_the_place_of_a_state():
+    step = training.make_train_step(toy_loss, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="state has type dict; it must be a TrainState"):
+        step(toy_params(), *tokens_and_labels(1, 2))
+
+
 def test_whether_to_detect_anomalies_is_a_bool():
     wrong: Any = "False"
     with pytest.raises(TypeError, match="detect_anomalies has 'False'; it must be a bool"):
@@ -377,6 +391,9 @@ def test_whether_to_detect_anomalies_is_a_bool():
         ({"learning_rate": np.nan}, ValueError, "learning_rate is nan; it must be finite"),
         ({"learning_rate": "1"}, TypeError, "learning_rate is '1'; it must be a number"),
         ({"compute_dtype": "int32"}, TypeError, "compute_dtype is int32; it must be a floating"),
+        ({"compute_dtype": "float8_e5m2"}, TypeError, "it must be a floating dtype of 16 bits"),
+        ({"compute_dtype": "float64"}, TypeError, "is float64, which needs jax_enable_x64"),
+        ({"compute_dtype": "fp32"}, TypeError, "compute_dtype is 'fp32'; it must be a dtype"),
         ({"float8_counts": "no"}, TypeError, "float8_counts has 'no'; it must be a bool"),
         ({"overlap": None}, TypeError, "overlap has None; it must be a bool"),
         ({"shardings": {}}, TypeError, "shardings has type dict; it must be a TrainState"),
@@ -417,17 +434,20 @@ def test_mean_loss_of_a_uniform_model_is_log_vocab_size():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "error", "message"),
     [
-        ({"batches": 0}, "batches is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"seq_len": 0}, "seq_len 0"),
-        ({"seq_len": 99}, "one window of 99 needs 100"),
+        ({"batches": 0}, ValueError, "batches is 0"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"seq_len": 0}, ValueError, "seq_len 0"),
+        ({"seq_len": 99}, ValueError, "one window of 99 needs 100"),
+        ({"batches": 1.5}, TypeError, r"batches is 1\.5; it must be an integer"),
+        ({"batch_size": 2.0}, TypeError, r"batch_size is 2\.0; it must be an integer"),
+        ({"seq_len": "8"}, TypeError, "seq_len is '8'; it must be an integer"),
     ],
 )
-def test_mean_loss_rejects_invalid_arguments(wrong, message):
+def test_mean_loss_rejects_invalid_arguments(wrong, error, message):
     dataset = data.Dataset((np.arange(50),))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         training.mean_loss(
             lambda *_: jnp.zeros(()), {}, dataset, **{"batch_size": 1, "seq_len": 8, **wrong}
         )

@@ -33,10 +33,12 @@ import numpy as np
 from jax import Array
 
 from jaxllm.convert.parameter_mapping import check_shapes
+from jaxllm.core.precision import is_floating
 from jaxllm.data.files import plain_number
 from jaxllm.ops.checks import as_bool, as_integer
 from jaxllm.training import TrainState, cast
 from jaxllm.training.checksum import checksums
+from jaxllm.training.step import check_state
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
@@ -69,11 +71,14 @@ def open_folder(
 
     Raises:
         ImportError: The package ``orbax-checkpoint`` is not installed.
+        NotADirectoryError: ``folder`` is a file.
         TypeError: ``keep`` or ``keep_every`` is not an integer.
         ValueError: ``keep`` or ``keep_every`` is below 1.
     """
     keep = None if keep is None else _at_least("keep", keep, 1)
     keep_every = None if keep_every is None else _at_least("keep_every", keep_every, 1)
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise NotADirectoryError(f"{folder}: a file; checkpoints need a folder")
     ocp = _import_orbax()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
@@ -106,13 +111,15 @@ def save(
         record: More values to store, as JSON. Numbers may be scalars of NumPy or JAX.
 
     Raises:
-        TypeError: The step is not an integer, a leaf of the state is not an array, or the record
-            cannot be written as JSON.
-        ValueError: The step is negative, an array has no elements, or two arrays would have the
-            same name in the checkpoint.
+        TypeError: The step is not an integer, ``state`` is not a :class:`TrainState`, a leaf of it
+            is not an array, or the record cannot be written as JSON.
+        ValueError: The step is negative; an array has no elements, or a dtype that a checkpoint
+            cannot hold, or that needs ``jax_enable_x64``; or two arrays would have the same name in
+            the checkpoint.
     """
     step = _at_least("step", step, 0)
     ocp = _import_orbax()
+    check_state("state", state)
     _check_arrays(state)
     state = _plain(state._replace(copy=None))
     _check_storable(state)
@@ -148,12 +155,14 @@ def restore(
 
     Raises:
         FileNotFoundError: The checkpoint does not exist.
-        TypeError: ``step`` is not an integer, or ``cast_dtypes`` is not a bool.
+        TypeError: ``step`` is not an integer, ``cast_dtypes`` is not a bool, or ``like`` is not a
+            :class:`TrainState`.
         ValueError: The names, shapes or dtypes of the arrays differ from those in ``like``; the
             message names the arrays. Or the checkpoint is damaged; the message names the damaged
             arrays if the others could be read.
     """
     step, cast_dtypes = _existing(manager, step), as_bool("cast_dtypes", cast_dtypes)
+    check_state("like", like)
     name = f"{manager.directory}, step {step}"
     wanted = _plain(like._replace(copy=None))
     with _orbax_errors(name):
@@ -182,7 +191,8 @@ def restore(
     state = jax.tree.map(_with_key, state, like._replace(copy=None))
     if like.copy is None:
         return state
-    dtype = jax.tree.leaves(like.copy)[0].dtype
+    floating = filter(is_floating, jax.tree.leaves(like.copy))
+    dtype = next(floating, jax.ShapeDtypeStruct((), jnp.float32)).dtype
     copy = jax.tree.map(_shard_like, cast(state.params, dtype), like.copy)
     return state._replace(copy=copy)
 
@@ -269,8 +279,12 @@ def _check_arrays(state: TrainState) -> None:
             raise TypeError(f"{_name(path)} is {leaf!r}; it must be an array")
 
 
+# Orbax would fail at them in the background, after `save` has returned.
+_NOT_STORED = tuple(map(jnp.dtype, ("uint2", "uint4")))
+
+
 def _check_storable(state: TrainState) -> None:
-    """Raises ValueError if orbax would fail, or would write two arrays to one name."""
+    """Raises ValueError if orbax or :func:`restore` would fail, or two names would be one."""
     taken: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = _name(path)
@@ -278,6 +292,11 @@ def _check_storable(state: TrainState) -> None:
             raise ValueError(
                 f"{name} has shape {leaf.shape}; a checkpoint cannot hold empty arrays"
             )
+        if leaf.dtype in _NOT_STORED:
+            raise ValueError(f"{name} has dtype {leaf.dtype}, which a checkpoint cannot hold")
+        # JAX would compute the checksum of a narrower array than the stored one.
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise ValueError(f"{name} has dtype {leaf.dtype}, which needs jax_enable_x64")
         stored = name.replace("/", ".")
         if stored in taken:
             raise ValueError(
@@ -320,13 +339,13 @@ def _plain(tree: Any) -> Any:
 
 
 def _with_key(x: Array, like: Any) -> Array:
-    """Wraps uint32 data as a random key if ``like`` is a key."""
+    """Wraps uint32 data as a random key, with the sharding of ``like``, if that is a key."""
     if not _is_key(like):
         return x
     impls: list[Any] = []
     # `like` may be a ShapeDtypeStruct, so read the key's implementation from a tracer.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(x, impl=impls[0])
+    return _shard_like(jax.random.wrap_key_data(x, impl=impls[0]), like)
 
 
 def _is_key(x: Any) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from jaxllm.core.sharding_rule import axes_of_entry
+from jaxllm.ops.checks import as_integer
 
 
 def check_batch_size(
@@ -115,21 +116,32 @@ def load_batch(
         sharding.
 
     Raises:
-        TypeError: ``sharding`` is no ``NamedSharding``.
-        ValueError: ``shape`` has another number of dimensions, or fewer than the sharding's spec;
-            or the devices of the mesh do not divide B, or those along ``context`` T.
+        TypeError: ``sharding`` is no ``NamedSharding``, or ``shape`` has no integers.
+        ValueError: ``shape`` has another number of dimensions, or fewer than the sharding's spec,
+            or no microbatch; the devices of the mesh do not divide B, or those along ``context`` T;
+            or ``read`` returns arrays of another shape than (len(rows), T).
     """
-    if len(shape) not in (2, 3):
-        raise ValueError(f"shape is {shape}; it must be (accumulate, B, T) or (B, T)")
+    shape = tuple(as_integer("shape", size) for size in shape)
+    if len(shape) not in (2, 3) or 0 in shape[:-2]:
+        raise ValueError(
+            f"shape is {shape}; it must be (accumulate, B, T) or (B, T), with at least 1 microbatch"
+        )
     *leading, size, length = shape
     check_batch_size(sharding, size, ndim=len(shape))
     check_seq_len(sharding, length, ndim=len(shape))
     found: dict[tuple[int, int], list[np.ndarray]] = {}
 
+    def read_rows(rows: range) -> tuple[np.ndarray, ...]:
+        arrays, wanted = read(rows), (len(rows), length)
+        if wrong := [np.shape(array) for array in arrays if np.shape(array) != wanted]:
+            raise ValueError(f"read({rows}) returns an array of shape {wrong[0]}, not {wanted}")
+        return arrays
+
     def read_part(index: Any) -> list[np.ndarray]:
         start, stop, _ = index[-2].indices(size)
         if (start, stop) not in found:
-            rows = [read(range(i * size + start, i * size + stop)) for i in range(*leading or (1,))]
+            microbatches = range(*leading or (1,))
+            rows = [read_rows(range(i * size + start, i * size + stop)) for i in microbatches]
             found[start, stop] = [
                 np.stack(of) if leading else of[0] for of in zip(*rows, strict=True)
             ]

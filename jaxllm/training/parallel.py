@@ -42,6 +42,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -345,7 +346,8 @@ def put(shardings: Any, tree: Any) -> Any:
 
     Args:
         shardings: A tree of shardings like ``tree``, or one for all arrays.
-        tree: A tree of NumPy arrays or arrays of one device, equal in all processes.
+        tree: A tree of NumPy arrays or arrays of one device, equal in all processes. Random keys
+            may be among them.
 
     Returns:
         The sharded arrays.
@@ -354,7 +356,7 @@ def put(shardings: Any, tree: Any) -> Any:
         shardings = jax.tree.map(lambda _: shardings, tree)
 
     def shard(x: Any, sharding: Any) -> Array:
-        whole = np.asarray(x)
+        whole = x if _is_key(x) else np.asarray(x)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(shard, tree, shardings)
@@ -371,10 +373,11 @@ def to_host(tree: Any) -> Any:
         tree: A tree of arrays.
 
     Returns:
-        The tree with NumPy arrays.
+        The tree with NumPy arrays; of random keys, their uint32 data.
     """
 
     def copy(x: Any) -> np.ndarray:
+        x = jax.random.key_data(x) if _is_key(x) else x
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
         if x.ndim < 3 or x.nbytes <= _GATHERED_BYTES:
@@ -382,6 +385,10 @@ def to_host(tree: Any) -> Any:
         return np.stack([copy(_row(x, i)) for i in range(len(x))])
 
     return jax.tree.map(copy, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @jax.jit

@@ -26,7 +26,13 @@ from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
 from jaxllm.core.hoisting import hoist_rounding
 from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
-from jaxllm.ops.checks import as_bool, as_finite_number
+from jaxllm.ops.checks import (
+    as_bool,
+    as_dtype,
+    as_finite_number,
+    as_floating_dtype,
+    as_integer,
+)
 from jaxllm.training.anomaly import (
     AnomalyState,
     check_limits,
@@ -112,11 +118,12 @@ def init_state(
         The state, with ``step`` 0.
 
     Raises:
-        TypeError: ``copy_dtype`` is not bfloat16, float16 or None, or ``detect_anomalies`` is no
-            bool; or the parameters are narrower than float32, and the optimizer accepts only
-            gradients of their dtype.
+        TypeError: ``optimizer`` is none, ``copy_dtype`` is not bfloat16, float16 or None, or
+            ``detect_anomalies`` is no bool; or the parameters are narrower than float32, and the
+            optimizer accepts only gradients of their dtype.
     """
-    copy_dtype = None if copy_dtype is None else jnp.dtype(copy_dtype)
+    _check_optimizer(optimizer)
+    copy_dtype = None if copy_dtype is None else as_dtype("copy_dtype", copy_dtype)
     if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
         raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
     copy = None if copy_dtype is None else cast(params, copy_dtype)
@@ -126,6 +133,7 @@ def init_state(
         opt_state = _settled_state(optimizer, params)
     else:
         opt_state = optimizer.init(params)
+    opt_state = jax.tree.map(_own_hyperparameter, opt_state)
     return _own_arrays(TrainState(params, opt_state, jnp.zeros((), jnp.int32), copy, anomaly))
 
 
@@ -156,6 +164,16 @@ def _in_dtypes_of(tree: Any, like: Any) -> Any:
     if jax.tree.structure(tree) != jax.tree.structure(like):
         return tree
     return jax.tree.map(lambda x, y: x if x.dtype == y.dtype else x.astype(y.dtype), tree, like)
+
+
+def _own_hyperparameter(x: ArrayLike) -> ArrayLike:
+    """Copies a scalar or a random key of an optimizer's state, such as a learning rate.
+
+    It may be the array that the caller made the optimizer with, and a step donates it.
+    """
+    if isinstance(x, jax.Array) and (not x.ndim or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+        return jnp.copy(x)
+    return x
 
 
 def _own_arrays(tree: Any) -> Any:
@@ -236,9 +254,10 @@ def make_train_step(
     Returns:
         ``step(state, tokens, labels, *more) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T), and in ``more`` arrays whose first axis is the microbatch. The input
-        state is donated. The step raises ValueError if the arrays differ in the number of
-        microbatches or have none, if the state's copy does not have the compute dtype, or if there
-        is a limit and the state has no anomaly detector.
+        state is donated. The step raises TypeError if the state is no :class:`TrainState`. It
+        raises ValueError if the arrays differ in the number of microbatches or have none, if the
+        state's copy does not have the compute dtype, if there is a limit and the state has no
+        anomaly detector, or if a function ``microbatch_weights`` does not return a scalar.
 
         The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
         ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
@@ -248,9 +267,9 @@ def make_train_step(
         ``float8_overflow``, the number of all that are not finite.
 
     Raises:
-        TypeError: ``compute_dtype`` is not a floating dtype, ``learning_rate`` or a limit is not a
-            number, ``float8_counts`` or ``overlap`` is no bool, or ``shardings`` is no
-            :class:`TrainState`.
+        TypeError: ``optimizer`` is none; ``compute_dtype`` is not a floating dtype of 16 bits or
+            more, or needs ``jax_enable_x64``; ``learning_rate`` or a limit is not a number;
+            ``float8_counts`` or ``overlap`` is no bool; or ``shardings`` is no :class:`TrainState`.
         ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function,
             ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
             ``float8_counts``.
@@ -261,6 +280,7 @@ def make_train_step(
         "max_underflow": max_underflow,
     }
     check_limits(**limits)
+    _check_optimizer(optimizer)
     float8_counts, overlap = as_bool("float8_counts", float8_counts), as_bool("overlap", overlap)
     if learning_rate is not None and not callable(learning_rate):
         as_finite_number("learning_rate", learning_rate)
@@ -278,6 +298,7 @@ def make_train_step(
     weigh = _weigher(microbatch_weights)
 
     def train_step(state: TrainState, tokens: Array, labels: Array, *more: Array):
+        check_state("state", state)
         _check_microbatches(tokens, labels, *more)
         copied_to = _copy_dtype(state, dtype)
         if state.anomaly is None:
@@ -375,10 +396,29 @@ def make_train_step(
     return jax.jit(train_step, **options, out_shardings=(shardings, None))
 
 
+def check_state(name: str, state: Any) -> None:
+    """Raises TypeError where an argument is not a training state, but for example parameters."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{name} has type {type(state).__name__}; it must be a TrainState, such as init_state "
+            "returns"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError where there is no optimizer, but for example the function that makes one."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"optimizer is {optimizer!r}; it must be a jaxllm or optax optimizer, such as "
+            "training.adamw(1e-3) returns"
+        )
+
+
 def _compute_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype:
-    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"compute_dtype is {dtype}; it must be a floating dtype")
+    given = default_compute_dtype() if compute_dtype is None else compute_dtype
+    dtype = as_floating_dtype("compute_dtype", given)
+    if dtype != jnp.dtype(given):
+        raise TypeError(f"compute_dtype is {jnp.dtype(given)}, which needs jax_enable_x64")
     return dtype
 
 
@@ -465,6 +505,10 @@ def _weigher(
 
     def weigh(labels: Array) -> Array:
         found = jnp.stack([weight_of(of) for of in labels]).astype(jnp.float32)
+        if found.ndim != 1:
+            raise ValueError(
+                f"microbatch_weights returns shape {found.shape[1:]}; it must return a scalar"
+            )
         mean = found.mean()
         return found / jnp.where(mean == 0, 1, mean)
 
@@ -506,7 +550,7 @@ def make_eval_step(
         ``evaluate(params, tokens, labels, *more) -> loss``, with tokens and labels of shape (B, T).
 
     Raises:
-        TypeError: ``compute_dtype`` is not a floating dtype.
+        TypeError: As in :func:`make_train_step`.
     """
     dtype = _compute_dtype(compute_dtype)
 
@@ -551,10 +595,13 @@ def mean_loss(
         The loss in nats per token.
 
     Raises:
+        TypeError: ``batches``, ``batch_size`` or ``seq_len`` is not an integer.
         ValueError: The data set is shorter than one window; ``batches``, ``batch_size`` or
             ``seq_len`` is below 1; the sharding does not divide ``batch_size``; or
             ``ignore_next_document`` is true without ``end_of_text``.
     """
+    batches = None if batches is None else as_integer("batches", batches)
+    batch_size, seq_len = as_integer("batch_size", batch_size), as_integer("seq_len", seq_len)
     if batches is not None and batches < 1:
         raise ValueError(f"batches is {batches}; it must be at least 1, or None")
     if batch_size < 1 or seq_len < 1:
