@@ -337,7 +337,7 @@ def _prefill_attention(
         return out, _write(cache, layer, k, v, lambda array, x: array.at[:, : x.shape[1]].set(x))
     # The slots of a ring, and for each the last token of the prompt that belongs there. A slot that
     # a short prompt does not reach gets any token, which the lengths hide.
-    slots, last = jnp.arange(ring), cache.lengths[:, None] - 1
+    slots, last = jnp.arange(ring, dtype=jnp.int32)[None], cache.lengths[:, None] - 1
     chosen = jnp.maximum(last - (last - slots) % ring, 0)
     k, v = (jnp.take_along_axis(x, chosen[:, :, None, None], axis=1) for x in (k, v))
     return out, _write(cache, layer, k, v, lambda array, x: x.astype(array.dtype))

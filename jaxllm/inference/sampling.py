@@ -50,7 +50,8 @@ def sample(
     if top_p is not None:
         probabilities = jax.nn.softmax(best, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        best = jnp.where((before < top_p) | (jnp.arange(best.shape[-1]) == 0), best, -jnp.inf)
+        is_first = jnp.arange(best.shape[-1])[None] == 0
+        best = jnp.where((before < top_p) | is_first, best, -jnp.inf)
     choice = jax.random.categorical(key, best)
     return jnp.take_along_axis(ids, choice[:, None], axis=1)[:, 0].astype(jnp.int32)
 

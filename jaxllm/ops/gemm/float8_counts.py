@@ -57,7 +57,7 @@ class _Probe:
     """The probe of a trace. JAX compares contexts, and each of these is equal to itself alone."""
 
     def __init__(self, counts: Float8Counts) -> None:
-        self.counts = counts
+        self.counts: Float8Counts | None = counts
 
 
 _probe = jax.make_user_context(None)
@@ -88,8 +88,12 @@ def count_float8(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def counted(probe: Float8Counts, *args: Any, **kwargs: Any) -> Any:
-        with _probe(_Probe(probe)):
-            return fn(*args, **kwargs)
+        context = _Probe(probe)
+        try:
+            with _probe(context):
+                return fn(*args, **kwargs)
+        finally:
+            context.counts = None  # JAX's caches keep the context, and would keep the tracers in it
 
     return counted
 
