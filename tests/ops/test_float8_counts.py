@@ -127,3 +127,13 @@ def test_share_of_nothing_is_zero():
     np.testing.assert_array_equal(PROBE.underflow_share, 0)
     counts = ops.Float8Counts(jnp.array([8.0, 0.0]), jnp.array([2.0, 0.0]), jnp.zeros(2))
     np.testing.assert_array_equal(counts.underflow_share, [0.25, 0])
+
+
+def test_a_probe_leaves_no_tracers_behind():
+    x, weight = draw((4, 32), 0), draw((32, 16), 1)
+
+    def loss(x):
+        return jax.jit(lambda x: ops.linear(x, weight, precision="tensor").sum())(x)
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(ops.count_float8(loss)))(PROBE, x)
