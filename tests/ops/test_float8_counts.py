@@ -130,7 +130,7 @@ def test_share_of_nothing_is_zero():
 
 
 def test_a_probe_leaves_no_tracers_behind():
-    x, weight = draw((4, 32), 0), draw((32, 16), 1)
+    x, weight = draw((4, 32), 0), jnp.asarray(draw((32, 16), 1))
 
     def loss(x):
         return jax.jit(lambda x: ops.linear(x, weight, precision="tensor").sum())(x)
