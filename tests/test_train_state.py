@@ -276,9 +276,10 @@ def test_parameters_that_share_an_array_are_copied():
 
 
 def test_step_does_not_donate_the_hyperparameters_of_the_caller():
-    given = {"rate": jnp.float32(0.1), "key": jax.random.key(0)}
+    given = {"rate": jnp.float32(0.1), "key": jax.random.key(0), "factors": jnp.ones(1)}
     optimizer = optax.chain(
         optax.add_noise(0.01, 0.5, given["key"]),
+        optax.inject_hyperparams(optax.scale)(step_size=given["factors"]),
         optax.inject_hyperparams(optax.sgd)(learning_rate=given["rate"]),
     )
     step = training.make_train_step(loss_fn, optimizer, compute_dtype="float32")

@@ -167,13 +167,12 @@ def _in_dtypes_of(tree: Any, like: Any) -> Any:
 
 
 def _own_hyperparameter(x: ArrayLike) -> ArrayLike:
-    """Copies a scalar or a random key of an optimizer's state, such as a learning rate.
+    """Copies a small array of an optimizer's state, such as a learning rate or a random key.
 
-    It may be the array that the caller made the optimizer with, and a step donates it.
+    It may be the array that the caller made the optimizer with, and a step donates it. A large one
+    is a moment, which the optimizer has made itself.
     """
-    if isinstance(x, jax.Array) and (not x.ndim or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-        return jnp.copy(x)
-    return x
+    return jnp.copy(x) if isinstance(x, jax.Array) and x.size <= 1024 else x
 
 
 def _own_arrays(tree: Any) -> Any:
