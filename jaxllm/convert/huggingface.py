@@ -26,7 +26,6 @@ from jaxllm.convert.huggingface_formats import (
     ID_KEYS,
     LM_HEAD,
     Config,
-    check_config,
     format_of,
     has_tied_head,
     special_tokens_from_dict,
@@ -275,7 +274,7 @@ def save(
     if not max_shard_bytes >= 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes:g}; it must be >= 1")
     check_new(folder, overwrite=overwrite)
-    check_config(config)
+    format_of(config)  # checks it
     if tokenizer_json is not None and not Path(tokenizer_json).is_file():
         raise FileNotFoundError(f"{tokenizer_json}: there is no such file")
     tokenizer_ids = SpecialTokens()

@@ -14,6 +14,7 @@ from jaxllm.convert import huggingface_llama
 from jaxllm.convert.config_keys import expect, integer, shown
 from jaxllm.convert.parameter_mapping import ParamSlice
 from jaxllm.models import gpt2, llama3
+from jaxllm.models.common import check_config_type
 from jaxllm.models.gpt2 import GPT2Config
 from jaxllm.models.llama3 import Llama3Config
 from jaxllm.models.special_tokens import SpecialTokens
@@ -88,15 +89,6 @@ def special_tokens_to_dict(tokens: SpecialTokens) -> dict[str, Any]:
     return {key: value for key, value in values if value is not None}
 
 
-def check_config(config: Any) -> None:
-    """Raises TypeError where a config is not one of jaxllm, but for example a ``config.json``."""
-    if not isinstance(config, Config):
-        raise TypeError(
-            f"config has type {type(config).__name__}; it must be a GPT2Config or a Llama3Config, "
-            "such as config_from_dict returns"
-        )
-
-
 def format_of(config: Config) -> Format:
     """The format of a config's architecture.
 
@@ -104,7 +96,7 @@ def format_of(config: Config) -> Format:
         TypeError: ``config`` is of another type.
         ValueError: No architecture has the options of the config.
     """
-    check_config(config)
+    check_config_type(config, GPT2Config, Llama3Config)
     is_gpt2 = isinstance(config, GPT2Config)
     return FORMATS["gpt2" if is_gpt2 else huggingface_llama.model_type_of(config)]
 

@@ -354,10 +354,11 @@ def check_config(config: Any, *sizes: str) -> None:
         )
 
 
-def check_config_type(config: Any, kind: type) -> None:
-    """Raises TypeError where a config is not that of a model family."""
-    if not isinstance(config, kind):
-        raise TypeError(f"config has type {type(config).__name__}; it must be {kind.__name__}")
+def check_config_type(config: Any, *kinds: type) -> None:
+    """Raises TypeError where a config is not that of a model family, or of one of several."""
+    if not isinstance(config, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"config has type {type(config).__name__}; it must be {wanted}")
 
 
 def check_family(

@@ -207,7 +207,9 @@ def test_error_lists_at_most_ten_faults(llama_state_dict):
 def test_config_of_another_type_is_rejected(convert):
     config: Any = {"model_type": "llama"}
     for call in (lambda: convert({}, config), lambda: config_to_dict(config)):
-        with pytest.raises(TypeError, match="config has type dict; it must be a GPT2Config or a"):
+        with pytest.raises(
+            TypeError, match="config has type dict; it must be GPT2Config or Llama3"
+        ):
             call()
 
 
