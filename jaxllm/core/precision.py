@@ -21,6 +21,11 @@ def is_floating(x: ArrayLike) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.floating)
 
 
+def is_random_key(x: Any) -> bool:
+    """Whether an array, or its type, is one of ``jax.random.key``; raw uint32 keys are not."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def default_compute_dtype() -> str:
     """``"bfloat16"`` where JAX runs on a GPU, ``"float32"`` on other devices."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"

@@ -33,7 +33,7 @@ import numpy as np
 from jax import Array
 
 from jaxllm.convert.parameter_mapping import check_shapes
-from jaxllm.core.precision import is_floating
+from jaxllm.core.precision import is_floating, is_random_key
 from jaxllm.data.files import plain_number
 from jaxllm.ops.checks import as_bool, as_integer
 from jaxllm.training import TrainState, cast
@@ -191,8 +191,8 @@ def restore(
     state = jax.tree.map(_with_key, state, like._replace(copy=None))
     if like.copy is None:
         return state
-    floating = filter(is_floating, jax.tree.leaves(like.copy))
-    dtype = next(floating, jax.ShapeDtypeStruct((), jnp.float32)).dtype
+    dtypes = (x.dtype for x in jax.tree.leaves(like.copy) if is_floating(x))
+    dtype = next(dtypes, jnp.float32)  # without any, nothing is cast
     copy = jax.tree.map(_shard_like, cast(state.params, dtype), like.copy)
     return state._replace(copy=copy)
 
@@ -330,7 +330,7 @@ def _plain(tree: Any) -> Any:
     """Replaces random keys by their uint32 data, because orbax cannot restore keys."""
 
     def plain(x: Any) -> Any:
-        if not _is_key(x):
+        if not is_random_key(x):
             return x
         data = jax.random.key_data
         return data(x) if isinstance(x, jax.Array) else jax.eval_shape(data, x)
@@ -340,16 +340,12 @@ def _plain(tree: Any) -> Any:
 
 def _with_key(x: Array, like: Any) -> Array:
     """Wraps uint32 data as a random key, with the sharding of ``like``, if that is a key."""
-    if not _is_key(like):
+    if not is_random_key(like):
         return x
     impls: list[Any] = []
     # `like` may be a ShapeDtypeStruct, so read the key's implementation from a tracer.
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return _shard_like(jax.random.wrap_key_data(x, impl=impls[0]), like)
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _to_read(x: Any, dtype: Any) -> Any:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxllm.core.precision import is_random_key
+
 _SEEDS = (0x9E3779B9, 0x85EBCA6B)
 
 
@@ -62,7 +64,7 @@ def _hash(x: Array) -> Array:
 
 def _words(x: Array) -> Array:
     """The bits of an array as uint32; 64-bit elements get one more axis of length 2."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_random_key(x):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)

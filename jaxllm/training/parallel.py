@@ -42,7 +42,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -52,6 +51,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxllm.core.meshes import ROW_AXES
+from jaxllm.core.precision import is_random_key
 from jaxllm.models.common import unstack
 from jaxllm.ops.checks import as_bool, as_integer
 from jaxllm.training.optim import Optimizer, is_function
@@ -356,7 +356,7 @@ def put(shardings: Any, tree: Any) -> Any:
         shardings = jax.tree.map(lambda _: shardings, tree)
 
     def shard(x: Any, sharding: Any) -> Array:
-        whole = x if _is_key(x) else np.asarray(x)
+        whole = x if is_random_key(x) else np.asarray(x)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(shard, tree, shardings)
@@ -377,7 +377,7 @@ def to_host(tree: Any) -> Any:
     """
 
     def copy(x: Any) -> np.ndarray:
-        x = jax.random.key_data(x) if _is_key(x) else x
+        x = jax.random.key_data(x) if is_random_key(x) else x
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return np.asarray(x)
         if x.ndim < 3 or x.nbytes <= _GATHERED_BYTES:
@@ -385,10 +385,6 @@ def to_host(tree: Any) -> Any:
         return np.stack([copy(_row(x, i)) for i in range(len(x))])
 
     return jax.tree.map(copy, tree)
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @jax.jit
