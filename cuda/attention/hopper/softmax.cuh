@@ -71,8 +71,8 @@ __device__ __forceinline__ float polynomial_of_square(float s, const float (&c)[
   return value;
 }
 
-// At least the largest s^2 of the warp: that of eight sums of squares of each thread. A sum is one
-// instruction a score, where |s| and a maximum are two of half the rate. NaN where a score is NaN.
+// At least the largest s^2 of the warp: that of eight sums of squares of each thread. It takes
+// one instruction a score, as a maximum does, but one of twice the rate. NaN where a score is NaN.
 template <int kSize>
 __device__ __forceinline__ float bound_squares(const float (&s)[kSize]) {
   constexpr int kSums = 8;
