@@ -476,6 +476,22 @@ def test_options_of_other_types_are_errors(wrong, message):
             run(model, params, prompts, **options)
 
 
+@pytest.mark.parametrize("name", ["params", "prompt", "key"])
+def test_traced_arguments_are_errors(name):
+    model, params = gpt2, random_params(gpt2, GPT2)
+    given = {"params": params, "prompt": jnp.array([1, 2]), "key": jax.random.key(0)}
+
+    def call(run, in_list, value):
+        args = given | {name: value}
+        prompt = [args["prompt"]] if in_list else args["prompt"]
+        options = {"config": GPT2, "max_new_tokens": 3, "key": args["key"]}
+        return run(model, args["params"], prompt, **options)
+
+    for run, in_list in ((complete, True), (stream, False)):
+        with pytest.raises(TypeError, match=f"^{name}s? is traced by jax.jit, jax.vmap or the"):
+            jax.eval_shape(functools.partial(call, run, in_list), given[name])
+
+
 def test_prompts_that_are_no_sequence_are_an_error():
     model, prompts = gpt2, 3
     given: Any = model, random_params(model, GPT2), prompts

@@ -63,6 +63,7 @@ class Op:
         sharding: How it may be sharded where it is dispatched by itself and not in the forward or
             backward of an op: a rule, or a function of arrays and options that returns one. None
             where each device must compute all of it.
+        no_derivative: Why JAX must not differentiate the reference implementation; None if it may.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Op:
     preference: tuple[Backend, ...] = ("cuda", "pallas", "xla")
     parts: Callable[..., Any] | None = None
     sharding: ShardingRule | Callable[..., ShardingRule] | None = None
+    no_derivative: str | None = None
 
     def stem(self, direction: Direction) -> str:
         """The name of an implementation, such as ``"layer_norm_forward"``."""
@@ -350,7 +352,9 @@ def _run(
         plain = lambda *arrays: fn(*unpack(arrays))  # noqa: E731
         if name == "xla-gpu":
             return _differentiated_as(implementation("xla"), plain)
-        return _undifferentiable(plain, stem, name) if name == "pallas" else plain
+        if name == "pallas":
+            return _undifferentiable(plain, stem, name)
+        return without_derivative(plain, op.no_derivative) if op.no_derivative else plain
 
     def refusal(why: str, instead: str) -> Callable:
         why = f"backend {on_gpu!r} cannot serve {stem}: {why}"

@@ -176,13 +176,15 @@ def complete(
         The new tokens of each prompt, int32, the token that stopped it included.
 
     Raises:
-        TypeError: An option is of another type than this; ``config`` is that of another model; or
-            ``cache_dtype`` is neither int8 nor the dtype of ``params``.
+        TypeError: An option is of another type than this; ``config`` is that of another model;
+            ``cache_dtype`` is neither int8 nor the dtype of ``params``; or ``params``, ``prompts``
+            or ``key`` are traced, as inside ``jax.jit``.
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
             the cache or the model; a number is out of range; ``stop_tokens`` are no integers, or
             beyond int32; ``params`` are those of another model, or have other layers or heads than
             ``config``; or a key is needed and missing.
     """
+    _check_untraced(params=params, prompts=prompts, key=key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
@@ -235,6 +237,7 @@ def stream(
         TypeError: As in :func:`complete`.
         ValueError: As in :func:`complete`.
     """
+    _check_untraced(params=params, prompt=prompt, key=key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
@@ -265,6 +268,17 @@ def stream(
                 return
 
     return run()
+
+
+def _check_untraced(**given: Any) -> None:
+    """Raises TypeError where an argument is traced: the tokens that return must be known."""
+    for name, value in given.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{name} is traced by jax.jit, jax.vmap or the like; complete and stream return "
+                "known tokens and run outside of them. Inside, use generate, or prefill and "
+                "decode_step"
+            )
 
 
 def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, ...]:

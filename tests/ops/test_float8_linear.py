@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import testing
+from jaxllm import ops, testing
 from jaxllm.core import ffi
 from jaxllm.ops import Quantized, Transposed, bias_gelu, float8_quantize, gelu, linear, quantize
 
@@ -277,6 +277,41 @@ def test_forward_mode_differentiates_the_product_without_rounding():
     testing.assert_close(moved, 3 * x @ weight, "float32")
     dx, _ = jax.vjp(fn, x, weight)[1](dout)
     assert_product(dx, dout, weight)
+
+
+def along(x, fn):
+    """The derivative of a function of ``x`` along ``x``, in forward mode."""
+    return jax.jvp(fn, (x,), (x,))[1]
+
+
+SECOND_DERIVATIVES = {
+    "hessian": lambda fn, x: jax.hessian(fn)(x),
+    "gradient of a gradient": lambda fn, x: jax.grad(lambda x: jax.grad(fn)(x).sum())(x),
+    "gradient of a jvp": lambda fn, x: jax.grad(lambda x: along(x, fn))(x),
+    "jvp of a jvp": lambda fn, x: along(x, lambda x: along(x, fn)),
+}
+
+
+@pytest.mark.parametrize("how", SECOND_DERIVATIVES)
+@pytest.mark.parametrize("precision", ["row", "tensor"])
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.covering(("how", "precision"), ("block",))
+def test_a_second_derivative_is_an_error(precision, how, block):
+    x, weights = jnp.ones((2, 3, 16)), {"weight": jnp.ones((16, 16))}
+    norm = {"scale": jnp.ones(16), "bias": jnp.ones(16)}
+
+    def fn(x):
+        if not block:
+            return jnp.sin(layer(precision)(x, **weights)).sum()
+        h = ops.residual(x, norm="layer")
+        out = ops.ffn_block(h, norm, {"up": weights, "down": weights}, precision=precision)
+        return jnp.sin(out.x).sum()
+
+    with jaxllm.use_backend("xla"):
+        jax.eval_shape(jax.grad(fn), x)
+        jax.eval_shape(lambda x: along(x, jax.checkpoint(fn)), x)
+        with pytest.raises(jaxllm.BackendError, match="no second derivative; give precision=None"):
+            jax.eval_shape(lambda x: SECOND_DERIVATIVES[how](fn, x), x)
 
 
 def test_inputs_alone_are_saved_without_an_activation():

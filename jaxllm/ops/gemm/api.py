@@ -187,7 +187,7 @@ def linear(
             not as wide as ``weight``, or the activation, the precision or the backend is unknown.
             ``precision`` is not None and ``weight`` is a :class:`Quantized`.
         BackendError: The backend that was asked for cannot serve the call, or ``precision`` is not
-            None and the GPU has no float8 tensor cores.
+            None and the GPU has no float8 tensor cores, or the gradient is differentiated.
 
     Source: llm.c's ``matmul_forward`` and ``matmul_backward``.
 

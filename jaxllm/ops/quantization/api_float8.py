@@ -16,12 +16,17 @@ from jaxllm.ops.rounding import current_scale, round_to_float8
 
 _DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
+# Layers have a rule for their first derivative. The derivative of a cast to float8 is in float8:
+# JAX would round the second derivative without a scale, and return zeros or NaN.
+_NO_DERIVATIVE = "a layer with float8 operands has no second derivative; give precision=None"
+
 
 FLOAT8_ROUND = Op(
     "float8_round",
     reference=reference,
     # No Pallas kernel: there is none of float8_matmul.
     cuda=cuda,
+    no_derivative=_NO_DERIVATIVE,
 )
 """The matrix ``x / scale``, rounded to float8 in the layouts that float8_matmul takes.
 
@@ -32,7 +37,9 @@ arrays it runs inside of linear layers, on their shards.
 """
 
 
-FLOAT8_SCALE_AND_ROUND = Op("float8_scale_and_round", reference=reference, cuda=cuda)
+FLOAT8_SCALE_AND_ROUND = Op(
+    "float8_scale_and_round", reference=reference, cuda=cuda, no_derivative=_NO_DERIVATIVE
+)
 """The current scale of a matrix, and FLOAT8_ROUND with it.
 
 ``(x,)`` with ``dtype``, ``layout`` and ``has_bias`` as there. Returns ``(values, transposed, sums,
@@ -56,7 +63,7 @@ FLOAT8_SCALE_AND_ROUND of its rows in float8_e5m2 and both layouts.
 """
 
 
-FLOAT8_GELU = Op("float8_gelu", reference=reference, cuda=cuda)
+FLOAT8_GELU = Op("float8_gelu", reference=reference, cuda=cuda, no_derivative=_NO_DERIVATIVE)
 """GELU of a matrix ``h``, rounded to float8 as by ``FLOAT8_ROUND``.
 
 Forward ``(h, scale)``, with ``layout`` ``"rows"`` or ``"both"``: in float8_e4m3fn. Backward ``(h,
@@ -65,11 +72,11 @@ backward also returns the sum of the unrounded rows, in the dtype of ``h``; else
 """
 
 
-FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda)
+FLOAT8_SWIGLU = Op("float8_swiglu", reference=reference, cuda=cuda, no_derivative=_NO_DERIVATIVE)
 """As FLOAT8_GELU, SwiGLU of the halves of the rows of ``h``: the gates, then what they gate."""
 
 
-FLOAT8_NORM = Op("float8_norm", reference=reference, cuda=cuda)
+FLOAT8_NORM = Op("float8_norm", reference=reference, cuda=cuda, no_derivative=_NO_DERIVATIVE)
 """A layer norm or RMS norm, rounded to float8_e4m3fn as by ``FLOAT8_ROUND``, with one scale.
 
 Forward ``(x, residual, x_bias, scale, bias, float8_scale)`` with ``eps``, ``layout``, which is
