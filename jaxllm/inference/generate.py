@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -189,24 +191,25 @@ def complete(
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
     _check_params(model, params, config)
-    tokens, lengths = _pad_prompts(prompts, config)
-    cache = _empty_cache(
-        lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
-    )
-    new, counts, _ = _complete(
-        _laid_out(params),
-        tokens,
-        lengths,
-        cache,
-        jnp.float32(temperature),
-        jax.random.key(0) if key is None else key,
-        model=model,
-        config=config,
-        max_new_tokens=max_new_tokens,
-        top_k=1 if temperature == 0 else top_k,
-        top_p=top_p,
-        stop_tokens=stops,
-    )
+    dtype = _cache_dtype(params, cache_dtype)
+    params, key, mesh = _on_auto_axes(params, key)
+    with mesh():
+        tokens, lengths = _pad_prompts(prompts, config)
+        cache = _empty_cache(lengths, max_new_tokens, max_length, page_size, config, dtype)
+        new, counts, _ = _complete(
+            _laid_out(params),
+            tokens,
+            lengths,
+            cache,
+            jnp.float32(temperature),
+            jax.random.key(0) if key is None else key,
+            model=model,
+            config=config,
+            max_new_tokens=max_new_tokens,
+            top_k=1 if temperature == 0 else top_k,
+            top_p=top_p,
+            stop_tokens=stops,
+        )
     return [row[:count] for row, count in zip(np.asarray(new), np.asarray(counts), strict=True)]
 
 
@@ -242,10 +245,11 @@ def stream(
     max_new_tokens = _check_max_new_tokens(max_new_tokens)
     stops = _stops(stop_tokens, config)
     _check_params(model, params, config)
-    tokens, lengths = _pad_prompts([prompt], config)
-    cache: Any = _empty_cache(
-        lengths, max_new_tokens, max_length, page_size, config, _cache_dtype(params, cache_dtype)
-    )
+    dtype = _cache_dtype(params, cache_dtype)
+    params, key, mesh = _on_auto_axes(params, key)
+    with mesh():
+        tokens, lengths = _pad_prompts([prompt], config)
+        cache: Any = _empty_cache(lengths, max_new_tokens, max_length, page_size, config, dtype)
     options = {
         "model": model,
         "config": config,
@@ -255,16 +259,21 @@ def stream(
 
     def run() -> Iterator[int]:
         nonlocal cache
-        laid_out, divisor = _laid_out(params), jnp.float32(temperature)
-        source = jax.random.key(0) if key is None else key
+        with mesh():
+            laid_out, divisor = _laid_out(params), jnp.float32(temperature)
+            source = jax.random.key(0) if key is None else key
         token = None
         for i in range(max_new_tokens):
-            if token is None:
-                token, cache = _first(laid_out, tokens, lengths, cache, divisor, source, **options)
-            else:
-                token, cache = _next(laid_out, token, cache, divisor, source, i, **options)
-            yield int(token[0])
-            if int(token[0]) in stops:
+            with mesh():  # not around the yield: the caller has a context of its own
+                if token is None:
+                    token, cache = _first(
+                        laid_out, tokens, lengths, cache, divisor, source, **options
+                    )
+                else:
+                    token, cache = _next(laid_out, token, cache, divisor, source, i, **options)
+            found = int(np.asarray(token)[0])
+            yield found
+            if found in stops:
                 return
 
     return run()
@@ -279,6 +288,33 @@ def _check_untraced(**given: Any) -> None:
                 "known tokens and run outside of them. Inside, use generate, or prefill and "
                 "decode_step"
             )
+
+
+def _on_auto_axes(
+    params: Params, key: Array | None
+) -> tuple[Params, Array | None, Callable[[], contextlib.AbstractContextManager]]:
+    """The arrays on a mesh with Auto axes if they are on one with Explicit axes, and its context.
+
+    Nothing is copied. Under Explicit axes JAX neither merges heads that are sharded nor slices the
+    padding off logits that are sharded along the vocabulary.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, key))]
+    meshes = [of.mesh for of in shardings if isinstance(of, NamedSharding)]
+    if not any(mesh.explicit_axes for mesh in meshes):
+        return params, key, contextlib.nullcontext
+
+    def auto(mesh: Any) -> Mesh:
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+    def move(x: Any) -> Any:
+        of = getattr(x, "sharding", None)
+        if not isinstance(of, NamedSharding):
+            return x
+        return jax.device_put(x, NamedSharding(auto(of.mesh), of.spec))
+
+    params, key = jax.tree.map(move, (params, key))
+    return params, key, functools.partial(jax.set_mesh, auto(meshes[0]))
 
 
 def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, ...]:

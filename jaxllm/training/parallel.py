@@ -312,7 +312,8 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
         params = jax.device_put(params, parallel.state_shardings(auto, params))
 
     Sampling needs it: JAX does not slice the padding off logits that are sharded along the
-    vocabulary under Explicit axes.
+    vocabulary under Explicit axes. :func:`jaxllm.inference.generate.complete` and ``stream`` do it
+    themselves.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 

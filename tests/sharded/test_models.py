@@ -1,6 +1,7 @@
 """Both models' training steps on eight devices: the results of one device, and what moves."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ import pytest
 import jaxllm
 from jaxllm import data, training
 from jaxllm.core.gathers import GatherWarning
+from jaxllm.inference import generate
 from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import unstack
 from jaxllm.training import parallel
@@ -208,3 +210,27 @@ def check_moves(program, sizes, config):
         assert len(gathered) > len(activations) and moves["reduce-scatter"], moves
     else:
         assert len(gathered) == len(activations), gathered
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", ["fsdp x tensor", "fsdp"])
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.covering(("name",), ("layout",), ("in_context",))
+@pytest.mark.filterwarnings("ignore::jaxllm.core.gathers.GatherWarning")  # of decode_block's weights
+def test_generation_from_parameters_on_explicit_axes(name, layout, in_context):
+    model, config = MODELS[name]
+    params = model.init(jax.random.key(0), config)
+    key, options = jax.random.key(1), {"config": config, "max_new_tokens": 3}
+    expected = generate.complete(model, params, [[1, 2, 3], [4]], key=key, **options)
+    mesh = parallel.make_mesh(**LAYOUTS.get(layout, {"fsdp": 8}), axis_type="explicit")
+    params = parallel.put(parallel.state_shardings(mesh, params), params)
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        context = jax.sharding.get_abstract_mesh()
+        key = jax.random.key(1)
+        texts = generate.complete(model, params, [[1, 2, 3], [4]], key=key, **options)
+        tokens = []
+        for token in generate.stream(model, params, [1, 2, 3], key=key, **options):
+            tokens.append(token)
+            assert jax.sharding.get_abstract_mesh() == context
+    np.testing.assert_array_equal(texts, expected)
+    assert len(tokens) == 3
