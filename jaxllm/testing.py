@@ -110,7 +110,7 @@ class Case:
         large: Too large for a CPU: run on a GPU only, and timed there.
         timed_only: Too large also for the comparison with the reference, whose float32
             intermediates would not fit beside those of other test processes.
-        call: What is called in the place of the op, where that one takes or returns more than
+        call: What is called instead of the op, where that one takes or returns more than
             arrays.
     """
 

@@ -478,10 +478,11 @@ def test_options_of_other_types_are_errors(wrong, message):
 
 @pytest.mark.parametrize("name", ["params", "prompt", "key"])
 def test_traced_arguments_are_errors(name):
-    model, params = gpt2, random_params(gpt2, GPT2)
+    model: Any = gpt2
+    params = random_params(model, GPT2)
     given = {"params": params, "prompt": jnp.array([1, 2]), "key": jax.random.key(0)}
 
-    def call(run, in_list, value):
+    def call(run: Any, in_list, value):
         args = given | {name: value}
         prompt = [args["prompt"]] if in_list else args["prompt"]
         options = {"config": GPT2, "max_new_tokens": 3, "key": args["key"]}

@@ -126,7 +126,7 @@ def find(
 
     Raises:
         FileNotFoundError: A path does not exist, or a folder has no file to read.
-        TypeError: ``paths`` is one path in the place of a list, or ``key`` is not a string.
+        TypeError: ``paths`` is one path instead of a list, or ``key`` is not a string.
         ValueError: ``format`` is unknown, or the format of a file in ``paths`` is not supported.
     """
     if format is not None and format not in FORMATS:

@@ -169,7 +169,7 @@ def tokenize(
         FileNotFoundError: A path does not exist, or a folder has no file to read.
         ImportError: A package is not installed.
         TypeError: A number is not an integer, ``show_progress`` is not a bool, ``paths`` is one
-            path in the place of a list, ``key`` is not a string, or ``tokenizer`` is neither a
+            path instead of a list, ``key`` is not a string, or ``tokenizer`` is neither a
             string nor a path.
         ValueError: An argument is out of range; the format of a file in ``paths`` is not supported;
             there are more bad documents than ``skip_bad``; the corpus is empty; or it does not

@@ -367,7 +367,8 @@ def _decode_attention(
 
 def _write(cache: Cache, layer: int, k: Array, v: Array, write: Any) -> Cache:
     def put(arrays: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        return (*arrays[:layer], write(arrays[layer], x), *arrays[layer + 1 :])
+        # A cache that was loaded from a file may have NumPy's arrays.
+        return (*arrays[:layer], write(jnp.asarray(arrays[layer]), x), *arrays[layer + 1 :])
 
     if not cache.quantized:
         check_same_dtype(f"the cache of layer {layer}", cache.keys[layer], "the model's keys", k)

@@ -24,7 +24,7 @@ def quantize_params(params: Params, *, group_size: int = 64) -> Params:
             on is fastest.
 
     Returns:
-        The parameters with a :class:`jaxllm.ops.Quantized` in the place of each ``weight`` and of
+        The parameters with a :class:`jaxllm.ops.Quantized` instead of each ``weight`` and of
         ``lm_head``.
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
@@ -19,6 +20,7 @@ Params = dict[str, Any]
 # attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
 Attend = Callable[[int, Array, Array, Array], Array]
 Policy = Callable[..., bool]  # one of jax.checkpoint_policies
+_ARRAYS = (jax.Array, np.ndarray)
 
 # Saves the results of GEMMs and attention, and recomputes norms, rotations and activations: less
 # memory for little time. The names are those that the ops give their outputs. A projection that is
@@ -207,7 +209,7 @@ def in_usual_order(blocks: Params, *, is_stacked: bool = False) -> Params:
     def of_layer(layer: Params, merge: Callable[[Array], Array], ndim: int) -> Params:
         ranks = {"weight": ndim + is_stacked, "bias": ndim - 1 + is_stacked}
         return {
-            name: merge(x) if isinstance(x, jax.Array) and x.ndim == ranks[name] else x
+            name: merge(jnp.asarray(x)) if isinstance(x, _ARRAYS) and x.ndim == ranks[name] else x
             for name, x in layer.items()
         }
 
@@ -236,11 +238,11 @@ def is_for_decoding(params: Params) -> bool:
 
 def _transposed(name: str, weight: Any) -> Any:
     del name
-    return ops.Transposed(weight.T) if isinstance(weight, jax.Array) else weight
+    return ops.Transposed(jnp.asarray(weight).T) if isinstance(weight, _ARRAYS) else weight
 
 
 def map_weights(fn: Callable[[str, Any], Any], tree: Mapping[str, Any], path: str = "") -> Params:
-    """The same parameters with ``fn(path, weight)`` in the place of each layer's ``weight``."""
+    """The same parameters with ``fn(path, weight)`` instead of each layer's ``weight``."""
     return {
         key: map_weights(fn, value, f"{path}.{key}")
         if isinstance(value, Mapping)
@@ -265,12 +267,28 @@ def unstack(params: Params) -> Params:
 
     Args:
         params: The parameters, as a model's ``init`` makes them. Those without a layer axis are
-            not copied.
+            not copied. Those with such a list are returned as they are.
 
     Returns:
         The same with a list under ``"blocks"``; :func:`stack` is the inverse.
+
+    Raises:
+        TypeError: ``params`` is no mapping.
+        ValueError: There are no ``"blocks"``, or their arrays have no first axis in common.
     """
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params has type {type(params).__name__}; it must be a dict with blocks")
+    if "blocks" not in params:
+        raise ValueError(f"params has the keys {list(params)}; it must have blocks")
+    if isinstance(params["blocks"], list):
+        return params
     leaves, structure = jax.tree.flatten(params["blocks"])
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    if others := [shape for shape in shapes if not shape or shape[0] != shapes[0][0]]:
+        raise ValueError(
+            f"blocks has arrays of shape {shapes[0]} and {others[0]}; all must have the layers as "
+            "their first axis"
+        )
     layers = zip(*map(list, leaves), strict=True)  # a list of an array is its rows
     return {**params, "blocks": [structure.unflatten(layer) for layer in layers]}
 

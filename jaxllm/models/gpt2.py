@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxllm import ops
@@ -251,7 +252,8 @@ def cached_forward(
     if positions is None:
         x = ops.embed(tokens, params["wte"], params["wpe"])
     else:
-        x = ops.embed(tokens, params["wte"]) + params["wpe"][positions]
+        # Traced positions are no index of a NumPy array.
+        x = ops.embed(tokens, params["wte"]) + jnp.asarray(params["wpe"])[positions]
     h = ops.residual(x)
     for i, layer in enumerate(common.layers_of(params)):
         h = block(h, layer, config, lambda *qkv, i=i: attend(i, *qkv))

@@ -181,7 +181,7 @@ class Llama3Config:
     def attention_columns(self, seq_len: int) -> int:
         """Columns of queries times the keys that each sees, without a causal mask: of all layers.
 
-        ``L T N H`` without a window; a layer with a window counts it in the place of T.
+        ``L T N H`` without a window; a layer with a window counts it instead of T.
 
         Args:
             seq_len: T, tokens in a sequence.

@@ -23,6 +23,7 @@ from jaxllm.ops.checks import (
     as_int32,
     as_integer,
     as_integers,
+    check_floating,
     check_shape,
     is_certain,
 )
@@ -390,8 +391,12 @@ def _checked(
     for name, array in (("query", q), ("value", v)):
         if array.dtype != k.dtype:
             raise ValueError(f"{name} has dtype {array.dtype}; it must be {k.dtype}, that of key")
+    if jnp.issubdtype(k.dtype, jnp.floating):  # jax.nn takes other dtypes too
+        check_floating(query=q)
     scores = (B, N, T, S)
     bias = None if bias is None else _scores_like("bias", bias, scores)
+    if bias is not None and jnp.issubdtype(bias.dtype, jnp.floating):
+        check_floating(bias=bias)
     mask = None if mask is None else _scores_like("mask", mask, scores)
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"mask has dtype {mask.dtype}; it must be bool: see bias for numbers")

@@ -24,7 +24,21 @@ def is_certain(condition: Callable[[], bool]) -> bool:
 
 
 def check_floating(**arrays: jax.Array) -> None:
-    """Raises TypeError where an argument is not an array of a floating dtype."""
+    """Raises TypeError where an argument is not an array of a floating dtype of 16 bits or more.
+
+    JAX promotes no narrower dtype, so the reference implementations cannot compute with one.
+    """
+    check_floating_of_any_width(**arrays)
+    for name, array in arrays.items():
+        if jnp.finfo(array.dtype).bits < 16:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; it must be a floating-point array of 16 bits or "
+                "more"
+            )
+
+
+def check_floating_of_any_width(**arrays: jax.Array) -> None:
+    """Raises TypeError where an argument is not an array of a floating dtype, float8 included."""
     _check_kind(arrays, jnp.floating, "a floating-point array")
 
 
@@ -211,7 +225,7 @@ def leaves_like(
         tree: The tree.
         like: The other one.
         like_name: What that is called.
-        optional: Whether None may stand in the place of a leaf.
+        optional: Whether a leaf may be None.
 
     Raises:
         ValueError: The structures differ; the message names the leaves.

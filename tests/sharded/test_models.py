@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -216,13 +216,16 @@ def check_moves(program, sizes, config):
 @pytest.mark.parametrize("layout", ["fsdp x tensor", "fsdp"])
 @pytest.mark.parametrize("in_context", [False, True])
 @pytest.mark.covering(("name",), ("layout",), ("in_context",))
-@pytest.mark.filterwarnings("ignore::jaxllm.core.gathers.GatherWarning")  # of decode_block's weights
+@pytest.mark.filterwarnings(
+    "ignore::jaxllm.core.gathers.GatherWarning"
+)  # of decode_block's weights
 def test_generation_from_parameters_on_explicit_axes(name, layout, in_context):
     model, config = MODELS[name]
     params = model.init(jax.random.key(0), config)
-    key, options = jax.random.key(1), {"config": config, "max_new_tokens": 3}
+    key, sizes = jax.random.key(1), LAYOUTS.get(layout, {"fsdp": 8})
+    options: dict[str, Any] = {"config": config, "max_new_tokens": 3}
     expected = generate.complete(model, params, [[1, 2, 3], [4]], key=key, **options)
-    mesh = parallel.make_mesh(**LAYOUTS.get(layout, {"fsdp": 8}), axis_type="explicit")
+    mesh = parallel.make_mesh(axis_type="explicit", **cast(Any, sizes))
     params = parallel.put(parallel.state_shardings(mesh, params), params)
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         context = jax.sharding.get_abstract_mesh()

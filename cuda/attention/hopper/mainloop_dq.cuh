@@ -238,7 +238,7 @@ class DqConsumer {
   PipelineState<1> dout_state_;
 };
 
-// Scales and stores a consumer's dq, in the place of its rows of Q, and releases Q.
+// Scales a consumer's dq, stores it over its rows of Q, and releases Q.
 template <typename T, class Traits>
 __device__ __forceinline__ void store_dq_rows(DqSmem<T, Traits>& smem, const DqParams& params,
                                               const CUtensorMap& dq_map,

@@ -137,7 +137,7 @@ class ForwardConsumer {
     uint32_t p[kBlockN / 4];
     // Of a tile of scores the softmax takes the maxima while the wgmma of the output still read p
     // of the tile before. What a softcap needs takes as long as these wgmma. So then the weights
-    // are computed beside them too, in the place of the scores, and rounded to p when they are
+    // are computed beside them too, in the registers of the scores, and rounded to p when they are
     // done.
     [[maybe_unused]] const bool is_bounded = kKeepsMax && params_.softcap.is_bounded;
     const auto start_softmax = [&](int key_tile, auto is_first_tile) {

@@ -221,7 +221,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Puts the weights in the place of the scores. exponent(score, row) is to base 2.
+  // Overwrites the scores with the weights. exponent(score, row) is to base 2.
   template <class Exponent>
   __device__ __forceinline__ void exponentiate_in_place(float (&s)[kBlockN / 2],
                                                         const Exponent& exponent) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ void exponentiate_rows(float (&s)[kSize], float scale
   for (int i = 0; i < kSize; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, -lse[i / 2 % 2]));
 }
 
-// ds = p (dp - delta). Not in the place of dp: the compiler would have to move ds away from the
+// ds = p (dp - delta). Not in the registers of dp: the compiler would have to move ds away from the
 // registers of a wgmma that is started next, and does so too late where a softcap follows.
 template <int kSize>
 __device__ __forceinline__ void differentiate_softmax_rows(const float (&p)[kSize],

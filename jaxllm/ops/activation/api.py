@@ -11,7 +11,13 @@ from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import differentiable, with_backward
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.activation import cuda, pallas, reference
-from jaxllm.ops.checks import as_bool, check_floating, check_same_dtype, check_shape
+from jaxllm.ops.checks import (
+    as_bool,
+    check_floating,
+    check_floating_of_any_width,
+    check_same_dtype,
+    check_shape,
+)
 
 GELU = Op("gelu", reference=reference, pallas=pallas, cuda=cuda)
 BIAS_GELU = Op("bias_gelu", reference=reference, pallas=pallas, cuda=cuda)
@@ -201,7 +207,7 @@ def relu(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> Float[
 
     Source: CUDA-Learn-Notes' ``relu``.
     """
-    check_floating(x=x)
+    check_floating_of_any_width(x=x)
     return _relu(x, backend=resolve(backend))
 
 

@@ -17,6 +17,7 @@ from jaxllm.ops.attention import context, cuda, packing, pallas_flash, reference
 from jaxllm.ops.attention.arguments import (
     AttentionOptions,
     check_arrays,
+    check_arrays_of_any_width,
     check_bias,
     check_packed,
     check_packed_table,
@@ -355,7 +356,7 @@ def flash_attention_float8(
 
     Source: CUDA-Learn-Notes' ``flash_attn_2`` in f8.
     """
-    check_arrays(q, k, v)
+    check_arrays_of_any_width(q, k, v)
     check_shape("v", v, k.shape, "the shape of k")
     for name, array, heads in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, k)):
         check_floating(**{f"{name}_scale": array})

@@ -14,6 +14,7 @@ from jaxllm.ops.checks import (
     as_finite,
     as_int32,
     check_floating,
+    check_floating_of_any_width,
     check_integer,
     check_same_dtype,
     check_shape,
@@ -109,7 +110,7 @@ def decode_attention(
             wanted = "given" if quantized else "None"
             raise TypeError(f"{name} must be {wanted} with caches of dtype {k_cache.dtype}")
         if scales is not None:
-            check_floating(**{name: scales})
+            check_floating_of_any_width(**{name: scales})
             check_shape(name, scales, k_cache.shape[:3], f"one a head of k_cache {k_cache.shape}")
     check_sinks(sinks, q.shape[1], q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else as_finite("scale", scale)

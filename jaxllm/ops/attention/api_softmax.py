@@ -11,7 +11,13 @@ from jaxllm.core.dispatch import Op
 from jaxllm.core.op import differentiable
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.attention import cuda, pallas, reference
-from jaxllm.ops.checks import as_bool, as_finite, as_integer, check_floating
+from jaxllm.ops.checks import (
+    as_bool,
+    as_finite,
+    as_integer,
+    check_floating,
+    check_floating_of_any_width,
+)
 
 SOFTMAX = Op("softmax", reference=reference, pallas=pallas, cuda=cuda)
 REPEAT_KV = Op("repeat_kv", reference=reference, pallas=pallas, cuda=cuda)
@@ -91,7 +97,7 @@ def repeat_kv(
 
     Source: Ainslie et al., "GQA" (arXiv:2305.13245); llama3.cuda's ``repeat_interleave``.
     """
-    check_floating(x=x)
+    check_floating_of_any_width(x=x)
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must be (..., K, H)")
     groups = as_integer("groups", groups)

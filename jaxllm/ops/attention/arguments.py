@@ -15,6 +15,7 @@ from jaxllm.ops.checks import (
     as_finite,
     as_integer,
     check_floating,
+    check_floating_of_any_width,
     check_integer,
     check_same_dtype,
     check_shape,
@@ -27,6 +28,12 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 def check_arrays(q: Array, k: Array, v: Array) -> None:
     """Raises TypeError or ValueError where queries, keys and values do not fit together."""
     check_floating(q=q, k=k, v=v)
+    check_arrays_of_any_width(q, k, v)
+
+
+def check_arrays_of_any_width(q: Array, k: Array, v: Array) -> None:
+    """:func:`check_arrays` for dtypes that may be float8."""
+    check_floating_of_any_width(q=q, k=k, v=v)
     if q.ndim != 4 or q.shape[-1] == 0:
         raise ValueError(f"q has shape {q.shape}; it must be (B, T, N, H) with H at least 1")
     B, _, N, H = q.shape
@@ -103,7 +110,8 @@ def check_segment_ids(q, k, segment_ids) -> tuple[Array, Array] | None:
     return of_query.astype(jnp.int32), of_key.astype(jnp.int32)
 
 
-def _check_projection(qkv: Array, heads: int, kv_heads: int) -> None:
+def check_projection(qkv: Array, heads: int, kv_heads: int) -> None:
+    """Raises TypeError or ValueError where a projection is not of these heads."""
     check_floating(qkv=qkv)
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
@@ -224,7 +232,7 @@ def check_packed(
     """
     heads = as_integer("heads", heads)
     kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
-    _check_projection(qkv, heads, kv_heads)
+    check_projection(qkv, heads, kv_heads)
     segments = check_segment_ids(qkv, qkv, segment_ids)
     options = make_options(causal, scale, window, softcap, 1, interleaved)
     packed = PackedOptions(**dataclasses.asdict(options), heads=heads, kv_heads=kv_heads)

@@ -30,6 +30,7 @@ from jaxllm.ops.attention.arguments import (
     PackedOptions,
     check_packed,
     check_packed_table,
+    check_projection,
     head_width,
 )
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
@@ -39,11 +40,13 @@ from jaxllm.ops.block.residual import (
     Residual,
     carry,
     check_keys,
+    check_norm,
     check_residual,
     norm_arrays,
     pre_norm,
 )
 from jaxllm.ops.checks import (
+    as_integer,
     check_floating,
     check_layer,
     check_pre_norm,
@@ -119,7 +122,7 @@ def attention_block(
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys.
         attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
-            rotation, in the place of attention over the sequence; to use a cache, for example.
+            rotation, instead of attention over the sequence; to use a cache, for example.
         precision: ``"row"`` or ``"tensor"`` for float8 operands in the GEMMs of both layers, as in
             :func:`jaxllm.ops.linear`; a mapping from the names of layers for some of them; None
             for the dtype of ``h``. Attention itself stays in that dtype.
@@ -139,21 +142,23 @@ def attention_block(
     the transformer architecture" (arXiv:2002.04745); llm.c's ``gpt2_forward``, ``gpt2_backward``.
     """
     check_residual(h)
-    check_parameters(norm, weights, "qkv", "out")
+    check_parameters(h, norm, weights, "qkv", "out")
     head_norms = _head_norms(weights)
+    heads = as_integer("heads", heads)
+    kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
     arrays = (h, norm, weights["qkv"], weights["out"], head_norms, segment_ids, rope_table)
-    attention = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}
+    attention: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
     attention |= {"causal": causal, "scale": scale, "window": window}
     static = {**attention, "attend": attend, "recipes": of_layers(precision, "qkv", "out")}
     return compose(_BLOCK, resolve(backend), *arrays, **static)
 
 
-def check_parameters(norm: object, weights: Any, *layers: str) -> None:
-    """Raises TypeError or ValueError where a block's parameters lack a part."""
-    check_keys("norm", norm, "scale")
+def check_parameters(h: Residual, norm: object, weights: Any, *layers: str) -> None:
+    """Raises TypeError or ValueError where a block's parameters lack a part, or have another."""
+    check_norm(h, norm)
     check_keys("weights", weights, *layers)
     for name in layers:
-        check_keys(f"weights[{name!r}]", weights[name], "weight")
+        check_keys(f"weights[{name!r}]", weights[name], "weight", others=("bias",))
 
 
 def _head_norms(weights: Mapping[str, Any]) -> tuple[Array, Array] | None:
@@ -163,7 +168,7 @@ def _head_norms(weights: Mapping[str, Any]) -> tuple[Array, Array] | None:
         return None
     check_keys("weights", weights, *names)
     for name in names:
-        check_keys(f"weights[{name!r}]", weights[name], "scale")
+        check_keys(f"weights[{name!r}]", weights[name], "scale", others=())
     return weights["q_norm"]["scale"], weights["k_norm"]["scale"]
 
 
@@ -202,6 +207,8 @@ def _unfused(
             attended = self_attention(x, qkv["weight"], qkv["bias"], heads, kv_heads, **options)
             return leave_to_next_norm(h, attended, "out", out, of_out, backend)
         packed = linear(x, **qkv, precision=of_qkv, backend=backend)
+    if head_norms is not None or attend is not None:
+        check_projection(packed, heads, kv_heads)
     if head_norms is not None:
         packed = _normalize_heads(packed, *head_norms, heads, kv_heads, h.eps, backend)
     if attend is None:
@@ -211,7 +218,10 @@ def _unfused(
         q, k, v = split(packed, heads, kv_heads)
         if rope_table is not None:
             q, k = rope(q, k, *rope_table, backend=backend)
-        attended = rows(attend(q, k, v))
+        found = attend(q, k, v)
+        check_floating(**{"the result of attend": found})
+        check_shape("the result of attend", found, q.shape, "the shape of the queries")
+        attended = rows(found)
     return leave_to_next_norm(h, attended, "out", out, of_out, backend)
 
 

@@ -189,7 +189,7 @@ def _decode_block(
     tokens = max_length - 1 if large else 0, 2 * max_length if ring else max_length + 1
 
     def matrix(rows: int, columns: int) -> Any:
-        made: Any = (Transposed, Quantized)  # of specifications in the place of arrays
+        made: Any = (Transposed, Quantized)  # of specifications instead of arrays
         transposed, quantized = made
         if not int8:
             return transposed(Normal((rows, columns), std=columns**-0.5))

@@ -17,6 +17,7 @@ from jaxllm.ops.checks import (
     as_finite,
     as_int32,
     check_floating,
+    check_floating_of_any_width,
     check_integer,
     check_same_dtype,
     check_shape,
@@ -189,7 +190,7 @@ def _check_matrices(residual: Array, kv_width: int, matrices: dict[str, Matrix])
             continue
         q, scales = matrix.q, matrix.scales
         check_integer(**{name: q})
-        check_floating(**{f"the scales of {name}": scales})
+        check_floating_of_any_width(**{f"the scales of {name}": scales})
         if q.dtype != jnp.int8:
             raise TypeError(f"{name} has dtype {q.dtype}; it must be int8 beside its scales")
         shapes[name] = _matrix_shape(name, q)

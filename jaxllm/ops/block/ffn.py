@@ -28,7 +28,7 @@ from jaxllm.ops.block.attention import (
 )
 from jaxllm.ops.block.precision import Precision, of_layers
 from jaxllm.ops.block.residual import Residual, carry, check_residual, norm_arrays, pre_norm
-from jaxllm.ops.checks import check_layer, check_pre_norm, check_way_back
+from jaxllm.ops.checks import check_floating, check_layer, check_pre_norm, check_way_back
 from jaxllm.ops.gemm.api import linear
 from jaxllm.ops.gemm.float8_mlp import float8_mlp
 from jaxllm.ops.gemm.float8_operands import Recipe
@@ -101,7 +101,7 @@ def ffn_block(
     if activation not in ("gelu", "swiglu"):
         raise ValueError(f"activation is {activation!r}; it must be 'gelu' or 'swiglu'")
     first = "up" if activation == "gelu" else "gate_up"
-    check_parameters(norm, weights, first, "down")
+    check_parameters(h, norm, weights, first, "down")
     arrays = (h, norm, weights[first], weights["down"])
     static = {"activation": activation, "recipes": of_layers(precision, first, "down")}
     return compose(_BLOCK, resolve(backend), *arrays, **static)
@@ -281,6 +281,7 @@ def mlp(
 
     Source: llm.c's ``matmul_forward_cublaslt`` and ``matmul_backward``, with GELU fused.
     """
+    check_floating(up_bias=up_bias)  # check_layer takes None
     check_layer("up_weight", up_weight, "up_bias", up_bias, x)
     hidden = jax.ShapeDtypeStruct((*x.shape[:-1], up_weight.shape[1]), x.dtype)
     check_layer("down_weight", down_weight, "down_bias", down_bias, hidden, "the hidden layer")

@@ -175,6 +175,7 @@ def pre_norm(
         ``(out, h)``: the normalized rows, and the residual with nothing left to add.
     """
     check_residual(h)
+    check_norm(h, norm)
     term, rest, bias = _terms(h)
     options: dict[str, Any] = {"eps": h.eps, "backend": backend}
     if h.kind == "layer":
@@ -201,8 +202,6 @@ def norm_arrays(h: Residual, norm: Mapping[str, Array]) -> NormArrays:
     check_floating(x=h._x)
     term, rest, term_bias = _terms(h)
     scale, bias = norm["scale"], norm.get("bias")
-    if h.kind == "rms" and bias is not None:
-        raise TypeError("norm has a bias; the RMS norm of this residual has none")
     checked = check_pre_norm(h._x, scale, "bias", bias)
     if term_bias is not None:
         check_pre_norm(h._x, scale, "the bias of the layer before", term_bias)
@@ -227,21 +226,32 @@ def final_norm(
         ValueError: As in :func:`jaxllm.ops.layer_norm` and :func:`jaxllm.ops.rms_norm`.
     """
     check_residual(h)
-    check_keys("norm", norm, "scale")
+    check_norm(h, norm)
     if h.branch is not None:
         return pre_norm(h, norm, backend)[0]
     function = layer_norm if h.kind == "layer" else rms_norm
     return function(h.x, **norm, eps=h.eps, backend=backend)
 
 
-def check_keys(name: str, tree: object, *keys: str) -> None:
-    """Raises TypeError or ValueError where a tree of parameters lacks one of these keys."""
+def check_norm(h: Residual, norm: object) -> None:
+    """Raises TypeError or ValueError where a norm lacks a part, or has one that no kernel reads."""
+    check_keys("norm", norm, "scale", others=("bias",) if h.kind == "layer" else ())
+
+
+def check_keys(name: str, tree: object, *keys: str, others: tuple[str, ...] | None = None) -> None:
+    """Raises TypeError or ValueError where a tree of parameters lacks one of these keys.
+
+    Also where it has a key that is neither one of them nor of ``others``; None allows any.
+    """
     if not isinstance(tree, Mapping):
         raise TypeError(f"{name} is of type {type(tree).__name__}; it must be a mapping")
     for key in keys:
         if key not in tree:
             wanted, found = ", ".join(keys), ", ".join(map(str, tree)) or "nothing"
             raise ValueError(f"{name} has {found}; it must have {wanted}")
+    if others is not None and (unknown := [key for key in tree if key not in (*keys, *others)]):
+        wanted = " and ".join([", ".join(keys), *others])
+        raise ValueError(f"{name} has {', '.join(map(str, unknown))}; it may have {wanted} alone")
 
 
 def check_residual(h: object) -> None:

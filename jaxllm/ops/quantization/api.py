@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int8
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.sharding_rule import ShardingRule
-from jaxllm.ops.checks import as_integer, check_floating, is_certain
+from jaxllm.ops.checks import as_integer, check_floating, check_floating_of_any_width, is_certain
 from jaxllm.ops.quantization import cuda, pallas, reference
 
 
@@ -170,7 +170,7 @@ def quantized_matmul(
 def _check_quantized(q: Array, scales: Array) -> None:
     if getattr(q, "dtype", None) != jnp.int8:
         raise TypeError(f"q has dtype {getattr(q, 'dtype', type(q).__name__)}; it must be int8")
-    check_floating(scales=scales)
+    check_floating_of_any_width(scales=scales)
     if q.ndim == 0 or scales.ndim != q.ndim or scales.shape[:-1] != q.shape[:-1]:
         raise ValueError(
             f"scales has shape {scales.shape}; it must be that of q {q.shape}, (..., G)"

@@ -15,6 +15,7 @@ from jaxllm.ops.checks import (
     as_int32,
     as_integer,
     check_floating,
+    check_floating_of_any_width,
     check_integer,
     check_same_dtype,
     check_shape,
@@ -84,7 +85,7 @@ def reduce_max(x: Float[Array, "*shape"], *, backend: Backend | None = None) -> 
 
     Source: CUDA-Learn-Notes' ``block_reduce_max``.
     """
-    check_floating(x=x)
+    check_floating_of_any_width(x=x)
     return _reduce_max(x, backend=resolve(backend))
 
 
