@@ -149,7 +149,14 @@ def train(options: argparse.Namespace) -> None:
                 bar.update()
 
             for step in range(first + 1, options.steps + 1):
-                batch = upcoming.result()
+                try:
+                    batch = upcoming.result()
+                except ValueError as error:  # such as a token beyond the vocabulary
+                    if pending:
+                        report(measure(*pending))
+                    if step - 1 > first:
+                        save_early(folder, step - 1, state, options)
+                    raise SystemExit(f"\nstep {step}: {error}") from error
                 upcoming = pool.submit(make_batch, options.train, options, step)
                 state, metrics = train_step(state, *batch)
                 if pending:  # report the previous step while this one runs
@@ -366,6 +373,22 @@ def save(state: training.TrainState, options: argparse.Namespace) -> None:
     )
     if options.save_llmc:
         llmc.save_gpt2(options.out / "model.bin", stack(params), config)
+
+
+def save_early(
+    folder: Any, step: int, state: training.TrainState, options: argparse.Namespace
+) -> None:
+    """Writes the checkpoint and the model of a run that ends before its last step.
+
+    Not with several processes: the others have not ended. Their checkpoints remain.
+    """
+    if jax.process_count() > 1:
+        return
+    if folder and step not in checkpoint.steps(folder):
+        checkpoint.save(folder, step, state, identity(options) | settings(options))
+        tqdm.write(f"checkpoint after step {step}: {options.out / 'checkpoints'}")
+    save(state, options)
+    tqdm.write(f"model after step {step}: {options.out / 'model'}")
 
 
 def special_tokens(options: argparse.Namespace) -> huggingface.SpecialTokens | None:

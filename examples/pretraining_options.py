@@ -441,10 +441,10 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
     elif folder is None:
         folder = data.ensure_standard_library()
     train = data.open_split(folder, "train")
-    if both := sorted({*folder.glob("*train*.bin")} & {*folder.glob("*val*.bin")}):
-        raise ValueError(f"{both[0]}: a shard of both splits by its name; rename it")
-    # Read a batch, so that a corpus that is too short is an error here.
-    read_rows(train, options, 0, range(options.batch_size))
+    # Read the first step, so that a corpus that is too short is an error here.
+    B = options.batch_size
+    for i in range(options.accumulate):
+        read_rows(train, options, 0, range(i * B, (i + 1) * B))
     val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
     if val:
         data.check_vocabulary(val, options.vocab_size)
@@ -509,11 +509,14 @@ def read_rows(
         of_step = {"seed": options.seed, "step": step, "rows": rows, **options.documents}
         part = data.batch(dataset, A * B, T, **of_step)
     tokens, labels, *_ = part
-    if (largest := max(tokens.max(), labels.max())) >= options.vocab_size:
-        raise ValueError(
-            f"{dataset.name} has token {largest}, but the vocabulary has {options.vocab_size}; "
-            "pass --vocab-size (50257 for GPT-2's tokens)"
-        )
+    if max(tokens.max(), labels.max()) >= options.vocab_size:
+        try:
+            data.check_vocabulary(dataset, options.vocab_size)
+        except ValueError as error:  # which names the file and the position
+            raise ValueError(
+                f"a token is too large, but the vocabulary has {options.vocab_size}; pass "
+                f"--vocab-size (50257 for GPT-2's tokens): {error}"
+            ) from None
     return part
 
 

@@ -268,6 +268,24 @@ def test_explain_halt_names_nonfinite_parameters():
 
 
 @pytest.mark.parametrize(
+    ("labels", "compute_dtype", "error", "message"),
+    [
+        (1, None, ValueError, "labels has shape .*; its first axis must have 2 microbatches"),
+        (2, "int32", TypeError, "compute_dtype is int32; it must be a floating dtype"),
+        (2, "float64", TypeError, "compute_dtype is float64, which needs jax_enable_x64"),
+    ],
+)
+def test_explain_halt_rejects_what_a_step_rejects(labels, compute_dtype, error, message):
+    arrays = np.zeros((2, 1, 3), np.int32), np.zeros((labels, 1, 3), np.int32)
+    with pytest.raises(error, match=message):
+        training.explain_halt(toy_loss, toy_params(), *arrays, compute_dtype=compute_dtype)
+
+
+def test_nonfinite_counts_numbers_as_arrays_of_one_element():
+    assert nonfinite({"scale": np.nan}) == ["scale: 1 NaN and 0 infinite of 1"]
+
+
+@pytest.mark.parametrize(
     "blocks",
     [{"0": {"a": jnp.ones((3, 4)), "b": jnp.full(5, jnp.nan)}}, {"b": jnp.float32(jnp.nan)}],
     ids=["layers", "scalar"],

@@ -197,6 +197,32 @@ def test_restore_rejects_other_shapes_and_names(tmp_path):
             checkpoint.restore(folder, fresh(unrolled=True))
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "message"),
+    [
+        ({"0": 1, "1": 2}, [1, 2], "params/w is a dict in the checkpoint and a list here"),
+        ((1, 2), {"0": 1, "1": 2}, "params/w is a list in the checkpoint and a dict here"),
+        (
+            {"a": 1},
+            {"a": 1, "b": None},
+            "params/w/b is missing in the checkpoint and is empty here",
+        ),
+        ({"a": 1, "b": {}}, {"a": 1}, "params/w/b is empty in the checkpoint and is missing here"),
+    ],
+)
+def test_restore_names_other_containers(tmp_path, stored, wanted, message):
+    """Such a checkpoint is not damaged."""
+
+    def state_of(tree):
+        return training.init_state({"w": jax.tree.map(jnp.float32, tree)}, optax.sgd(0.1))
+
+    with checkpoint.open_folder(tmp_path) as folder:
+        checkpoint.save(folder, 1, state_of(stored), {})
+        folder.wait_until_finished()
+        with pytest.raises(ValueError, match=f"step 1: {message}"):
+            checkpoint.restore(folder, state_of(wanted))
+
+
 DAMAGED = r"{}, step 1: cannot be read\. If it is damaged"
 
 

@@ -299,6 +299,39 @@ def test_build_holds_out_at_least_one_file(tmp_path, count):
     assert summary.files == (count - 1, 1)
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_open_split_rejects_a_shard_of_both_splits(tmp_path, split):
+    data.write_shard(tmp_path / "pretrain_val.bin", np.arange(9))
+    with pytest.raises(ValueError, match=r"pretrain_val\.bin: a shard of both splits by its name"):
+        data.open_split(tmp_path, split)
+
+
+@pytest.mark.parametrize(
+    ("shards", "error", "message"),
+    [
+        (([1, 2, 3],), TypeError, r"shards\[0\] has type list; it must be an array"),
+        (np.arange(9), ValueError, r"shards\[0\] has shape \(\); it must have one axis"),
+        ((np.zeros((2, 3), int),), ValueError, r"shards\[0\] has shape \(2, 3\); it must have one"),
+    ],
+)
+def test_dataset_rejects_shards_that_are_no_vectors(shards, error, message):
+    with pytest.raises(error, match=message):
+        data.Dataset(shards)
+
+
+@pytest.mark.parametrize(("token", "position"), [(-1, 2), (9, 0)])
+def test_check_vocabulary_names_the_first_token_outside(token, position):
+    tokens = np.arange(4)
+    tokens[position] = token
+    dataset = data.Dataset((np.arange(3), tokens), "two shards")
+    message = (
+        f"two shards has token {token}, but the model has 9; the first that it has not is {token}, "
+        f"at position {position} of shard 1"
+    )
+    with pytest.raises(ValueError, match=message):
+        data.check_vocabulary(dataset, 9)
+
+
 def test_open_split_escapes_glob_characters_in_the_folder(tmp_path):
     folder = tmp_path / "a[1]*"
     folder.mkdir()

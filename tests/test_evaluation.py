@@ -131,6 +131,7 @@ def test_nan_losses_answer_no_question(path, params):
         ({"label": -1}, ValueError, r"questions\[1\] has the label -1 and 2 completions"),
         ({"completions": ()}, ValueError, r"questions\[1\] has the label 0 and 0 completions"),
         ({"context": np.array([-1])}, ValueError, "questions has token -1; it must be at least 0"),
+        ({"context": np.array([[1]])}, ValueError, r"tokens of shape \(1, 1\); they must have one"),
         ({"context": np.array([0.5])}, TypeError, "questions has tokens of dtype float64"),
     ],
 )

@@ -363,6 +363,24 @@ def test_pretrain_resumes_where_it_stopped(monkeypatch, capsys):
     assert [(r["step"], r["loss"]) for r in resumed] == [(r["step"], r["loss"]) for r in whole]
 
 
+@pytest.mark.parametrize("every", [2, 5])
+def test_pretrain_saves_the_run_at_a_token_beyond_the_vocabulary(capsys, every):
+    """Whether the last step before it was due for a checkpoint or not."""
+    tokens = np.arange(2000) % 256
+    tokens[4 * 2 * 2 * 32 + 7] = 300  # step 5 has 2 microbatches of 2 rows from here
+    Path("shards").mkdir()
+    data.write_shard("shards/train.bin", tokens)
+    flags = ("--data", "shards", "--order", "llmc", "--checkpoint-every", every, "--steps", 6)
+    message = "step 5: .* 257; pass --vocab-size .* 300, at position 519 of .*train.bin"
+    for more in ((), ("--resume",)):
+        with pytest.raises(SystemExit, match=message):
+            smoke(*flags, "--sample-every", 0, *more)
+        records = read_log(Path("runs/gpt2_tiny/log.jsonl"))
+        assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert "model after step 4" in capsys.readouterr().out
+    assert Path("runs/gpt2_tiny/checkpoints/4").is_dir()
+
+
 def test_pretrain_with_a_document_mask_resumes_where_it_stopped(monkeypatch):
     rng = np.random.default_rng(0)
     tokens = np.where(rng.random(3000) < 0.1, BYTES.end_of_text, rng.integers(0, 256, 3000))

@@ -148,10 +148,26 @@ def test_masters_keep_updates_below_bfloat16_rounding():
         assert len(np.unique(np.asarray(new["x"], "float32"))) == (2 if options else 1)
 
 
+@pytest.mark.parametrize("skip", [True, jnp.bool_(True)])
+def test_skipped_step_does_not_round_the_masters_again(skip):
+    optimizer = optim.adamw(0.1, seed=3)
+    params = {"weight": jnp.linspace(1, 2, 64, dtype=jnp.bfloat16)}
+    grads = {"weight": jnp.ones(64, jnp.bfloat16)}
+    params, state, _ = optimizer.step(grads, optimizer.init(params), params)
+    after, state_after, _ = optimizer.step(grads, state, params, skip=skip)
+    jax.tree.map(np.testing.assert_array_equal, (after, state_after), (params, state))
+
+
 def test_update_requires_the_parameters():
     optimizer = optim.adamw(0.1)
     with pytest.raises(ValueError, match="AdamW needs the parameters"):
         optimizer.update(MIXED, optimizer.init(MIXED))
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "grad_norm"])
+def test_clipping_takes_scalars(name):
+    with pytest.raises(ValueError, match=rf"{name} has shape \(3,\); it must be a scalar"):
+        optim.clipping({"x": jnp.ones(3)}, 1.0, **{name: jnp.ones(3)})
 
 
 def test_clipping_returns_factor_and_norm():

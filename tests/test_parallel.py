@@ -88,6 +88,66 @@ def test_make_mesh_rejects_wrong_sizes(options, message):
         parallel.make_mesh(**options, devices=jax.devices()[:1])
 
 
+@pytest.mark.parametrize(
+    ("of_shardings", "of_state", "message"),
+    [
+        ({"copy_dtype": "bfloat16"}, {}, "copy differs from state.copy .*: weight is unexpected"),
+        ({}, {"copy_dtype": "bfloat16"}, "copy differs from state.copy .*: weight is missing"),
+        ({"detect_anomalies": True}, {}, "anomaly differs from state.anomaly .*: losses is unexp"),
+    ],
+)
+def test_step_names_what_shardings_of_another_state_have(of_shardings, of_state, message):
+    mesh, optimizer = parallel.make_mesh(devices=jax.devices()[:1]), optim.adamw(0.1)
+    first, state = (
+        training.init_state({"weight": jnp.ones((4, 4))}, optimizer, **options)
+        for options in (of_shardings, of_state)
+    )
+    shardings = parallel.state_shardings(mesh, first)
+    step = training.make_train_step(
+        lambda params, *_: params["weight"].sum(),
+        optimizer,
+        compute_dtype="bfloat16",
+        shardings=shardings,
+    )
+    tokens = np.zeros((1, 2, 3), np.int32)
+    with pytest.raises(ValueError, match=rf"shardings\.{message}.*; make the shardings of this"):
+        step(state, tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"weight": np.ones(3)}, r"params has the keys \['weight'\]; it must have blocks"),
+        ({"blocks": {"a": np.ones(3), "b": np.ones(2)}}, r"shape \(3,\) and \(2,\); all must have"),
+        ({"blocks": {"a": np.ones(3), "b": np.ones(())}}, r"shape \(3,\) and \(\); all must have"),
+    ],
+)
+def test_unroll_rejects_blocks_that_are_not_stacked(params, message):
+    mesh = parallel.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=message):
+        parallel.init_state(mesh, params, optim.adamw(0.1), unroll=True)
+
+
+def test_put_names_what_shardings_of_another_tree_have():
+    shardings = parallel.state_shardings(
+        parallel.make_mesh(devices=jax.devices()[:1]), {"a": np.ones(3), "c": np.ones(3)}
+    )
+    message = "shardings differs from tree in structure: b is missing; c is unexpected"
+    with pytest.raises(ValueError, match=message):
+        parallel.put(shardings, {"a": np.ones(3), "b": np.ones(3)})
+
+
+def test_mesh_that_is_none_is_named():
+    nothing: Any = None
+    with pytest.raises(TypeError, match="mesh has type NoneType; it must be a mesh of make_mesh"):
+        parallel.state_shardings(nothing, {"a": np.ones(3)})
+
+
+def test_unroll_leaves_a_list_of_blocks():
+    params = {"blocks": [{"a": np.ones(3), "b": np.ones(2)}]}
+    assert unstack(params) is params
+
+
 @pytest.mark.parametrize("size", ["8", 1.0, None])
 def test_sizes_of_a_mesh_are_integers(size):
     with pytest.raises(TypeError, match=f"fsdp is {size!r}; it must be an integer"):
@@ -309,6 +369,7 @@ def test_load_batch_takes_any_spec_of_the_axes_of_the_mesh(spec, leading):
     ("sharding", "shape", "error", "message"),
     [
         (jax.NamedSharding(MESH, P("data")), (4,), ValueError, "shape is (4,); it must be (acc"),
+        (jax.NamedSharding(MESH, P("data")), (8, -6), ValueError, "shape is (8, -6); it must be"),
         (
             parallel.batch_sharding(MESH),
             (8, 6),

@@ -40,10 +40,44 @@ def test_scalars_of_numpy_and_jax_are_written_as_numbers(tmp_path):
     assert (tmp_path / "main.log").read_text() == "s:1 trl:0.5000\n"
 
 
-def test_a_record_that_fails_is_in_neither_file(tmp_path):
-    with pytest.raises(ValueError, match="format"):
-        write(tmp_path, [{"step": 1, "loss": "0.5"}])
+@pytest.mark.parametrize(
+    ("record", "error", "message"),
+    [
+        ({"step": 1, "loss": "0.5"}, ValueError, "record has loss '0.5'; the log can format"),
+        ({"step": 1, "note": None}, ValueError, "record has note None; the log can format"),
+        ({"loss": 0.5}, ValueError, "record has loss; it must have a step"),
+        ({"step": True}, TypeError, "record has step True; it must be an integer"),
+        ({"step": 1.5}, TypeError, r"record has step 1\.5; it must be an integer"),
+        ({"step": -1}, ValueError, "record has step -1; it must be at least 0"),
+    ],
+)
+def test_a_record_that_fails_is_in_neither_file(tmp_path, record, error, message):
+    with pytest.raises(error, match=message):
+        write(tmp_path, [record])
     assert not (tmp_path / "log.jsonl").read_text() + (tmp_path / "main.log").read_text()
+
+
+def test_a_step_may_be_a_float_that_is_an_integer(tmp_path):
+    write(tmp_path, [{"step": jnp.float32(3), "loss": 0.5}], tensorboard=False)
+    assert (tmp_path / "main.log").read_text() == "s:3 trl:0.5000\n"
+
+
+def test_open_log_leaves_the_log_if_after_is_negative(tmp_path):
+    write(tmp_path, RECORDS)
+    with pytest.raises(ValueError, match="after is -1; it must be at least 0"):
+        write(tmp_path, [], after=-1)
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
+
+
+@pytest.mark.parametrize("end", [b"\0\0\0", b'{"step": 11, "lo\xff\xfe'])
+def test_log_that_ends_in_other_bytes_is_continued(tmp_path, end):
+    write(tmp_path, RECORDS, tensorboard=False)
+    for name in ("log.jsonl", "main.log"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(end)
+    assert runlog.read_log(tmp_path / "log.jsonl") == RECORDS
+    write(tmp_path, [{"step": 11, "loss": 8.0}], after=10, tensorboard=False)
+    assert (tmp_path / "main.log").read_text() == TEXT + "s:11 trl:8.0000\n"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_warmup_of_zero_and_of_all_steps(name, warmup):
     assert np.isfinite(values).all()
     assert max(values) == 2.0
     assert values[0] == (2.0 if warmup == 0 else pytest.approx(0.02))
+    assert values[100:] == [2.0 if name == "constant" else 1.0] * 2
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,33 @@ def test_optimizers_that_reject_wider_gradients_are_an_error(name):
         training.init_state(params, optimizer)
 
 
+@pytest.mark.parametrize("leaf", ["relu", jax.nn.relu])
+def test_init_state_names_a_leaf_that_is_no_array(leaf):
+    with pytest.raises(TypeError, match=r"params/layer/act is .*; it must be an array or a number"):
+        training.init_state({"layer": {"act": leaf, "scale": 1.0}}, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("leaf", [3, True, np.arange(3), 1j, jax.random.key(0)])
+def test_step_names_a_parameter_without_a_gradient(leaf):
+    step = training.make_train_step(loss_fn, optax.sgd(0.1))
+    state = training.init_state({"layer": [leaf]}, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"state\.params/layer/0 has dtype .*; it must be a float"):
+        step(state, *batch(9, 4))
+
+
+def test_numbers_and_numpy_arrays_are_parameters():
+    params = {"scale": 0.5, "shift": np.float32(2.0), "weight": np.ones(3, np.float32)}
+    state = training.init_state(params, optim.adamw(0.1), copy_dtype="bfloat16")
+    step = training.make_train_step(
+        lambda p, *_: jnp.stack([x.sum() for x in p.values()]).sum(),
+        optim.adamw(0.1),
+        compute_dtype="bfloat16",
+    )
+    after, metrics = step(state, *batch(9, 4))
+    assert metrics["loss"] == 5.5
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sam", "chained"])
 def test_step_compiles_once(name):
     traces = []
@@ -250,6 +277,43 @@ def test_step_compiles_once(name):
     for seed in (1, 2):
         state, _ = step(state, *batch(9, 4, seed=seed))
     assert len(traces) == of_first > 0
+
+
+def keeps_value():
+    """A transformation whose state is the ``value`` of the last update."""
+
+    def update(updates, state, params=None, *, value, **_):
+        del state, params
+        return updates, value
+
+    made: Any = optax.GradientTransformationExtraArgs
+    return made(lambda params: jnp.float32(0), update)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda made: optax.chain(falling, made),
+        lambda made: optax.MultiSteps(made, 1),
+        lambda made: optax.inject_hyperparams(lambda _: made)(1.0),
+    ],
+)
+@pytest.mark.covering(("wrap",), ("dtype",))
+def test_optimizers_with_extra_arguments_get_the_loss_of_the_step(wrap, dtype):
+    optimizer: Any = wrap(keeps_value())
+    step = training.make_train_step(loss_fn, optimizer, compute_dtype="float32")
+    state = training.init_state(params_of(dtype), optimizer)
+    after, metrics = step(state, *batch(9, 4))
+    assert metrics["loss"] in [x for x in jax.tree.leaves(after.opt_state) if not x.shape]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizers_that_need_a_function_of_the_parameters_are_an_error(dtype):
+    optimizer, params = optax.scale_by_backtracking_linesearch(3), params_of(dtype)
+    step = training.make_train_step(loss_fn, optimizer, compute_dtype="float32")
+    with pytest.raises(TypeError, match=r"needs arguments that a training .* and 'value_fn'"):
+        step.lower(training.init_state(params, optimizer), *batch(9, 4))
 
 
 def test_manually_built_state_keeps_its_dtypes():

@@ -282,10 +282,13 @@ def test_loss_decreases_and_resumed_run_is_bit_identical(tmp_path):
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", None),
         ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
         ("cpu", None),
     ],
 )
@@ -388,6 +391,7 @@ def test_whether_to_detect_anomalies_is_a_bool():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"loss_fn": None}, TypeError, "loss_fn is None; it must be a function"),
         ({"learning_rate": np.nan}, ValueError, "learning_rate is nan; it must be finite"),
         ({"learning_rate": "1"}, TypeError, "learning_rate is '1'; it must be a number"),
         ({"compute_dtype": "int32"}, TypeError, "compute_dtype is int32; it must be a floating"),
@@ -401,7 +405,46 @@ def test_whether_to_detect_anomalies_is_a_bool():
 )
 def test_make_train_step_rejects_invalid_arguments(wrong, error, message):
     with pytest.raises(error, match=message):
-        training.make_train_step(toy_loss, optax.sgd(0.1), **wrong)
+        training.make_train_step(**{"loss_fn": toy_loss, "optimizer": optax.sgd(0.1), **wrong})
+
+
+@pytest.mark.parametrize("make", [training.make_train_step, training.make_eval_step])
+@pytest.mark.parametrize(
+    ("loss", "kind"), [((jnp.ones(()), 1), "tuple"), (None, "NoneType"), (0.5, "float")]
+)
+def test_losses_that_are_no_arrays_are_named(make, loss, kind):
+    is_step = make is training.make_train_step
+    step = make(lambda *_: loss, *([optax.sgd(0.1)] if is_step else []))
+    first = fresh_state(optax.sgd(0.1)) if is_step else toy_params()
+    with pytest.raises(TypeError, match=f"loss_fn returns {kind}; it must return an array"):
+        step(first, *tokens_and_labels(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(jnp.ones(3), r"float32 of shape \(3,\)"), (jnp.int32(1), r"int32 of shape \(\)")],
+)
+def test_step_rejects_losses_without_a_gradient(loss, message):
+    step = training.make_train_step(lambda *_: loss, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=f"loss_fn returns {message}; it must return a scalar"):
+        step(fresh_state(optax.sgd(0.1)), *tokens_and_labels(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("rate", "error", "message"),
+    [(jnp.ones(3), ValueError, r"has shape \(3,\)"), (None, TypeError, "has type NoneType")],
+)
+def test_step_names_a_schedule_that_gives_no_scalar(rate, error, message):
+    step = training.make_train_step(toy_loss, optax.sgd(0.1), learning_rate=lambda count: rate)
+    with pytest.raises(error, match=f"learning_rate {message}; it must be"):
+        step.lower(fresh_state(optax.sgd(0.1)), *tokens_and_labels(1, 2))
+
+
+@pytest.mark.parametrize("make", [training.adamw, optim.adamw])
+def test_state_of_another_optimizer_is_an_error(make):
+    step = training.make_train_step(toy_loss, make(0.1))
+    with pytest.raises(TypeError, match=r"state .* tuple.*; it must be .* init returns"):
+        step.lower(fresh_state(optax.sgd(0.1)), *tokens_and_labels(1, 2))
 
 
 def test_mean_loss_reads_every_window_once():
@@ -453,9 +496,34 @@ def test_mean_loss_rejects_invalid_arguments(wrong, error, message):
         )
 
 
+def test_mean_loss_rejects_losses_that_are_no_scalars():
+    dataset = data.Dataset((np.arange(50),))
+    with pytest.raises(ValueError, match=r"evaluate returns shape \(2,\); it must return a scalar"):
+        training.mean_loss(lambda *_: jnp.zeros(2), {}, dataset, batch_size=2, seq_len=8)
+
+
 def test_measured_matmul_flops_grow_with_size():
     small, large = (training.measured_matmul_flops("float32", size=n, repeats=3) for n in (8, 256))
     assert 0 < small < large < 1e15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"size": 0}, ValueError, "size is 0; it must be at least 1"),
+        ({"repeats": 0}, ValueError, "repeats is 0; it must be at least 1"),
+        ({"repeats": 2.5}, TypeError, "repeats is 2.5; it must be an integer"),
+        ({"dtype": "int8"}, TypeError, "dtype is int8; it must be a floating dtype"),
+    ],
+)
+def test_measured_matmul_flops_rejects_invalid_arguments(wrong, error, message):
+    with pytest.raises(error, match=message):
+        training.measured_matmul_flops(**wrong)
+
+
+def test_model_flops_utilization_needs_a_time():
+    with pytest.raises(ValueError, match="seconds is 0; it must be above 0"):
+        training.model_flops_utilization(1e12, 0, "NVIDIA H200")
 
 
 @pytest.fixture

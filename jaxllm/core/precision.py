@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 
@@ -34,8 +33,10 @@ def default_compute_dtype() -> str:
 def cast(tree: Any, dtype: DTypeLike) -> Any:
     """The floating-point arrays of a structure in another dtype, the other arrays as they are."""
 
-    def convert(x: Array) -> Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    def convert(x: Any) -> Any:
+        if not is_floating(x):
+            return x
+        return x.astype(dtype) if hasattr(x, "astype") else jnp.asarray(x, dtype)  # a number
 
     return jax.tree.map(convert, tree)
 

@@ -46,10 +46,21 @@ class Dataset:
     Attributes:
         shards: The tokens of each shard, uint16 or uint32.
         name: The name in error messages.
+
+    Raises:
+        TypeError: A shard is not an array.
+        ValueError: A shard has not one axis.
     """
 
     shards: tuple[np.ndarray, ...]
     name: str = "the data set"
+
+    def __post_init__(self) -> None:
+        for i, shard in enumerate(self.shards):
+            if not hasattr(shard, "dtype"):
+                raise TypeError(f"shards[{i}] has type {type(shard).__name__}; it must be an array")
+            if shard.ndim != 1:
+                raise ValueError(f"shards[{i}] has shape {shard.shape}; it must have one axis")
 
     @property
     def num_tokens(self) -> int:
@@ -100,9 +111,13 @@ def open_split(folder: str | Path, split: str) -> Dataset:
 
     Raises:
         FileNotFoundError: The folder has no such shard.
-        ValueError: A file is not a shard.
+        ValueError: A file is not a shard, or has both ``train`` and ``val`` in its name.
     """
-    return open_dataset(Path(glob.escape(str(folder)), f"*{split}*.bin"))
+    pattern = Path(glob.escape(str(folder)), f"*{split}*.bin")
+    for path in sorted(glob.glob(str(pattern))):  # noqa: PTH207
+        if all(name in Path(path).name for name in ("train", "val")):
+            raise ValueError(f"{path}: a shard of both splits by its name; rename it")
+    return open_dataset(pattern)
 
 
 def num_windows(dataset: Dataset, seq_len: int) -> int:
@@ -123,12 +138,24 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
 
     Raises:
         TypeError: ``vocab_size`` is not an integer.
-        ValueError: A token is not below ``vocab_size``.
+        ValueError: A token is below 0 or not below ``vocab_size``; the message names the first one,
+            its file, and its position there, from 0.
     """
     vocab_size = as_integer("vocab_size", vocab_size)
     largest = max((int(shard.max(initial=0)) for shard in dataset.shards), default=-1)
-    if largest >= vocab_size:
-        raise ValueError(f"{dataset.name} has token {largest}, but the model has {vocab_size}")
+    signed = [shard for shard in dataset.shards if shard.dtype.kind != "u"]
+    least = min((int(shard.min(initial=0)) for shard in signed), default=0)
+    if least >= 0 and largest < vocab_size:
+        return
+    for number, shard in enumerate(dataset.shards):
+        if (wrong := (shard >= vocab_size) | (shard < 0)).any():
+            position = int(np.argmax(wrong))
+            file = getattr(shard, "filename", None) or f"shard {number}"
+            raise ValueError(
+                f"{dataset.name} has token {least if least < 0 else largest}, but the model has "
+                f"{vocab_size}; the first that it has not is {shard[position]}, at position "
+                f"{position} of {file}"
+            )
 
 
 def _windows_by_shard(dataset: Dataset, seq_len: int) -> np.ndarray:
@@ -361,7 +388,7 @@ def find_texts(
     Raises:
         FileNotFoundError: A path does not exist.
         PermissionError: A folder cannot be opened.
-        TypeError: An argument is one string or path in the place of a list.
+        TypeError: An argument is one string or path instead of a list.
     """
     extensions, skip = as_list("extensions", extensions), as_list("skip", skip)
     found = []
@@ -440,7 +467,7 @@ def build(
         FileExistsError: The folder exists and is not empty.
         FileNotFoundError: A path does not exist, or no text was found.
         PermissionError: A file or a folder cannot be opened.
-        TypeError: ``paths``, ``extensions`` or ``skip`` is one string in the place of a list;
+        TypeError: ``paths``, ``extensions`` or ``skip`` is one string instead of a list;
             ``val_fraction`` is not a number; ``shard_tokens`` is not an integer; or ``tokenizer``
             is not a :class:`~jaxllm.data.tokenizer.Tokenizer`, but for example its name.
         ValueError: ``val_fraction`` or ``shard_tokens`` is out of range. Or a file is damaged. Or a

@@ -29,9 +29,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm import ops
 from jaxllm.core import promotion
-from jaxllm.core.precision import cast, default_compute_dtype
+from jaxllm.core.precision import cast
 from jaxllm.models.common import unstack
 from jaxllm.ops.checks import as_number
+from jaxllm.training.arguments import check_microbatches, compute_dtype_of
 
 WINDOW = 128
 
@@ -196,11 +197,17 @@ def explain_halt(
     Returns:
         One line for each parameter that is not finite. Then, for each microbatch that is not
         finite, its loss and one line for each gradient that is not finite.
+
+    Raises:
+        TypeError: ``compute_dtype`` is as in :func:`jaxllm.training.make_train_step`.
+        ValueError: The arrays differ in the number of microbatches.
     """
-    dtype = jnp.dtype(compute_dtype or default_compute_dtype())
+    dtype = compute_dtype_of(compute_dtype)
+    arrays = [jnp.asarray(array) for array in (tokens, labels, *more)]
+    check_microbatches(*arrays)
     lines = [f"parameter {fault}" for fault in nonfinite(params)]
     gradients = jax.jit(jax.value_and_grad(loss_fn))
-    for i, microbatch in enumerate(zip(*map(jnp.asarray, (tokens, labels, *more)), strict=True)):
+    for i, microbatch in enumerate(zip(*arrays, strict=True)):
         loss, grads = gradients(cast(params, dtype), *microbatch)
         faults = [f"gradient of {fault}" for fault in nonfinite(grads)]
         if faults or not jnp.isfinite(loss):
@@ -233,7 +240,7 @@ def nonfinite(params: Any) -> list[str]:
     found = jax.tree.leaves(jax.device_get(counts(params)))
     return [
         f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {nans} NaN and {infinities} "
-        f"infinite of {x.size}"
+        f"infinite of {jnp.size(x)}"
         for (path, x), nans, infinities in zip(paths, found[::2], found[1::2], strict=True)
         if nans or infinities
     ]

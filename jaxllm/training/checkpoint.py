@@ -166,11 +166,13 @@ def restore(
     name = f"{manager.directory}, step {step}"
     wanted = _plain(like._replace(copy=None))
     with _orbax_errors(name):
-        stored = _arrays(manager.item_metadata(step)["state"].tree)
+        found = manager.item_metadata(step)["state"].tree
+        stored = _arrays(found)
     expected = _arrays(wanted)
     try:
         check_shapes(*({n: array.shape for n, array in of.items()} for of in (stored, expected)))
         _check_dtypes(stored, expected, cast_dtypes)
+        _check_containers(found, wanted._asdict())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -324,6 +326,34 @@ def _check_dtypes(
         faults[5:] = [f"and {len(faults) - 5} more"]
     if faults and not cast_dtypes:
         raise ValueError(f"{'; '.join(faults)}. Use restore(..., cast_dtypes=True) to cast them")
+
+
+def _check_containers(found: Any, wanted: Any) -> None:
+    """Raises ValueError where one tree has a list, and the other a dict or no entry at all."""
+    stored, here = _is_indexed(found), _is_indexed(wanted)
+    for name in {**stored, **here}:
+        if name not in stored or name not in here:
+            there, this = ("is empty" if name in of else "is missing" for of in (stored, here))
+            raise ValueError(f"{name} {there} in the checkpoint and {this} here")
+        for depth, kinds in enumerate(zip(stored[name], here[name], strict=True)):
+            if kinds[0] != kinds[1]:
+                parent = "/".join(name.split("/")[:depth])
+                there, this = ("a list" if kind else "a dict" for kind in kinds)
+                raise ValueError(f"{parent} is {there} in the checkpoint and {this} here")
+
+
+def _is_indexed(tree: Any) -> dict[str, list[bool]]:
+    """For each array and empty container, which keys of its path are indices of a list.
+
+    A checkpoint has lists, of tuples too, and dicts, of all else that has names.
+    """
+    index = jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey
+
+    def is_empty(x: Any) -> bool:
+        return not jax.tree.leaves(x, is_leaf=lambda child: child is not x)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
+    return {_name(path): [isinstance(key, index) for key in path] for path, _ in leaves}
 
 
 def _plain(tree: Any) -> Any:

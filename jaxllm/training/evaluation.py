@@ -127,10 +127,10 @@ def check_questions(
 
     Raises:
         TypeError: A label or a token is not an integer.
-        ValueError: There are no questions; or a question is longer than ``config.max_seq_len``, or
-            than what the devices along the sequence divide of it, has a token outside of the
-            vocabulary, has an empty context or completion, or has a label that is not the index of
-            a completion.
+        ValueError: There are no questions, or tokens have not one axis; or a question is longer
+            than ``config.max_seq_len``, or than what the devices along the sequence divide of it,
+            has a token outside of the vocabulary, has an empty context or completion, or has a
+            label that is not the index of a completion.
     """
     if not questions:
         raise ValueError("questions is empty; it must have at least one question")
@@ -142,6 +142,8 @@ def check_questions(
                 "must be the index of one"
             )
     rows = _rows(questions)
+    if wrong := [np.shape(part) for row in rows for part in row if np.ndim(part) != 1]:
+        raise ValueError(f"questions has tokens of shape {wrong[0]}; they must have one axis")
     if any(not len(part) for row in rows for part in row):
         raise ValueError("questions has an empty context or completion; each needs a token")
     if (longest := _longest(rows)) > config.max_seq_len:

@@ -118,11 +118,11 @@ def load_batch(
     Raises:
         TypeError: ``sharding`` is no ``NamedSharding``, or ``shape`` has no integers.
         ValueError: ``shape`` has another number of dimensions, or fewer than the sharding's spec,
-            or no microbatch; the devices of the mesh do not divide B, or those along ``context`` T;
-            or ``read`` returns arrays of another shape than (len(rows), T).
+            a size below 0, or no microbatch; the devices of the mesh do not divide B, or those
+            along ``context`` T; or ``read`` returns arrays of another shape than (len(rows), T).
     """
     shape = tuple(as_integer("shape", size) for size in shape)
-    if len(shape) not in (2, 3) or 0 in shape[:-2]:
+    if len(shape) not in (2, 3) or 0 in shape[:-2] or min(shape) < 0:
         raise ValueError(
             f"shape is {shape}; it must be (accumulate, B, T) or (B, T), with at least 1 microbatch"
         )

@@ -6,13 +6,16 @@ import re
 import time
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from jaxllm.ops.checks import as_floating_dtype, as_integer
 
 # Dense bfloat16 peaks in flop/s from NVIDIA's data sheets. The first matching name wins.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "A100": 312e12,
     "L4": 121e12,
@@ -27,7 +30,8 @@ def peak_flops(device_kind: str) -> float | None:
         device_kind: The device's name, ``jax.devices()[0].device_kind``.
     """
     for name, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_kind):
+        # An RTX 4090 D or one of a laptop is another GPU.
+        if re.search(rf"\b{name}\b(?! D\b| Laptop)", device_kind):
             return peak
     return None
 
@@ -44,10 +48,16 @@ def measured_matmul_flops(
         dtype: The dtype of the matrices; None for bfloat16 on a GPU and float32 on a CPU.
         size: The number of rows and columns; None for 8192 on a GPU and 512 on a CPU.
         repeats: The number of matmuls in a run.
+
+    Raises:
+        TypeError: ``dtype`` is not a floating dtype of 16 bits or more, or ``size`` or ``repeats``
+            is not an integer.
+        ValueError: ``size`` or ``repeats`` is below 1.
     """
     on_gpu = jax.default_backend() == "gpu"
-    size = size or (8192 if on_gpu else 512)
-    dtype = jnp.dtype(dtype or ("bfloat16" if on_gpu else "float32"))
+    size = _positive("size", (8192 if on_gpu else 512) if size is None else size)
+    repeats = _positive("repeats", repeats)
+    dtype = as_floating_dtype("dtype", dtype or ("bfloat16" if on_gpu else "float32"))
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     weight = jax.random.normal(jax.random.key(1), (size, size), dtype) / size**0.5
     run = jax.jit(
@@ -74,6 +84,17 @@ def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> f
 
     Returns:
         The share, between 0 and 1; None if the peak is unknown, such as on a CPU.
+
+    Raises:
+        ValueError: ``seconds`` is not above 0.
     """
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}; it must be above 0")
     peak = peak_flops(device_kind)
     return None if peak is None else flops / seconds / peak
+
+
+def _positive(name: str, value: int) -> int:
+    if (number := as_integer(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be at least 1")
+    return number

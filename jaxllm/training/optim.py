@@ -32,6 +32,7 @@ from jaxllm.ops.checks import (
     as_decay,
     as_finite_number,
     as_number,
+    as_scalar,
     check_floating,
     leaf_names,
     leaves_like,
@@ -129,7 +130,7 @@ def adamw(
 
     Raises:
         TypeError: A hyperparameter is not a number; or from ``update`` and ``step``: an array has
-            no floating dtype.
+            no floating dtype, or the state is that of another optimizer.
         ValueError: A hyperparameter is out of range (traced values are not checked); or from
             ``update`` and ``step``: gradients, state or mask differ from the parameters in
             structure or shapes; the message names the leaves.
@@ -158,6 +159,9 @@ def adamw(
         skip: ArrayLike = False,
         copy_dtype: DTypeLike | None = None,
     ):
+        if not isinstance(state, AdamWState):
+            kind = type(state).__name__
+            raise TypeError(f"state has type {kind}; it must be an AdamWState, which init returns")
         _check_masters(state.master, params)
         scale, norm = clipping(grads, max_grad_norm, grad_scale, grad_norm)
         params, master, m, v, copy = update_in_place(
@@ -310,6 +314,11 @@ def update_in_place(
             weight_decay=decay,
             **options,
         )
+        if has_master and seed is not None:
+            # A skipped step would round the unchanged masters with other random bits.
+            skip, (*others, rounded) = options.get("skip", False), outputs
+            kept = {names[i]: _unless(skip, leaves[i], rounded[names[i]]) for i in indices}
+            outputs = (*others, kept)
         targets = (masters, ms, vs, leaves) if has_master else (leaves, ms, vs, copies)
         for target, new in zip(targets, outputs, strict=False):  # outputs may have no copies
             for i in indices:
@@ -321,6 +330,11 @@ def update_in_place(
         if copies[i] is None:  # a narrow parameter, or one without a gradient
             copies[i] = leaf.astype(copy_dtype) if is_floating(leaf) else leaf
     return params, master, m, v, structure.unflatten(copies)
+
+
+def _unless(skip: ArrayLike, old: Array, new: Array) -> Array:
+    """The new array, or the old one if the step is skipped."""
+    return new if skip is False else jnp.where(skip, old, new)
 
 
 _MAX_PARTS = 8  # of a model; more calls than these would cost more launches than they save
@@ -346,15 +360,19 @@ def clipping(
         ``norm`` is the norm of the gradients times ``grad_scale``.
 
     Raises:
-        TypeError: A gradient has no floating dtype, or ``max_norm`` is not a number.
-        ValueError: ``max_norm`` is not above 0. A traced value is not checked.
+        TypeError: A gradient has no floating dtype, or another argument is not a number.
+        ValueError: ``max_norm`` is not above 0, which is not checked of a traced value; or
+            ``grad_scale`` or ``grad_norm`` is not a scalar.
     """
     limit = _as_limit(max_norm)
     grads = jax.tree.map(jnp.asarray, grads)
     for name, leaf in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True):
         check_floating(**{f"grads/{name}": leaf})
-    scale = jnp.asarray(grad_scale, jnp.result_type(jnp.float32, *jax.tree.leaves(grads)))
-    norm = ops.global_norm(grads) * scale if grad_norm is None else jnp.asarray(grad_norm)
+    scale = as_scalar("grad_scale", grad_scale)
+    scale = scale.astype(jnp.result_type(jnp.float32, *jax.tree.leaves(grads)))
+    norm = as_scalar(
+        "grad_norm", ops.global_norm(grads) * scale if grad_norm is None else grad_norm
+    )
     if limit is None:
         return scale, norm
     limit = jnp.asarray(limit, norm.dtype)

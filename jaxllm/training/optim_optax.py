@@ -98,7 +98,7 @@ def adamw(
 
     Raises:
         TypeError: A hyperparameter is not a number; or from ``update`` and ``step``: an array has
-            no floating dtype.
+            no floating dtype, or the state is that of another optimizer.
         ValueError: A hyperparameter is out of range (traced values are not checked); or from
             ``update`` and ``step``: gradients or state differ from the parameters in structure or
             shapes; the message names the leaves.
@@ -197,7 +197,12 @@ def _check_update(grads: Params, state: Any, params: Params) -> None:
 
 
 def _adam_of(state: Any) -> Any:
-    return next(filter(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam)))
+    """The moments in a state; raises TypeError if it is that of another optimizer."""
+    for node in jax.tree.leaves(state, is_leaf=_is_adam):
+        if _is_adam(node):
+            return node
+    kind = type(state).__name__
+    raise TypeError(f"state is a {kind} without the moments of Adam; it must be what init returns")
 
 
 def _is_adam(node: Any) -> bool:

@@ -53,7 +53,7 @@ from jaxtyping import Array
 from jaxllm.core.meshes import ROW_AXES
 from jaxllm.core.precision import is_random_key
 from jaxllm.models.common import unstack
-from jaxllm.ops.checks import as_bool, as_integer
+from jaxllm.ops.checks import as_bool, as_integer, leaves_like
 from jaxllm.training.optim import Optimizer, is_function
 from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
 from jaxllm.training.step import Params, TrainState
@@ -177,7 +177,9 @@ def batch_sharding(mesh: Mesh | AbstractMesh, *, accumulate: bool = True) -> Nam
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError where a mesh lacks an axis of :func:`make_mesh`."""
+    """Raises TypeError for what is no mesh, and ValueError where it lacks an axis of make_mesh."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh has type {type(mesh).__name__}; it must be a mesh of make_mesh")
     if missing := [axis for axis in AXES if axis not in mesh.shape]:
         raise ValueError(
             f"mesh has the axes {', '.join(map(str, mesh.axis_names))}, and no {missing[0]}; make "
@@ -220,6 +222,7 @@ def state_shardings(mesh: Mesh | AbstractMesh, state: Any) -> Any:
         of a step are the same to ``jax.jit`` as its arguments, and it compiles once.
 
     Raises:
+        TypeError: ``mesh`` is no mesh.
         ValueError: The mesh lacks an axis of :func:`make_mesh`.
     """
     _check_mesh(mesh)
@@ -292,7 +295,8 @@ def init_state(
         The state, with the shardings of :func:`state_shardings`.
 
     Raises:
-        TypeError: As in :func:`jaxllm.training.init_state`, or ``unroll`` is no bool.
+        TypeError: As in :func:`jaxllm.training.init_state`, ``mesh`` is no mesh, or ``unroll`` is
+            no bool.
         ValueError: The mesh lacks an axis of :func:`make_mesh`.
     """
     _check_mesh(mesh)
@@ -352,9 +356,13 @@ def put(shardings: Any, tree: Any) -> Any:
 
     Returns:
         The sharded arrays.
+
+    Raises:
+        ValueError: ``shardings`` differs from ``tree`` in structure; the message names the leaves.
     """
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
+    leaves_like("shardings", shardings, tree, "tree")
 
     def shard(x: Any, sharding: Any) -> Array:
         whole = x if is_random_key(x) else np.asarray(x)

@@ -45,12 +45,17 @@ def open_log(
         tensorboard: Whether to write TensorBoard events, if the package is installed.
 
     Yields:
-        The function that writes a record. Its numbers may be scalars of NumPy or JAX.
+        The function that writes a record. Its numbers may be scalars of NumPy or JAX. It writes
+        nothing and raises ValueError if a value is not a number, or if the record has no step or
+        one below 0; and TypeError if the step is not an integer.
 
     Raises:
         TypeError: ``after`` is not an integer, or ``tensorboard`` is not a bool.
+        ValueError: ``after`` is below 0.
     """
     folder, after = Path(folder), as_integer("after", after)
+    if after < 0:
+        raise ValueError(f"after is {after}; it must be at least 0")
     tensorboard = as_bool("tensorboard", tensorboard)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("log.jsonl", "main.log"):
@@ -66,7 +71,7 @@ def open_log(
             events = stack.enter_context(_events(folder / "tensorboard", kept))
 
         def write(record: Record) -> None:
-            record = json.loads(json.dumps(dict(record), default=plain_number))
+            record = _checked(json.loads(json.dumps(dict(record), default=plain_number)))
             lines = llmc_lines(record)  # before the first write, since it may fail
             jsonl.write(json.dumps({"step": record["step"], **record}) + "\n")
             text.writelines(f"{line}\n" for line in lines)
@@ -78,7 +83,8 @@ def open_log(
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """The records of a ``log.jsonl``. An incomplete line is left out."""
-    return list(filter(None, map(_parsed, Path(path).read_text().splitlines())))
+    lines = Path(path).read_text(errors="replace").splitlines()
+    return list(filter(None, map(_parsed, lines)))
 
 
 def llmc_lines(record: Record) -> list[str]:
@@ -138,6 +144,21 @@ def smoothed(records: Sequence[Record], keep: float) -> dict[int, float]:
     return means
 
 
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, whose step :func:`_cut` can read, and whose values TensorBoard can."""
+    for name, value in record.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"record has {name} {value!r}; the log can format numbers alone")
+    if "step" not in record:
+        raise ValueError(f"record has {', '.join(record) or 'nothing'}; it must have a step")
+    step = record["step"]
+    if isinstance(step, bool) or not float(step).is_integer():
+        raise TypeError(f"record has step {step}; it must be an integer")
+    if step < 0:
+        raise ValueError(f"record has step {step}; it must be at least 0")
+    return record | {"step": int(step)}
+
+
 def _parsed(line: str) -> dict[str, Any]:
     """The record in a line; an empty dict if the line is not a JSON object."""
     try:
@@ -149,7 +170,9 @@ def _parsed(line: str) -> dict[str, Any]:
 
 def _cut(path: Path, after: int) -> None:
     """Removes the records after a step; replaces the file atomically."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    # After a crash of the machine, the end of a file may be any bytes.
+    text = path.read_text(errors="replace") if path.exists() else ""
+    lines = text.splitlines(keepends=True)
     # A line of log.jsonl or of main.log begins with its step.
     step_of = re.compile(r'(?:s:|\{"step": )(\d+)\b.*\n')
     matches = filter(None, map(step_of.fullmatch, lines))
@@ -221,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"two runs have the name {name}")
         try:
             records = [record for record in read_log(path) if {"step", "loss"} <= record.keys()]
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             parser.error(f"{path}: {error}")
         if not records:
             parser.error(f"{path} has no losses")

@@ -91,6 +91,7 @@ def make_schedule(
     def schedule(step: ArrayLike) -> Float[Array, ""]:
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - warmup) / after, 0, 1)
+        progress = jnp.where(step >= steps, 1.0, progress)  # even if warmup is steps
         share = _SHAPES[name](progress, stable)
         falling = peak * (final_fraction + (1 - final_fraction) * share)
         return jnp.where(step < warmup, peak * (step + 1) / max(warmup, 1), falling)

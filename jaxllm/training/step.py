@@ -25,13 +25,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm import data, ops
 from jaxllm.core import gathers, meshes, promotion
 from jaxllm.core.hoisting import hoist_rounding
-from jaxllm.core.precision import cast, default_compute_dtype, is_floating, widen
+from jaxllm.core.precision import cast, is_floating, widen
 from jaxllm.ops.checks import (
     as_bool,
     as_dtype,
     as_finite_number,
-    as_floating_dtype,
     as_integer,
+    as_scalar,
+    check_floating_of_any_width,
+    leaf_names,
+    leaves_like,
 )
 from jaxllm.training.anomaly import (
     AnomalyState,
@@ -39,6 +42,7 @@ from jaxllm.training.anomaly import (
     detect_anomaly,
     init_anomaly_state,
 )
+from jaxllm.training.arguments import check_microbatches, compute_dtype_of
 from jaxllm.training.loader import load_batch
 from jaxllm.training.optim import Optimizer
 from jaxllm.training.schedules import Schedule
@@ -118,11 +122,14 @@ def init_state(
         The state, with ``step`` 0.
 
     Raises:
-        TypeError: ``optimizer`` is none, ``copy_dtype`` is not bfloat16, float16 or None, or
-            ``detect_anomalies`` is no bool; or the parameters are narrower than float32, and the
-            optimizer accepts only gradients of their dtype.
+        TypeError: ``optimizer`` is none, a leaf of ``params`` is no array or number, ``copy_dtype``
+            is not bfloat16, float16 or None, or ``detect_anomalies`` is no bool; or the parameters
+            are narrower than float32, and the optimizer accepts only gradients of their dtype.
     """
     _check_optimizer(optimizer)
+    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)):
+            raise TypeError(f"params/{name} is {leaf!r}; it must be an array or a number")
     copy_dtype = None if copy_dtype is None else as_dtype("copy_dtype", copy_dtype)
     if copy_dtype not in (None, jnp.bfloat16, jnp.float16):
         raise TypeError(f"copy_dtype is {copy_dtype}; it must be bfloat16, float16 or None")
@@ -144,10 +151,13 @@ def _settled_state(optimizer: optax.GradientTransformation, params: Params) -> A
     gradients promotes them to float32, so the second step would compile again.
     """
     state = optimizer.init(params)
-    grads = jax.eval_shape(widen, params)
+    grads, loss = jax.eval_shape(widen, params), jax.ShapeDtypeStruct((), jnp.float32)
+    update = functools.partial(_update_with_loss, optimizer)
     for _ in range(3):  # nested wrappers may need one round each to settle
         try:
-            _, after = jax.eval_shape(optimizer.update, grads, state, params)
+            _, after = jax.eval_shape(update, grads, state, params, loss)
+        except _MissingArgumentError:
+            raise
         except TypeError as error:
             raise TypeError(
                 "the optimizer does not accept float32 gradients for narrower parameters, which a "
@@ -157,6 +167,31 @@ def _settled_state(optimizer: optax.GradientTransformation, params: Params) -> A
         if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(state))):
             break
     return state
+
+
+class _MissingArgumentError(TypeError):
+    """An optimizer needs arguments that a training step does not have."""
+
+
+def _update_with_loss(
+    optimizer: Any, grads: Params, state: Any, params: Params, loss: Array
+) -> tuple[Any, Any]:
+    """The update of an optax optimizer, which gets the loss as ``value`` if it takes that."""
+    try:
+        try:
+            return optimizer.update(grads, state, params, value=loss)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        return optimizer.update(grads, state, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise _MissingArgumentError(
+            "optimizer needs arguments that a training step does not have, which passes gradients, "
+            "parameters, and the loss as value. A line search needs value_fn, a function of the "
+            f"parameters: pass optax.lbfgs(rate, linesearch=None), which has none. {error}"
+        ) from error
 
 
 def _in_dtypes_of(tree: Any, like: Any) -> Any:
@@ -224,7 +259,10 @@ def make_train_step(
             that begins with B. ``more`` is what the step gets after the labels, such as the segment
             ids and positions of :func:`jaxllm.data.batch`.
         optimizer: A jaxllm or optax optimizer. An :class:`Optimizer` updates in place, and without
-            accumulation takes gradients in the compute dtype.
+            accumulation takes gradients in the compute dtype. An optax optimizer that takes extra
+            arguments, such as ``optax.contrib.reduce_on_plateau`` in a chain, gets the loss of the
+            step as ``value``. One that needs ``value_fn`` for a line search, such as
+            ``optax.lbfgs``, is an error.
         learning_rate: The optimizer's rate or schedule, to report it in the metrics. A schedule
             gets the optimizer's count of steps, which is without the skipped ones.
         compute_dtype: The dtype of the forward and backward pass, and of the state's copy of the
@@ -253,10 +291,12 @@ def make_train_step(
     Returns:
         ``step(state, tokens, labels, *more) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T), and in ``more`` arrays whose first axis is the microbatch. The input
-        state is donated. The step raises TypeError if the state is no :class:`TrainState`. It
-        raises ValueError if the arrays differ in the number of microbatches or have none, if the
-        state's copy does not have the compute dtype, if there is a limit and the state has no
-        anomaly detector, or if a function ``microbatch_weights`` does not return a scalar.
+        state is donated. The step raises TypeError if the state is no :class:`TrainState`, if a
+        parameter or the loss has no floating dtype, if the loss is no scalar, or if the optimizer
+        needs arguments that the step does not have. It raises ValueError if the arrays differ in
+        the number of microbatches or have none, if the state's copy does not have the compute
+        dtype, if there is a limit and the state has no anomaly detector, if the shardings are those
+        of another state, or if a function ``microbatch_weights`` does not return a scalar.
 
         The metrics are float32 scalars: ``loss`` in nats; ``grad_norm`` before clipping;
         ``learning_rate`` if it was given; and with ``detect_anomalies`` the metrics of
@@ -266,9 +306,10 @@ def make_train_step(
         ``float8_overflow``, the number of all that are not finite.
 
     Raises:
-        TypeError: ``optimizer`` is none; ``compute_dtype`` is not a floating dtype of 16 bits or
-            more, or needs ``jax_enable_x64``; ``learning_rate`` or a limit is not a number;
-            ``float8_counts`` or ``overlap`` is no bool; or ``shardings`` is no :class:`TrainState`.
+        TypeError: ``loss_fn`` is no function; ``optimizer`` is none; ``compute_dtype`` is not a
+            floating dtype of 16 bits or more, or needs ``jax_enable_x64``; ``learning_rate`` or a
+            limit is not a number; ``float8_counts`` or ``overlap`` is no bool; or ``shardings`` is
+            no :class:`TrainState`.
         ValueError: ``microbatch_weights`` is not ``"labels"``, ``"equal"`` or a function,
             ``learning_rate`` or a limit is out of range, or ``max_underflow`` is given without
             ``float8_counts``.
@@ -279,6 +320,7 @@ def make_train_step(
         "max_underflow": max_underflow,
     }
     check_limits(**limits)
+    loss_fn = _checked_loss(loss_fn, is_scalar=True)
     _check_optimizer(optimizer)
     float8_counts, overlap = as_bool("float8_counts", float8_counts), as_bool("overlap", overlap)
     if learning_rate is not None and not callable(learning_rate):
@@ -293,13 +335,17 @@ def make_train_step(
         raise ValueError(
             f"max_underflow is {max_underflow} and float8_counts False; it needs the counts"
         )
-    dtype = _compute_dtype(compute_dtype)
+    dtype = compute_dtype_of(compute_dtype)
     weigh = _weigher(microbatch_weights)
 
     def train_step(state: TrainState, tokens: Array, labels: Array, *more: Array):
         check_state("state", state)
-        _check_microbatches(tokens, labels, *more)
+        check_microbatches(tokens, labels, *more)
+        if shardings is not None:
+            _check_shardings(shardings, state)
         copied_to = _copy_dtype(state, dtype)
+        for name, leaf in zip(leaf_names(state.params), jax.tree.leaves(state.params), strict=True):
+            check_floating_of_any_width(**{f"state.params/{name}": leaf})
         if state.anomaly is None:
             for name, limit in limits.items():
                 if limit is not None:
@@ -349,7 +395,7 @@ def make_train_step(
 
         rate = learning_rate
         if callable(learning_rate):
-            rate = learning_rate(_steps_taken(state))
+            rate = as_scalar("learning_rate", learning_rate(_steps_taken(state)))
         anomaly, verdict, detected = None, {}, {}
         if state.anomaly is not None:
             norm = ops.global_norm(grads) * scale
@@ -366,7 +412,7 @@ def make_train_step(
             )
         else:
             updated, opt_state, grad_norm = _optax_step(
-                optimizer, grads, state, scale, verdict.get("skip")
+                optimizer, grads, state, loss, scale, verdict.get("skip")
             )
             copies = [] if copied_to is None else [cast(updated, copied_to)]
         metrics = {"loss": loss, "grad_norm": grad_norm, **detected}
@@ -404,6 +450,49 @@ def check_state(name: str, state: Any) -> None:
         )
 
 
+def _check_shardings(shardings: TrainState, state: TrainState) -> None:
+    """Raises ValueError where the shardings are of a state with other arrays."""
+    for name, of, part in zip(state._fields, shardings, state, strict=True):
+        if name not in ("params", "copy") and _is_prefix(of, part):
+            continue
+        try:
+            leaves_like(f"shardings.{name}", of, part, f"state.{name}")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; make the shardings of this state, by parallel.state_shardings(mesh, "
+                "state)"
+            ) from error
+
+
+def _is_prefix(shardings: Any, tree: Any) -> bool:
+    """Whether ``jax.jit`` takes the shardings for a tree. None lets XLA choose one."""
+    try:
+        jax.tree.map(lambda *_: None, shardings, tree, is_leaf=lambda x: x is None)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked_loss(loss_fn: LossFn, *, is_scalar: bool) -> LossFn:
+    """The loss function, with an error where it returns no array, or no floating scalar."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; it must be a function")
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any) -> Array:
+        loss = loss_fn(*args)
+        if not isinstance(loss, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"loss_fn returns {type(loss).__name__}; it must return an array")
+        if is_scalar and (loss.shape or not is_floating(loss)):
+            raise TypeError(
+                f"loss_fn returns {loss.dtype} of shape {loss.shape}; it must return a scalar of a "
+                "floating dtype"
+            )
+        return loss
+
+    return checked
+
+
 def _check_optimizer(optimizer: Any) -> None:
     """Raises TypeError where there is no optimizer, but for example the function that makes one."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -411,30 +500,6 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is {optimizer!r}; it must be a jaxllm or optax optimizer, such as "
             "training.adamw(1e-3) returns"
         )
-
-
-def _compute_dtype(compute_dtype: DTypeLike | None) -> jnp.dtype:
-    given = default_compute_dtype() if compute_dtype is None else compute_dtype
-    dtype = as_floating_dtype("compute_dtype", given)
-    if dtype != jnp.dtype(given):
-        raise TypeError(f"compute_dtype is {jnp.dtype(given)}, which needs jax_enable_x64")
-    return dtype
-
-
-def _check_microbatches(*arrays: Array) -> None:
-    """Raises ValueError if the arrays of a step do not have one first axis, of at least 1."""
-    names = ["tokens", "labels", *(f"more[{i}]" for i in range(len(arrays) - 2))]
-    shapes: list[Any] = [getattr(array, "shape", ()) for array in arrays]
-    for name, shape in zip(names, shapes, strict=True):
-        if not shape or shape[0] == 0:
-            raise ValueError(
-                f"{name} has shape {shape}; its first axis must have at least 1 microbatch"
-            )
-        if shape[0] != shapes[0][0]:
-            raise ValueError(
-                f"{name} has shape {shape}; its first axis must have {shapes[0][0]} microbatches, "
-                f"as that of tokens {shapes[0]}"
-            )
 
 
 def _copy_dtype(state: TrainState, compute_dtype: jnp.dtype) -> jnp.dtype | None:
@@ -519,12 +584,14 @@ def _optax_step(
     optimizer: optax.GradientTransformation,
     grads: Params,
     state: TrainState,
+    loss: Array,
     grad_scale: float,
     skip: Array | None,
 ) -> tuple[Params, Any, Array]:
     """Updates with an optax optimizer: ``(params, opt_state, grad_norm)``."""
     grads = jax.tree.map(lambda x: x * grad_scale, widen(grads))
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    given = grads, state.opt_state, state.params, loss
+    updates, opt_state = _update_with_loss(optimizer, *given)
     opt_state = _in_dtypes_of(opt_state, state.opt_state)
     params, norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
     if skip is not None:
@@ -551,7 +618,7 @@ def make_eval_step(
     Raises:
         TypeError: As in :func:`make_train_step`.
     """
-    dtype = _compute_dtype(compute_dtype)
+    dtype, loss_fn = compute_dtype_of(compute_dtype), _checked_loss(loss_fn, is_scalar=False)
 
     def evaluate(params: Params, tokens: Array, labels: Array, *more: Array) -> Array:
         return loss_fn(cast(params, dtype), tokens, labels, *more).astype(jnp.float32)
@@ -596,8 +663,8 @@ def mean_loss(
     Raises:
         TypeError: ``batches``, ``batch_size`` or ``seq_len`` is not an integer.
         ValueError: The data set is shorter than one window; ``batches``, ``batch_size`` or
-            ``seq_len`` is below 1; the sharding does not divide ``batch_size``; or
-            ``ignore_next_document`` is true without ``end_of_text``.
+            ``seq_len`` is below 1; the sharding does not divide ``batch_size``; ``evaluate`` does
+            not return a scalar; or ``ignore_next_document`` is true without ``end_of_text``.
     """
     batches = None if batches is None else as_integer("batches", batches)
     batch_size, seq_len = as_integer("batch_size", batch_size), as_integer("seq_len", seq_len)
@@ -628,6 +695,8 @@ def mean_loss(
         batch = load_batch(sharding, (batch_size, seq_len), _by_rows(read))
         counts.append(int(_count_labels(batch[1])))
         losses.append(jax.block_until_ready(evaluate(params, *batch)))
+    if (shape := np.shape(losses[0])) != ():
+        raise ValueError(f"evaluate returns shape {shape}; it must return a scalar")
     # A batch without labels adds nothing, even if its loss is NaN.
     losses = np.asarray(jax.device_get(losses), np.float64)
     losses = np.where(counts, losses, 0.0)
