@@ -32,7 +32,7 @@ def test_what_no_layer_or_norm_has_is_rejected(block, layers, precision):
         message = rf"weights\['{layer}'\] has {next(iter(extra))}; it may have weight and bias"
         with pytest.raises(ValueError, match=message):
             block(precision=precision, **{name: extra})
-    with pytest.raises(ValueError, match="norm has bias; it may have scale alone"):
+    with pytest.raises(TypeError, match="norm has a bias; the RMS norm of this residual has none"):
         block(norm=NORM | BIAS, precision=precision)
     with pytest.raises(ValueError, match="norm has offset; it may have scale and bias alone"):
         block(norm=NORM | {"offset": 1}, kind="layer", precision=precision)
@@ -42,7 +42,7 @@ def test_norms_of_heads_and_the_final_norm_have_no_bias_that_is_not_read():
     scale = {"scale": jnp.ones(4)}
     with pytest.raises(ValueError, match=r"weights\['q_norm'\] has bias; it may have scale alone"):
         attention(more={"q_norm": scale | BIAS, "k_norm": scale})
-    with pytest.raises(ValueError, match="norm has bias; it may have scale alone"):
+    with pytest.raises(TypeError, match="norm has a bias; the RMS norm of this residual has none"):
         final_norm(residual(ROWS, "rms"), NORM | BIAS)
 
 

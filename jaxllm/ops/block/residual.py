@@ -233,9 +233,11 @@ def final_norm(
     return function(h.x, **norm, eps=h.eps, backend=backend)
 
 
-def check_norm(h: Residual, norm: object) -> None:
+def check_norm(h: Residual, norm: Any) -> None:
     """Raises TypeError or ValueError where a norm lacks a part, or has one that no kernel reads."""
-    check_keys("norm", norm, "scale", others=("bias",) if h.kind == "layer" else ())
+    check_keys("norm", norm, "scale", others=("bias",))
+    if h.kind == "rms" and "bias" in norm:
+        raise TypeError("norm has a bias; the RMS norm of this residual has none")
 
 
 def check_keys(name: str, tree: object, *keys: str, others: tuple[str, ...] | None = None) -> None:
