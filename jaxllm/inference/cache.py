@@ -131,12 +131,7 @@ def init_cache(config: Shape, batch: int, max_length: int, dtype: DTypeLike) -> 
 
 
 def _as_size(name: str, size: Any) -> Any:
-    if jax.export.is_symbolic_dim(size):
-        return size
-    size = as_integer(name, size)
-    if size < 0:
-        raise ValueError(f"{name} is {size}; it must be at least 0")
-    return size
+    return size if jax.export.is_symbolic_dim(size) else as_integer(name, size, least=0)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -87,7 +87,7 @@ def generate(
         raise ValueError(f"prompt_tokens has dtype {prompt.dtype}; it must be integers")
     if not isinstance(prompt, Tracer):
         _check_vocabulary("prompt_tokens", np.asarray(prompt), config)
-    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens, least=0)
     temperature, top_k, _ = check_sampling(temperature, top_k, None, key)
     if key is None:
         key = jax.random.key(0)  # never drawn from
@@ -188,7 +188,7 @@ def complete(
     """
     _check_untraced(params=params, prompts=prompts, key=key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
-    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens, least=0)
     stops = _stops(stop_tokens, config)
     _check_params(model, params, config)
     dtype = _cache_dtype(params, cache_dtype)
@@ -242,7 +242,7 @@ def stream(
     """
     _check_untraced(params=params, prompt=prompt, key=key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)
-    max_new_tokens = _check_max_new_tokens(max_new_tokens)
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens, least=0)
     stops = _stops(stop_tokens, config)
     _check_params(model, params, config)
     dtype = _cache_dtype(params, cache_dtype)
@@ -383,13 +383,6 @@ def _check_vocabulary(name: str, tokens: np.ndarray, config: Config) -> None:
             f"{name} has tokens from {tokens.min()} to {tokens.max()}; the vocabulary has those "
             f"from 0 to {config.vocab_size - 1}"
         )
-
-
-def _check_max_new_tokens(max_new_tokens: Any) -> int:
-    max_new_tokens = as_integer("max_new_tokens", max_new_tokens)
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
-    return max_new_tokens
 
 
 def _check_max_length(

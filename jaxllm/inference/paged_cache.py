@@ -91,9 +91,7 @@ def init_paged_cache(
             ``dtype`` neither floating-point nor int8.
         ValueError: ``page_size`` is below 1, or a length below 0.
     """
-    page_size = as_integer("page_size", page_size)
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    page_size = as_integer("page_size", page_size, least=1)
     dtype = as_cache_dtype(dtype)
     if np.ndim(max_lengths) != 1:
         raise TypeError(f"max_lengths is {max_lengths!r}; it must have an integer a sequence")

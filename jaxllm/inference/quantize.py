@@ -32,9 +32,7 @@ def quantize_params(params: Params, *, group_size: int = 64) -> Params:
         ValueError: ``group_size`` is below 1, a matrix's input width is not a multiple of it, or
             the parameters are int8 already.
     """
-    group_size = as_integer("group_size", group_size)
-    if group_size < 1:
-        raise ValueError(f"group_size is {group_size}; it must be at least 1")
+    group_size = as_integer("group_size", group_size, least=1)
     head = lm_head(params)
     if isinstance(head, ops.Quantized):
         raise ValueError("params are int8 already; lm_head is a Quantized")

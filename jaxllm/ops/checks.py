@@ -126,12 +126,18 @@ def as_floating_dtype(name: str, value: Any) -> np.dtype:
     return dtype
 
 
-def as_integer(name: str, value: Any) -> int:
-    """The integer that an option is, whatever its type; raises TypeError where it is none."""
+def as_integer(name: str, value: Any, *, least: int | None = None) -> int:
+    """The integer that an option is, whatever its type.
+
+    Raises TypeError where it is none, and ValueError where it is below ``least``.
+    """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError as error:
         raise TypeError(f"{name} is {value!r}; it must be an integer") from error
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
 
 
 def as_bool(name: str, value: Any) -> bool:

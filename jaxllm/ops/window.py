@@ -46,9 +46,7 @@ def check_window(window: object) -> Window:
     if window is None:
         return None
     if not isinstance(window, tuple | list):
-        size = as_integer("window", window)
-        if size < 1:
-            raise ValueError(f"window is {size}; it must be at least 1")
+        size = as_integer("window", window, least=1)
         return size if size <= _MOST_TOKENS else None
     if len(window) != 2:
         raise ValueError(f"window is {window!r}; it must be an integer or a pair, (left, right)")

@@ -75,8 +75,8 @@ def open_folder(
         TypeError: ``keep`` or ``keep_every`` is not an integer.
         ValueError: ``keep`` or ``keep_every`` is below 1.
     """
-    keep = None if keep is None else _at_least("keep", keep, 1)
-    keep_every = None if keep_every is None else _at_least("keep_every", keep_every, 1)
+    keep = None if keep is None else as_integer("keep", keep, least=1)
+    keep_every = None if keep_every is None else as_integer("keep_every", keep_every, least=1)
     if Path(folder).exists() and not Path(folder).is_dir():
         raise NotADirectoryError(f"{folder}: a file; checkpoints need a folder")
     ocp = _import_orbax()
@@ -117,7 +117,7 @@ def save(
             cannot hold, or that needs ``jax_enable_x64``; or two arrays would have the same name in
             the checkpoint.
     """
-    step = _at_least("step", step, 0)
+    step = as_integer("step", step, least=0)
     ocp = _import_orbax()
     check_state("state", state)
     _check_arrays(state)
@@ -266,12 +266,6 @@ def _verify(name: str, found: Mapping[str, str], wanted: Mapping[str, str] | Non
 
 def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _at_least(name: str, value: int, least: int) -> int:
-    if (number := as_integer(name, value)) < least:
-        raise ValueError(f"{name} is {number}; it must be at least {least}")
-    return number
 
 
 def _check_arrays(state: TrainState) -> None:

@@ -94,8 +94,7 @@ def accuracy(
         ValueError: ``batch_size`` is below 1, the sharding does not divide it, or the model cannot
             read the questions; see :func:`check_questions`.
     """
-    if (batch_size := as_integer("batch_size", batch_size)) < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    batch_size = as_integer("batch_size", batch_size, least=1)
     if sharding is not None:
         loader.check_batch_size(sharding, batch_size, ndim=2)
     questions = list(questions)

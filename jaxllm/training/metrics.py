@@ -55,8 +55,8 @@ def measured_matmul_flops(
         ValueError: ``size`` or ``repeats`` is below 1.
     """
     on_gpu = jax.default_backend() == "gpu"
-    size = _positive("size", (8192 if on_gpu else 512) if size is None else size)
-    repeats = _positive("repeats", repeats)
+    size = as_integer("size", (8192 if on_gpu else 512) if size is None else size, least=1)
+    repeats = as_integer("repeats", repeats, least=1)
     dtype = as_floating_dtype("dtype", dtype or ("bfloat16" if on_gpu else "float32"))
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     weight = jax.random.normal(jax.random.key(1), (size, size), dtype) / size**0.5
@@ -92,9 +92,3 @@ def model_flops_utilization(flops: float, seconds: float, device_kind: str) -> f
         raise ValueError(f"seconds is {seconds}; it must be above 0")
     peak = peak_flops(device_kind)
     return None if peak is None else flops / seconds / peak
-
-
-def _positive(name: str, value: int) -> int:
-    if (number := as_integer(name, value)) < 1:
-        raise ValueError(f"{name} is {number}; it must be at least 1")
-    return number

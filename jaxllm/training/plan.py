@@ -449,10 +449,10 @@ def make_plan(
     if unknown := [axis for axis in mesh if axis not in AXES]:
         raise ValueError(f"mesh has the axis {unknown[0]!r}; axes are {', '.join(AXES)}")
     row = nearest_row(model, gpu)
-    seq_len = _size("seq_len", row.seq_len if seq_len is None else seq_len)
-    mesh = {axis: _size(axis, mesh.get(axis, 1)) for axis in AXES}
-    batch_size = None if batch_size is None else _size("batch_size", batch_size)
-    accumulate = _size("accumulate", accumulate)
+    seq_len = as_integer("seq_len", row.seq_len if seq_len is None else seq_len, least=1)
+    mesh = {axis: as_integer(axis, mesh.get(axis, 1), least=1) for axis in AXES}
+    batch_size = None if batch_size is None else as_integer("batch_size", batch_size, least=1)
+    accumulate = as_integer("accumulate", accumulate, least=1)
     interconnect = as_float("interconnect", interconnect)
     if not interconnect > 0:
         raise ValueError(f"interconnect is {interconnect:g} bytes per second; it must be above 0")
@@ -486,12 +486,6 @@ def make_plan(
     while batch_size is None and not plan.fits and plan.batch_size > shards:
         plan = dataclasses.replace(plan, batch_size=plan.batch_size // shards // 2 * shards)
     return plan
-
-
-def _size(name: str, value: int) -> int:
-    if (size := as_integer(name, value)) < 1:
-        raise ValueError(f"{name} is {size}; it must be at least 1")
-    return size
 
 
 def _flops_per_token(model: Model, seq_len: int) -> tuple[int, int]:

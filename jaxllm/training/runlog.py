@@ -53,9 +53,7 @@ def open_log(
         TypeError: ``after`` is not an integer, or ``tensorboard`` is not a bool.
         ValueError: ``after`` is below 0.
     """
-    folder, after = Path(folder), as_integer("after", after)
-    if after < 0:
-        raise ValueError(f"after is {after}; it must be at least 0")
+    folder, after = Path(folder), as_integer("after", after, least=0)
     tensorboard = as_bool("tensorboard", tensorboard)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("log.jsonl", "main.log"):

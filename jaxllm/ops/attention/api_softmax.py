@@ -100,9 +100,7 @@ def repeat_kv(
     check_floating_of_any_width(x=x)
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must be (..., K, H)")
-    groups = as_integer("groups", groups)
-    if groups < 1:
-        raise ValueError(f"groups is {groups}; it must be at least 1")
+    groups = as_integer("groups", groups, least=1)
     options = _RepeatOptions(groups)
     if x.shape[-2] == 1:  # one head has no shards, although its copies might
         return _repeat_one(x, backend=resolve(backend), options=options)

@@ -142,9 +142,7 @@ def linear_cross_entropy(
     vocab_size = check_options(width, what, label_smoothing, vocab_size)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; it must be one of mean, sum")
-    chunk_rows = None if chunk_rows is None else as_integer("chunk_rows", chunk_rows)
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    chunk_rows = None if chunk_rows is None else as_integer("chunk_rows", chunk_rows, least=1)
     hidden, weight = jnp.asarray(hidden), jnp.asarray(weight)
     if accumulate_dtype is not None:
         accumulate_dtype = as_floating_dtype("accumulate_dtype", accumulate_dtype)
