@@ -9,20 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm.inference.cache import KVCache, decode_step, init_cache, prefill
 from jaxllm.inference.paged_cache import PagedKVCache, init_paged_cache
 from jaxllm.inference.sampling import check_sampling, sample
-from jaxllm.models.common import Params, check_params, for_decoding, is_for_decoding
+from jaxllm.models.common import (
+    Params,
+    check_params,
+    for_decoding,
+    is_for_decoding,
+    with_auto_axes,
+)
 from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops.checks import as_integer
 
@@ -299,22 +305,18 @@ def _on_auto_axes(
     padding off logits that are sharded along the vocabulary.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((params, key))]
-    meshes = [of.mesh for of in shardings if isinstance(of, NamedSharding)]
+    meshes: Any = [of.mesh for of in shardings if isinstance(of, NamedSharding)]
     if not any(mesh.explicit_axes for mesh in meshes):
         return params, key, contextlib.nullcontext
-
-    def auto(mesh: Any) -> Mesh:
-        types = (AxisType.Auto,) * len(mesh.axis_names)
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
     def move(x: Any) -> Any:
         of = getattr(x, "sharding", None)
         if not isinstance(of, NamedSharding):
             return x
-        return jax.device_put(x, NamedSharding(auto(of.mesh), of.spec))
+        return jax.device_put(x, NamedSharding(with_auto_axes(cast(Mesh, of.mesh)), of.spec))
 
     params, key = jax.tree.map(move, (params, key))
-    return params, key, functools.partial(jax.set_mesh, auto(meshes[0]))
+    return params, key, functools.partial(jax.set_mesh, with_auto_axes(meshes[0]))
 
 
 def _stops(stop_tokens: int | Sequence[int] | None, config: Any) -> tuple[int, ...]:

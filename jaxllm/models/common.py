@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxllm import ops
@@ -257,6 +258,21 @@ def layers_of(params: Params) -> list[Params]:
     """The blocks' parameters, a layer at a time."""
     blocks = params["blocks"]
     return blocks if isinstance(blocks, list) else unstack(params)["blocks"]
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with Auto axes.
+
+    To move parameters from a mesh with Explicit axes to it copies nothing::
+
+        auto = with_auto_axes(mesh)
+        params = jax.device_put(params, parallel.state_shardings(auto, params))
+
+    Sampling needs it: JAX does not slice the padding off logits that are sharded along the
+    vocabulary under Explicit axes. :func:`jaxllm.inference.generate.complete` and ``stream`` do it
+    themselves.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def unstack(params: Params) -> Params:

@@ -52,7 +52,7 @@ from jaxtyping import Array
 
 from jaxllm.core.meshes import ROW_AXES
 from jaxllm.core.precision import is_random_key
-from jaxllm.models.common import unstack
+from jaxllm.models.common import unstack, with_auto_axes
 from jaxllm.ops.checks import as_bool, as_integer, leaves_like
 from jaxllm.training.optim import Optimizer, is_function
 from jaxllm.training.optim_optax import decay_mask, is_stacked, names_of
@@ -305,21 +305,6 @@ def init_state(
     with jax.set_mesh(with_auto_axes(mesh)):
         state = create(*given)
     return jax.device_put(state, state_shardings(mesh, state))  # the same shards; nothing is copied
-
-
-def with_auto_axes(mesh: Mesh) -> Mesh:
-    """The same mesh with Auto axes.
-
-    To move parameters from a mesh with Explicit axes to it copies nothing::
-
-        auto = parallel.with_auto_axes(mesh)
-        params = jax.device_put(params, parallel.state_shardings(auto, params))
-
-    Sampling needs it: JAX does not slice the padding off logits that are sharded along the
-    vocabulary under Explicit axes. :func:`jaxllm.inference.generate.complete` and ``stream`` do it
-    themselves.
-    """
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _creation(
