@@ -441,10 +441,8 @@ def open_data(options: argparse.Namespace) -> tuple[data.Dataset, data.Dataset |
     elif folder is None:
         folder = data.ensure_standard_library()
     train = data.open_split(folder, "train")
-    # Read the first step, so that a corpus that is too short is an error here.
-    B = options.batch_size
-    for i in range(options.accumulate):
-        read_rows(train, options, 0, range(i * B, (i + 1) * B))
+    # Read a batch, so that a corpus that is too short is an error here.
+    read_rows(train, options, 0, range(options.batch_size))
     val = data.open_split(folder, "val") if any(folder.glob("*val*.bin")) else None
     if val:
         data.check_vocabulary(val, options.vocab_size)
