@@ -315,7 +315,8 @@ def update_in_place(
             **options,
         )
         if has_master and seed is not None:
-            # A skipped step would round the unchanged masters with other random bits.
+            # A skipped step would round the unchanged masters with other random bits: the kernel
+            # rounds whatever `skip` is. This costs one more pass over the rounded parameters.
             skip, (*others, rounded) = options.get("skip", False), outputs
             kept = {names[i]: _unless(skip, leaves[i], rounded[names[i]]) for i in indices}
             outputs = (*others, kept)
