@@ -218,6 +218,12 @@ def test_nonfinite_elements_and_scales_reach_their_rows_alone(backend, formats, 
     assert 0.9 < np.isfinite(out).mean() < 1
 
 
+# The kernel finds the largest elements of a product of two e4m3 arrays with one scale each.
+each_formats_of_amax = pytest.mark.parametrize(
+    "formats", [(FORMATS[0], FORMATS[0]), FORMATS], ids="-".join
+)
+
+
 def with_amax(arrays, parts, backend, out_dtype="bfloat16", bias=None):
     static = {"out_dtype": out_dtype, "parts": parts}
     a, b, *scales = arrays
@@ -226,10 +232,14 @@ def with_amax(arrays, parts, backend, out_dtype="bfloat16", bias=None):
 
 
 @each_backend
+@each_formats_of_amax
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize(("columns", "parts"), [(200, 1), (136, 2), (384, 2), (640, 2), (640, 1)])
-def test_amax_is_the_largest_finite_element_of_each_part(columns, parts, out_dtype, backend):
-    a, b, _, scale_b = operands((257, columns, 1040), FORMATS, one_scale=True)
+@pytest.mark.covering(("formats", "out_dtype"), ("columns", "parts"))
+def test_amax_is_the_largest_finite_element_of_each_part(
+    columns, parts, out_dtype, formats, backend
+):
+    a, b, _, scale_b = operands((257, columns, 1040), formats, one_scale=True)
     a = a.at[3, 5].set(jnp.nan)  # a row of NaN
     b = b.at[columns - 1].multiply(8).at[0].set(0).at[0, 7].set(448)
     scale = {"float16": 2.0**20, "bfloat16": 1.0, "float32": 1.0}[out_dtype]
@@ -262,10 +272,15 @@ def assert_rounded_once(out, plain, bias):
 
 
 @each_backend
+@each_formats_of_amax
+@pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("shape", [(257, 384, 1040), (130, 200, 144)])
-def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype, backend):
-    arrays = operands(shape, FORMATS)
+@pytest.mark.covering(("formats", "one_scale", "shape"), ("out_dtype",))
+def test_bias_is_added_before_the_rounding_and_counts_for_amax(
+    shape, out_dtype, one_scale, formats, backend
+):
+    arrays = operands(shape, formats, one_scale)
     bias = drawn_bias(shape[1], out_dtype)
     out, amax = with_amax(arrays, 1, backend, out_dtype, bias)
     plain = float8_matmul(*arrays, out_dtype="float32", backend=backend)
@@ -276,12 +291,14 @@ def test_bias_is_added_before_the_rounding_and_counts_for_amax(shape, out_dtype,
 
 
 @each_backend
+@each_formats_of_amax
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("depth", [16, 1040, 2048])
 @pytest.mark.parametrize("rows", [1, 127, 250])
-def test_amax_has_no_part_of_rows_beyond_the_last(rows, depth, out_dtype, backend):
+@pytest.mark.covering(("formats", "depth"), ("out_dtype",), ("rows",))
+def test_amax_has_no_part_of_rows_beyond_the_last(rows, depth, out_dtype, formats, backend):
     # A tile has more rows. There the product is 0, and the sum with the bias is the bias.
-    a, b = jnp.ones((rows, depth), FORMATS[0]), -jnp.ones((256, depth), FORMATS[1])
+    a, b = jnp.ones((rows, depth), formats[0]), -jnp.ones((256, depth), formats[1])
     scale, bias = jnp.ones((), jnp.float32), jnp.zeros(256, out_dtype).at[:128].set(depth)
     out, amax = with_amax((a, b, scale, scale), 2, backend, out_dtype, bias)
     np.testing.assert_array_equal(amax, [0, depth])
@@ -313,15 +330,17 @@ def test_split_depth_under_vmap_has_the_bits_of_each_call():
 
 
 @each_backend
-def test_amax_of_zeros_and_of_no_rows_is_zero(backend):
-    a, b, scale_a, scale_b = operands((32, 128, 64), FORMATS, one_scale=True)
+@each_formats_of_amax
+def test_amax_of_zeros_and_of_no_rows_is_zero(formats, backend):
+    a, b, scale_a, scale_b = operands((32, 128, 64), formats, one_scale=True)
     for rows in (0 * a, a[:0]):
         np.testing.assert_array_equal(with_amax((rows, b, scale_a, scale_b), 2, backend)[1], 0)
 
 
 @each_backend
-def test_amax_under_vmap_is_that_of_each_call(backend):
-    a, b, scale_a, scale_b = operands((32, 128, 64), FORMATS, one_scale=True)
+@each_formats_of_amax
+def test_amax_under_vmap_is_that_of_each_call(formats, backend):
+    a, b, scale_a, scale_b = operands((32, 128, 64), formats, one_scale=True)
     batch = jnp.stack([a, a[::-1], 0 * a])
 
     def of_one(a):

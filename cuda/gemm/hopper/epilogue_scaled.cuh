@@ -1,6 +1,6 @@
 // out = p scale_a scale_b + bias, of the product p: a factor for each row, one for each column, and
-// where there is a bias a term for each column. Where it is wanted, also the largest finite |out|
-// of all columns, or of each half of them.
+// where there is a bias a term for each column. The epilogues whose names end in Amax also find the
+// largest finite |out| of all columns, or of each half of them. Each operand has one scale there.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ float scaled(float product, float scale_a, float scal
 }
 
 // Where the largest |out| goes: a float for each part of `columns` columns, zero before the kernel,
-// that no subtile crosses. At most two parts; nullptr where it is not wanted.
+// that no subtile crosses. At most two parts.
 struct Amax {
   float* data = nullptr;
   int64_t columns = 0;
@@ -141,13 +141,13 @@ struct HalvesWarp : EpilogueWarp<Tile, T, HalvesStorage<Tile>> {
 
 // ---- The epilogue.
 
-template <class Tile, typename T, class Warp>
+template <class Tile, typename T, class Warp, bool kAmax>
 struct ScaledEpilogue : Warp {
   struct Arguments {
     T* out;
     Scales scale_a, scale_b;
-    const T* bias;  // nullptr for none
-    Amax amax;
+    const T* bias;   // nullptr for none
+    Amax amax = {};  // with kAmax
   };
   struct Params {
     CUtensorMap map;  // of a result of 16 bits
@@ -207,33 +207,24 @@ struct ScaledEpilogue : Warp {
       factors[kBias + block * 32 + this->lane] = bias;
     }
     __syncwarp();
-    const auto store_as = [&](auto amax, auto one_scale) {
-      store_subtiles<amax.value, one_scale.value>(accumulators, work, factors);
-    };
-    const auto store_with = [&](auto amax) {
-      if (params.scale_a.is_one && params.scale_b.is_one) {
-        store_as(amax, std::true_type{});
-      } else {
-        store_as(amax, std::false_type{});
-      }
-    };
-    if (params.amax == nullptr) {
-      store_with(std::false_type{});
+    if (kAmax || (params.scale_a.is_one && params.scale_b.is_one)) {
+      store_subtiles<true>(accumulators, work, factors);
     } else {
-      store_with(std::true_type{});
+      store_subtiles<false>(accumulators, work, factors);
     }
     if constexpr (Warp::kTakesHalves) this->release_buffers();
   }
 
   __device__ __forceinline__ void finish() {
-    if (params.amax == nullptr) return;
+    if constexpr (kAmax) {
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      // Floats that are not negative are in the order of their bits.
-      const int of_lane = __float_as_int(rounded(largest[part]));
-      const int of_warp = __reduce_max_sync(kFullWarp, of_lane);
-      if (this->lane > 0 || part * params.columns_of_part >= params.columns) continue;
-      atomicMax(reinterpret_cast<int*>(params.amax + part), of_warp);
+      for (int part = 0; part < 2; ++part) {
+        // Floats that are not negative are in the order of their bits.
+        const int of_lane = __float_as_int(rounded(largest[part]));
+        const int of_warp = __reduce_max_sync(kFullWarp, of_lane);
+        if (this->lane > 0 || part * params.columns_of_part >= params.columns) continue;
+        atomicMax(reinterpret_cast<int*>(params.amax + part), of_warp);
+      }
     }
   }
 
@@ -283,7 +274,7 @@ struct ScaledEpilogue : Warp {
 
   // With one scale of each operand no factors come from shared memory: a GEMM of 32768 x 3072 x 768
   // took 4% less time on an H200.
-  template <bool kAmax, bool kOneScale>
+  template <bool kOneScale>
   __device__ __forceinline__ void store_subtiles(Accumulators<Tile>& accumulators,
                                                  const WorkTile& work, const float2* factors) {
     const float of_a = __ldg(params.scale_a.data), of_b = __ldg(params.scale_b.data);
@@ -340,9 +331,14 @@ struct ScaledEpilogue : Warp {
   }
 };
 
+// Kernels of their own find the largest |out|: few do, and that is half of the code.
 template <class Tile, typename T>
-using EpilogueScaled = ScaledEpilogue<Tile, T, ScaledWarp<Tile, SubtileType<T>>>;
+using EpilogueScaled = ScaledEpilogue<Tile, T, ScaledWarp<Tile, SubtileType<T>>, false>;
 template <class Tile, typename T>
-using EpilogueScaledHalves = ScaledEpilogue<Tile, T, HalvesWarp<Tile, SubtileType<T>>>;
+using EpilogueScaledAmax = ScaledEpilogue<Tile, T, ScaledWarp<Tile, SubtileType<T>>, true>;
+template <class Tile, typename T>
+using EpilogueScaledHalves = ScaledEpilogue<Tile, T, HalvesWarp<Tile, SubtileType<T>>, false>;
+template <class Tile, typename T>
+using EpilogueScaledHalvesAmax = ScaledEpilogue<Tile, T, HalvesWarp<Tile, SubtileType<T>>, true>;
 
 }  // namespace jaxllm::hopper

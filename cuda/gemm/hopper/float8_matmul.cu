@@ -42,49 +42,72 @@ template <class Tile, typename A, typename B, typename Out,
           template <class, typename> class Epilogue>
 using ScaledGemm = Gemm<Float8Mainloop<Tile, A, B, Out>, PersistentScheduler, Epilogue>;
 
-}  // namespace
-
-template <typename A, typename B, typename Out>
-cudaError_t Float8Gemm<A, B, Out>::launch(cudaStream_t stream, const GemmShape& shape, Out* out,
-                                          float* amax, int parts) const {
-  if (parts > 1 && shape.columns % (parts * int64_t{kSwizzleColumns}) != 0) {
-    return cudaErrorNotSupported;
-  }
-  if (amax != nullptr) JAXLLM_RETURN_IF_ERROR(zero_counter(stream, amax, parts));
+// `Whole` and `Halves` are the epilogues where the depth is multiplied at once, and in two halves.
+template <template <class, typename> class Whole, template <class, typename> class Halves,
+          typename A, typename B, typename Out>
+cudaError_t launch(cudaStream_t stream, const Float8Gemm<A, B, Out>& gemm, const GemmShape& shape,
+                   Out* out, Amax amax) {
   if (shape.rows == 0 || shape.columns == 0) return cudaSuccess;
   if (shape.columns % 8 != 0) return cudaErrorNotSupported;
   const auto run = [&](auto of_tile) {
-    return launch_gemm<decltype(of_tile), uint8_t>(
-        stream, shape, reinterpret_cast<const uint8_t*>(a), reinterpret_cast<const uint8_t*>(b),
-        {out,
-         {scale_a, has_one_scale_a},
-         {scale_b, has_one_scale_b},
-         bias,
-         {amax, shape.columns / parts}});
+    return launch_gemm<decltype(of_tile), uint8_t>(stream, shape,
+                                                   reinterpret_cast<const uint8_t*>(gemm.a),
+                                                   reinterpret_cast<const uint8_t*>(gemm.b),
+                                                   {out,
+                                                    {gemm.scale_a, gemm.has_one_scale_a},
+                                                    {gemm.scale_b, gemm.has_one_scale_b},
+                                                    gemm.bias,
+                                                    amax});
   };
-  using Deep = ScaledGemm<DeepTile, A, B, Out, EpilogueScaled>;
-  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaled>{});
+  using Deep = ScaledGemm<DeepTile, A, B, Out, Whole>;
+  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, Whole>{});
   int clusters = 0;
   JAXLLM_RETURN_IF_ERROR(find_clusters<Deep>(&clusters));
-  if (is_faster_narrow(shape, clusters)) {
-    return run(ScaledGemm<NarrowTile, A, B, Out, EpilogueScaled>{});
-  }
+  if (is_faster_narrow(shape, clusters)) return run(ScaledGemm<NarrowTile, A, B, Out, Whole>{});
   if constexpr (sizeof(Out) == 2) {
     if (kLeastHalvesDepth <= shape.depth && shape.depth <= 2 * kWholeDepth) {
-      return run(ScaledGemm<WholeTile, A, B, Out, EpilogueScaledHalves>{});
+      return run(ScaledGemm<WholeTile, A, B, Out, Halves>{});
     }
   }
   return run(Deep{});
 }
 
-#define JAXLLM_FLOAT8_MATMUL(A, B)                 \
-  template struct Float8Gemm<A, B, __nv_bfloat16>; \
-  template struct Float8Gemm<A, B, __half>;        \
-  template struct Float8Gemm<A, B, float>;
-JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e4m3)
-JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e5m2)
-JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e4m3)
-JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e5m2)
+}  // namespace
+
+template <typename A, typename B, typename Out>
+cudaError_t float8_matmul(cudaStream_t stream, const Float8Gemm<A, B, Out>& gemm,
+                          const GemmShape& shape, Out* out) {
+  return launch<EpilogueScaled, EpilogueScaledHalves>(stream, gemm, shape, out, {});
+}
+
+template <typename Out>
+cudaError_t float8_matmul_amax(cudaStream_t stream,
+                               const Float8Gemm<__nv_fp8_e4m3, __nv_fp8_e4m3, Out>& gemm,
+                               const GemmShape& shape, Out* out, float* amax, int parts) {
+  if (!gemm.has_one_scale_a || !gemm.has_one_scale_b ||
+      (parts > 1 && shape.columns % (parts * int64_t{kSwizzleColumns}) != 0)) {
+    return cudaErrorNotSupported;
+  }
+  JAXLLM_RETURN_IF_ERROR(zero_counter(stream, amax, parts));
+  return launch<EpilogueScaledAmax, EpilogueScaledHalvesAmax>(stream, gemm, shape, out,
+                                                              {amax, shape.columns / parts});
+}
+
+#define JAXLLM_FLOAT8_MATMUL(A, B, Out)                                                            \
+  template cudaError_t float8_matmul(cudaStream_t, const Float8Gemm<A, B, Out>&, const GemmShape&, \
+                                     Out*);
+#define JAXLLM_FLOAT8_MATMULS(Out)                                                              \
+  JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e4m3, Out)                                       \
+  JAXLLM_FLOAT8_MATMUL(__nv_fp8_e4m3, __nv_fp8_e5m2, Out)                                       \
+  JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e4m3, Out)                                       \
+  JAXLLM_FLOAT8_MATMUL(__nv_fp8_e5m2, __nv_fp8_e5m2, Out)                                       \
+  template cudaError_t float8_matmul_amax(cudaStream_t,                                         \
+                                          const Float8Gemm<__nv_fp8_e4m3, __nv_fp8_e4m3, Out>&, \
+                                          const GemmShape&, Out*, float*, int);
+JAXLLM_FLOAT8_MATMULS(__nv_bfloat16)
+JAXLLM_FLOAT8_MATMULS(__half)
+JAXLLM_FLOAT8_MATMULS(float)
+#undef JAXLLM_FLOAT8_MATMULS
 #undef JAXLLM_FLOAT8_MATMUL
 
 }  // namespace jaxllm

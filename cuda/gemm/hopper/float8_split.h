@@ -9,7 +9,7 @@ namespace jaxllm {
 // The sides of a tile, that of a cluster: of 128 rows for each CTA, which share b.
 inline constexpr int kFloat8SplitRows = 128, kFloat8SplitColumns = 192;
 
-// As gemm.launch() without amax, with the errors of that. `partial` is a workspace of
+// As float8_matmul(), with the errors of that. `partial` is a workspace of
 // partial_floats: (clusters + tiles) tiles, for as many clusters as the launch may have. More
 // clusters than run at once are of no use. Also cudaErrorNotSupported where there is no room for a
 // cluster, or the tiles are more than 16 times the clusters.

@@ -138,7 +138,10 @@ float8_matmul_amax_unsupported = float8_matmul_unsupported
 def float8_matmul_amax(a, b, scale_a, scale_b, bias, *, out_dtype, parts):
     """Returns ``out``, and its largest finite absolute value in each part of the columns."""
     rows, columns = a.shape[0], b.shape[0]
-    if parts > 1 and columns % (parts * 64):  # the epilogue takes one part of 64 columns at a time
+    # As the forward GEMM of a layer with one scale for each array has it.
+    is_forward = a.dtype == b.dtype == jnp.float8_e4m3fn and scale_a.shape == scale_b.shape == (1,)
+    # The epilogue takes one part of 64 columns at a time.
+    if not is_forward or (parts > 1 and columns % (parts * 64)):
         out = float8_matmul(a, b, scale_a, scale_b, bias, out_dtype=out_dtype)
         return out, amax_of_columns(out, parts)
     results = (
