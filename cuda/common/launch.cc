@@ -143,4 +143,36 @@ cudaError_t find_resident_ctas(const void* kernel, int threads, int64_t shared_b
   });
 }
 
+cudaError_t launch_with_parameters(cudaStream_t stream, const void* kernel, const Launch& launch,
+                                   void** parameters) {
+  KernelImage image;
+  JAXLLM_RETURN_IF_ERROR(image.read(kernel));
+  if (launch.cluster > 1 && !image.has_clusters()) return cudaErrorNotSupported;
+  cudaLaunchAttribute attributes[3];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = launch.grid;
+  config.blockDim = launch.block;
+  config.dynamicSmemBytes = launch.shared;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (launch.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  }
+  if (launch.pdl && image.architecture >= 90) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
+  const cudaError_t status = cudaLaunchKernelExC(&config, kernel, parameters);
+  if (status != cudaSuccess) cudaGetLastError();  // else a later call would report the error
+  return status;
+}
+
 }  // namespace jaxllm

@@ -1,5 +1,5 @@
 // What launchers share: the early return on an error, the facts that decide about a launch, sizes
-// of grids.
+// of grids, the launch.
 //
 // The host decides about a launch once, from what the device has (DeviceLimits) and what the code
 // that runs there was compiled for (KernelImage). The second does not follow from the first: a
@@ -77,5 +77,31 @@ cudaError_t find_resident_clusters(Kernel* kernel, int size, int threads, size_t
 }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How a kernel is launched.
+struct Launch {
+  dim3 grid, block;
+  size_t shared = 0;  // dynamic shared memory of a CTA, in bytes
+  int cluster = 1;    // CTAs of a cluster, along x
+  // Programmatic dependent launch: may start before the kernel before it on the stream has ended,
+  // and must call wait_on_dependent_grids. Ignored for images before sm_90.
+  bool pdl = false;
+  // All CTAs run at once, or the launch fails: for kernels whose CTAs wait for one another.
+  bool cooperative = false;
+};
+
+// Launches a kernel with its parameters at `parameters`.
+cudaError_t launch_with_parameters(cudaStream_t stream, const void* kernel, const Launch& launch,
+                                   void** parameters);
+
+// The arguments are converted as in a call.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel(cudaStream_t stream, void (*kernel)(Parameters...), const Launch& launch,
+                          const Arguments&... arguments) {
+  return [&](Parameters... parameters) {
+    void* addresses[] = {const_cast<void*>(static_cast<const void*>(&parameters))...};
+    return launch_with_parameters(stream, reinterpret_cast<const void*>(kernel), launch, addresses);
+  }(arguments...);
+}
 
 }  // namespace jaxllm
