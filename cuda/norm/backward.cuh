@@ -12,18 +12,20 @@
 
 namespace jaxllm {
 
-// The column sums that a backward kernel makes: dscale; dbias; with kXBias dx.
-template <class Norm, bool kXBias>
-inline constexpr int kColumnSums = (Norm::kCenters ? 2 : 1) + (kXBias ? 1 : 0);
+// The column sums that a backward kernel makes: dscale; dbias; dx where x has a bias.
+template <class Norm>
+__host__ __device__ constexpr int column_sums(bool has_x_bias) {
+  return Norm::kCenters ? 2 + has_x_bias : 1;
+}
 
 // A persistent kernel: the CTAs loop over tiles of rows. Each thread adds up the weight gradients
-// of its columns, and with kXBias dx, over all its rows. At the end the CTA stores them as one
-// partial row.
-template <class Norm, class Strategy, bool kAdd, bool kXBias, typename T, typename W>
+// of its columns, and dx where x has a bias, over all its rows. At the end the CTA stores them as
+// one partial row.
+template <class Norm, class Strategy, bool kAdd, typename T, typename W>
 __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
     norm_backward_kernel(const T* x, const W* scale, const float* mean, const float* rstd,
                          const T* dout, const T* dh, T* dx, float* partial, int64_t rows, int width,
-                         int64_t partial_rows) {
+                         int64_t partial_rows, bool has_x_bias) {
   using ThreadGroup = typename Strategy::ThreadGroup;
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks, kRows = Strategy::kRows;
   constexpr int kTileRows = kRows * ThreadGroup::kRowsPerCta;
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
 #pragma unroll
           for (int i = 0; i < kVector; ++i) result[i] += dhs[i];
         }
-        if constexpr (kXBias) {
+        if (Norm::kCenters && has_x_bias) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) dx_bias[p][i] += result[i];
         }
@@ -110,13 +112,13 @@ __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
     fence_packs(scales);
   }
 
-  partial += (kColumnSums<Norm, kXBias> * blockIdx.y * partial_rows + blockIdx.x) * width;
+  partial += (column_sums<Norm>(has_x_bias) * blockIdx.y * partial_rows + blockIdx.x) * width;
   store_column_sums<T>(threads, dscale, partial, width);
   if constexpr (Norm::kCenters) {
     store_column_sums<T>(threads, dbias, partial + partial_rows * width, width);
-  }
-  if constexpr (kXBias) {
-    store_column_sums<T>(threads, dx_bias, partial + 2 * partial_rows * width, width);
+    if (has_x_bias) {
+      store_column_sums<T>(threads, dx_bias, partial + 2 * partial_rows * width, width);
+    }
   }
 }
 
@@ -150,10 +152,11 @@ __global__ void norm_backward_any_width_kernel(NormBackwardParams<T, W> params) 
 }
 
 // The column sums for any width: a thread for each column, a CTA for every gridDim.z-th row.
-template <class Norm, bool kXBias, typename T>
+template <class Norm, typename T>
 __global__ void norm_backward_columns_kernel(const T* x, const float* mean, const float* rstd,
                                              const T* dout, const T* dx, float* partial,
-                                             int64_t rows, int64_t width, int64_t partial_rows) {
+                                             int64_t rows, int64_t width, int64_t partial_rows,
+                                             bool has_x_bias) {
   const int64_t column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (column >= width) return;
   float dscale = 0.0f, dbias = 0.0f, dx_bias = 0.0f;
@@ -163,25 +166,29 @@ __global__ void norm_backward_columns_kernel(const T* x, const float* mean, cons
     const float d = to_float(dout[i]);
     dscale += d * (to_float(x[i]) - row_mean) * rstd[my_row];
     dbias += d;
-    if constexpr (kXBias) dx_bias += to_float(dx[i]);
+    if (Norm::kCenters && has_x_bias) dx_bias += to_float(dx[i]);
   }
-  partial += (kColumnSums<Norm, kXBias> * blockIdx.y * partial_rows + blockIdx.z) * width + column;
+  const int64_t sums = column_sums<Norm>(has_x_bias);
+  partial += (sums * blockIdx.y * partial_rows + blockIdx.z) * width + column;
   partial[0] = dscale;
-  if constexpr (Norm::kCenters) partial[partial_rows * width] = dbias;
-  if constexpr (kXBias) partial[2 * partial_rows * width] = dx_bias;
+  if constexpr (Norm::kCenters) {
+    partial[partial_rows * width] = dbias;
+    if (has_x_bias) partial[2 * partial_rows * width] = dx_bias;
+  }
 }
 
 // Stores dx and the first stage of the column sums; *used is the number of partial rows of these.
-template <class Norm, bool kAdd, bool kXBias, typename T, typename W>
+template <class Norm, bool kAdd, typename T, typename W>
 cudaError_t launch_norm_backward(cudaStream_t stream, const NormBackwardParams<T, W>& params,
                                  int64_t* used) {
   const int64_t groups = params.groups, rows = params.rows, width = params.width;
+  const bool has_x_bias = params.dx_bias != nullptr;
   if (rows_are_aligned<T>(width, params.x, params.scale, params.dout, params.dh, params.dx)) {
     const int64_t packs = width / kPackSize<T>;
     const cudaError_t status = choose_backward<Norm::kSums>(packs, [&](auto strategy) {
       using S = decltype(strategy);
       using Pipeline = TilePipeline<typename S::ThreadGroup, T, S::kPacks, S::kRows, kAdd ? 3 : 2>;
-      const auto kernel = norm_backward_kernel<Norm, S, kAdd, kXBias, T, W>;
+      const auto kernel = norm_backward_kernel<Norm, S, kAdd, T, W>;
       const int threads = S::threads(packs);
       const int64_t bytes = Pipeline::bytes(threads);
       const int64_t tiles = divide_up(rows, S::kRows * S::ThreadGroup::kRowsPerCta);
@@ -193,7 +200,7 @@ cudaError_t launch_norm_backward(cudaStream_t stream, const NormBackwardParams<T
       const Launch launch{dim3(*used, groups), threads, static_cast<size_t>(bytes)};
       return launch_kernel(stream, kernel, launch, params.x, params.scale, params.mean, params.rstd,
                            params.dout, params.dh, params.dx, params.partial, rows,
-                           static_cast<int>(width), params.partial_rows);
+                           static_cast<int>(width), params.partial_rows, has_x_bias);
     });
     if (status != cudaErrorNotSupported) return status;
   }
@@ -202,9 +209,9 @@ cudaError_t launch_norm_backward(cudaStream_t stream, const NormBackwardParams<T
                                        params));
   *used = params.partial_rows;
   const dim3 grid(divide_up(width, kAnyWidthThreads), groups, params.partial_rows);
-  return launch_kernel(stream, norm_backward_columns_kernel<Norm, kXBias, T>,
-                       {grid, kAnyWidthThreads}, params.x, params.mean, params.rstd, params.dout,
-                       params.dx, params.partial, rows, width, params.partial_rows);
+  return launch_kernel(stream, norm_backward_columns_kernel<Norm, T>, {grid, kAnyWidthThreads},
+                       params.x, params.mean, params.rstd, params.dout, params.dx, params.partial,
+                       rows, width, params.partial_rows, has_x_bias);
 }
 
 template <class Norm, typename T, typename W>
@@ -212,12 +219,9 @@ cudaError_t norm_backward(cudaStream_t stream, const NormBackwardParams<T, W>& p
   if (params.groups * params.width == 0) return cudaSuccess;
   int64_t used = 0;  // without rows the weight gradients are zero
   if (params.rows > 0) {
-    constexpr bool kXBias = Norm::kCenters;
-    const auto with_dh = params.dx_bias ? launch_norm_backward<Norm, true, kXBias, T, W>
-                                        : launch_norm_backward<Norm, true, false, T, W>;
-    const auto without = params.dx_bias ? launch_norm_backward<Norm, false, kXBias, T, W>
-                                        : launch_norm_backward<Norm, false, false, T, W>;
-    JAXLLM_RETURN_IF_ERROR((params.dh ? with_dh : without)(stream, params, &used));
+    const auto launch = params.dh ? launch_norm_backward<Norm, true, T, W>
+                                  : launch_norm_backward<Norm, false, T, W>;
+    JAXLLM_RETURN_IF_ERROR(launch(stream, params, &used));
   }
   const auto sum_columns = [&](auto... outputs) {
     return column_sum(stream, params.partial, {outputs...}, params.groups, used,

@@ -27,18 +27,16 @@ using float8::Words;
 constexpr int64_t kMaxWidth = 1024 * kPack;
 
 // A CTA of at most kMaxThreads threads, with kRowCount rows.
-template <int kMaxThreads, int kRowCount, bool kWantsTransposed>
+template <int kMaxThreads, int kRowCount>
 struct Shape {
   static constexpr int kThreads = kMaxThreads, kRows = kRowCount;
-  static constexpr bool kTransposed = kWantsTransposed;
   static constexpr int kColumnWords = kRows / kRowsOfThread;
 
   // From the words of four rows to those of the next four. With the padding, two lanes that read
   // words of one column, 16 rows apart, are 16 banks apart.
   __host__ __device__ static constexpr int stride(int width) { return width + 4; }
-  static int64_t shared_bytes(int width) {
-    return kTransposed ? int64_t{4} * kColumnWords * stride(width) : 0;
-  }
+  // For the transposed matrix, where it is wanted.
+  static int64_t shared_bytes(int width) { return int64_t{4} * kColumnWords * stride(width); }
 };
 
 // How many CTAs an SM holds at least: bounds the registers.
@@ -251,7 +249,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kMinCtas<Shape, kAdd, T>)
       if (i >= stored) continue;
       *reinterpret_cast<uint2*>(values + offset + i * width) = {words.of[0][i], words.of[1][i]};
     }
-    if constexpr (Shape::kTransposed) {
+    if (transposed != nullptr) {
       uint32_t* const at = shared + row / kRowsOfThread * Shape::stride(width) + column;
 #pragma unroll
       for (int half = 0; half < kPack / 4; ++half) {
@@ -263,7 +261,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kMinCtas<Shape, kAdd, T>)
       }
     }
   }
-  if constexpr (Shape::kTransposed) {
+  if (transposed != nullptr) {
     __syncthreads();
     store_transposed<Shape>(shared, transposed + first_row, rows, count, width);
   }
@@ -278,7 +276,7 @@ struct Launcher {
 
   template <class Shape>
   cudaError_t run() const {
-    const auto shared = static_cast<size_t>(Shape::shared_bytes(width));
+    const auto shared = static_cast<size_t>(call.transposed ? Shape::shared_bytes(width) : 0);
     const Launch launch{divide_up(call.rows, Shape::kRows), threads, shared};
     return launch_kernel(stream, float8_norm_kernel<Norm, Shape, kAdd, T, W>, launch, call.x,
                          call.residual, call.x_bias, call.scale, call.bias, call.float8_scale,
@@ -304,21 +302,21 @@ struct Launcher {
   // take less shared memory.
   template <int kThreads>
   cudaError_t run_with() const {
-    if (!call.transposed) return run<Shape<kThreads, 16, false>>();
+    if (!call.transposed) return run<Shape<kThreads, 16>>();
     bool fits_shared = false;
     if constexpr (kThreads < 1024) {
       DeviceLimits device;
       JAXLLM_RETURN_IF_ERROR(device.read());
-      JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 32, true>>(2, &fits_shared)));
+      JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 32>>(2, &fits_shared)));
       const bool is_busy = divide_up(call.rows, 32) * threads >= int64_t{512} * device.sms;
-      if (fits_shared && is_busy) return run<Shape<kThreads, 32, true>>();
+      if (fits_shared && is_busy) return run<Shape<kThreads, 32>>();
     }
-    JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 16, true>>(1, &fits_shared)));
-    if (fits_shared) return run<Shape<kThreads, 16, true>>();
+    JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 16>>(1, &fits_shared)));
+    if (fits_shared) return run<Shape<kThreads, 16>>();
     // 8192 columns take 64 KiB: any GPU has as much.
     if constexpr (kThreads == 1024) {
-      JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 8, true>>(1, &fits_shared)));
-      if (fits_shared) return run<Shape<kThreads, 8, true>>();
+      JAXLLM_RETURN_IF_ERROR((fits<Shape<kThreads, 8>>(1, &fits_shared)));
+      if (fits_shared) return run<Shape<kThreads, 8>>();
     }
     return cudaErrorNotSupported;
   }

@@ -145,7 +145,6 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> a
                                          : with_shape(paged, min_stages, min_warps, head_dim);
   };
   const auto choose_kernel = [&](auto paged) {
-    constexpr bool kPaged = paged;
     if constexpr (sizeof(T) == 2) {
       if (aligned_16(arrays.q, arrays.k, arrays.v)) {
         if (width == 64) return with_width(paged, std::integral_constant<int, 64>{});
@@ -156,7 +155,7 @@ cudaError_t CachedAttention<T, C>::run(cudaStream_t stream, DecodeArrays<T, C> a
       const auto bytes = [&](int cluster) {
         return any_width_bytes(params.max_heads, cluster, width);
       };
-      return with(decode_attention_any_width_kernel<kPaged, T, C, columns>, kMinWarps, bytes);
+      return with(decode_attention_any_width_kernel<T, C, columns>, kMinWarps, bytes);
     };
     if (width <= 64) return with_columns(std::integral_constant<int, 2>{});
     if (width <= 128) return with_columns(std::integral_constant<int, 4>{});

@@ -16,7 +16,7 @@
 namespace jaxllm::decode {
 
 // A lane has columns lane, lane + 32, ..., at most kColumns of them.
-template <bool kPaged, typename T, typename C, int kColumns>
+template <typename T, typename C, int kColumns>
 __global__ void __launch_bounds__(32 * kMinWarps)
     decode_attention_any_width_kernel(const Params<T, C> params) {
   constexpr int kWarps = kMinWarps;
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(32 * kMinWarps)
       q[h][i] = h < work.heads && column < params.width ? to_float(row[column]) : 0.0f;
     }
   }
-  const KvRows<kPaged> rows(params, work.sequence);
+  const EitherKvRows rows(params, work.sequence);
   for (int token = first_key(params, length) + blockIdx.x * kWarps + warp; token < length;
        token += params.splits * kWarps) {
-    const int64_t row = (rows.first() + rows(token)) * params.kv_heads + work.kv_head;
+    const int64_t row = rows(token) * params.kv_heads + work.kv_head;
     float key[kColumns], value[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {

@@ -14,10 +14,10 @@ namespace jaxllm::decode {
 
 // The pages of a call. Sequences of a group share a pool.
 struct Pages {
-  const int32_t* table;  // of each sequence `entries` pages
-  int entries, pages;    // of a sequence, and of a pool
-  Divisor page;          // the tokens of a page
-  int group;             // sequences of a pool
+  const int32_t* table = nullptr;  // of each sequence `entries` pages; nullptr if in one piece
+  int entries = 0, pages = 0;      // of a sequence, and of a pool
+  Divisor page;                    // the tokens of a page
+  int group = 1;                   // sequences of a pool
 };
 
 template <bool kPaged>
@@ -62,6 +62,27 @@ class KvRows<true> {
   const Pages& pages_;
   const int32_t* table_;
   int64_t first_;
+};
+
+// Of either, by a branch: for kernels that need not be fast.
+class EitherKvRows {
+ public:
+  template <class Params>
+  __device__ __forceinline__ EitherKvRows(const Params& params, int sequence)
+      : is_paged_(params.pages.table != nullptr),
+        in_one_piece_(params, sequence),
+        in_pages_(params, sequence) {}
+
+  // The row of a token, from the first of the cache or pool.
+  __device__ __forceinline__ int64_t operator()(uint32_t token) const {
+    return is_paged_ ? in_pages_.first() + static_cast<int64_t>(in_pages_(token))
+                     : in_one_piece_.first() + token;
+  }
+
+ private:
+  bool is_paged_;
+  KvRows<false> in_one_piece_;
+  KvRows<true> in_pages_;
 };
 
 }  // namespace jaxllm::decode
