@@ -171,7 +171,7 @@ cudaError_t launch_norm_forward(cudaStream_t stream, const NormForwardParams<T, 
     constexpr int kCtaRows = S::ThreadGroup::kRowsPerCta;
     const int threads = S::threads(packs);
     const bool exact = packs == int64_t{S::kPacks} * (threads / kCtaRows);
-    const auto kernel = exact ? norm_forward_kernel<Norm, S, S::kHasExact, kAdd, T, W>
+    const auto kernel = exact ? norm_forward_kernel<Norm, S, true, kAdd, T, W>
                               : norm_forward_kernel<Norm, S, false, kAdd, T, W>;
     const size_t bytes = ForwardRows<S::kBulk, kAdd, T>::shared_bytes(kCtaRows, width);
     const Launch launch{dim3(divide_up(rows, kCtaRows), groups), threads, bytes};
@@ -185,7 +185,7 @@ cudaError_t launch_norm_forward(cudaStream_t stream, const NormForwardParams<T, 
       using S = decltype(strategy);
       if constexpr (S::kBulk) {
         KernelImage image;
-        JAXLLM_RETURN_IF_ERROR(image.read(norm_forward_kernel<Norm, S, false, kAdd, T, W>));
+        JAXLLM_RETURN_IF_ERROR(image.read(norm_forward_kernel<Norm, S, true, kAdd, T, W>));
         if (!image.has_bulk_copies()) return launch(typename S::Plain{});
       }
       return launch(strategy);

@@ -44,9 +44,6 @@ struct ForwardStrategy : RowStrategy<Threads, kPackCount> {
   static constexpr bool kStreaming = kAccess == Access::kStreaming;
   static constexpr bool kBulk = kAccess == Access::kBulk;
   static constexpr bool kWeightsFirst = kAccess == Access::kWeightsFirst;
-  // Whether rows that fill all packs have a kernel that checks no column. The widest rows do not:
-  // each kernel takes a second to compile.
-  static constexpr bool kHasExact = kPackCount * Threads::kMaxThreads <= 2 * kMaxCtaThreads;
 
   // The same for an image without bulk copies.
   using Plain = ForwardStrategy<Threads, kPackCount, kCtas>;

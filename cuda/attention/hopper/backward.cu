@@ -220,7 +220,8 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
   }
   const BiasPartial<Traits> partial(shape);
   const FlashSums& sums = options.sums;
-  const bool has_sums = Traits::kHeadDim == 64 && sums.delta != nullptr && has_bias &&
+  constexpr bool kTakesSums = Traits::kHeadDim == 64;  // as the blocks of GPT-2 have them
+  const bool has_sums = kTakesSums && sums.delta != nullptr && has_bias &&
                         shape.heads == shape.kv_heads && shape.queries % Traits::kBlockM == 0;
   float* const dout_sums = has_sums   ? const_cast<float*>(sums.dout)
                            : has_bias ? bias.partial + partial.dq_size()
@@ -251,9 +252,11 @@ cudaError_t launch(cudaStream_t stream, const FlashBackward<T>& call) {
       dout_sums};
   if (has_sums) {
     const dim3 grid(divide_up(padded_queries, kRowThreads), shape.heads, shape.batch);
-    JAXLLM_RETURN_IF_ERROR(
-        launch_kernel(stream, flash_attention_backward_hopper_lse_kernel<T, Traits, kSegments>,
-                      {grid, kRowThreads}, params, call.lse, call.dq));
+    if constexpr (kTakesSums) {
+      JAXLLM_RETURN_IF_ERROR(
+          launch_kernel(stream, flash_attention_backward_hopper_lse_kernel<T, Traits, kSegments>,
+                        {grid, kRowThreads}, params, call.lse, call.dq));
+    }
   } else {
     constexpr int kRowsAtOnce = kRowThreads / kRowGroup<T, Traits>;
     const dim3 grid(padded_queries / (has_bias ? Traits::kBlockM : kRowsAtOnce), shape.heads,

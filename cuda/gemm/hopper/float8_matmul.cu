@@ -60,16 +60,20 @@ cudaError_t launch(cudaStream_t stream, const Float8Gemm<A, B, Out>& gemm, const
                                                     amax});
   };
   using Deep = ScaledGemm<DeepTile, A, B, Out, Whole>;
-  if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, Whole>{});
-  int clusters = 0;
-  JAXLLM_RETURN_IF_ERROR(find_clusters<Deep>(&clusters));
-  if (is_faster_narrow(shape, clusters)) return run(ScaledGemm<NarrowTile, A, B, Out, Whole>{});
-  if constexpr (sizeof(Out) == 2) {
-    if (kLeastHalvesDepth <= shape.depth && shape.depth <= 2 * kWholeDepth) {
-      return run(ScaledGemm<WholeTile, A, B, Out, Halves>{});
+  if constexpr (std::is_same_v<A, __nv_fp8_e5m2> && std::is_same_v<B, A>) {
+    return run(Deep{});  // no layer has two such operands
+  } else {
+    if (shape.depth <= kWholeDepth) return run(ScaledGemm<WholeTile, A, B, Out, Whole>{});
+    int clusters = 0;
+    JAXLLM_RETURN_IF_ERROR(find_clusters<Deep>(&clusters));
+    if (is_faster_narrow(shape, clusters)) return run(ScaledGemm<NarrowTile, A, B, Out, Whole>{});
+    if constexpr (sizeof(Out) == 2) {
+      if (kLeastHalvesDepth <= shape.depth && shape.depth <= 2 * kWholeDepth) {
+        return run(ScaledGemm<WholeTile, A, B, Out, Halves>{});
+      }
     }
+    return run(Deep{});
   }
-  return run(Deep{});
 }
 
 }  // namespace
