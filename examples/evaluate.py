@@ -11,7 +11,6 @@ that those examples train on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import tempfile
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from generate import SMOKE_CONFIG, load_model, quantize
+from generate import SMOKE_CONFIG, load_model, on_backend, quantize
 
-import jaxllm
 from jaxllm import data, training
 from jaxllm.core.backend import BACKENDS
 from jaxllm.data.tokenizer import BYTES
@@ -98,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     evaluate = training.make_eval_step(loss, compute_dtype=options.dtype)
     losses: dict[str, float] = {}
-    with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
+    with on_backend(options.backend):
         try:
             for dtype in (options.dtype, "int8"):
                 if dtype == "int8":

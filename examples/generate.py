@@ -23,7 +23,7 @@ import jax
 import jaxllm
 from jaxllm import training
 from jaxllm.convert import huggingface
-from jaxllm.core.backend import BACKENDS
+from jaxllm.core.backend import BACKENDS, Backend
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
 from jaxllm.inference.generate import stream
@@ -64,6 +64,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@contextlib.contextmanager
+def on_backend(name: Backend | None) -> Iterator[None]:
+    """Runs all ops on a backend, if one is named; exits with its reason if it cannot serve one."""
+    try:
+        with jaxllm.use_backend(name) if name else contextlib.nullcontext():
+            yield
+    except jaxllm.BackendError as error:
+        raise SystemExit(f"\n{error}") from error
+
+
 def newest_model() -> Path:
     """The newest model of the pretraining examples."""
     configs = sorted(Path("runs").glob("*/model/config.json"), key=lambda f: f.stat().st_mtime)
@@ -93,7 +103,7 @@ def load_model(folder: Path | None, dtype: str) -> tuple[Any, Any, Path]:
     folder = folder or newest_model()
     try:
         params, config = huggingface.load(folder, dtype=dtype)
-    except (FileNotFoundError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     print(f"model: {folder}", flush=True)
     return params, config, folder
@@ -148,6 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     if options.max_new_tokens < 1:
         raise SystemExit(f"--max-new-tokens is {options.max_new_tokens}, must be above 0")
+    if not -(2**63) <= options.seed < 2**63:
+        raise SystemExit(f"--seed is {options.seed}, must be from -2**63 to 2**63 - 1")
     try:
         params, config, tokenizer, stops = load(options)
         ids = tokenizer.encode(options.prompt).tolist()
@@ -188,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 yield token
 
     print(options.prompt, end="", flush=True)
-    with jaxllm.use_backend(options.backend) if options.backend else contextlib.nullcontext():
+    with on_backend(options.backend):
         for text in pieces(timed(), tokenizer):
             print(text, end="", flush=True)
     # The first two tokens include compilation: of the prefill, and of the decode step.

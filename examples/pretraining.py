@@ -27,10 +27,12 @@ from pretraining_options import (
     REMAT,
     Family,
     Recipe,
+    file_digests,
     identity,
     later_identity,
     make_batch,
     parse,
+    record_of,
     rows_sharding,
     settings,
 )
@@ -178,7 +180,7 @@ def train(options: argparse.Namespace) -> None:
                     tqdm.write(f"step {step}: HellaSwag {record['hellaswag']:.4f}")
                 report(record)
                 if folder and ("checkpoint" in due or interrupted()):
-                    checkpoint.save(folder, step, state, identity(options) | settings(options))
+                    checkpoint.save(folder, step, state, record_of(options))
                 if "sample" in due and not interrupted():
                     text = sample(weights, options, step)
                     tqdm.write(f"--- sample after step {step}:\n{text}\n---")
@@ -266,6 +268,11 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
             f"{options.out} has checkpoints of a run: pass --resume to continue from step "
             f"{folder.latest_step()}, or another --out"
         )
+    if folder.latest_step() > options.steps:
+        raise SystemExit(
+            f"--steps is {options.steps}; the newest checkpoint in {options.out} is of step "
+            f"{folder.latest_step()}"
+        )
     wanted = identity(options)
     try:
         found = later_identity(options) | checkpoint.read_record(folder)
@@ -273,7 +280,7 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
             name = differing[0]
             raise SystemExit(
                 f"the checkpoints in {options.out} are of a run with {name} {found.get(name)}; "
-                f"this one has {wanted[name]}"
+                f"this one has {wanted[name]}{other_files(name, found, options)}"
             )
         state = checkpoint.restore(folder, state)
     except ValueError as error:
@@ -283,6 +290,22 @@ def resume(folder: Any, state: training.TrainState, options: argparse.Namespace)
         if name in found and found[name] != value:
             print(f"with {name} {value}, which was {found[name]}")
     return state
+
+
+def other_files(name: str, found: dict, options: argparse.Namespace) -> str:
+    """The end of a message that a resumed run differs in ``name`` from its record ``found``.
+
+    Names the first file of the training data that differs; the records of older runs have no files.
+    """
+    if not name.startswith("train_"):
+        return ""
+    before, now = found.get("train_files", {}), file_digests(options.train)
+    files = [file for file in {**before, **now} if before.get(file) != now.get(file)]
+    if not before or not files:
+        return f": {options.train.name} has other tokens"
+    file, count = files[0], len(files)
+    change = "is new" if file not in before else "differs" if file in now else "is missing"
+    return f": {count} of the files {options.train.name} changed; {file} {change}"
 
 
 def flops_share(options: argparse.Namespace) -> float | None:
@@ -385,7 +408,7 @@ def save_early(
     if jax.process_count() > 1:
         return
     if folder and step not in checkpoint.steps(folder):
-        checkpoint.save(folder, step, state, identity(options) | settings(options))
+        checkpoint.save(folder, step, state, record_of(options))
         tqdm.write(f"checkpoint after step {step}: {options.out / 'checkpoints'}")
     save(state, options)
     tqdm.write(f"model after step {step}: {options.out / 'model'}")

@@ -411,13 +411,15 @@ def read_end_of_text(options: argparse.Namespace) -> int:
 def find_prompt(options: argparse.Namespace) -> np.ndarray:
     """The tokens that samples begin with."""
     if options.tokenizer is None:
-        if options.prompt:
+        if options.prompt is not None:
             raise ValueError("--prompt: the tokenizer is unknown; pass --tokenizer")
         # GPT-2's last id is its end-of-text token, after which a new document begins.
         return np.array([options.model_config.vocab_size - 1])
     if options.end_of_text is not None:
         read_end_of_text(options)  # which the saved model names
-    text = options.prompt or (PROMPT if options.tokenizer is BYTES else None)
+    text = options.prompt
+    if text is None and options.tokenizer is BYTES:
+        text = PROMPT
     if text is None:
         return np.array([read_end_of_text(options)])
     tokens = options.tokenizer.encode(text)
@@ -583,6 +585,18 @@ def check_float8_counts(options: argparse.Namespace) -> None:
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options that a resumed run may change, for a checkpoint's record."""
     return {name: getattr(options, name) for name in SETTINGS}
+
+
+def record_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The record of a checkpoint."""
+    return {**identity(options), **settings(options), "train_files": file_digests(options.train)}
+
+
+@functools.cache
+def file_digests(dataset: data.Dataset) -> dict[str, str]:
+    """The digest of each shard of a data set, by the name of its file."""
+    shards: Any = dataset.shards
+    return {Path(x.filename).name: data.Dataset((x,)).digest for x in shards}
 
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:

@@ -152,6 +152,36 @@ def test_random_keys_in_a_state_are_restored(tmp_path, impl):
         assert isinstance(key.sharding, jax.NamedSharding) and key.sharding.mesh == mesh
 
 
+def test_random_keys_of_another_implementation_are_not_restored(tmp_path):
+    def state_of(impl):
+        return training.TrainState({}, {"key": jax.random.key(0, impl=impl)}, jnp.int32(0))
+
+    with checkpoint.open_folder(tmp_path) as folder:
+        checkpoint.save(folder, 1, state_of("rbg"), {})
+        folder.wait_until_finished()
+        message = (
+            "step 1: the random key opt_state/key has implementation rbg in the checkpoint and "
+            "unsafe_rbg here"
+        )
+        for like in (state_of("unsafe_rbg"), jax.eval_shape(lambda: state_of("unsafe_rbg"))):
+            with pytest.raises(ValueError, match=message):
+                checkpoint.restore(folder, like)
+
+
+@pytest.mark.parametrize("keep", [1, None])
+def test_a_checkpoint_follows_all_others(tmp_path, keep):
+    """Orbax would delete those of later steps, which it takes for older ones."""
+    with checkpoint.open_folder(tmp_path, keep=keep) as folder:
+        saved(folder, toy_state(), 30)
+        for step in (15, 30):
+            with pytest.raises(ValueError, match=rf"step is {step}; .* of steps \[30\], and a new"):
+                saved(folder, toy_state(), step)
+        assert checkpoint.steps(folder) == [30]
+        folder.delete(30)
+        saved(folder, toy_state(), 15)
+        assert checkpoint.steps(folder) == [15]
+
+
 def test_keep_and_keep_every_select_checkpoints(tmp_path):
     with checkpoint.open_folder(tmp_path, keep=2, keep_every=10) as folder:
         for step in range(4, 36, 2):

@@ -294,6 +294,18 @@ def test_a_step_without_any_pages_is_that_without_any_slots(model, config, is_la
     np.testing.assert_array_equal(out, expected)
 
 
+def test_float64_parameters_take_an_int8_cache():
+    """JAX would warn of float64 scales in a float32 array."""
+    options = {"config": GPT2, "max_new_tokens": 3, "temperature": 0, "cache_dtype": "int8"}
+    model: Any = gpt2
+    params = random_params(model, GPT2)
+    (expected,) = complete(model, params, [[1, 2]], **options)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype("float64"), params)
+        (found,) = complete(model, wide, [[1, 2]], **options)
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize(("model", "config"), MODELS)
 def test_parameters_turned_before_are_taken(model, config):
     params = random_params(model, config)
@@ -562,6 +574,10 @@ def test_prefill_refuses_prompts_that_the_cache_is_not_for(model, config):
     refuse("sequences of 161; the model has max_seq_len 160", ones((2, 161)), [9, 1])
     refuse(r"cache.lengths has shape \(2,\); it must be \(1,\)", ones((1, 4)), [4])
     refuse(r"lengths has shape \(3,\); it must be \(2,\)", ones((2, 4)), [4, 4, 4])
+    for wrong in (-1, 0, 5):
+        refuse(
+            f"lengths has {wrong}; a length is from 1 to 4, by .* tokens", ones((2, 4)), [wrong, 4]
+        )
     misfits: Any = ([4, 4], "type list"), (jnp.ones(2), "dtype float32")
     for lengths, found in misfits:
         with pytest.raises(TypeError, match=f"lengths has {found}; it must be an integer array"):

@@ -198,6 +198,15 @@ def test_tokens_that_int32_would_change_are_rejected(token, error, message):
         data.batch_in_order(dataset, 2, 8, index=0)
 
 
+def test_batches_are_read_from_shards_of_any_integer_dtypes():
+    """NumPy would promote uint64 and int64 to float64."""
+    shards = np.arange(9, dtype=np.uint64), np.arange(9, dtype=np.int64)
+    tokens, labels = data.batch(data.Dataset(shards), 2, 8, seed=0, step=0)
+    assert tokens.dtype == labels.dtype == np.int32
+    assert tokens.tolist() == 2 * [list(range(8))]
+    assert labels.tolist() == 2 * [list(range(1, 9))]
+
+
 def test_shards_may_come_from_an_iterator(tmp_path):
     for name in "ab":
         data.write_shard(tmp_path / f"{name}.bin", [1, 2, 3])

@@ -1,5 +1,7 @@
 """Documents in rows of tokens: segment ids, positions and ignored labels, from data to training."""
 
+from typing import Any
+
 import numpy as np
 import optax
 import pytest
@@ -108,6 +110,14 @@ def test_labels_that_would_change_are_rejected(wrong, error, message):
 def test_document_arguments_that_do_not_fit_are_rejected(dataset):
     with pytest.raises(ValueError, match="end_of_text is -1; it must be at least 0"):
         data.find_documents(np.zeros((1, 3), int), -1)
+    misfits: Any = ([[1, END]], "type list"), (np.ones((1, 2)), "dtype float64")
+    for tokens, found in misfits:
+        with pytest.raises(TypeError, match=f"tokens has {found}; it must be an integer array"):
+            data.find_documents(tokens, END)
+        with pytest.raises(TypeError, match=f"tokens has {found}; it must be an integer array"):
+            data.ignore_next_document(tokens, tokens, END)
+    with pytest.raises(ValueError, match=r"tokens has shape \(\); it must have one axis or more"):
+        data.find_documents(np.array(1), END)
     with pytest.raises(ValueError, match="ignore_next_document is True; it needs end_of_text"):
         data.batch(dataset, 1, T, seed=0, step=0, ignore_next_document=True)
 

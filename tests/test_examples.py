@@ -21,7 +21,7 @@ import pretraining
 import pytest
 import switch_backends
 import tokenizers
-from pretraining_options import identity, later_identity, make_batch, parse
+from pretraining_options import identity, later_identity, make_batch, parse, record_of
 from pretraining_scripts import SCRIPTS, read_log
 
 import jaxllm
@@ -124,6 +124,7 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
             ["--vocab-size", "3000", "--prompt", "a"],
             "--prompt: the tokenizer is unknown; pass --tokenizer",
         ),
+        (["--prompt", ""], "--prompt is ''; it must have a token"),
         (["--float8-counts"], "--float8-counts: nothing is rounded to float8 without --precision"),
         (["--max-underflow", "0.1"], "--max-underflow needs --float8-counts"),
         (["--precision", "fp8"], "--precision is 'fp8'; it must be 'row', 'tensor', None"),
@@ -270,7 +271,18 @@ def test_pretrain_rejects_sequences_that_the_mesh_does_not_divide(monkeypatch, c
     [
         ({"end_of_text": 3}, "of a run with end_of_text 3; this one has 256"),
         ({"config.rope_theta": 1.0}, "of a run with config.rope_theta 1.0; this one has 10000.0"),
-        ({"train_digest": "0"}, "of a run with train_digest 0; this one has [0-9a-f]{16}"),
+        (
+            {"train_digest": "0"},
+            r"of a run with train_digest 0; this one has [0-9a-f]{16}: shards/.* has other tokens",
+        ),
+        (
+            {"train_digest": "0", "train_files": {"train.bin": "1"}},
+            r": 1 of the files shards/\*train\*.bin changed; train.bin differs",
+        ),
+        (
+            {"train_tokens": 0, "train_files": {"old_train.bin": "1"}},
+            r"run with train_tokens 0; .*: 2 of the files .* changed; old_train.bin is missing",
+        ),
         ({}, None),
     ],
 )
@@ -281,10 +293,14 @@ def test_pretrain_resumes_runs_of_the_same_documents_and_model(monkeypatch, reco
     options = parse(flags, pretrain_llama3.FAMILY, None)
     # The records of older runs have none of them.
     of_older_run = {k: v for k, v in identity(options).items() if k not in later_identity(options)}
+    assert record_of(options)["train_files"] == {"train.bin": options.train.digest}
     monkeypatch.setattr(checkpoint, "read_record", lambda folder: of_older_run | recorded)
     monkeypatch.setattr(checkpoint, "restore", lambda folder, state: state)
     folder: Any = SimpleNamespace(latest_step=lambda: 2)
     state: Any = SimpleNamespace(step=2)
+    fewer = parse([*flags, "--steps", "1"], pretrain_llama3.FAMILY, None)
+    with pytest.raises(SystemExit, match=r"--steps is 1; the newest checkpoint in .* is of step 2"):
+        pretraining.resume(folder, state, fewer)
     if message is None:
         assert pretraining.resume(folder, state, options) is state
         return

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from pretraining_scripts import SCRIPTS, read_log
 
+import jaxllm
 from jaxllm import data
 from jaxllm.convert import huggingface
 from jaxllm.data.tokenizer import from_file
@@ -73,6 +74,18 @@ def test_evaluate_smoke_mode_runs(capsys):
     assert "int8 changes the perplexity by" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("script", [generate, evaluate])
+def test_backends_that_cannot_run_end_the_script(script, monkeypatch):
+    """On a machine with kernels too: the block raises what an op would."""
+
+    def reject(name):
+        raise jaxllm.BackendError(f"backend {name!r} cannot serve embed_forward")
+
+    monkeypatch.setattr(jaxllm, "use_backend", reject)
+    with pytest.raises(SystemExit, match="backend 'cuda' cannot serve embed_forward"):
+        script.main(["--smoke", "--backend", "cuda"])
+
+
 @pytest.mark.parametrize("script", [pretrain_gpt2, pretrain_llama3])
 def test_default_models_can_be_quantized(script):
     family = script.FAMILY
@@ -121,6 +134,8 @@ def test_generate_rejects_invalid_arguments(tmp_path):
         generate.main(["--smoke", 64 * "x"])
     with pytest.raises(SystemExit, match="--max-new-tokens is 0, must be above 0"):
         generate.main(["--smoke", "--max-new-tokens", "0"])
+    with pytest.raises(SystemExit, match=r"--seed is 18446744073709551616, must be from -2\*\*63"):
+        generate.main(["--smoke", "--seed", str(2**64)])
     with pytest.raises(SystemExit, match="top_p is 2"):
         generate.main(["--smoke", "--top-p", "2"])
     with pytest.raises(SystemExit, match="surrogates not allowed"):

@@ -162,12 +162,22 @@ def test_refuses(wrong, message):
         (TypeError, "top_k is 2.0; it must be an integer", {"top_k": 2.0}),
         (ValueError, "top_p is 1.5; it must be above 0", {"top_p": 1.5}),
         (TypeError, "top_p is 'all'; it must be a number", {"top_p": "all"}),
+        (ValueError, r"it must be \(B, V\) with V at least 1", {"logits": jnp.ones((1, 0))}),
+        (TypeError, "temperature has type NoneType; it must be", {"temperature": None}),
+        (ValueError, r"temperature is -1\.0; it must be at least 0", {"temperature": -1.0}),
+        (
+            ValueError,
+            r"temperature has shape \(8,\); it must be a scalar, or \(1, 1\) for one a row",
+            {"temperature": jnp.ones(8)},
+        ),
+        (TypeError, "key has type int; it must be one of jax.random.key", {"key": 0}),
+        (ValueError, r"key has shape \(2,\)", {"key": jax.random.split(jax.random.key(0))}),
     ],
 )
 def test_sample_refuses(kind, message, options):
-    options = {"logits": ROW[None], "temperature": jnp.ones(()), "top_k": None, **options}
+    given = {"logits": ROW[None], "temperature": jnp.ones(()), "top_k": None, **options}
     with pytest.raises(kind, match=message):
-        sample(**options, key=jax.random.key(0))
+        sample(**{"key": jax.random.key(0), **given})
 
 
 def test_a_traced_prompt_is_taken():

@@ -28,6 +28,13 @@ def test_schedule_ends_at_final_fraction_of_the_peak(name):
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_may_have_more_steps_than_int32_counts(name):
+    schedule = make_schedule(name, 2.0, 2**40, warmup=2**33)
+    rates = [float(schedule(step)) for step in (2**31 - 1, 2.0**33, 2.0**40)]
+    np.testing.assert_allclose(rates, [0.5, 2.0, 2.0 if name == "constant" else 0.0], rtol=1e-6)
+
+
 def test_schedule_shapes():
     step, low, fall = 55, 0.2, 1.8  # the middle of the decay
     assert rates("constant", [step], final_fraction=0.1) == [2.0]

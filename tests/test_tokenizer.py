@@ -93,6 +93,14 @@ def test_vocabulary_round_trip(tokenizer):
     assert len(tokenizer.encode("the")) < 3
 
 
+def test_encoders_reject_what_is_no_text(tokenizer):
+    wrong: Any = (np.array([104, 105]), "ndarray"), (None, "NoneType")
+    for encode in (BYTES.encode, tokenizer.encode):
+        for text, kind in wrong:
+            with pytest.raises(TypeError, match=f"text has type {kind}; it must be a string or"):
+                encode(text)
+
+
 def test_vocabulary_decodes_special_and_invalid_ids(tokenizer):
     (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
     assert tokenizer.decode([a, tokenizer.end_of_text, b]) == f"a{END_OF_TEXT}b"

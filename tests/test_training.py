@@ -440,11 +440,35 @@ def test_step_names_a_schedule_that_gives_no_scalar(rate, error, message):
         step.lower(fresh_state(optax.sgd(0.1)), *tokens_and_labels(1, 2))
 
 
-@pytest.mark.parametrize("make", [training.adamw, optim.adamw])
-def test_state_of_another_optimizer_is_an_error(make):
-    step = training.make_train_step(toy_loss, make(0.1))
-    with pytest.raises(TypeError, match=r"state .* tuple.*; it must be .* init returns"):
-        step.lower(fresh_state(optax.sgd(0.1)), *tokens_and_labels(1, 2))
+MAKE: Any = training.adamw
+INJECTED = optax.inject_hyperparams(MAKE)(0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "other", "message"),
+    [
+        (training.adamw(0.1), optax.sgd(0.1), "a tuple without the moments .* what init returns"),
+        (training.adamw(0.1), INJECTED, "InjectStateful.* with more than the moments of Adam and"),
+        (training.adamw(0.1), optax.MultiSteps(MAKE(0.1), 2), "more than the moments"),
+        (optim.adamw(0.1), optax.sgd(0.1), "type tuple; it must be .* which init returns"),
+        (optax.adam(0.1), optax.sgd(0.1), r"state.opt_state is .* of another .*ScaleByAdamState"),
+        (INJECTED, training.adamw(0.1), r"state.opt_state is .* of another .*InjectStateful"),
+        # Lion would take the moments, and return its own state.
+        (optax.lion(0.1), optax.adamw(0.1), r"state.opt_state is .* of another .*ScaleByLionState"),
+    ],
+)
+def test_state_of_another_optimizer_is_an_error(optimizer, other, message):
+    step = training.make_train_step(toy_loss, optimizer)
+    with pytest.raises(TypeError, match=message):
+        step.lower(fresh_state(other), *tokens_and_labels(1, 2))
+
+
+def test_update_names_the_state_of_another_optimizer():
+    params = {"w": jnp.ones(3)}
+    state = training.adamw(0.1).init(params)
+    message = "state is that of another optimizer: it has the structure .*; it must have that of"
+    with pytest.raises(TypeError, match=message):
+        training.adamw(0.1, max_grad_norm=None).update(params, state, params)
 
 
 def test_mean_loss_reads_every_window_once():

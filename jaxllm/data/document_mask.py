@@ -38,9 +38,11 @@ def find_documents(
         arguments of :func:`jaxllm.models.gpt2.loss`.
 
     Raises:
-        TypeError: ``end_of_text`` is not an integer.
-        ValueError: ``end_of_text`` is negative.
+        TypeError: ``tokens`` is not an array of an integer dtype, or ``end_of_text`` not an
+            integer.
+        ValueError: ``tokens`` is a scalar, or ``end_of_text`` is negative.
     """
+    _check_tokens(tokens=tokens)
     begins = np.zeros(tokens.shape, bool)
     begins[..., 1:] = _is_end(tokens, end_of_text)[..., :-1]
     index = np.arange(tokens.shape[-1], dtype=np.int32)
@@ -71,10 +73,13 @@ def ignore_next_document(
         A copy of ``labels``; int32 for labels of an unsigned dtype, which has no negative ids.
 
     Raises:
-        TypeError: ``end_of_text`` or ``ignore_index`` is not an integer.
-        ValueError: ``end_of_text`` is negative, the shapes differ, a label of an unsigned dtype
-            or ``ignore_index`` is not an int32, or the dtype of the labels has no ``ignore_index``.
+        TypeError: ``tokens`` or ``labels`` is not an array of an integer dtype, or ``end_of_text``
+            or ``ignore_index`` not an integer.
+        ValueError: ``tokens`` is a scalar, ``end_of_text`` is negative, the shapes differ, a label
+            of an unsigned dtype or ``ignore_index`` is not an int32, or the dtype of the labels has
+            no ``ignore_index``.
     """
+    _check_tokens(tokens=tokens, labels=labels)
     if labels.shape != tokens.shape:
         raise ValueError(
             f"labels has shape {labels.shape}; it must be that of tokens, {tokens.shape}"
@@ -91,6 +96,16 @@ def ignore_next_document(
     except OverflowError as error:
         raise ValueError(f"ignore_index is {ignored}; the labels are {labels.dtype}") from error
     return np.where(_is_end(tokens, end_of_text), label, labels)
+
+
+def _check_tokens(**arrays: np.ndarray) -> None:
+    for name, array in arrays.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not np.issubdtype(dtype, np.integer):
+            found = f"type {type(array).__name__}" if dtype is None else f"dtype {dtype}"
+            raise TypeError(f"{name} has {found}; it must be an integer array")
+        if not array.ndim:
+            raise ValueError(f"{name} has shape (); it must have one axis or more")
 
 
 def _is_end(tokens: np.ndarray, end_of_text: int) -> np.ndarray:

@@ -225,15 +225,15 @@ def batch(
             f"{dataset.name}: the longest shard has {_longest(dataset)} tokens; "
             f"one window of {seq_len} needs {seq_len + 1}"
         )
-    stored = np.result_type(*(shard.dtype for shard in dataset.shards))
-    samples = np.empty((len(rows), seq_len + 1), stored)
+    for shard in dataset.shards:
+        _check_integers(dataset, shard)
+    samples = np.empty((len(rows), seq_len + 1), np.int32)
     for i, row in enumerate(rows):
         epoch, index = divmod(step * batch_size + row, windows)
         window = int(_order(windows, seed, epoch)[index])
-        shard = int(np.searchsorted(ends, window, side="right"))
-        start = (window - int(ends[shard] - counts[shard])) * seq_len
-        samples[i] = dataset.shards[shard][start : start + seq_len + 1]
-    samples = _as_int32(dataset, samples)
+        number = int(np.searchsorted(ends, window, side="right"))
+        start = (window - int(ends[number] - counts[number])) * seq_len
+        samples[i] = _as_int32(dataset, dataset.shards[number][start : start + seq_len + 1])
     return _with_documents(samples[:, :-1], samples[:, 1:], *documents)
 
 
@@ -353,8 +353,7 @@ def _as_int32(dataset: Dataset, tokens: Integer[np.ndarray, "*B T"]) -> Int32[np
         TypeError: They are not integers.
         ValueError: A token is not from 0 to 2**31 - 1.
     """
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"{dataset.name} has dtype {tokens.dtype}; its shards must have integers")
+    _check_integers(dataset, tokens)
     least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     if least < 0:
         raise ValueError(f"{dataset.name} has token {least}; a token is at least 0")
@@ -363,6 +362,11 @@ def _as_int32(dataset: Dataset, tokens: Integer[np.ndarray, "*B T"]) -> Int32[np
             f"{dataset.name} has token {largest}; the largest in a batch is 2147483647"
         )
     return tokens.astype(np.int32)
+
+
+def _check_integers(dataset: Dataset, tokens: np.ndarray) -> None:
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"{dataset.name} has dtype {tokens.dtype}; its shards must have integers")
 
 
 def standard_library() -> Path:

@@ -69,6 +69,7 @@ class Tokenizer:
 
 
 def _encode_bytes(text: str | bytes) -> np.ndarray:
+    _check_text(text)
     data = text.encode() if isinstance(text, str) else text
     return np.frombuffer(data, np.uint8).astype(np.uint16)
 
@@ -402,7 +403,14 @@ def _call_rust(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _as_text(text: str | bytes) -> str:
-    return text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+    _check_text(text)
+    return text if isinstance(text, str) else bytes(text).decode("utf-8", errors="replace")
+
+
+def _check_text(text: object) -> None:
+    """Raises TypeError where a text is neither a string nor bytes, but for example token ids."""
+    if not isinstance(text, str | bytes | bytearray | memoryview):
+        raise TypeError(f"text has type {type(text).__name__}; it must be a string or bytes")
 
 
 def _id_array(ids: Sequence[int], vocab_size: int) -> np.ndarray:

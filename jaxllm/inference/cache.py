@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Integer, Num
 
@@ -174,8 +176,9 @@ def prefill(
             neither int8 nor of the dtype that the model computes in.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache is of another
             number of sequences, or T is 0, or beyond the model's maximum, or that of a layer of the
-            cache without a window; or a layer of the cache has more slots than its window; or the
-            cache or ``params`` have other layers or heads than ``config``.
+            cache without a window; or a length is not from 1 to T, which is not checked of traced
+            ones; or a layer of the cache has more slots than its window; or the cache or ``params``
+            have other layers or heads than ``config``.
     """
     _check_prompts(tokens, lengths, config, cache)
     # Attention reads the lengths, to store the last tokens of each prompt in a ring.
@@ -292,7 +295,7 @@ def _check_prompts(
         TypeError: ``tokens`` or ``lengths`` is not an array of an integer dtype.
         ValueError: ``tokens`` is not of shape (B, T), or ``lengths`` or the cache not of B
             sequences, or T is beyond the config's max_seq_len or the cache's max_length, or the
-            cache is of another config.
+            cache is of another config, or a length that is not traced is not from 1 to T.
     """
     check_tokens(tokens, config.max_seq_len)
     check_integer(lengths=lengths)
@@ -311,6 +314,14 @@ def _check_prompts(
             f"tokens has shape {tokens.shape}, prompts of {T}; the cache has max_length "
             f"{cache.max_length}"
         )
+    # The logits behind a token that a prompt has not would be NaN, or those of its padding.
+    if not isinstance(lengths, Tracer) and getattr(lengths, "is_fully_addressable", True):
+        for length in np.asarray(lengths).tolist():
+            if length < 1 or is_certain(lambda length=length: length > T):
+                raise ValueError(
+                    f"lengths has {length}; a length is from 1 to {T}, by the columns of tokens "
+                    f"{tokens.shape}"
+                )
 
 
 def _prefill_attention(
@@ -335,7 +346,7 @@ def _prefill_attention(
     slots, last = jnp.arange(ring, dtype=jnp.int32)[None], cache.lengths[:, None] - 1
     chosen = jnp.maximum(last - (last - slots) % ring, 0)
     k, v = (jnp.take_along_axis(x, chosen[:, :, None, None], axis=1) for x in (k, v))
-    return out, _write(cache, layer, k, v, lambda array, x: x.astype(array.dtype))
+    return out, _write(cache, layer, k, v, lambda array, x: x)
 
 
 def _decode_attention(
@@ -363,7 +374,9 @@ def _decode_attention(
 def _write(cache: Cache, layer: int, k: Array, v: Array, write: Any) -> Cache:
     def put(arrays: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
         # A cache that was loaded from a file may have NumPy's arrays.
-        return (*arrays[:layer], write(jnp.asarray(arrays[layer]), x), *arrays[layer + 1 :])
+        array = jnp.asarray(arrays[layer])
+        # The scales of float64 keys are float64.
+        return (*arrays[:layer], write(array, x.astype(array.dtype)), *arrays[layer + 1 :])
 
     if not cache.quantized:
         check_same_dtype(f"the cache of layer {layer}", cache.keys[layer], "the model's keys", k)

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxllm.ops.checks import as_float, as_integer, check_floating
+from jaxllm.ops.checks import as_array, as_float, as_integer, check_floating, check_key, is_certain
 
 
 def sample(
@@ -20,7 +21,7 @@ def sample(
     Args:
         logits: The logits, (B, V).
         temperature: The divisor of the logits; above 0. One below the smallest normal float32
-            counts as that.
+            counts as that. A scalar, or (B, 1) for one a row.
         key: The random key.
         top_k: Sample among the ``top_k`` most likely tokens; 1 for greedy decoding, at any
             temperature; None for all tokens.
@@ -31,15 +32,19 @@ def sample(
         The tokens, (B,), int32.
 
     Raises:
-        TypeError: ``logits`` is not floating-point, ``top_k`` no integer, or ``top_p`` no number.
-        ValueError: ``logits`` is not of shape (B, V), or ``top_k`` or ``top_p`` is out of range.
+        TypeError: ``logits`` is not floating-point, ``top_k`` no integer, ``temperature`` or
+            ``top_p`` no number, or ``key`` no key of ``jax.random``.
+        ValueError: ``logits`` is not of shape (B, V) or V is 0, ``key`` is not a single key,
+            ``temperature`` has another shape, or an option that is not traced is out of range.
     """
     check_floating(logits=logits)
-    if logits.ndim != 2:
-        raise ValueError(f"logits has shape {logits.shape}; it must be (B, V)")
+    if logits.ndim != 2 or is_certain(lambda: logits.shape[1] == 0):
+        raise ValueError(f"logits has shape {logits.shape}; it must be (B, V) with V at least 1")
     top_k, top_p = _as_top_k(top_k), _as_top_p(top_p)
     if top_k == 1:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    _check_temperature(temperature, logits.shape[0])
+    check_key(key)
     logits = logits.astype(jnp.float32)
     top_k = None if top_k is None or top_k >= logits.shape[-1] else top_k
     if top_k is None and top_p is None:
@@ -90,8 +95,20 @@ def check_sampling(
     if key is None and temperature > 0:
         raise ValueError("key is missing; a temperature above 0 needs one")
     if key is not None:
-        _check_key(key)
+        check_key(key)
     return temperature, top_k, top_p
+
+
+def _check_temperature(temperature: Any, rows: int) -> None:
+    """Checks that it is a number or one a row, and at least 0 if it is not traced."""
+    temperature = as_array("temperature", temperature)
+    if temperature.shape not in ((), (1,), (1, 1), (rows, 1)):  # (V,) would divide columns
+        raise ValueError(
+            f"temperature has shape {temperature.shape}; it must be a scalar, or ({rows}, 1) for "
+            "one a row of logits"
+        )
+    if not isinstance(temperature, Tracer) and not (np.asarray(temperature) >= 0).all():
+        raise ValueError(f"temperature is {temperature}; it must be at least 0")
 
 
 def _as_top_k(top_k: Any) -> int | None:
@@ -110,18 +127,3 @@ def _as_top_p(top_p: Any) -> Any:
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1, or None")
     return top_p
-
-
-def _check_key(key: Any) -> None:
-    dtype = getattr(key, "dtype", None)
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not is_typed and dtype != jnp.uint32:
-        found = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
-        raise TypeError(f"key has {found}; it must be one of jax.random.key")
-    if key.ndim != (0 if is_typed else 1):
-        raise ValueError(f"key has shape {key.shape}; it must be a single key")
-    if not is_typed:
-        try:
-            jax.random.wrap_key_data(key)
-        except TypeError as error:  # of another length
-            raise ValueError(f"key has shape {key.shape}; it must be a single key") from error

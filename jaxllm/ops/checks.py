@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxllm.core.precision import is_random_key
+
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
@@ -187,6 +189,21 @@ def as_scalar(name: str, value: Any) -> jax.Array:
     if array.shape:
         raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
     return array
+
+
+def check_key(key: Any) -> None:
+    """Raises TypeError or ValueError where ``key`` is no single key of ``jax.random``."""
+    dtype, is_typed = getattr(key, "dtype", None), is_random_key(key)
+    if not is_typed and dtype != jnp.uint32:
+        found = f"dtype {dtype}" if dtype is not None else f"type {type(key).__name__}"
+        raise TypeError(f"key has {found}; it must be one of jax.random.key")
+    if key.ndim != (0 if is_typed else 1):
+        raise ValueError(f"key has shape {key.shape}; it must be a single key")
+    if not is_typed:
+        try:
+            jax.random.wrap_key_data(key)
+        except TypeError as error:  # of another length
+            raise ValueError(f"key has shape {key.shape}; it must be a single key") from error
 
 
 def as_int32(integers: Any) -> jax.Array:

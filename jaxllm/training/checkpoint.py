@@ -113,18 +113,20 @@ def save(
     Raises:
         TypeError: The step is not an integer, ``state`` is not a :class:`TrainState`, a leaf of it
             is not an array, or the record cannot be written as JSON.
-        ValueError: The step is negative; an array has no elements, or a dtype that a checkpoint
-            cannot hold, or that needs ``jax_enable_x64``; or two arrays would have the same name in
-            the checkpoint.
+        ValueError: The step is negative, or not after the newest checkpoint; an array has no
+            elements, or a dtype that a checkpoint cannot hold, or that needs ``jax_enable_x64``; or
+            two arrays would have the same name in the checkpoint.
     """
     step = as_integer("step", step, least=0)
+    _check_newer(manager, step)
     ocp = _import_orbax()
     check_state("state", state)
     _check_arrays(state)
-    state = _plain(state._replace(copy=None))
+    state = state._replace(copy=None)
+    keys, state = _key_impls(state), _plain(state)
     _check_storable(state)
     record = json.loads(json.dumps(dict(record), default=plain_number))
-    sums = {"state": checksums(state), "record": _digest(record)}
+    sums = {"state": checksums(state), "record": _digest(record), "keys": keys}
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(state),
         record=ocp.args.JsonSave(record),
@@ -157,9 +159,9 @@ def restore(
         FileNotFoundError: The checkpoint does not exist.
         TypeError: ``step`` is not an integer, ``cast_dtypes`` is not a bool, or ``like`` is not a
             :class:`TrainState`.
-        ValueError: The names, shapes or dtypes of the arrays differ from those in ``like``; the
-            message names the arrays. Or the checkpoint is damaged; the message names the damaged
-            arrays if the others could be read.
+        ValueError: The names, shapes or dtypes of the arrays differ from those in ``like``, or the
+            implementation of a random key does; the message names the arrays. Or the checkpoint is
+            damaged; the message names the damaged arrays if the others could be read.
     """
     step, cast_dtypes = _existing(manager, step), as_bool("cast_dtypes", cast_dtypes)
     check_state("like", like)
@@ -183,7 +185,9 @@ def restore(
     with _orbax_errors(name):
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         state = TrainState(*jax.tree.map(jnp.asarray, manager.restore(step, args=args)["state"]))
-    _verify(name, checksums(state), _read_checksums(manager, step, name).get("state"))
+    sums = _read_checksums(manager, step, name)
+    _verify(name, checksums(state), sums.get("state"))
+    _check_keys(name, sums.get("keys", {}), _key_impls(like._replace(copy=None)))
     if cast_dtypes:
         state = jax.tree.map(
             lambda x, y: x if x.dtype == y.dtype else _shard_like(x.astype(y.dtype), y),
@@ -247,7 +251,9 @@ def _read_checksums(manager: CheckpointManager, step: int, name: str) -> dict[st
         if "checksums" in items:
             wanted = args.Composite(checksums=args.JsonRestore())
             sums = manager.restore(step, args=wanted)["checksums"]
-            return {"state": dict(sums["state"]), "record": sums["record"]}
+            # Older checkpoints do not name the implementations of random keys.
+            keys = dict(sums.get("keys") or {})
+            return {"state": dict(sums["state"]), "record": sums["record"], "keys": keys}
     warnings.warn(f"{name}: has no checksums, so damage may go undetected", stacklevel=3)
     return {}
 
@@ -261,6 +267,18 @@ def _verify(name: str, found: Mapping[str, str], wanted: Mapping[str, str] | Non
         raise ValueError(
             f"{name}: damaged; these arrays differ from their saved checksums: "
             f"{', '.join(damaged[:5])}{more}; {_ADVICE}"
+        )
+
+
+def _check_newer(manager: CheckpointManager, step: int) -> None:
+    """Raises ValueError if the folder has a checkpoint of this step or a later one.
+
+    Orbax would count the new one as the newest, and delete later ones beyond ``keep``.
+    """
+    if later := [other for other in steps(manager) if other >= step]:
+        raise ValueError(
+            f"step is {step}; {manager.directory} has checkpoints of steps {later}, and a new one "
+            "must follow them all: delete them with manager.delete(step), or save to another folder"
         )
 
 
@@ -366,10 +384,30 @@ def _with_key(x: Array, like: Any) -> Array:
     """Wraps uint32 data as a random key, with the sharding of ``like``, if that is a key."""
     if not is_random_key(like):
         return x
+    return _shard_like(jax.random.wrap_key_data(x, impl=_key_impl(like)), like)
+
+
+def _key_impl(key: Any) -> Any:
+    """The implementation of a random key, which may be a ShapeDtypeStruct: read from a tracer."""
     impls: list[Any] = []
-    # `like` may be a ShapeDtypeStruct, so read the key's implementation from a tracer.
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return _shard_like(jax.random.wrap_key_data(x, impl=impls[0]), like)
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
+    return impls[0]
+
+
+def _key_impls(tree: Any) -> dict[str, str]:
+    """The implementations of the random keys in a tree, such as ``"rbg"``, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_name(path): str(_key_impl(x)) for path, x in leaves if is_random_key(x)}
+
+
+def _check_keys(name: str, stored: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raises ValueError if a random key has another implementation, which draws other numbers."""
+    for key, impl in stored.items():
+        if impl != wanted.get(key, impl):
+            raise ValueError(
+                f"{name}: the random key {key} has implementation {impl} in the checkpoint and "
+                f"{wanted[key]} here"
+            )
 
 
 def _to_read(x: Any, dtype: Any) -> Any:

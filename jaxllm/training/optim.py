@@ -15,8 +15,9 @@ pass over memory. ``step`` writes the new parameters directly and saves that pas
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -221,6 +222,44 @@ def check_hyperparameters(
     if not callable(weight_decay):
         as_finite_number("weight_decay", weight_decay, least=0)
     _as_limit(max_grad_norm)
+
+
+@contextlib.contextmanager
+def named_state_errors(
+    name: str, init: Callable[[Params], Any], state: Any, params: Params
+) -> Iterator[None]:
+    """Names the state in an error of an update, if another optimizer made the state.
+
+    Optax does not check a state, so its error is often one of a missing attribute.
+
+    Raises:
+        TypeError: The block raises an error, and the state has not the structure that ``init``
+            returns.
+    """
+    try:
+        yield
+    except Exception as error:
+        check_made_by(name, init, state, params, error)
+        raise
+
+
+def check_made_by(
+    name: str,
+    init: Callable[[Params], Any],
+    state: Any,
+    params: Params,
+    error: Exception | None = None,
+) -> None:
+    """Raises TypeError, from ``error``, if a state has not the structure that ``init`` returns."""
+    try:
+        wanted = jax.tree.structure(jax.eval_shape(init, params))
+    except Exception:  # such as an init that reads the values of parameters
+        return
+    if (found := jax.tree.structure(state)) != wanted:
+        raise TypeError(
+            f"{name} is that of another optimizer: it has the structure {found}; it must have that "
+            f"of optimizer.init(params), {wanted}"
+        ) from error
 
 
 def steps_taken(count: Array, skip: ArrayLike) -> Array:

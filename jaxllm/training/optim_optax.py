@@ -24,6 +24,7 @@ from jaxllm.training.optim import (
     at_step_of,
     check_hyperparameters,
     clipping,
+    named_state_errors,
     steps_taken,
     update_in_place,
 )
@@ -124,7 +125,8 @@ def adamw(
             *(grads, params),
             is_leaf=_is_none,
         )
-        updates, new = chain.update(widen(given), state, widen(params))
+        with named_state_errors("state", init, state, params):
+            updates, new = chain.update(widen(given), state, widen(params))
         updates = jax.tree.map(
             lambda x, update, of: None if x is None else update.astype(jnp.result_type(x, of)),
             *(grads, updates, params),
@@ -198,15 +200,28 @@ def _check_update(grads: Params, state: Any, params: Params) -> None:
 
 def _adam_of(state: Any) -> Any:
     """The moments in a state; raises TypeError if it is that of another optimizer."""
-    for node in jax.tree.leaves(state, is_leaf=_is_adam):
-        if _is_adam(node):
-            return node
+    nodes = jax.tree.leaves(state, is_leaf=_is_adam)
+    adam = next(filter(_is_adam, nodes), None)
     kind = type(state).__name__
-    raise TypeError(f"state is a {kind} without the moments of Adam; it must be what init returns")
+    if adam is None:
+        raise TypeError(
+            f"state is a {kind} without the moments of Adam; it must be what init returns"
+        )
+    # Such as accumulated gradients, which a step would overwrite with the step count.
+    if not all(node is adam or _is_count(node) for node in nodes):
+        raise TypeError(
+            f"state is a {kind} with more than the moments of Adam and step counts; it must be "
+            "what init returns"
+        )
+    return adam
 
 
 def _is_adam(node: Any) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
+
+
+def _is_count(node: Any) -> bool:
+    return np.shape(node) == () and jnp.issubdtype(jnp.result_type(node), jnp.integer)
 
 
 def _is_none(node: Any) -> bool:

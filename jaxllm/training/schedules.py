@@ -85,16 +85,18 @@ def make_schedule(
         raise ValueError(f"decay_fraction is {decay_fraction}; it must be above 0 and at most 1")
     for argument, value in {"peak": highest, **numbers}.items():
         as_finite_number(argument, value)
-    after = max(steps - warmup, 1)
-    stable = max(steps * (1 - decay_fraction) - warmup, 0) / after
+    # Integers beyond int32 would overflow in a comparison with an array.
+    last, warm = float(steps), float(warmup)
+    after = max(last - warm, 1)
+    stable = max(last * (1 - decay_fraction) - warm, 0) / after
 
     def schedule(step: ArrayLike) -> Float[Array, ""]:
         step = jnp.asarray(step, jnp.float32)
-        progress = jnp.clip((step - warmup) / after, 0, 1)
-        progress = jnp.where(step >= steps, 1.0, progress)  # even if warmup is steps
+        progress = jnp.clip((step - warm) / after, 0, 1)
+        progress = jnp.where(step >= last, 1.0, progress)  # even if warmup is steps
         share = _SHAPES[name](progress, stable)
         falling = peak * (final_fraction + (1 - final_fraction) * share)
-        return jnp.where(step < warmup, peak * (step + 1) / max(warmup, 1), falling)
+        return jnp.where(step < warm, peak * (step + 1) / max(warm, 1), falling)
 
     return schedule
 

@@ -44,7 +44,7 @@ from jaxllm.training.anomaly import (
 )
 from jaxllm.training.arguments import check_microbatches, compute_dtype_of
 from jaxllm.training.loader import load_batch
-from jaxllm.training.optim import Optimizer
+from jaxllm.training.optim import Optimizer, check_made_by, named_state_errors
 from jaxllm.training.schedules import Schedule
 
 Params = Any  # a nested dict of arrays
@@ -292,8 +292,9 @@ def make_train_step(
         ``step(state, tokens, labels, *more) -> (state, metrics)``, with tokens and labels of shape
         (accumulate, B, T), and in ``more`` arrays whose first axis is the microbatch. The input
         state is donated. The step raises TypeError if the state is no :class:`TrainState`, if a
-        parameter or the loss has no floating dtype, if the loss is no scalar, or if the optimizer
-        needs arguments that the step does not have. It raises ValueError if the arrays differ in
+        parameter or the loss has no floating dtype, if the loss is no scalar, if the optimizer
+        needs arguments that the step does not have, or if the state is that of another optimizer
+        and this one cannot take it. It raises ValueError if the arrays differ in
         the number of microbatches or have none, if the state's copy does not have the compute
         dtype, if there is a limit and the state has no anomaly detector, if the shardings are those
         of another state, or if a function ``microbatch_weights`` does not return a scalar.
@@ -591,7 +592,11 @@ def _optax_step(
     """Updates with an optax optimizer: ``(params, opt_state, grad_norm)``."""
     grads = jax.tree.map(lambda x: x * grad_scale, widen(grads))
     given = grads, state.opt_state, state.params, loss
-    updates, opt_state = _update_with_loss(optimizer, *given)
+    made_by = "state.opt_state", optimizer.init, state.opt_state, state.params
+    with named_state_errors(*made_by):
+        updates, opt_state = _update_with_loss(optimizer, *given)
+    if jax.tree.structure(opt_state) != jax.tree.structure(state.opt_state):
+        check_made_by(*made_by)
     opt_state = _in_dtypes_of(opt_state, state.opt_state)
     params, norm = optax.apply_updates(state.params, updates), ops.global_norm(grads)
     if skip is not None:
