@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 
-def wide_dtype(x: ArrayLike) -> Any:
-    """What sums and means of an array are kept in: float32, or float64 for float64."""
+def wide_dtype(x: ArrayLike | DTypeLike) -> Any:
+    """What sums and means of an array, or of a dtype, are kept in: float32, but float64 of that."""
     dtype = jnp.result_type(x)
     return dtype if dtype == jnp.float64 else jnp.dtype(jnp.float32)
 

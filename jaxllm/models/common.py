@@ -15,7 +15,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxllm import ops
 from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops.block.precision import check_precision
-from jaxllm.ops.checks import as_bool, as_integer, check_integer, check_shape, is_certain
+from jaxllm.ops.checks import (
+    as_bool,
+    as_integer,
+    check_integer,
+    check_key,
+    check_shape,
+    is_certain,
+)
 
 Params = dict[str, Any]
 # attend(layer, q, k, v) -> out, of (B, T, N, H) and (B, T, K, H): attention with a cache.
@@ -490,6 +497,7 @@ class Initializer:
     """
 
     def __init__(self, key: PRNGKeyArray, draws: int, layers: int, *, bias: bool) -> None:
+        check_key(key)
         self.keys, self.layers, self.bias = iter(jax.random.split(key, draws)), layers, bias
 
     def normal(self, *shape: int, std: float = 0.02) -> Array:

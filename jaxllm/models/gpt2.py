@@ -106,7 +106,12 @@ def init(key: PRNGKeyArray, config: GPT2Config) -> Params:
     Args:
         key: A JAX random key.
         config: The shape.
+
+    Raises:
+        TypeError: ``key`` is no random key, or ``config`` no :class:`GPT2Config`.
+        ValueError: ``key`` is not a single one.
     """
+    common.check_config_type(config, GPT2Config)
     L, D, qkv = config.layers, config.width, (3, config.heads, config.head_width)
     draw = common.Initializer(key, 6, L, bias=True)
     return {
@@ -289,6 +294,7 @@ def flops_per_token(config: GPT2Config, seq_len: int) -> int:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
+    common.check_config_type(config, GPT2Config)
     lm_head = config.padded_vocab_size * config.width
     attention = config.layers * seq_len * config.width
     return common.flops_per_token(_shapes(config), lm_head, attention)
@@ -307,8 +313,8 @@ def _hidden(
     documents: tuple[Array | None, Array | None],
 ) -> tuple[Array, Array | ops.Quantized]:
     """The input of the LM head, (B, T, D), and the LM head."""
-    common.check_tokens(tokens, config.max_seq_len)
     check_params(params, config)
+    common.check_tokens(tokens, config.max_seq_len)
     segment_ids, positions = common.check_documents(tokens, *documents)
     if positions is None:
         x, head = ops.tied_embed(tokens, params["wte"], params["wpe"])

@@ -266,7 +266,12 @@ def init(key: PRNGKeyArray, config: Llama3Config) -> Params:
     Args:
         key: A JAX random key.
         config: The shape.
+
+    Raises:
+        TypeError: ``key`` is no random key, or ``config`` no :class:`Llama3Config`.
+        ValueError: ``key`` is not a single one.
     """
+    common.check_config_type(config, Llama3Config)
     L, D, F, H = config.layers, config.width, config.mlp_width, config.head_width
     qkv = (config.heads // config.kv_heads + 2, config.kv_heads, H)
     draw = common.Initializer(key, 6, L, bias=False)
@@ -406,6 +411,7 @@ def flops_per_token(config: Llama3Config, seq_len: int) -> int:
         config: The shape.
         seq_len: T, tokens in a sequence.
     """
+    common.check_config_type(config, Llama3Config)
     lm_head = config.padded_vocab_size * config.width
     attention = config.attention_columns(seq_len)
     return common.flops_per_token(_shapes(config), lm_head, attention)
@@ -431,8 +437,8 @@ def _hidden(
     documents: tuple[Array | None, Array | None],
 ) -> Array:
     """The input of the LM head, (B, T, D)."""
-    common.check_tokens(tokens, config.max_seq_len)
     check_params(params, config)
+    common.check_tokens(tokens, config.max_seq_len)
     segment_ids, positions = common.check_documents(tokens, *documents)
     positions = jnp.arange(tokens.shape[1]) if positions is None else positions
     table = rope_table(positions, config)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxllm.core import promotion
+from jaxllm.core import meshes, promotion
 from jaxllm.core.backend import Backend, BackendError, Call, record, resolve
 from jaxllm.core.dispatch import Direction, choose, describe
 from jaxllm.ops.attention.api import FLASH_ATTENTION, FLASH_ATTENTION_BIAS, flash_attention
@@ -82,7 +83,8 @@ def dot_product_attention(
 
     ``jax.nn.dot_product_attention`` runs for ``mask``, other masks, ``return_residual`` with
     sequence lengths, a ``scale`` that is traced, and dtypes and head widths that no kernel takes.
-    :func:`jaxllm.explain` lists such a call with the reason.
+    :func:`jaxllm.explain` lists such a call with the reason. On Explicit mesh axes
+    ``jax.nn`` takes shards along the batch and the heads alone. Flash attention serves the others.
 
     Args:
         query: The queries, (B, T, N, H) or (T, N, H).
@@ -112,8 +114,8 @@ def dot_product_attention(
     Raises:
         TypeError: What must be an array is none, or ``is_causal``, ``return_residual``, ``scale``
             or ``local_window_size`` is of the wrong kind.
-        ValueError: An array does not fit the others in shape or dtype, ``scale`` is not finite, or
-            ``implementation`` is unknown.
+        ValueError: An array does not fit the others in shape or dtype, ``scale`` is not finite,
+            ``implementation`` is unknown, or ``jax.nn`` does not take the arrays' shards.
         BackendError: With ``"jaxllm"``, or where :func:`jaxllm.use_backend` asks for ``"cuda"`` or
             ``"pallas"``: no kernel serves the call, for the reason in the message.
 
@@ -149,7 +151,7 @@ def dot_product_attention(
         return _run_theirs(call, None, ((_OURS, reason),))
     if implementation is None and backend == "auto":
         rejected = _rejected_kernels(flash)
-        if rejected:
+        if rejected and _takes_shards(call):
             return _run_theirs(call, None, rejected)
     return _run_ours(call, flash, backend)
 
@@ -222,11 +224,21 @@ def _as_flash_attention(call: _Call) -> tuple[str | None, _Flash | None]:
         bias = bias if bias.dtype == q.dtype else bias.astype(jnp.float32)
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
     if causal and not is_certain(lambda: T == S):
-        k, v = k[:, :T], v[:, :T]  # no query sees the others
-        bias = None if bias is None else bias[..., :T]
+        k, v = _first(k, T, axis=1), _first(v, T, axis=1)  # no query sees the others
+        bias = None if bias is None else _first(bias, T, axis=3)
     segments, is_empty = _segments(T, k.shape[1], call)
     options = {"causal": causal, "scale": scale, "window": window}
     return None, _Flash((q, k, v, segments), bias, options, is_empty)
+
+
+def _first(x: Array, n: int, *, axis: int) -> Array:
+    """The first n elements along an axis, whole on Explicit mesh axes: shards may not divide n."""
+    sharding = meshes.explicit_sharding(x)
+    if sharding is not None:
+        spec = list(meshes.full_spec(sharding.spec, x.ndim))
+        spec[axis] = None
+        x = meshes.reshard(x, sharding.mesh, P(*spec))
+    return lax.slice_in_dim(x, 0, n, axis=axis)
 
 
 def _number(scale: Any) -> float | None:
@@ -303,6 +315,15 @@ def _rejected_kernels(flash: _Flash) -> tuple[tuple[str, str], ...]:
     return rejected if chosen == "xla" else ()
 
 
+def _takes_shards(call: _Call) -> bool:
+    """Whether ``jax.nn`` takes the types of a call on Explicit axes; flash attention takes any."""
+    shardings = [meshes.explicit_sharding(x) for x in (call.query, call.key, call.value)]
+    specs = [P() if sharding is None else sharding.spec for sharding in shardings]
+    of_dims = [set(dim) for dim in zip(*(meshes.full_spec(x, 4) for x in specs), strict=True)]
+    batch, sequence, heads, width = of_dims
+    return len(batch) == len(heads) == 1 and sequence == width == {None}
+
+
 def _run_ours(call: _Call, flash: _Flash, backend: Backend) -> Any:
     q, k, v, segments = flash.arrays
     options = {**flash.options, "segment_ids": segments, "backend": backend}
@@ -339,24 +360,44 @@ def _run_theirs(call: _Call, implementation: Any, rejected: tuple[tuple[str, str
 
     # jax.nn mixes bfloat16 with float32, which strict promotion forbids.
     with promotion.defaults(), record(row, f"{_NAME}[{name}]"):
-        found: Any = jax.nn.dot_product_attention(
-            call.query,
-            call.key,
-            call.value,
-            call.bias,
-            call.mask,
-            scale=call.scale,
-            is_causal=call.is_causal,
-            query_seq_lengths=call.query_lengths,
-            key_value_seq_lengths=call.key_lengths,
-            local_window_size=call.window,
-            implementation=implementation,
-            return_residual=call.return_residual,
-        )
+        try:
+            found: Any = jax.nn.dot_product_attention(
+                call.query,
+                call.key,
+                call.value,
+                call.bias,
+                call.mask,
+                scale=call.scale,
+                is_causal=call.is_causal,
+                query_seq_lengths=call.query_lengths,
+                key_value_seq_lengths=call.key_lengths,
+                local_window_size=call.window,
+                implementation=implementation,
+                return_residual=call.return_residual,
+            )
+        except Exception as error:
+            if type(error).__name__ != "ShardingTypeError":  # which JAX does not export
+                raise
+            raise _refused_shards(call, rejected) from error
     if not call.return_residual:
         return found.reshape(call.shape)
     out, residual = found
     return out.reshape(call.shape), residual.reshape(call.shape[:-1])
+
+
+def _refused_shards(call: _Call, rejected: tuple[tuple[str, str], ...]) -> ValueError:
+    """The error for types on Explicit axes that ``jax.nn`` does not take."""
+    names = ("query", "key", "value", "bias", "mask")
+    types = ", ".join(
+        f"{name} {jax.typeof(x).str_short(short_dtypes=True)}"
+        for name, x in zip(names, call[:5], strict=True)
+        if x is not None
+    )
+    why = f". It runs because {rejected[0][1]}" if rejected else ""
+    return ValueError(
+        f"jax.nn.dot_product_attention does not take these shards on Explicit axes: {types}; they "
+        f"must be along the batch or the heads alone, and alike: see jax.sharding.reshard{why}"
+    )
 
 
 def _checked(

@@ -15,11 +15,14 @@ import jaxllm
 from jaxllm import ops, training
 from jaxllm.convert.huggingface import from_state_dict, to_state_dict
 from jaxllm.inference.cache import init_cache, prefill
-from jaxllm.models import gpt2
+from jaxllm.models import gpt2, llama3
 from jaxllm.models.common import for_decoding, stack, unstack
 from jaxllm.testing import error, lower_for_cuda
 
 CONFIG = gpt2.GPT2Config(vocab_size=61, max_seq_len=24, layers=2, heads=2, width=32)
+LLAMA3 = llama3.Llama3Config(
+    vocab_size=61, max_seq_len=24, layers=2, heads=2, kv_heads=1, width=32, mlp_width=48
+)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,37 @@ def test_init_draws_what_it_says():
     assert not params["wte"][1000:].any()
     assert not blocks["mlp"]["up"]["bias"].any()
     assert (params["ln_f"]["scale"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+        (0, TypeError, "key has type int; it must be one of jax.random.key"),
+        (jnp.zeros(2), TypeError, "key has dtype float32; it must be one of jax.random.key"),
+        (
+            np.zeros((3, 2), "uint32"),
+            ValueError,
+            r"key has shape \(3, 2\); it must be a single key",
+        ),
+    ],
+)
+def test_init_takes_one_random_key(key, error, message):
+    with pytest.raises(error, match=message):
+        gpt2.init(key, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["init", "flops_per_token", "num_params", "loss"])
+@pytest.mark.parametrize("model", [gpt2, llama3])
+def test_the_config_of_another_family_is_rejected(name, model):
+    wrong = LLAMA3 if model is gpt2 else CONFIG
+    arrays = {
+        "init": (jax.random.key(0), wrong),
+        "flops_per_token": (wrong, 8),
+        "num_params": (wrong,),
+        "loss": ({}, None, None, "d12"),
+    }
+    with pytest.raises(TypeError, match=r"config has type .*; it must be (GPT2|Llama3)Config"):
+        getattr(model, name)(*arrays[name])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -72,6 +72,22 @@ def test_float8_arguments_are_rejected_by_name(name, call, dtype):
         call(jnp.ones((3, 4), dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (ops.relu, [0, 1, 1, 1]),
+        (ops.reduce_max, [0, 0, 0.5, 0.5]),
+        (lambda x: ops.repeat_kv(x[:, None], 3), [3, 3, 3, 3]),
+    ],
+)
+def test_float8_arrays_have_gradients_where_an_op_takes_them(call, expected, dtype):
+    x = jnp.array([-1, 0.5, 2, 2], dtype)
+    dx = jax.grad(lambda x: call(x).astype(jnp.float32).sum())(x)
+    assert dx.dtype == dtype
+    np.testing.assert_array_equal(dx.astype(jnp.float32), expected)
+
+
 def test_an_mlp_needs_a_bias_of_its_hidden_layer():
     x, up, down = jnp.ones((3, 4)), jnp.ones((4, 8)), jnp.ones((8, 4))
     missing: Any = None

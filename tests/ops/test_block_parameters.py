@@ -67,3 +67,25 @@ def test_heads_that_do_not_divide_the_projection_are_rejected_before_attend_and_
 def test_what_attend_returns_has_the_shape_of_the_queries(attend, error, message):
     with pytest.raises(error, match=f"the result of attend {message}"):
         attention(attend=attend)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale", 0.5), ("window", 2), ("segment_ids", jnp.zeros((1, 3), int))],
+)
+def test_options_that_attend_would_not_use_are_rejected(name, value):
+    with pytest.raises(ValueError, match=f"{name} is given beside attend; it must be None"):
+        attention(attend=lambda q, k, v: q, **{name: value})
+
+
+@pytest.mark.parametrize("options", [{}, {"attend": lambda q, k, v: q}])
+def test_a_rotation_table_is_a_pair_with_attend_too(options):
+    wrong: Any = (jnp.ones((3, 2)),) * 3
+    with pytest.raises(ValueError, match="rope_table is a tuple of 3; it must be a tuple of the"):
+        attention(rope_table=wrong, **options)
+
+
+def test_attend_that_is_no_function_is_rejected():
+    wrong: Any = "cache"
+    with pytest.raises(TypeError, match="attend has type str; it must be a function"):
+        attention(attend=wrong)

@@ -476,6 +476,8 @@ def test_update_of_an_empty_tree_is_empty():
         ),
         ({"seed": 0}, TypeError, "with a seed one of them must be bfloat16"),
         ({"seed": 0.5, "copy_dtype": "bfloat16"}, TypeError, "seed is 0.5; it must be an integer"),
+        ({"seed": "3", "copy_dtype": "bfloat16"}, TypeError, "seed has type str; it must be an"),
+        ({"seed": 2**70, "copy_dtype": "bfloat16"}, ValueError, "seed has an integer that is bey"),
         ({"seed": 0, "copy_dtype": "float16"}, TypeError, "with a seed one of them"),
         ({"backend": "nothing"}, ValueError, "backend is 'nothing'"),
     ],

@@ -10,7 +10,7 @@ from calls import collectives, make_mesh, on_one_device
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm import ops, testing
+from jaxllm import nn, ops, testing
 from jaxllm.core import ffi
 from jaxllm.ops.attention import context
 
@@ -193,6 +193,30 @@ def test_every_backend_matches_one_device(backend):
     run = functools.partial(results, "packed_window", backend="xla")
     wanted = on_one_device(run, *arrays_of("packed_window"))
     testing.assert_close(jax.device_get(found), wanted, "float32")
+
+
+# The sharding of queries and of keys.
+@pytest.mark.parametrize("specs", [(TWO, TWO), (TWO, P()), (P("a"), P())], ids=str)
+def test_attention_of_nn_takes_shards_on_explicit_axes_that_jax_nn_refuses(specs):
+    mesh = make_mesh("Explicit")
+    q, k = draw(1, (2, 4, 4, 8)), draw(2, (2, 8, 2, 8))  # the last keys are seen by no query
+    attend = functools.partial(nn.dot_product_attention, is_causal=True)
+    wanted = on_one_device(attend, q, k, k)
+    q, k = (
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((q, k), specs, strict=True)
+    )
+    with jax.set_mesh(mesh):
+        found = attend(q, k, k)
+    testing.assert_close(jax.device_get(found), wanted, "float32")
+
+
+def test_attention_of_nn_names_shards_that_no_implementation_takes():
+    q = jax.device_put(draw(1, (2, 4, 4, 8)), NamedSharding(make_mesh("Explicit"), TWO))
+    message = (
+        r"does not take these shards .*: query f32\[2,4@a,4,8\].*It runs because mask is given"
+    )
+    with pytest.raises(ValueError, match=message):
+        nn.dot_product_attention(q, q, q, mask=np.ones((4, 4), bool))
 
 
 def visible_pairs(piece, T, S, left, right):

@@ -108,6 +108,7 @@ def flash_attention(
     Which keys a query sees is counted from the end of both sequences, so that the last query
     stands at the last key: query t stands at position ``p = t + S - T``. All of the conditions
     that are asked for must hold. A query that sees no key gives zeros, and has no gradient.
+    Keys and values that no query sees must be finite too: infinity times a weight of zero is NaN.
 
     ``lse`` is the logarithm of the sum of the exponentials of each query's scores: with the scale,
     the softcap and the bias, over the keys that it sees, and -inf if there are none. Attention over

@@ -60,13 +60,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxllm.core.precision import wide_dtype
 from jaxllm.ops.attention import packing, sink
 from jaxllm.ops.rotary.reference import rope_backward, rope_forward
 from jaxllm.ops.window import Window, sides
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
 
 
 def _group(x: Array, kv_heads: int) -> Array:

@@ -31,6 +31,7 @@ from jaxllm.ops.attention.arguments import (
     check_packed,
     check_packed_table,
     check_projection,
+    check_rope_table,
     head_width,
 )
 from jaxllm.ops.attention.packing import is_by_parts, rows, split
@@ -122,7 +123,9 @@ def attention_block(
         segment_ids: A query sees the keys of its own segment alone.
         rope_table: Cosines and sines that rotate queries and keys.
         attend: ``attend(q, k, v) -> out`` of (B, T, N, H), (B, T, K, H) and (B, T, K, H), after
-            rotation, instead of attention over the sequence; to use a cache, for example.
+            rotation, instead of attention over the sequence; to use a cache, for example. It has
+            its own mask and scale: ``causal`` is not used then, and ``scale``, ``window`` and
+            ``segment_ids`` must be None.
         precision: ``"row"`` or ``"tensor"`` for float8 operands in the GEMMs of both layers, as in
             :func:`jaxllm.ops.linear`; a mapping from the names of layers for some of them; None
             for the dtype of ``h``. Attention itself stays in that dtype.
@@ -132,9 +135,11 @@ def attention_block(
         The new residual.
 
     Raises:
-        TypeError: ``h`` is no :class:`Residual`, or an array is of the wrong kind or dtype.
-        ValueError: The shapes do not fit together, or an option is out of range; or ``precision``
-            has an unknown recipe or layer, or is not None for a ``Quantized`` weight.
+        TypeError: ``h`` is no :class:`Residual`, ``attend`` no function, or an array is of the
+            wrong kind or dtype.
+        ValueError: The shapes do not fit together, an option is out of range, or one is given that
+            ``attend`` would not use; or ``precision`` has an unknown recipe or layer, or is not
+            None for a ``Quantized`` weight.
         BackendError: The backend that was asked for cannot serve the call, or ``precision`` is not
             None and the GPU has no float8 tensor cores.
 
@@ -147,6 +152,8 @@ def attention_block(
     heads = as_integer("heads", heads)
     kv_heads = heads if kv_heads is None else as_integer("kv_heads", kv_heads)
     arrays = (h, norm, weights["qkv"], weights["out"], head_norms, segment_ids, rope_table)
+    if attend is not None:
+        _check_attend(attend, scale=scale, window=window, segment_ids=segment_ids)
     attention: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads}
     attention |= {"causal": causal, "scale": scale, "window": window}
     static = {**attention, "attend": attend, "recipes": of_layers(precision, "qkv", "out")}
@@ -159,6 +166,18 @@ def check_parameters(h: Residual, norm: object, weights: Any, *layers: str) -> N
     check_keys("weights", weights, *layers)
     for name in layers:
         check_keys(f"weights[{name!r}]", weights[name], "weight", others=("bias",))
+
+
+def _check_attend(attend: object, **options: Any) -> None:
+    """Raises TypeError or ValueError where ``attend``, or an option that it replaces, is wrong."""
+    if not callable(attend):
+        raise TypeError(f"attend has type {type(attend).__name__}; it must be a function")
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is given beside attend; it must be None, because attend(q, k, v) takes "
+                "the place of the attention that would use it"
+            )
 
 
 def _head_norms(weights: Mapping[str, Any]) -> tuple[Array, Array] | None:
@@ -216,8 +235,8 @@ def _unfused(
         attended = flash_attention_packed(packed, heads, kv_heads, **options)
     else:
         q, k, v = split(packed, heads, kv_heads)
-        if rope_table is not None:
-            q, k = rope(q, k, *rope_table, backend=backend)
+        if (table := check_rope_table(q, k, rope_table)) is not None:
+            q, k = rope(q, k, *table, backend=backend)
         found = attend(q, k, v)
         check_floating(**{"the result of attend": found})
         check_shape("the result of attend", found, q.shape, "the shape of the queries")

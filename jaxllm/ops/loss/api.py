@@ -52,12 +52,12 @@ def cross_entropy(
     .. math::
         loss = lse - (1 - \epsilon)\, z_{label} - \frac{\epsilon}{V'} \sum_v z_v + \lambda\, lse^2
 
-    An ignored row has loss zero and gradient zero, and does not count in the mean. By default every
-    negative label is ignored: -1, and the -100 of torch and Hugging Face. An ``ignore_index`` is
-    the only ignored label, as in torch. Any other label outside ``0 <= label < vocab_size`` makes
-    the loss and the gradient of its row NaN, and trains no other column. With
-    ``jax.debug_nans(True)`` such a label is an error that names the label; inside a loop or
-    ``jax.vmap`` it is JAX's own error.
+    An ignored row has loss zero and gradient zero (NaN where its logits have NaN or +inf), and does
+    not count in the mean. By default every negative label is ignored: -1, and the -100 of torch and
+    Hugging Face. An ``ignore_index`` is the only ignored label, as in torch. Any other label
+    outside ``0 <= label < vocab_size`` makes the loss and the gradient of its row NaN, and trains
+    no other column. With ``jax.debug_nans(True)`` such a label is an error that names the label;
+    inside a loop or ``jax.vmap`` it is JAX's own error.
 
     Args:
         logits: The rows; float32, bfloat16 or float16 for the kernels. If the loss is

@@ -19,6 +19,7 @@ from jaxllm.ops.checks import (
     as_decay,
     as_dtype,
     as_finite_number,
+    as_integers,
     as_scalar,
     check_floating,
     check_shape,
@@ -315,9 +316,10 @@ def _groups(params: list[Array], grads: list[Array]) -> list[list[int]]:
 
 def _leaf_seeds(seed: ArrayLike, step: ArrayLike, count: int) -> Array:
     """A random uint32 per leaf, different at each step."""
-    if not jnp.issubdtype(jnp.result_type(seed), jnp.integer):
+    found = as_integers("seed", seed)
+    if not jnp.issubdtype(found.dtype, jnp.integer):
         raise TypeError(f"seed is {seed!r}; it must be an integer")
-    if np.shape(seed):
-        raise ValueError(f"seed has shape {np.shape(seed)}; it must be a scalar")
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    if found.shape:
+        raise ValueError(f"seed has shape {found.shape}; it must be a scalar")
+    key = jax.random.fold_in(jax.random.key(found, impl="threefry2x32"), step)
     return jax.random.bits(key, (count,), jnp.uint32)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxllm.core.backend import Backend, resolve
 from jaxllm.core.dispatch import Direction, Op, dispatch
 from jaxllm.core.op import with_backward
+from jaxllm.core.precision import wide_dtype
 from jaxllm.core.sharding_rule import ShardingRule
 from jaxllm.ops.checks import (
     as_int32,
@@ -178,7 +179,7 @@ def _reduce_max_forward(_, backend, x):
 def _reduce_max_backward(_, backend, saved, dout):
     del backend
     x, out = saved
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     is_largest = x == out
     share = dout.astype(wide) / jnp.sum(is_largest, dtype=wide)
     return (jnp.where(is_largest, share, 0.0).astype(x.dtype),)
