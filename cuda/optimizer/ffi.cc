@@ -1,9 +1,8 @@
 // FFI handlers of the optimizer's kernels. Their buffers are the leaves of pytrees, any number.
-#include "common/ffi.h"
-
 #include <type_traits>
 #include <vector>
 
+#include "common/ffi_rows.h"
 #include "common/launch.h"
 #include "handlers.h"
 #include "optimizer/adamw_update.h"
@@ -11,8 +10,6 @@
 
 namespace jaxllm {
 namespace {
-
-constexpr int64_t kMaxGroups = 65535;  // the y axis of a grid
 
 // The trees of a call, as lists of buffers. `operands` are params, grads, ms, vs and optionally one
 // array of seeds; `results` are params, ms, vs and optionally copies.
@@ -127,7 +124,7 @@ ffi::Error AdamwUpdateImpl(cudaStream_t stream, Buffer scalars, ffi::RemainingAr
     return invalid("scalars", "has no last axis of 5 elements");
   }
   const int64_t groups = count(scalars) / kAdamWScalars;
-  if (groups > kMaxGroups) return too_many_groups(groups, kMaxGroups);
+  if (groups > kMaxGridYZ) return too_many_groups(groups, kMaxGridYZ);
   ffi::ErrorOr<AdamWBuffers> buffers = adamw_buffers(operands, results, weight_decays.size());
   if (buffers.has_error()) return buffers.error();
   if (groups == 0 || buffers->count == 0) return ffi::Error::Success();
@@ -157,7 +154,7 @@ constexpr LeafType kLeafType = std::is_same_v<T, float>           ? LeafType::kF
 ffi::Error GlobalNormImpl(cudaStream_t stream, ffi::RemainingArgs operands, Result norm,
                           Result partial, int64_t chunk) {
   const int64_t groups = count(*norm);
-  if (groups > kMaxGroups) return too_many_groups(groups, kMaxGroups);
+  if (groups > kMaxGridYZ) return too_many_groups(groups, kMaxGridYZ);
   if (chunk < kNormChunkStep || chunk % kNormChunkStep != 0) {
     return ffi::Error::InvalidArgument("chunk is no multiple of 2048");
   }
