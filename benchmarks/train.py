@@ -151,7 +151,7 @@ def _documents(options: argparse.Namespace, rows: int) -> list[tuple[np.ndarray,
     if not mean:
         return [()] * _BATCHES
     is_end = np.random.default_rng(1).random((_BATCHES, rows, options.seq_len)) < 1 / mean
-    return [data.find_documents(ends, end_of_text=1) for ends in is_end]
+    return [data.find_documents(ends.astype(np.int32), end_of_text=1) for ends in is_end]
 
 
 def _module(options: argparse.Namespace) -> Any:
