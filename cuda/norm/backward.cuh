@@ -28,8 +28,8 @@ template <class Norm, class Strategy, bool kAdd, XBias kXBias, typename T, typen
 __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
     norm_backward_kernel(const T* x, const W* scale, const float* mean, const float* rstd,
                          const T* dout, const T* dh, T* dx, float* partial, int64_t rows, int width,
-                         int64_t partial_rows, bool x_has_bias) {
-  const bool has_x_bias = kXBias == XBias::kEither ? x_has_bias : kXBias == XBias::kYes;
+                         int64_t partial_rows, bool has_x_bias) {
+  const bool sums_dx = kXBias == XBias::kEither ? has_x_bias : kXBias == XBias::kYes;
   using ThreadGroup = typename Strategy::ThreadGroup;
   constexpr int kVector = kPackSize<T>, kPacks = Strategy::kPacks, kRows = Strategy::kRows;
   constexpr int kTileRows = kRows * ThreadGroup::kRowsPerCta;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
 #pragma unroll
           for (int i = 0; i < kVector; ++i) result[i] += dhs[i];
         }
-        if (has_x_bias) {
+        if (sums_dx) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) dx_bias[p][i] += result[i];
         }
@@ -116,12 +116,12 @@ __global__ void __launch_bounds__(Strategy::ThreadGroup::kMaxThreads)
     fence_packs(scales);
   }
 
-  partial += (column_sums<Norm>(has_x_bias) * blockIdx.y * partial_rows + blockIdx.x) * width;
+  partial += (column_sums<Norm>(sums_dx) * blockIdx.y * partial_rows + blockIdx.x) * width;
   store_column_sums<T>(threads, dscale, partial, width);
   if constexpr (Norm::kCenters) {
     store_column_sums<T>(threads, dbias, partial + partial_rows * width, width);
   }
-  if (has_x_bias) {
+  if (sums_dx) {
     store_column_sums<T>(threads, dx_bias, partial + 2 * partial_rows * width, width);
   }
 }
