@@ -36,6 +36,7 @@ def table(length, shape=()):
 # three each, and swap no halves.
 VARIANTS = {
     "causal": (16, 16, EIGHT, {"causal": True}),
+    "axes_in_another_order": (16, 16, P(None, ("b", "a")), {"causal": True}),
     "batch": (16, 16, BATCH, {"causal": True}),
     "heads": (16, 16, HEADS, {"causal": True}),
     "odd_shards": (12, 12, FOUR, {"causal": True}),

@@ -321,7 +321,9 @@ def _swap(shard: Shard, arrays: Any) -> Any:
     """What the device at the same distance from the other end has."""
     count = shard.count("T")
     pairs = [(i, count - 1 - i) for i in range(count)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, shard.over("T"), pairs), arrays)
+    # JAX wants the axes in the mesh's order. Each is reversed, so the order changes nothing.
+    over = sorted(shard.over("T"), key=list(shard.sizes).index)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(over), pairs), arrays)
 
 
 def _cut(arrays: Any, part: range) -> Any:
