@@ -14,6 +14,7 @@ import jax
 from jax.core import Tracer  # type: ignore[attr-defined]
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.core import meshes
 from jaxllm.core.backend import note_gather
 from jaxllm.core.layout import is_packed
 from jaxllm.core.sharding_rule import WHOLE, MeshAxes, Names, axes_of_entry
@@ -119,6 +120,24 @@ def warn_of_gathers(layout: Layout, axes: MeshAxes, specs: Sequence[Sequence[Any
     why = "each device computes the whole op" if rule is WHOLE else why
     for i, spec in layout.gathered(axes, specs):
         _warn_of_gather(layout.call.name, i, spec, why)
+
+
+def sharded_like(name: str, i: int, x: Any, other: Any) -> Any:
+    """The array in the sharding that another's type has, with a warning where they differ.
+
+    Args:
+        name: What adds the two, which JAX refuses in two shardings.
+        i: The number of the operand that is moved.
+        x: The array to move.
+        other: An array of its shape.
+    """
+    to, have = meshes.explicit_sharding(other), meshes.explicit_sharding(x)
+    if to is None or have is None:
+        return x
+    wanted, found = (meshes.full_spec(of.spec, x.ndim) for of in (to, have))
+    if wanted != found:
+        _warn_of_gather(name, i, found, f"it is added to an array whose sharding is {wanted}")
+    return meshes.reshard(x, to.mesh, wanted)
 
 
 def _warn_of_gather(name: str, i: int, spec: Sequence[Any], why: str) -> None:

@@ -24,6 +24,7 @@ SHARDINGS = {
     "rows_and_columns": {"x": P("a"), "weight": P(None, None, "b"), "bias": P(None, "b")},
     "rows_and_depth": {"x": P("a", None, "b"), "weight": P("b")},
     "fsdp": {"x": P(ALL), "weight": P(ALL)},
+    "bias": {"x": P("a"), "bias": P(None, "b")},
 }
 
 

@@ -14,6 +14,7 @@ from calls import (
     put,
     value_and_gradients,
 )
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxllm.ops
@@ -21,6 +22,7 @@ from jaxllm import testing
 from jaxllm.core import gathers, partition
 from jaxllm.core.dispatch import Op
 from jaxllm.core.gathers import GatherWarning
+from jaxllm.ops.block.residual import carry
 
 KINDS = ("Auto", "Explicit")
 UNDECLARED = {str(call): call for call in CALLS if call.undeclared is not None}
@@ -175,3 +177,17 @@ def test_gathers_of_the_backward_wait_for_an_op_before_that_is_small_or_next():
     jax.jit(run)(1.0)
     # A value of another program is not used.
     assert jax.jit(lambda x: x + (gathers._ahead(x, 1) is x))(1.0) == 2
+
+
+def test_a_residual_has_its_own_sharding_whatever_that_of_its_branch():
+    mesh = make_mesh("Explicit")
+    h = jax.ShapeDtypeStruct((8, 16, 32), "bfloat16", sharding=NamedSharding(mesh, P("a")))
+    branch = h.update(sharding=NamedSharding(mesh, P(None, None, "b")))
+
+    def run(h, branch):
+        residual = carry(jaxllm.ops.residual(h), h, branch=(branch, None))
+        return residual.x, residual.add(branch).x
+
+    with jax.set_mesh(mesh), pytest.warns(GatherWarning, match="residual gathers operand 1"):
+        found = jax.eval_shape(run, h, branch)
+    assert [x.sharding.spec for x in found] == [P("a", None, None)] * 2

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.core import meshes, promotion, vma
 from jaxllm.core.backend import Backend, resolve
+from jaxllm.core.gathers import sharded_like
 from jaxllm.ops.checks import (
     as_finite,
     check_floating,
@@ -83,6 +84,7 @@ class Residual:
         # In float32, as the norm's kernel adds them; so is the sum for the gradient of the bias.
         wide = jnp.promote_types(self._x.dtype, jnp.float32)
         branch, bias = self._branch
+        branch = sharded_like("residual", 1, branch, self._x)
         terms = [term.astype(wide) for term in (branch, meshes.whole(bias)) if term is not None]
         return sum(terms, self._x.astype(wide)).astype(self._x.dtype)
 
@@ -96,7 +98,8 @@ class Residual:
         check_floating(y=y)
         check_shape("y", y, self._x.shape, "the shape of the residual")
         check_same_dtype("y", y, "the residual", self._x)
-        return Residual(self.x + y, self._kind, self._eps)
+        x = self.x
+        return Residual(x + sharded_like("residual", 1, y, x), self._kind, self._eps)
 
     def like(self, other: Residual) -> Residual:
         """The same values with the fields that ``other`` has, for a carry of ``jax.lax.scan``."""

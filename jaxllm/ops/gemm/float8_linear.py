@@ -118,7 +118,8 @@ def _product_backward(options, backend, residuals, dout):
     (dout8,) = quantize(dout, *of_dout, recipe, backend)
     # The weight gradient's own rule shards it. XLA removes GEMMs whose results are not used.
     plain = LinearOptions(None, weight.ndim)
-    _, pull = jax.vjp(lambda w: linear(x, w, None, backend=backend, options=plain), weight)
+    # With the bias, so that the product is sharded as the layer's result is.
+    _, pull = jax.vjp(lambda w: linear(x, w, bias, backend=backend, options=plain), weight)
     (dweight,) = pull(dout)
     dbias = None if bias is None else bias_gradient(dout, weight.ndim, backend)
     return _gradients(recipe, backend, weight, counts, dout, dout8, dweight, dbias)
