@@ -324,6 +324,13 @@ def test_a_tiny_temperature_gives_the_likeliest_token(temperature, options):
     assert out.tolist() == jnp.argmax(rows, axis=-1).tolist()
 
 
+@pytest.mark.parametrize("options", [{"top_k": None}, {"top_k": 3}, {"top_k": None, "top_p": 0.9}])
+def test_an_infinite_temperature_keeps_masked_tokens_out(options):
+    rows = jnp.broadcast_to(jnp.array([-jnp.inf, 3.0, -jnp.inf, -9.0]), (64, 4))
+    out = sample(rows, jnp.float32(jnp.inf), jax.random.key(0), **options)
+    assert set(out.tolist()) == {1, 3}
+
+
 def test_top_p_keeps_the_fewest_likeliest():
     probabilities = jnp.array([0.1, 0.4, 0.2, 0.3])
     rows = jnp.broadcast_to(jnp.log(probabilities), (4000, 4))
@@ -370,6 +377,7 @@ TEXT: Any = ("</s>",)  # an id is an integer
             r"config.special_tokens.eos is \('</s>',\); it must be an integer or a list",
         ),
         ({"config": dataclasses.replace(GPT2, layers=1)}, "params has 2 layers; it must have 1"),
+        ({"config": dataclasses.replace(GPT2, vocab_size=129)}, "params has a wte of 128 rows; "),
         (
             {"config": dataclasses.replace(GPT2, heads=4)},
             r"params has a qkv weight of shape \(..., 3, 2, 16\); it must be \(..., 3, 4, 8\)",

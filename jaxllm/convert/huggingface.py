@@ -63,18 +63,26 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# The config files of the tokenizer and of generation.
+# The config files of the tokenizer and of generation, and the chat template of transformers 5.
 _GENERATION = "generation_config.json"
-_BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", _GENERATION)
+_BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    _GENERATION,
+)
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder
 
 
 def config_from_dict(config: Mapping[str, Any]) -> Config:
     """Converts the contents of a ``config.json`` to a jaxllm config.
 
     Raises:
+        TypeError: ``config`` is not a mapping, but for example a config of ``transformers``.
         ValueError: The ``model_type`` is unknown; a setting has a value that jaxllm's model does
             not support, such as another activation; or a key is missing or not a number.
     """
+    _check_mapping("config", config, "the contents of a config.json, or to_dict() of a config")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
         raise ValueError(f"model_type is {kind!r}; it must be {' or '.join(map(repr, FORMATS))}")
@@ -118,19 +126,21 @@ def from_state_dict(
         The parameters of the jaxllm model.
 
     Raises:
-        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``; or ``config`` is
-            of another type.
+        TypeError: ``dtype`` is not a floating dtype, or needs ``jax_enable_x64``; ``config`` is of
+            another type; ``state_dict`` is not a mapping; or NumPy cannot read one of its arrays,
+            such as a bfloat16 tensor of torch.
         ValueError: A name is missing or unexpected; a shape differs from the config; an array is
             not of a floating dtype; or ``lm_head.weight`` differs from the token table although the
             config ties them.
     """
     dtype = check_dtype(dtype)
-    arrays = _full_names(state_dict, config)
+    _check_mapping("state_dict", state_dict, "arrays by name, as a model's state_dict() has them")
+    full = _full_names(state_dict, config)
+    arrays = {name: _as_array(name, array) for name, array in full.items()}
     for name, array in arrays.items():
-        found = getattr(array, "dtype", None)
-        if isinstance(found, np.dtype) and not jnp.issubdtype(found, jnp.floating):
-            raise ValueError(f"{name} has dtype {found}; it must be a floating dtype")
-    shapes = {name: np.shape(array) for name, array in arrays.items()}
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be a floating dtype")
+    shapes = {name: array.shape for name, array in arrays.items()}
     return _read(shapes, lambda name: np.asarray(arrays[name]), config, dtype)
 
 
@@ -254,7 +264,7 @@ def save(
         max_shard_bytes: The largest size of a safetensors file. Host memory holds the tensors of
             one file at a time.
         tokenizer_json: The tokenizer file to copy, together with the tokenizer and generation
-            configs in its folder; None for no tokenizer.
+            configs and the chat templates in its folder; None for no tokenizer.
         special_tokens: The ids of the begin, end and padding tokens. None for the ids in
             ``config``; if it has none, for the ids from :func:`load_special_tokens` of the
             tokenizer's folder.
@@ -299,6 +309,8 @@ def save(
             for name in _BESIDE_TOKENIZER:
                 if (file := Path(tokenizer_json).with_name(name)).is_file():
                     shutil.copyfile(file, partial / name)
+            if (templates := Path(tokenizer_json).with_name(_MORE_TEMPLATES)).is_dir():
+                shutil.copytree(templates, partial / _MORE_TEMPLATES)
             if special_tokens != tokenizer_ids and (partial / _GENERATION).exists():
                 generation = dict.fromkeys(ID_KEYS) | special_tokens_to_dict(special_tokens)
                 write_json(partial / _GENERATION, read_json(partial / _GENERATION) | generation)
@@ -308,6 +320,24 @@ def save(
             lambda name: mapping[name].copy(arrays[mapping[name].path]),
             max_bytes=max_shard_bytes,
         )
+
+
+def _check_mapping(name: str, value: Any, wanted: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} has type {type(value).__name__}; it must be a dict: {wanted}")
+
+
+def _as_array(name: str, value: Any) -> Any:
+    """An array whose dtype is NumPy's. Of JAX's arrays none is copied to the host yet."""
+    if isinstance(getattr(value, "dtype", None), np.dtype):
+        return value
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} has type {type(value).__name__}, which NumPy cannot read: {error}; it must be "
+            "a NumPy array, such as tensor.detach().float().numpy()"
+        ) from error
 
 
 def _full_names(tensors: Mapping[str, T], config: Config) -> dict[str, T]:

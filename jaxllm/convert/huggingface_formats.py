@@ -171,7 +171,11 @@ def _gpt2_from_dict(config: Mapping[str, Any]) -> GPT2Config:
     )
 
 
+_GPT2_END = 50256  # what transformers takes for a missing bos_token_id or eos_token_id
+
+
 def _gpt2_to_dict(config: GPT2Config) -> dict[str, Any]:
+    is_default = config.vocab_size > _GPT2_END  # it is GPT-2's vocabulary, perhaps padded
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -183,6 +187,7 @@ def _gpt2_to_dict(config: GPT2Config) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+        **({} if is_default else {"bos_token_id": None, "eos_token_id": None}),
     }
 
 

@@ -190,7 +190,7 @@ def complete(
         ValueError: A prompt is empty, has a token that is not in the vocabulary, or is too long for
             the cache or the model; a number is out of range; ``stop_tokens`` are no integers, or
             beyond int32; ``params`` are those of another model, or have other layers or heads than
-            ``config``; or a key is needed and missing.
+            ``config``, or fewer tokens; or a key is needed and missing.
     """
     _check_untraced(params=params, prompts=prompts, key=key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p, key)

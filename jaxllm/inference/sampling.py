@@ -65,7 +65,9 @@ def _divide(logits: Array, temperature: Array) -> Array:
     """Logits by the temperature, each row less its largest logit: overflow gives -inf, not inf."""
     largest = logits.max(axis=-1, keepdims=True)
     shifted = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    return shifted / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+    divided = shifted / jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+    # -inf by inf is NaN, which is sampled before any number.
+    return jnp.where(jnp.isneginf(shifted), shifted, divided)
 
 
 def check_sampling(

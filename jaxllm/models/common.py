@@ -436,11 +436,18 @@ def check_family(
 
 
 def check_params(params: Params, config: Any) -> None:
-    """Raises ValueError where parameters do not have the layers or heads of a config.
+    """Raises ValueError where parameters do not have the layers, heads or tokens of a config.
 
     The heads of parameters that are laid out for decoding, or int8, are not known. Raises TypeError
     where the layers are in a tuple: it would be taken for stacked ones.
     """
+    for name in ("wte", "lm_head"):
+        table = params.get(name, params["wte"])
+        rows = (table.q if isinstance(table, ops.Quantized) else table).shape[0]
+        if rows < config.vocab_size:  # tokens beyond the table would be clamped
+            raise ValueError(
+                f"params has a {name} of {rows} rows; config has vocab_size {config.vocab_size}"
+            )
     blocks = params["blocks"]
     if isinstance(blocks, tuple):
         raise TypeError("params['blocks'] is a tuple; it must be a list of layers, or stacked")

@@ -186,7 +186,7 @@ def forward(
         ValueError: ``tokens`` is not of shape (B, T), or T is beyond ``config.max_seq_len``; or
             ``segment_ids`` or ``positions`` differs from ``tokens`` in shape; or ``precision`` has
             an unknown recipe or layer; or ``params`` are those of another model, or do not have the
-            layers, heads or positions of ``config``.
+            layers, heads, tokens or positions of ``config``.
         BackendError: ``precision`` is not None and the GPU has no float8 tensor cores.
     """
     documents = segment_ids, positions
@@ -250,8 +250,8 @@ def cached_forward(
 
     Raises:
         TypeError: ``config`` is no ``GPT2Config``.
-        ValueError: ``params`` are those of another model, or do not have the layers, heads or
-            positions of ``config``.
+        ValueError: ``params`` are those of another model, or do not have the layers, heads, tokens
+            or positions of ``config``.
     """
     check_params(params, config)
     if positions is None:
@@ -270,8 +270,8 @@ def check_params(params: Params, config: GPT2Config) -> None:
 
     Raises:
         TypeError: The config is of another model family.
-        ValueError: The parameters are, or they do not have the layers, heads or positions of the
-            config.
+        ValueError: The parameters are, or they do not have the layers, heads, tokens or positions
+            of the config.
     """
     common.check_family(params, config, GPT2Config, _NAMES, _OF_BLOCK)
     common.check_params(params, config)

@@ -378,8 +378,8 @@ def check_params(params: Params, config: Llama3Config) -> None:
 
     Raises:
         TypeError: The config is of another model family.
-        ValueError: The parameters are, or they do not have the layers, heads or options of the
-            config.
+        ValueError: The parameters are, or they do not have the layers, heads, tokens or options of
+            the config.
     """
     common.check_family(params, config, Llama3Config, _NAMES, _OF_BLOCK)
     common.check_params(params, config)

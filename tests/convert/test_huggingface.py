@@ -16,6 +16,7 @@ from jaxllm.convert.huggingface import (
 )
 from jaxllm.convert.huggingface_formats import Config, format_of
 from jaxllm.models import gpt2, llama3
+from jaxllm.models.special_tokens import SpecialTokens
 from jaxllm.ops import RopeScaling
 
 GPT2 = gpt2.GPT2Config(vocab_size=61, max_seq_len=16, layers=3, heads=2, width=32)
@@ -194,6 +195,47 @@ def test_state_dict_of_another_dtype_is_rejected(gpt2_state_dict, dtype):
     state_dict = {**gpt2_state_dict, name: gpt2_state_dict[name].astype(dtype)}
     with pytest.raises(ValueError, match=f"{name} has dtype {dtype}; it must be a floating dtype"):
         from_state_dict(state_dict, GPT2)
+
+
+class Bfloat16Tensor:
+    """As a bfloat16 tensor of torch, whose dtype is not NumPy's."""
+
+    dtype = "torch.bfloat16"
+
+    def __array__(self, *_, **__):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "message"),
+    [
+        ([1] * 32, ValueError, "has dtype int64; it must be a floating dtype"),
+        (Bfloat16Tensor(), TypeError, "has type Bfloat16Tensor, .*BFloat16; it must be a NumPy ar"),
+    ],
+    ids=["integers", "bfloat16"],
+)
+def test_arrays_of_other_libraries_are_checked(gpt2_state_dict, array, kind, message):
+    state_dict: dict[str, Any] = {**gpt2_state_dict, "transformer.ln_f.weight": array}
+    with pytest.raises(kind, match=rf"transformer\.ln_f\.weight {message}"):
+        from_state_dict(state_dict, GPT2)
+
+
+@pytest.mark.parametrize(("vocab_size", "is_null"), [(50256, True), (50257, False)])
+def test_a_gpt2_without_the_id_50256_has_no_default_ids(vocab_size, is_null):
+    """Transformers takes 50256 for a missing bos_token_id or eos_token_id of a GPT-2."""
+    config = dataclasses.replace(GPT2, vocab_size=vocab_size)
+    keys = ("bos_token_id", "eos_token_id")
+    assert [key in config_to_dict(config) for key in keys] == [is_null, is_null]
+    config = dataclasses.replace(config, special_tokens=SpecialTokens(eos=(3,)))
+    assert config_to_dict(config)["eos_token_id"] == 3
+
+
+def test_objects_of_transformers_are_no_dicts():
+    given: Any = object()
+    with pytest.raises(TypeError, match="config has type object; it must be a dict: the contents"):
+        config_from_dict(given)
+    with pytest.raises(TypeError, match="state_dict has type object; it must be a dict: arrays by"):
+        from_state_dict(given, GPT2)
 
 
 def test_error_lists_at_most_ten_faults(llama_state_dict):

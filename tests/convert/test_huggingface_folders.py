@@ -225,6 +225,9 @@ def source(saved, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -236,9 +239,12 @@ def test_special_token_ids_are_kept(name, source, all_params, tmp_path):
     huggingface.save(out, params, config, tokenizer_json=source / "tokenizer.json")
     assert IDS.items() <= json.loads((out / "config.json").read_text()).items()
     beside = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    # transformers 5 has chat templates in files of their own.
+    beside |= {"chat_template.jinja", "additional_chat_templates/tools.jinja"}
     for file in beside:
         assert (out / file).read_bytes() == (source / file).read_bytes()
-    assert {f.name for f in out.iterdir()} == beside | {"config.json", "model.safetensors"}
+    files = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert files == beside | {"config.json", "model.safetensors"}
     assert huggingface.load_special_tokens(out) == ids
     huggingface.load(out)
     # The argument takes precedence, and a single eos id is written as an integer.

@@ -336,6 +336,7 @@ def test_sizes_may_be_integers_of_any_type():
             r"params has a qkv weight of shape \(..., 3, ., .*\); it must",
         ),
         ({"max_seq_len": 25}, "params has 24 positions; config has max_seq_len 25"),
+        ({"vocab_size": 2000}, r"params has a wte of \d+ rows; config has vocab_size 2000"),
     ],
 )
 def test_parameters_of_another_config_are_errors(changes, message, form, params):

@@ -350,6 +350,7 @@ def test_fields_may_be_numbers_of_any_type():
         ({"heads": 2, "head_dim": 24}, r"qkv weight of shape .* must be \(..., 3, 2, 24\), by the"),
         ({"qk_norm": False}, "params has 'q_norm' in attention; config.qk_norm is False"),
         ({"qkv_bias": False}, "params has 'bias' in attention; config.qkv_bias is False"),
+        ({"vocab_size": 129}, "params has a wte of 128 rows; config has vocab_size 129"),
     ],
 )
 def test_parameters_of_another_config_are_errors(changes, message, form):
