@@ -226,8 +226,8 @@ def error(actual: ArrayLike, expected: ArrayLike) -> float:
 
     One is in the Euclidean norm, the other the largest deviation over the largest value, which
     sees a single wrong element or row; where all of ``expected`` is zero, it is the largest
-    deviation itself. NaN or infinity in one place and not the other is an infinite error; so is a
-    difference of shape.
+    deviation itself. NaN, or an infinity of one sign, in one place and not the other is an infinite
+    error; so is a difference of shape.
     """
     if np.shape(actual) != np.shape(expected):
         return float("inf")
@@ -251,9 +251,10 @@ _LARGE = 2**22  # elements that are worth a compilation
 
 def _measure(a: Any, e: Any, xp: Any) -> tuple[Any, ...]:
     """What the error is made of, in float64; numbers that are not finite count as zero."""
+    a, e = (x.astype(xp.float64) for x in (a, e))
+    alike = xp.array_equal(*(xp.where(xp.isfinite(x), 0, x) for x in (a, e)), equal_nan=True)
     finite = xp.isfinite(e)
-    alike = xp.array_equal(xp.isfinite(a), finite)
-    a, e = (xp.where(finite, x, 0).astype(xp.float64) for x in (a, e))
+    a, e = (xp.where(finite, x, 0) for x in (a, e))
     d = a - e
     return alike, (d * d).sum(), (e * e).sum(), xp.abs(d).max(), xp.abs(e).max()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.core import Tracer
 from ops.test_contract import FIRST_CASES, LARGE_CASES, traced_with_gradients
@@ -115,6 +116,13 @@ def test_arguments_that_are_no_arrays_are_static(is_jitted):
         assert str(jaxllm.explain(fn, params, tokens, **static)) == str(expected)
 
 
+@pytest.mark.parametrize("eps", [1e-6, np.float32(1e-6)], ids=["python", "numpy"])
+def test_options_are_passed_as_in_a_call(eps):
+    x = jax.ShapeDtypeStruct((2, 8), jnp.bfloat16)
+    (call,) = jaxllm.explain(jaxllm.ops.rms_norm, x, jnp.ones(8), eps=eps).calls
+    assert call.stem == "rms_norm_forward"
+
+
 def test_so_are_positional_arguments():
     def norm(name, x, eps):
         assert isinstance(eps, Tracer)  # a number is traced, as jit does
@@ -124,10 +132,22 @@ def test_so_are_positional_arguments():
     assert [call.stem for call in explanation.calls] == ["rms_norm_forward"]
 
 
+def test_a_jitted_function_knows_its_static_arguments():
+    def norm(name, x, dtype, rows):
+        assert isinstance(x, Tracer)
+        return getattr(jaxllm.ops, name)(x[:rows], jnp.ones(8)).astype(dtype)
+
+    x = jax.ShapeDtypeStruct((2, 8), "float32")
+    fn = jax.jit(norm, static_argnums=(0, 2, 3))
+    explanation = jaxllm.explain(fn, "rms_norm", x, jnp.bfloat16, 1)
+    assert [call.shapes for call in explanation.calls] == ["f32[1,8] f32[8]"]
+
+
 def test_static_arguments_need_not_be_hashable():
     def norm(names, options, x):
+        assert isinstance(options["scale"], Tracer)
         return getattr(jaxllm.ops, names[0])(x, options["scale"])
 
-    options = {"scale": jnp.ones(8), "name": "a string, so that all of it is static"}
+    options = {"scale": jax.ShapeDtypeStruct((8,), "float32"), "name": "a string, which is static"}
     explanation = jaxllm.explain(norm, ["rms_norm"], options, jnp.ones((2, 8)))
     assert [call.stem for call in explanation.calls] == ["rms_norm_forward"]

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast, get_args
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
@@ -274,30 +275,35 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     sharded the program is compiled too, because only then XLA has chosen the shardings in between;
     the shapes of calls are those of whole arrays on Auto axes, of shards on Explicit ones.
 
-    Arguments that are no arrays, numbers or trees of them are static, as a model's config.
+    In the arguments and in trees of them, arrays and their shapes are traced. All else keeps its
+    value, as where ``fn`` is called: a model's config, an option. Numbers that are given by
+    position are traced, as by ``jax.jit``, but for a jitted ``fn``, which knows its static ones.
     ``pallas`` names the implementation: in some calls of it, as of empty arrays and of the backward
     of ``cross_entropy``, XLA computes all.
 
     Example:
         >>> print(jaxllm.explain(jax.grad(loss), params, tokens))
     """
-    is_traced = [_is_traceable(value) for value in args]
-    traced = [value for value, is_one in zip(args, is_traced, strict=True) if is_one]
-    static = {name: value for name, value in kwargs.items() if not _is_traceable(value)}
-    kwargs = {name: value for name, value in kwargs.items() if name not in static}
+    numbers = not hasattr(fn, "lower")
+    marks = [_traced_leaves(x, numbers=numbers) for x in args]
+    marks_by_name = {name: _traced_leaves(x, numbers=False) for name, x in kwargs.items()}
+    is_traced = jax.tree.leaves((marks, marks_by_name))
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf, is_one in zip(leaves, is_traced, strict=True) if is_one]
 
     # Not by static_argnums, which asks for arguments that can be hashed.
-    def of_traced(*arrays: Any, **options: Any) -> Any:
-        left = iter(arrays)
-        given = [next(left) if i else x for x, i in zip(args, is_traced, strict=True)]
-        return fn(*given, **static, **options)
+    def of_arrays(*traced: Any) -> Any:
+        left = iter(traced)
+        given = [next(left) if i else leaf for leaf, i in zip(leaves, is_traced, strict=True)]
+        positional, named = jax.tree.unflatten(tree, given)
+        return fn(*positional, **named)
 
     calls = _Recorder()
     # A fresh recorder is a fresh jit cache key: every inner jit is traced anew, and seen.
     with _recorder(calls), _noting_gathers() as gathers:
-        jaxpr = jax.make_jaxpr(of_traced)(*traced, **kwargs)
-        if any(map(_is_on_several_devices, jax.tree.leaves((traced, kwargs)))):
-            jax.jit(of_traced).lower(*traced, **kwargs).compile()
+        jaxpr = jax.make_jaxpr(of_arrays)(*arrays)
+        if any(map(_is_on_several_devices, arrays)):
+            jax.jit(of_arrays).lower(*arrays).compile()
     # A trace visits more than it keeps (a custom_vjp's primal beside its forward rule), so the
     # final program decides, without dead code: an op call is in it where one of its equations is.
     live, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
@@ -312,10 +318,23 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(listed), tuple(gathers))
 
 
-def _is_traceable(argument: Any) -> bool:
-    """Whether jit traces an argument: an array, a number or a tree of these."""
-    numbers = bool, int, float, complex
-    return all(hasattr(x, "dtype") or isinstance(x, numbers) for x in jax.tree.leaves(argument))
+def _traced_leaves(argument: Any, *, numbers: bool) -> Any:
+    """Which leaves of an argument are traced: arrays, and of arrays and ``numbers`` alone all."""
+    if numbers and all(map(_is_traceable, jax.tree.leaves(argument))):
+        return jax.tree.map(_is_traceable, argument)
+    return jax.tree.map(_is_array, argument)
+
+
+def _is_traceable(leaf: Any) -> bool:
+    """Whether jit traces a leaf of an argument: an array, its shape or a number."""
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex | np.generic)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf of an argument is an array or its shape, and no type or number of NumPy."""
+    if isinstance(leaf, type | np.generic):
+        return False
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 class _Recorder(dict):
