@@ -214,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=IMAGES, help="the folder")
     out = parser.parse_args(argv).out
+    if out.exists() and not out.is_dir():
+        parser.error(f"--out is {out}; it must be a folder")
     draw(numbers(read()), out / CHART.name)
     draw_scaling(scaling(read(SHARDED)), out / SCALING_CHART.name)
 

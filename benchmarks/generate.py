@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 1 <= args.steps < args.context or args.repeats < 1:
         parser.error("--steps must be at least 1 and below --context, and --repeats at least 1")
+    if args.layers is not None and args.layers < 1:
+        parser.error(f"--layers is {args.layers}; it must be at least 1")
 
     on_gpu = jax.default_backend() == "gpu"
     limits = timing.jax_limits("trace" if on_gpu else "wall", smoke=not on_gpu)

@@ -33,7 +33,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from benchmarks import timing, train
-from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
+from benchmarks.record import (
+    PROVENANCE,
+    ROOT,
+    append_rows,
+    check_csv,
+    format_table,
+    provenance,
+    slug,
+)
 
 COLUMNS = (
     *PROVENANCE,
@@ -423,6 +431,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = work(options)
         print(_REPORT + json.dumps(row), flush=True)
         return 0
+    for name in ("gpus", "steps"):
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1")
+    known = dict.fromkeys(run.mesh for run in RUNS if run.mesh and run.model in options.model)
+    if unknown := [mesh for mesh in options.mesh or () if mesh not in known]:
+        parser.error(f"--mesh {unknown[0]!r} is none of {'  '.join(known)}")
+    check_csv(parser, options.csv, COLUMNS)
     meshes = options.mesh and ["", *options.mesh]
     runs = [
         run for run in RUNS if run.model in options.model and (not meshes or run.mesh in meshes)

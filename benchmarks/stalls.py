@@ -145,9 +145,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--least", type=float, default=0.005, help="leave out regions with less of all samples"
     )
     options = parser.parse_args(argv)
-    for name, instructions in read(options.profile).items():
-        if options.kernel not in name:
-            continue
+    try:
+        kernels = read(options.profile)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    chosen = {name: found for name, found in kernels.items() if options.kernel in name}
+    if not chosen:
+        parser.error(f"--kernel {options.kernel!r} is in no name of {', '.join(kernels)}")
+    for name, instructions in chosen.items():
         samples = sum(each.samples for each in instructions)
         least = max(options.least * samples, 1)
         rows = [x.row(samples) for x in regions(instructions) if x.samples >= least]

@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import energy, timing
-from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
+from benchmarks.record import (
+    PROVENANCE,
+    ROOT,
+    append_rows,
+    check_csv,
+    format_table,
+    provenance,
+    slug,
+)
 
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
 # The default preset, batch size and sequence length of each model.
@@ -505,6 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--preset {options.preset!r} is none of {', '.join(presets)}")
     if options.model != "gpt2" and "torch_compile" in options.implementation:
         parser.error(f"--implementation torch_compile has no {options.model}")
+    check_csv(parser, options.csv, COLUMNS)
     rows = []
     ours: list[tuple[str, str | None, int]] = list(
         itertools.product(options.backend, options.precision, options.documents)

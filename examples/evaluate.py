@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from generate import SMOKE_CONFIG, load_model, on_backend, quantize
+from generate import SMOKE_CONFIG, check_backend, load_model, on_backend, quantize
 
 from jaxllm import data, training
 from jaxllm.core.backend import BACKENDS
@@ -47,6 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
     parser.add_argument("--smoke", action="store_true", help="a random model, a little text")
     options = parser.parse_args(argv)
+    check_backend(options.backend, parser)
     for name, least in (("batch_size", 1), ("seq_len", 1), ("batches", 0), ("group_size", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         return model.loss(params, tokens, labels, config)
 
     evaluate = training.make_eval_step(loss, compute_dtype=options.dtype)
+    # Before the loss in float, which takes a while.
+    jax.eval_shape(lambda params: quantize(params, options.group_size), params)
     losses: dict[str, float] = {}
     with on_backend(options.backend):
         try:

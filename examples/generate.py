@@ -23,7 +23,7 @@ import jax
 import jaxllm
 from jaxllm import training
 from jaxllm.convert import huggingface
-from jaxllm.core.backend import BACKENDS, Backend
+from jaxllm.core.backend import BACKENDS, Backend, resolve
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
 from jaxllm.inference.generate import stream
@@ -50,7 +50,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="the token that ends a text; default: by the configs",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="fewer where the model's longest sequence ends; default: %(default)s",
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 for all tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="the likeliest that sum to P")
@@ -61,7 +67,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--int8-cache", action="store_true", help="keys and values in int8")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the best on this machine")
     parser.add_argument("--smoke", action="store_true", help="a random model, a few tokens")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    check_backend(options.backend, parser)
+    return options
+
+
+def check_backend(name: Backend | None, parser: argparse.ArgumentParser) -> None:
+    """Exits with a message if no backend is named, and that of JAXLLM_BACKEND is unknown."""
+    try:
+        resolve(name)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxllm import data, ops, training
 from jaxllm.convert import huggingface, llmc
-from jaxllm.core.backend import BACKENDS
+from jaxllm.core.backend import BACKENDS, resolve
 from jaxllm.data import tokenizer
 from jaxllm.data.tokenizer import BYTES, Tokenizer
 from jaxllm.models.common import SAVE_ATTENTION, SAVE_GEMMS, by_block
@@ -94,7 +94,12 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
 
     add = parser.add_argument_group("model").add_argument
     add("--preset", choices=family.presets, help="default: d6 on a GPU, tiny on other devices")
-    add("--init-from", type=Path, help="a Hugging Face folder, or llm.c's .bin (GPT-2)")
+    add(
+        "--init-from",
+        type=Path,
+        help="a Hugging Face folder, or llm.c's .bin (GPT-2), whose model is trained; --preset "
+        "then gives only the defaults of other flags",
+    )
     add("--vocab-size", type=int, help="of the tokens in DATA; default: the tokenizer's")
     add("--tokenizer", help="bytes, gpt2, a tokenizer.json, or llm.c's .bin; default: bytes")
     add("--end-of-text", metavar="NAME", help="the token between documents; default: detected")
@@ -141,10 +146,10 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     ).add_argument
     add("--steps", type=int)
     add("--batch-size", type=int, help="sequences in a microbatch")
-    add("--seq-len", type=int)
+    add("--seq-len", type=int, help="a preset of shorter sequences is made longer")
     add("--accumulate", type=int, help="microbatches in a step")
     add("--lr", type=float, help="the peak learning rate")
-    add("--warmup", type=int, help="steps")
+    add("--warmup", type=int, help="steps; a longer default is cut to --steps")
     add("--schedule", choices=schedules.NAMES, default="cosine")
     add("--final-fraction", type=float, default=0.1, help="the final rate, as a share of the peak")
     add("--decay-fraction", type=float, default=0.2, help="the share of the steps that wsd decays")
@@ -209,7 +214,11 @@ def make_parser(family: Family, description: str | None) -> argparse.ArgumentPar
     add("--resume", action="store_true", help="resume from the newest checkpoint in OUT, if any")
 
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, help="default: runs/MODEL_PRESET")
+    add(
+        "--out",
+        type=Path,
+        help="default: runs/MODEL_PRESET; a log and a model of an earlier run are replaced",
+    )
     add("--tensorboard", action=yes_or_no, default=True, help="if it is installed")
     add("--save-llmc", action="store_true", help="also save the model in llm.c's format (GPT-2)")
     add(
@@ -234,6 +243,7 @@ def parse(
             parser.error(str(error))
         options = parser.parse_args(argv)
     try:
+        resolve(options.backend)  # fails where JAXLLM_BACKEND is unknown
         start_processes(options)
         options.mesh = open_mesh(options.mesh)
     except (RuntimeError, ValueError) as error:
@@ -257,7 +267,10 @@ def parse(
     check_ranges(options, parser)
     if not 0 <= options.seed < 2**63:
         parser.error(f"--seed is {options.seed}, must be from 0 to 2**63 - 1")
-    options.warmup = min(options.warmup, options.steps)
+    if "warmup" not in given:
+        options.warmup = min(options.warmup, options.steps)
+    if options.warmup > options.steps:
+        parser.error(f"--warmup is {options.warmup}, must be at most --steps, {options.steps}")
     if options.ignore_next_document and not options.document_mask:
         parser.error("--ignore-next-document needs --document-mask")
     if options.save_llmc and family.stem != "gpt2":
@@ -291,9 +304,20 @@ def parse(
         with parallel.first_process_first():
             options.train, options.val = open_data(options)
         options.questions = open_questions(options)
+        make_writable(options.out)
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return options
+
+
+def make_writable(folder: Path) -> None:
+    """Makes the output folder, before a run whose results could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--out is {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"--out is {folder}, in which no file can be written")
 
 
 _ABOVE_0 = ("steps", "batch_size", "seq_len", "accumulate", "keep", "keep_every", "val_batches")
@@ -314,7 +338,7 @@ def check_ranges(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             parser.error(f"{flag} is {value}, must be 0 or above")
         if name == "max_underflow" and not 0 <= value <= 1:
             parser.error(f"{flag} is {value}, must be from 0 to 1")
-    if math.isinf(options.weight_decay):
+    if options.weight_decay > float(np.finfo(np.float32).max):
         parser.error(f"--weight-decay is {options.weight_decay}, must be finite")
 
 
@@ -343,7 +367,7 @@ def open_mesh(text: str | None) -> jax.sharding.Mesh | None:
     """The mesh of ``--mesh``; None for one device without that flag."""
     if text is None and jax.device_count() == 1:
         return None
-    sizes: Any = parallel.parse_mesh(text or "data=-1")
+    sizes: Any = parallel.parse_mesh("data=-1" if text is None else text)
     return parallel.make_mesh(**sizes)
 
 
@@ -352,11 +376,11 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 
     Raises:
         ValueError: The file is not valid TOML, a name is not a flag, or a flag that takes a value
-            is false.
+            or begins with ``no-`` is false.
     """
     try:
-        values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     flags = []
     for name, value in values.items():
@@ -369,6 +393,8 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
             flags.append(f"{flag}={value}")
         elif f"--no-{flag[2:]}" in parser._option_string_actions:
             flags.append(f"--no-{flag[2:]}")
+        elif flag.startswith("--no-"):
+            raise ValueError(f"{path}: {name} is false; write {name[3:]} = true")
         elif parser._option_string_actions[flag].nargs != 0:
             raise ValueError(f"{path}: {name} is false; it takes a value")
     return flags
@@ -377,7 +403,8 @@ def flags_of(path: Path, parser: argparse.ArgumentParser) -> list[str]:
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer of the options; BYTES for a vocabulary of bytes; otherwise None."""
     if options.tokenizer is not None or options.end_of_text is not None:
-        return tokenizer.load(options.tokenizer or "bytes", end_of_text=options.end_of_text)
+        name = "bytes" if options.tokenizer is None else options.tokenizer
+        return tokenizer.load(name, end_of_text=options.end_of_text)
     return BYTES if options.vocab_size in (None, BYTES.vocab_size) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,10 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
         parser.error(f"--vocab-size is {options.vocab_size}; at least {BYTES.vocab_size}")
     if options.steps <= WARM_UP:
         parser.error(f"--steps is {options.steps}; at least {WARM_UP + 1}")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed is {options.seed}; from 0 to 2**63 - 1")
+    if not 0 <= options.learning_rate < math.inf:
+        parser.error(f"--learning-rate is {options.learning_rate}; finite and at least 0")
     return options
 
 

@@ -155,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}, must be above 0")
+    if not -(2**63) <= options.seed < 2**63:
+        parser.error(f"--seed is {options.seed}, must be from -2**63 to 2**63 - 1")
     steps = 2 if options.smoke else options.steps
 
     device = jax.devices()[0]

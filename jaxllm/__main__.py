@@ -47,7 +47,10 @@ def info() -> str:
         reason = ffi.no_hopper_reason()
         lines.append(f"hopper      its kernels {'run' if reason is None else f'do not: {reason}'}")
 
-    lines.append(f"backend     {backend.resolve()} is selected")
+    try:
+        lines.append(f"backend     {backend.resolve()} is selected")
+    except ValueError as error:  # of the environment variable
+        lines.append(f"backend     {error}")
     lines.append(f"auto        {_auto()}")
     return "\n".join(lines)
 

@@ -266,6 +266,35 @@ def test_train_command_line_rejects_invalid_arguments(arguments, message, capsys
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus is 0; it must be at least 1"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--mesh", "fsdp", "fdsp"], "--mesh 'fdsp' is none of data  fsdp  tensor"),
+        (["--model", "gpt2", "--mesh", "context"], "--mesh 'context' is none of data  fsdp\n"),
+    ],
+)
+def test_sharded_command_line_rejects_invalid_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sharded.main(["--smoke", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"), [(ops.main, ["norm"]), (train.main, []), (sharded.main, [])]
+)
+def test_files_of_other_columns_are_rejected_before_anything_is_timed(
+    main, arguments, tmp_path, capsys
+):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--smoke", "--csv", str(path)])
+    assert "--csv: " in (found := capsys.readouterr().err) and "has the header" in found
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
     ("kernel", "expected"),
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "GEMM"),
@@ -364,6 +393,12 @@ def test_generate_times_prefill_and_decode(capsys, monkeypatch):
         tokens = 12 if row[-2] == "prefill" else 1
         assert ms > 0 and tokens_per_s == pytest.approx(1e3 * tokens / ms, rel=0.02, abs=1)
         assert share == pytest.approx(limit / ms, rel=0.05, abs=2e-3)
+
+
+def test_generate_rejects_zero_layers(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--layers", "0"])
+    assert "--layers is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_prefill_flops_count_causal_scores_and_one_lm_head_token():

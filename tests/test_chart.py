@@ -98,3 +98,10 @@ def test_scaling_is_that_of_the_rows_of_one_commit():
 def test_missing_rows_are_an_error():
     with pytest.raises(ValueError, match="layer_norm 65536x768, forward"):
         chart.numbers([])
+
+
+def test_out_must_be_a_folder(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        chart.main(["--out", str(tmp_path / "file")])
+    assert "it must be a folder" in capsys.readouterr().err

@@ -276,6 +276,14 @@ def test_info_tells_versions_devices_and_the_choice(capsys):
         assert "auto        xla, because the default device is a cpu" in printed
 
 
+def test_info_reports_an_unknown_backend_of_the_environment(monkeypatch, capsys):
+    monkeypatch.setattr("jaxllm.core.backend._DEFAULT", "gpu")
+    main(["info"])
+    printed = capsys.readouterr().out
+    assert "backend     the environment variable JAXLLM_BACKEND is 'gpu'; it must be" in printed
+    assert "auto        " in printed
+
+
 def test_lowering_for_a_gpu_ignores_the_local_device():
     with jaxllm.use_backend("auto"):
         text = testing.lower_for_cuda(normalize, X, SCALE)

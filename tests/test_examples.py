@@ -88,8 +88,12 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--lr", "nan"], "peak nan"),
         (["--final-fraction", "2"], "final_fraction 2.0"),
         (["--warmup", "-2"], "--warmup is -2, must be 0 or above"),
+        (["--warmup", "9"], "--warmup is 9, must be at most --steps, 8"),
+        (["--tokenizer", ""], "tokenizer.json: there is no such file"),
+        (["--mesh", ""], "error: mesh '' has ''; it must be like data=2,fsdp=4"),
         (["--weight-decay", "nan"], "--weight-decay is nan, must be 0 or above"),
         (["--weight-decay", "inf"], "--weight-decay is inf, must be finite"),
+        (["--weight-decay", "1e300"], "--weight-decay is 1e+300, must be finite"),
         (["--max-loss-z", "nan"], "--max-loss-z is nan, must be above 0"),
         (["--max-norm-z", "-1"], "--max-norm-z is -1.0, must be above 0"),
         (["--float8-counts", "--max-underflow", "nan"], "--max-underflow is nan, must be from 0"),
@@ -133,6 +137,10 @@ def test_pretrain_without_a_tokenizer_prints_ids(capsys):
         (["--data", "other"], "*val*.bin has token 300, but the model has 257"),
         (["--data", "both"], "pretrain_val.bin: a shard of both splits by its name; rename it"),
         (["--out", "eval.bin"], "--out is eval.bin, must be a folder"),
+        (
+            ["--data", "shards", "--vocab-size", "3000", "--out", "eval.bin/run"],
+            "--out is eval.bin/run: Not a directory",
+        ),
         (["--hellaswag", "eval.bin"], "eval.bin: questions has token 50000; the model has"),
         (["--hellaswag", "eval.bin", "--seq-len", "5"], "eval.bin: questions has 6 tokens in one"),
     ],
@@ -503,10 +511,12 @@ def test_nonfinite_run_stops_and_names_the_tensors(monkeypatch):
         ('steps = "many"', "argument --steps: invalid int value"),
         ('schedule = "square"', "argument --schedule: invalid choice"),
         ("steps = false", "run.toml: steps is false; it takes a value"),
+        ("no-unroll = false", "run.toml: no-unroll is false; write unroll = true"),
+        ("# \udcff", "run.toml: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_invalid_config_files_are_rejected(capsys, config, message):
-    Path("run.toml").write_text(config)
+    Path("run.toml").write_text(config, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(SystemExit) as caught:
         smoke("--config", "run.toml")
     assert caught.value.code == 2
@@ -532,6 +542,12 @@ def test_add_your_own_op_example_runs(tmp_path, capsys):
         assert "cuda: right in float32, bfloat16, float16" in printed
     else:
         assert "the program for one calls softsign_forward and softsign_backward" in printed
+
+
+def test_switch_backends_rejects_seeds_out_of_range(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        switch_backends.main(["--seed", str(2**70)])
+    assert f"--seed is {2**70}, must be from -2**63 to 2**63 - 1" in capsys.readouterr().err
 
 
 def test_switch_backends_prints_losses_or_errors(capsys):

@@ -123,6 +123,21 @@ def test_evaluate_rejects_sizes_out_of_range(capsys, flag):
     assert f"{flag.replace('=', ' is ')}, must be at least" in capsys.readouterr().err
 
 
+def test_evaluate_rejects_group_sizes_before_the_loss_in_float(capsys):
+    with pytest.raises(SystemExit, match=r"group_size 48 must divide .*; see --group-size"):
+        evaluate.main(["--smoke", "--group-size", "48"])
+    assert "loss" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [generate, evaluate, pretrain_gpt2])
+def test_scripts_reject_an_unknown_backend_of_the_environment(monkeypatch, capsys, script):
+    monkeypatch.setattr("jaxllm.core.backend._DEFAULT", "gpu")
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--smoke"])
+    message = "the environment variable JAXLLM_BACKEND is 'gpu'; it must be one of auto, cuda"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_generate_rejects_invalid_arguments(tmp_path):
     with pytest.raises(SystemExit, match="no model in runs; train one with `make demo`"):
         generate.main([])

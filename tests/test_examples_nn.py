@@ -135,6 +135,8 @@ def test_arguments_of_flax_attention_are_served_or_refused():
         (["--seq-len", "0"], "--seq-len is 0; at least 1"),
         (["--vocab-size", "256"], "--vocab-size is 256; at least 257"),
         (["--steps", "2"], "--steps is 2; at least 3"),
+        (["--seed", "-1"], "--seed is -1; from 0 to 2**63 - 1"),
+        (["--learning-rate", "nan"], "--learning-rate is nan; finite and at least 0"),
     ],
 )
 def test_misuse_is_reported_in_one_line(capsys, arguments, message):

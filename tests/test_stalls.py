@@ -57,3 +57,20 @@ def test_files_without_kernels_or_samples_are_errors(tmp_path):
     header = HEADER.replace("# Samples", "Samples")
     with pytest.raises(ValueError, match=r"has no samples: pass --section SourceCounters to ncu"):
         stalls.read(write(tmp_path / "b.csv", "kernel", header=header))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.csv"], "No such file or directory"),
+        (["empty.csv"], "empty.csv has no kernel"),
+        (["a.csv", "--kernel", "nothing"], "--kernel 'nothing' is in no name of forward"),
+    ],
+)
+def test_command_line_rejects_invalid_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.csv", "forward")
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        stalls.main(arguments)
+    assert message in capsys.readouterr().err
