@@ -136,7 +136,9 @@ def sharded_like(name: str, i: int, x: Any, other: Any) -> Any:
         return x
     wanted, found = (meshes.full_spec(of.spec, x.ndim) for of in (to, have))
     if wanted != found:
-        _warn_of_gather(name, i, found, f"it is added to an array whose sharding is {wanted}")
+        _warn_of_gather(
+            name, i, tuple(found), f"it is added to an array whose sharding is {wanted}"
+        )
     return meshes.reshard(x, to.mesh, wanted)
 
 
