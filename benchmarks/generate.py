@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 import jaxllm
 from benchmarks import timing
+from benchmarks.arguments import check_counts
 from benchmarks.record import format_table
 from jaxllm.core.backend import BACKENDS
 from jaxllm.inference.cache import decode_step, init_cache, prefill
@@ -117,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 1 <= args.steps < args.context or args.repeats < 1:
         parser.error("--steps must be at least 1 and below --context, and --repeats at least 1")
-    if args.layers is not None and args.layers < 1:
-        parser.error(f"--layers is {args.layers}; it must be at least 1")
+    check_counts(parser, args, "layers")
 
     on_gpu = jax.default_backend() == "gpu"
     limits = timing.jax_limits("trace" if on_gpu else "wall", smoke=not on_gpu)

@@ -27,16 +27,9 @@ import jax.numpy as jnp
 
 import jaxllm.ops
 from benchmarks import peers, timing
+from benchmarks.arguments import check_counts, check_csv
 from benchmarks.peer_ops import JAX_PEERS, PEERS
-from benchmarks.record import (
-    PROVENANCE,
-    ROOT,
-    append_rows,
-    check_csv,
-    format_table,
-    provenance,
-    slug,
-)
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 from jaxllm.testing import DTYPES, Case, Normal, cotangents_like, make_inputs
 
 DIRECTIONS = ("forward", "backward")
@@ -497,9 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     cases = select_cases(parser, options)
-    for name in ("sets", "least_sets", "rounds"):
-        if (value := getattr(options, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_counts(parser, options, "sets", "least_sets", "rounds")
     check_csv(parser, options.csv, COLUMNS)
     # Leaves memory to the peers. XLA reads this when it initializes the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -81,16 +80,6 @@ def _output(*command: str) -> str:
 def slug(gpu: str) -> str:
     """A file name for a device kind: ``"NVIDIA H200"`` gives ``"h200"``."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-") or "unknown"
-
-
-def check_csv(parser: argparse.ArgumentParser, path: Path | None, columns: Sequence[str]) -> None:
-    """Exits with a message, before anything is timed, if no rows can be appended to ``--csv``."""
-    if path is None:
-        return
-    try:
-        append_rows(path, columns, [])
-    except (OSError, ValueError) as error:
-        parser.error(f"--csv: {error}")
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:

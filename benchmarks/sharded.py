@@ -33,15 +33,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from benchmarks import timing, train
-from benchmarks.record import (
-    PROVENANCE,
-    ROOT,
-    append_rows,
-    check_csv,
-    format_table,
-    provenance,
-    slug,
-)
+from benchmarks.arguments import check_counts, check_csv
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 COLUMNS = (
     *PROVENANCE,
@@ -431,9 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = work(options)
         print(_REPORT + json.dumps(row), flush=True)
         return 0
-    for name in ("gpus", "steps"):
-        if (value := getattr(options, name)) < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1")
+    check_counts(parser, options, "gpus", "steps")
     known = dict.fromkeys(run.mesh for run in RUNS if run.mesh and run.model in options.model)
     if unknown := [mesh for mesh in options.mesh or () if mesh not in known]:
         parser.error(f"--mesh {unknown[0]!r} is none of {'  '.join(known)}")

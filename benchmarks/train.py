@@ -24,15 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import energy, timing
-from benchmarks.record import (
-    PROVENANCE,
-    ROOT,
-    append_rows,
-    check_csv,
-    format_table,
-    provenance,
-    slug,
-)
+from benchmarks.arguments import check_counts, check_csv
+from benchmarks.record import PROVENANCE, ROOT, append_rows, format_table, provenance, slug
 
 IMPLEMENTATIONS = ("plain", "plain_unrolled", "torch_compile", "jaxllm")
 # The default preset, batch size and sequence length of each model.
@@ -490,13 +483,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset, *shape = MODELS[options.model]
     options.preset = options.preset or preset
     defaults = (2, 16, 2) if options.smoke else (*shape, 20)
+    check_counts(parser, options, "batch_size", "seq_len", "steps", "accumulate")
     for name, default in zip(("batch_size", "seq_len", "steps"), defaults, strict=True):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        setattr(options, name, default if value is None else value)
-    if options.accumulate < 1:
-        parser.error(f"--accumulate is {options.accumulate}; it must be at least 1")
+        if getattr(options, name) is None:
+            setattr(options, name, default)
     if options.accumulate > 1 and set(options.implementation) != {"jaxllm"} and not options.worker:
         parser.error("--accumulate is for --implementation jaxllm alone")
     if (least := min(options.documents)) < 0:
