@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from generate import check_backend
 
 import jaxllm
 from jaxllm import data
@@ -50,6 +51,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**SMOKE)
     options = parser.parse_args(argv)
+    check_backend(None, parser)
     for name in ("layers", "width", "heads", "seq_len", "batch_size"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1")

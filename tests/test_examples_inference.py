@@ -1,6 +1,7 @@
 """The examples that generate text and evaluate models."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pretrain_gpt2
 import pretrain_llama3
 import pytest
+import small_models
 import tokenizers
 from pretraining_scripts import SCRIPTS, read_log
 
@@ -129,11 +131,20 @@ def test_evaluate_rejects_group_sizes_before_the_loss_in_float(capsys):
     assert "loss" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", [generate, evaluate, pretrain_gpt2])
-def test_scripts_reject_an_unknown_backend_of_the_environment(monkeypatch, capsys, script):
+@pytest.mark.parametrize(
+    "run",
+    [
+        generate.main,
+        evaluate.main,
+        pretrain_gpt2.main,
+        functools.partial(small_models.parse, description=""),
+    ],
+    ids=["generate", "evaluate", "pretrain", "small_models"],
+)
+def test_scripts_reject_an_unknown_backend_of_the_environment(monkeypatch, capsys, run):
     monkeypatch.setattr("jaxllm.core.backend._DEFAULT", "gpu")
     with pytest.raises(SystemExit, match="2"):
-        script.main(["--smoke"])
+        run(["--smoke"])
     message = "the environment variable JAXLLM_BACKEND is 'gpu'; it must be one of auto, cuda"
     assert message in capsys.readouterr().err.splitlines()[-1]
 
