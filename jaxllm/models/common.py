@@ -441,8 +441,8 @@ def check_params(params: Params, config: Any) -> None:
     The heads of parameters that are laid out for decoding, or int8, are not known. Raises TypeError
     where the layers are in a tuple: it would be taken for stacked ones.
     """
-    for name in ("wte", "lm_head"):
-        table = params.get(name, params["wte"])
+    tables = {name: params[name] for name in ("wte", "lm_head") if name in params}
+    for name, table in tables.items():
         rows = (table.q if isinstance(table, ops.Quantized) else table).shape[0]
         if rows < config.vocab_size:  # tokens beyond the table would be clamped
             raise ValueError(
