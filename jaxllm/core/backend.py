@@ -284,8 +284,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Example:
         >>> print(jaxllm.explain(jax.grad(loss), params, tokens))
     """
-    numbers = not hasattr(fn, "lower")
-    marks = [_traced_leaves(x, numbers=numbers) for x in args]
+    is_jitted = hasattr(fn, "lower")
+    marks = [_traced_leaves(x, numbers=not is_jitted) for x in args]
     marks_by_name = {name: _traced_leaves(x, numbers=False) for name, x in kwargs.items()}
     is_traced = jax.tree.leaves((marks, marks_by_name))
     leaves, tree = jax.tree.flatten((args, kwargs))
